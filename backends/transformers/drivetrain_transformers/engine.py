@@ -1,0 +1,249 @@
+"""The transformers backend: a scheduler in a thread of its own, and the primitives that reach it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, ClassVar
+
+from drivetrain.backend import Backend, EngineStats, GenerateRequest, GenerateResult, ModelInfo, StopKind, TokenDelta
+from drivetrain.capability import Capability
+from drivetrain.config import EngineConfig, Isolation
+from drivetrain.errors import DrivetrainError, EngineInternalError
+from drivetrain.memory import MemoryTag, PauseMode
+from drivetrain.weights import (
+    CommitUpdate,
+    TensorData,
+    WeightManifest,
+    WeightMessage,
+    WeightReply,
+    WeightReport,
+)
+from drivetrain_transformers.translate import CONFIG_NAMES, device_of
+
+if TYPE_CHECKING:
+    from drivetrain_transformers.runner import Runner
+    from drivetrain_transformers.weights import Weights
+
+_ALWAYS = frozenset(
+    {
+        Capability.STREAMING,
+        Capability.ABORT,
+        Capability.LOGPROBS_RAW,
+        Capability.LOGPROBS_TEMPERATURE,
+        Capability.LOGPROBS_PROCESSED,
+        Capability.TOP_LOGPROBS,
+        Capability.PROMPT_LOGPROBS,
+        Capability.SCORE_TOKENS,
+        Capability.STOP_TOKEN_IDS,
+        Capability.IGNORE_EOS,
+        Capability.MIN_NEW_TOKENS,
+        Capability.TOP_K,
+        Capability.TOP_P,
+        Capability.MIN_P,
+        Capability.REPETITION_PENALTY,
+        Capability.FREQUENCY_PENALTY,
+        Capability.PRESENCE_PENALTY,
+        Capability.LOGIT_BIAS,
+        Capability.SEED,
+        Capability.PRIORITY,
+        Capability.PAUSE_IN_PLACE,
+        Capability.PAUSE_RETRACT,
+        Capability.SLEEP_WEIGHTS,
+        Capability.SLEEP_KV_CACHE,
+        Capability.WEIGHTS_IN_PROCESS,
+        Capability.WEIGHTS_SHARED_MEMORY,
+        Capability.WEIGHTS_DISK,
+        Capability.WEIGHT_UPDATE_IN_FLIGHT,
+        Capability.VERSION_SPANS,
+        Capability.READ_WEIGHTS,
+    }
+)
+
+
+class TransformersBackend(Backend):
+    """Any causal LM that transformers loads, on the CPU or one GPU."""
+
+    name: ClassVar[str] = "transformers"
+    engine_distribution: ClassVar[str] = "transformers"
+    config_names: ClassVar[Mapping[str, str]] = CONFIG_NAMES
+    native_stops: ClassVar[frozenset[StopKind]] = frozenset(StopKind)
+    default_isolation: ClassVar[Isolation] = Isolation.INLINE
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._runner: Runner | None = None
+        self._weights: Weights | None = None
+
+    @classmethod
+    def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
+        """What this backend does; weights can be kept while they sleep where there is other memory to keep them in."""
+        claimed = set(_ALWAYS)
+        if config.enable_prefix_caching:
+            claimed.add(Capability.PREFIX_CACHE)
+        if not device_of(config).startswith("cpu"):
+            claimed.add(Capability.SLEEP_KEEPS_WEIGHTS)
+        return frozenset(claimed)
+
+    # Lifecycle ---------------------------------------------------------------------------------------------------
+
+    async def start(self, report: Callable[[str], None]) -> ModelInfo:
+        """Load the model in a thread and warm it up."""
+        loop = asyncio.get_running_loop()
+
+        def load(stage: Callable[[str], None]) -> tuple[Runner, Weights]:
+            stage("importing torch and transformers")
+            from drivetrain_transformers.runner import Runner
+            from drivetrain_transformers.weights import Weights
+
+            runner = Runner.load(self.config, stage)
+            return runner, Weights(runner.model, keep=self.config.sleep_keeps_weights)
+
+        def stage(words: str) -> None:
+            loop.call_soon_threadsafe(report, words)
+
+        with ThreadPoolExecutor(1, thread_name_prefix="drivetrain-transformers-load") as pool:
+            self._runner, self._weights = await loop.run_in_executor(pool, load, stage)
+        self._runner.start()
+        return self._runner.model.info
+
+    async def close(self) -> None:
+        """Stop the thread and let the model go."""
+        runner, self._runner, self._weights = self._runner, None, None
+        if runner is not None:
+            await asyncio.get_running_loop().run_in_executor(None, runner.stop)
+
+    async def stats(self) -> EngineStats:
+        """Requests and memory, as the scheduler counts them."""
+        scheduler = self._running.scheduler
+        weights = self._received
+
+        def look() -> EngineStats:
+            return EngineStats(scheduler.running, scheduler.waiting, scheduler.kv_cache_bytes, weights.nbytes)
+
+        return await self._running.call(look)
+
+    # Generation --------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Generate one sample."""
+        runner = self._running
+        result: asyncio.Future[GenerateResult] = asyncio.get_running_loop().create_future()
+
+        def deliver(item: GenerateResult | TokenDelta | DrivetrainError) -> None:
+            if result.done():
+                return
+            if isinstance(item, DrivetrainError):
+                result.set_exception(item)
+            elif isinstance(item, GenerateResult):
+                result.set_result(item)
+
+        runner.submit(request, deliver)
+        try:
+            return await result
+        except asyncio.CancelledError:
+            runner.abort([request.request_id])
+            raise
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        """Generate one sample, a delta a step."""
+        runner = self._running
+        deltas: asyncio.Queue[GenerateResult | TokenDelta | DrivetrainError] = asyncio.Queue()
+        runner.submit(request, deltas.put_nowait, streamed=True)
+        ended = False
+        try:
+            while not ended:
+                item = await deltas.get()
+                if isinstance(item, DrivetrainError):
+                    ended = True
+                    raise item
+                if not isinstance(item, TokenDelta):
+                    raise EngineInternalError(f"request {request.request_id}: a stream received {type(item).__name__}")
+                ended = item.result is not None
+                yield item
+        finally:
+            if not ended:
+                runner.abort([request.request_id])
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """End requests, running, waiting or frozen."""
+        self._running.abort(request_ids)
+
+    # Pause and memory --------------------------------------------------------------------------------------------
+
+    async def freeze(self, mode: PauseMode) -> None:
+        """Stop stepping; ``RETRACT`` lets the caches go."""
+        await self._running.freeze(retract=mode is PauseMode.RETRACT)
+
+    async def unfreeze(self) -> None:
+        """Step again."""
+        await self._running.unfreeze()
+
+    async def sleep(self, tags: frozenset[MemoryTag]) -> None:
+        """Give back keys and values, or parameters, or both."""
+        runner, weights = self._running, self._received
+
+        def give_back() -> None:
+            if MemoryTag.KV_CACHE in tags:
+                runner.scheduler.free_cache()
+            if MemoryTag.WEIGHTS in tags:
+                weights.sleep()
+            runner.model.release_unused_memory()
+
+        await runner.call(give_back)
+
+    async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
+        """Take the parameters' memory again; that of keys and values is taken as it is needed."""
+        if MemoryTag.WEIGHTS in tags:
+            await self._running.call(self._received.wake_up)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget the keys and values of ended sequences."""
+        await self._running.call(self._running.scheduler.prefixes.clear)
+
+    # Weights -----------------------------------------------------------------------------------------------------
+
+    async def weight_manifest(self) -> WeightManifest:
+        """Parameters and persistent buffers by their checkpoint names."""
+        return await self._running.call(self._received.manifest)
+
+    async def receive_weights(self, message: WeightMessage) -> WeightReply:
+        """Take one step of an update, between two steps of the batch."""
+        runner, weights = self._running, self._received
+
+        def receive() -> WeightReply:
+            reply = weights.receive(message)
+            if isinstance(message, CommitUpdate):
+                runner.scheduler.weights_changed(message.version)
+            return reply
+
+        return await runner.call(receive)
+
+    async def set_weight_version(self, version: str) -> None:
+        """Label the weights."""
+        runner = self._running
+        await runner.call(lambda: runner.scheduler.relabel(version))
+
+    async def read_weight(self, name: str) -> TensorData:
+        """Copy one tensor out."""
+        weights = self._received
+        return await self._running.call(lambda: weights.read(name))
+
+    async def validate_weights(self) -> WeightReport:
+        """Look at every tensor where it lies."""
+        return await self._running.call(self._received.validate)
+
+    # ---------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _running(self) -> Runner:
+        if self._runner is None:
+            raise EngineInternalError("the transformers backend is not running")
+        return self._runner
+
+    @property
+    def _received(self) -> Weights:
+        if self._weights is None:
+            raise EngineInternalError("the transformers backend is not running")
+        return self._weights

@@ -1,0 +1,23 @@
+"""From errors of torch and transformers to drivetrain's."""
+
+from __future__ import annotations
+
+from drivetrain.errors import DrivetrainError, EngineInternalError, EngineOutOfMemory
+
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
+"""Words by which an exception that is not of torch's own type is known to mean it."""
+
+
+def as_engine_error(error: BaseException) -> DrivetrainError:
+    """Return ``error`` as a member of drivetrain's tree; out of memory is told from everything else."""
+    import torch
+
+    if isinstance(error, DrivetrainError):
+        return error
+    words = str(error).lower()
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(known in words for known in OUT_OF_MEMORY):
+        mapped: DrivetrainError = EngineOutOfMemory(f"{type(error).__name__}: {error}")
+    else:
+        mapped = EngineInternalError(f"{type(error).__name__}: {error}")
+    mapped.__cause__ = error
+    return mapped

@@ -1,0 +1,169 @@
+"""A causal LM of transformers: loaded, and run on prompts and on a running batch."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.utils import logging as transformers_logging
+
+from drivetrain.backend import ModelInfo
+from drivetrain.config import EngineConfig
+from drivetrain.errors import EngineStartError
+from drivetrain_transformers.kv_cache import RunningCache
+from drivetrain_transformers.translate import context_length, eos_token_ids, load_arguments
+
+
+class LoadedModel:
+    """A model on its device, in inference mode."""
+
+    def __init__(self, module: PreTrainedModel, info: ModelInfo) -> None:
+        self.module = module
+        self.info = info
+        self.device = torch.device(info.device)
+        takes = inspect.signature(module.forward).parameters
+        self._positions = "position_ids" in takes
+        self._keeps_logits = "logits_to_keep" in takes
+
+    @classmethod
+    def load(cls, config: EngineConfig, report: Callable[[str], None]) -> LoadedModel:
+        """Load the model that ``config`` names.
+
+        Raises:
+            InvalidConfig: the configuration does not fit the model.
+            EngineStartError: the model cannot be loaded, or keeps state that a batch cannot be made of.
+        """
+        report(f"loading the model {config.model}")
+        try:
+            with _no_progress_bars():
+                module = AutoModelForCausalLM.from_pretrained(config.model, **load_arguments(config))
+        except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
+            raise EngineStartError(f"transformers cannot load {config.model!r}: {type(error).__name__}: {error}") from error
+        module.eval()
+        module.requires_grad_(False)
+        _refuse_recurrent_state(module)
+        _own_storages(module)
+        model_config = module.config.get_text_config(decoder=True)
+        length = context_length(model_config, config)
+        info = ModelInfo(
+            vocab_size=model_config.vocab_size,
+            context_length=length,
+            eos_token_ids=eos_token_ids(module.generation_config, model_config),
+            dtype=str(module.dtype).removeprefix("torch."),
+            architecture=type(module).__name__,
+            parameters=sum(parameter.numel() for parameter in module.parameters()),
+            device=str(module.device),
+        )
+        return cls(module, info)
+
+    @torch.inference_mode()
+    def prefill(self, ids: list[list[int]], past: Cache, prefix: int, *, all_positions: bool) -> torch.Tensor:
+        """Run token ids whose first ``prefix`` tokens are in ``past``, and add them to it, left-padded.
+
+        Returns:
+            Logits of shape (rows, padded tokens or 1, vocabulary), the last position being each row's last token.
+        """
+        longest = max(map(len, ids))
+        tokens = torch.zeros(len(ids), longest, dtype=torch.long)
+        mask = torch.ones(len(ids), prefix + longest, dtype=torch.long)
+        for row, own in enumerate(ids):
+            tokens[row, longest - len(own) :] = torch.tensor(own)
+            mask[row, prefix : prefix + longest - len(own)] = 0
+        positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, prefix:]
+        logits = self._forward(tokens, mask, positions, past, last_only=not all_positions)
+        if not bool(mask.all()):
+            _zero_padding(past, mask)
+        return logits
+
+    @torch.inference_mode()
+    def decode(self, last_ids: list[int], cache: RunningCache) -> torch.Tensor:
+        """Run one token of each running row; return logits of shape (rows, vocabulary)."""
+        tokens = torch.tensor(last_ids, dtype=torch.long)[:, None]
+        positions = torch.tensor(cache.lengths, dtype=torch.long)[:, None]
+        return self._forward(tokens, cache.attention_mask(), positions, cache, last_only=True)[:, -1]
+
+    def _forward(
+        self, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Cache, *, last_only: bool
+    ) -> torch.Tensor:
+        arguments: dict[str, object] = {
+            "input_ids": tokens.to(self.device),
+            "attention_mask": mask.to(self.device),
+            "past_key_values": cache,
+            "use_cache": True,
+        }
+        if self._positions:
+            arguments["position_ids"] = positions.to(self.device)
+        if self._keeps_logits and last_only:
+            arguments["logits_to_keep"] = 1
+        logits: torch.Tensor = self.module(**arguments).logits
+        return logits
+
+    def release_unused_memory(self) -> None:
+        """Hand memory that nothing holds back to the operating system or the GPU."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        else:
+            _trim_heap()
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Progress is reported in words; transformers' own bars would be drawn over the trainer's."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def _refuse_recurrent_state(module: PreTrainedModel) -> None:
+    """A row's state must be keys and values per token: only those can be moved between batches."""
+    cache = DynamicCache(config=module.config)
+    odd = {type(layer).__name__ for layer in cache.layers if type(layer).__mro__ and not _is_plain(layer)}
+    if odd or getattr(module, "_is_stateful", False):
+        raise EngineStartError(
+            f"{type(module).__name__} keeps recurrent or indexed state ({', '.join(sorted(odd)) or 'stateful'}), which the "
+            "transformers backend cannot batch yet; use another backend for this model"
+        )
+
+
+def _is_plain(layer: object) -> bool:
+    names = {cls.__name__ for cls in type(layer).__mro__}
+    return isinstance(layer, CacheLayerMixin) and not names & {"LinearAttentionCacheLayerMixin", "DynamicIndexedLayer"}
+
+
+def _own_storages(module: PreTrainedModel) -> None:
+    """Copy tensors that are views of a mapped file: they could neither be updated nor give their memory back."""
+    for parameter in module.parameters():
+        if not parameter.untyped_storage().resizable():
+            parameter.data = parameter.data.clone()
+    for owner in module.modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            if buffer is not None and not buffer.untyped_storage().resizable():
+                setattr(owner, name, buffer.clone())
+
+
+def _zero_padding(cache: Cache, mask: torch.Tensor) -> None:
+    """Padding may have come out as NaN, which attention would spread even where it is masked."""
+    for layer in cache.layers:
+        padding = (mask == 0).to(layer.keys.device)[:, None, :, None]
+        layer.keys.masked_fill_(padding, 0)
+        layer.values.masked_fill_(padding, 0)
+
+
+def _trim_heap() -> None:
+    """Return freed heap pages to the operating system, where the C library can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+

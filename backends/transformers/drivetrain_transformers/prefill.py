@@ -1,0 +1,117 @@
+"""Computes the cache of sequences that join the batch, and the logits after their last token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache
+
+from drivetrain.outputs import TopLogprobs
+from drivetrain_transformers.model import LoadedModel
+from drivetrain_transformers.prefix_cache import PrefixCache
+from drivetrain_transformers.sampler import top_logprobs
+from drivetrain_transformers.sequences import Sequence
+
+
+@dataclass(slots=True)
+class Prefilled:
+    """A left-padded cache, which of its rows belongs to which sequence, and logits of shape (sequences, vocabulary)."""
+
+    cache: Cache
+    rows: list[int]
+    logits: torch.Tensor
+
+
+class Budget:
+    """How many sequences fit one forward pass: padded tokens are bounded, and prefixes must be equally long."""
+
+    def __init__(self, most: int, prefix_of: Prefill, first: Sequence) -> None:
+        self._most = most
+        self._prefill = prefix_of
+        self._unique: set[tuple[int, ...]] = set()
+        self._longest = 0
+        self._prefix = prefix_of.cached_length(first)
+
+    def takes(self, sequence: Sequence) -> bool:
+        """Count ``sequence`` in if it fits; equal token ids are computed once."""
+        ids = sequence.token_ids
+        key = tuple(ids)
+        if self._unique:
+            if self._prefill.cached_length(sequence) != self._prefix:
+                return False
+            if key in self._unique:
+                return True
+            # Padding between a cached prefix and the rest would leave a gap in the row.
+            if self._prefix and len(ids) - self._prefix != self._longest:
+                return False
+        longest = max(self._longest, len(ids) - self._prefix)
+        if self._unique and longest * (len(self._unique) + 1) > self._most:
+            return False
+        self._unique.add(key)
+        self._longest = longest
+        return True
+
+
+class Prefill:
+    """Runs the prompts of joining sequences, several in one forward pass, equal ones once."""
+
+    def __init__(self, model: LoadedModel, prefixes: PrefixCache | None, max_tokens: int) -> None:
+        self._model = model
+        self._prefixes = prefixes
+        self._max_tokens = max_tokens
+
+    def budget(self, first: Sequence) -> Budget:
+        """Count how many sequences fit a forward pass that begins with ``first``."""
+        return Budget(self._max_tokens, self, first)
+
+    def cached_length(self, sequence: Sequence) -> int:
+        """Tokens of ``sequence`` whose cache will be used. Prompt logprobs need every position to be computed."""
+        if self._prefixes is None or sequence.request.params.prompt_logprobs is not None:
+            return 0
+        return self._prefixes.find(sequence.token_ids)[0]
+
+    def run(self, group: list[Sequence]) -> Prefilled:
+        """Compute the cache of ``group``, whose cached prefixes are equally long."""
+        order: dict[tuple[int, ...], int] = {}
+        rows = [order.setdefault(tuple(sequence.token_ids), len(order)) for sequence in group]
+        unique = [list(ids) for ids in order]
+        prefix = self.cached_length(group[0])
+        past = self._past(unique, prefix)
+        wants_all = any(
+            sequence.request.params.prompt_logprobs is not None and sequence.prompt_logprobs is None for sequence in group
+        )
+        logits = self._model.prefill([ids[prefix:] for ids in unique], past, prefix, all_positions=wants_all)
+        for sequence, row in zip(group, rows, strict=True):
+            if not sequence.generated:
+                sequence.cached_tokens = prefix
+            wanted = sequence.request.params.prompt_logprobs
+            if wanted is not None and sequence.prompt_logprobs is None:
+                sequence.prompt_logprobs, sequence.prompt_top_logprobs = _of_prompt(
+                    logits[row], sequence.request.prompt_token_ids, len(sequence.token_ids), wanted
+                )
+        index = torch.tensor(rows, device=logits.device)
+        return Prefilled(past, rows, logits[:, -1].index_select(0, index))
+
+    def _past(self, unique: list[list[int]], prefix: int) -> DynamicCache:
+        past = DynamicCache()
+        if prefix:
+            assert self._prefixes is not None
+            found = [self._prefixes.find(ids)[1] for ids in unique]
+            for layer in range(len(found[0])):
+                keys = torch.cat([layers[layer][0][:, :, :prefix] for layers in found])
+                values = torch.cat([layers[layer][1][:, :, :prefix] for layers in found])
+                past.update(keys, values, layer)
+        return past
+
+
+def _of_prompt(
+    logits: torch.Tensor, prompt: list[int], tokens: int, count: int
+) -> tuple[list[float | None], list[TopLogprobs | None] | None]:
+    """Logprobs of a prompt's tokens after its first, from logits of shape (padded tokens, vocabulary)."""
+    first = logits.shape[0] - tokens
+    logprobs = logits[first : first + len(prompt) - 1].float().log_softmax(-1)
+    given = torch.tensor(prompt[1:], dtype=torch.long, device=logits.device)
+    own = logprobs.gather(-1, given[:, None])[:, 0].tolist()
+    top = [None, *(top_logprobs(row, count) for row in logprobs)] if count else None
+    return [None, *own], top

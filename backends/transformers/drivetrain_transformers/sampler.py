@@ -1,0 +1,213 @@
+"""Draws one token for each row of a batch, each row with its own params and its own random stream.
+
+The order is: logit bias and penalties, ``min_new_tokens``, temperature, top-k, top-p over what is left, min-p. The
+random number for a row is a function of its seed and of how many tokens it has, so that what else is in the
+batch, a pause, or a retraction changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+from drivetrain.backend import GenerateRequest
+from drivetrain.outputs import TopLogprobs
+from drivetrain.sampling import LogprobsMode
+
+_GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+_MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def uniform(seeds: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    """Return one number in [0, 1) for each (seed, step), the same on every device and in every batch.
+
+    SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), whose state after
+    ``step`` draws is known without drawing them.
+
+    Args:
+        seeds: int64, shape (rows,).
+        steps: int64, shape (rows,).
+
+    Returns:
+        float64, shape (rows,).
+    """
+    bits = _mix(seeds * _GOLDEN) + (steps + 1) * _GOLDEN
+    return _shift_right(_mix(bits), 11).double() * 2.0**-53
+
+
+def _mix(bits: torch.Tensor) -> torch.Tensor:
+    bits = (bits ^ _shift_right(bits, 30)) * _MIX[0]
+    bits = (bits ^ _shift_right(bits, 27)) * _MIX[1]
+    return bits ^ _shift_right(bits, 31)
+
+
+def _shift_right(bits: torch.Tensor, by: int) -> torch.Tensor:
+    return (bits >> by) & ((1 << (64 - by)) - 1)
+
+
+@dataclass(slots=True)
+class Row:
+    """What the sampler needs to know of one sample."""
+
+    request: GenerateRequest
+    seed: int
+    generated: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One step's tokens, and what was asked for with them."""
+
+    token_ids: list[int]
+    logprobs: list[float] | None
+    """One per row, for every row, if any row wants logprobs."""
+    top_logprobs: dict[int, TopLogprobs] = field(default_factory=dict)
+    """By row, for the rows that want them."""
+
+
+class Sampler:
+    """The sampling params of a batch's rows as tensors; made anew when rows join or leave."""
+
+    def __init__(self, rows: list[Row], device: torch.device) -> None:
+        self._rows = rows
+        self._device = device
+        params = [row.request.params for row in rows]
+        self.steps = self._long([len(row.generated) for row in rows])
+        self._seeds = self._long([row.seed for row in rows])
+        self._greedy = self._mask([p.temperature == 0 for p in params])
+        self._temperature = self._float([p.temperature or 1.0 for p in params])
+        self._all_greedy = all(p.temperature == 0 for p in params)
+        self._any_greedy = any(p.temperature == 0 for p in params)
+        self._plain_temperature = all(p.temperature in (0.0, 1.0) for p in params)
+        self._top_k = [p.top_k for p in params] if any(p.top_k for p in params) else None
+        self._top_p = self._float([p.top_p for p in params]) if any(p.top_p < 1 for p in params) else None
+        self._min_p = self._float([p.min_p for p in params]) if any(p.min_p > 0 for p in params) else None
+        self._biased = [i for i, p in enumerate(params) if p.logit_bias]
+        self._repetition = [i for i, p in enumerate(params) if p.repetition_penalty != 1]
+        self._counted = [i for i, p in enumerate(params) if p.frequency_penalty or p.presence_penalty]
+        self._held_back = [i for i, p in enumerate(params) if p.min_new_tokens]
+        self._modes = [row.request.logprobs_mode if p.logprobs is not None else None for row, p in zip(rows, params, strict=True)]
+        self._top = [(i, p.logprobs) for i, p in enumerate(params) if p.logprobs]
+
+    def draw(self, logits: torch.Tensor) -> Drawn:
+        """Draw one token for each row.
+
+        Args:
+            logits: The model's own, shape (rows, vocabulary), any float type. Not changed.
+        """
+        raw = logits.float()
+        adjusted = self._adjust(raw)
+        scaled = adjusted if self._plain_temperature else adjusted / self._temperature[:, None]
+        processed = self._truncate(scaled)
+        chosen = self._choose(adjusted, processed)
+        drawn = Drawn(chosen.tolist(), *self._describe(raw, processed, chosen))
+        self.steps += 1
+        return drawn
+
+    def _choose(self, adjusted: torch.Tensor, processed: torch.Tensor) -> torch.Tensor:
+        if self._all_greedy:
+            return adjusted.argmax(-1)
+        cumulative = processed.softmax(-1).cumsum(-1)
+        total = cumulative[:, -1:]
+        target = uniform(self._seeds, self.steps)[:, None].to(total.dtype) * total
+        # Rounding may reach the total, where no token is left to be found.
+        target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
+        drawn = torch.searchsorted(cumulative, target, right=True)[:, 0]
+        return torch.where(self._greedy, adjusted.argmax(-1), drawn) if self._any_greedy else drawn
+
+    def _adjust(self, raw: torch.Tensor) -> torch.Tensor:
+        if not (self._biased or self._repetition or self._counted or self._held_back):
+            return raw
+        logits = raw.clone()
+        for i in self._repetition:
+            row = self._rows[i]
+            seen = self._long(sorted({*row.request.prompt_token_ids, *row.generated}))
+            penalty, values = row.request.params.repetition_penalty, logits[i, seen]
+            logits[i, seen] = torch.where(values > 0, values / penalty, values * penalty)
+        for i in self._counted:
+            counts = Counter(self._rows[i].generated)
+            if counts:
+                params = self._rows[i].request.params
+                lowered = [params.frequency_penalty * count + params.presence_penalty for count in counts.values()]
+                logits[i, self._long(list(counts))] -= self._float(lowered)
+        for i in self._biased:
+            bias = self._rows[i].request.params.logit_bias
+            logits[i, self._long(list(bias))] += self._float(list(bias.values()))
+        for i in self._held_back:
+            row = self._rows[i]
+            if len(row.generated) < row.request.params.min_new_tokens and row.request.stop_token_ids:
+                logits[i, self._long(list(row.request.stop_token_ids))] = -torch.inf
+        return logits
+
+    def _truncate(self, scaled: torch.Tensor) -> torch.Tensor:
+        if self._top_k is None and self._top_p is None and self._min_p is None:
+            return scaled
+        ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+        if self._top_k is not None:
+            vocabulary = scaled.shape[-1]
+            limit = self._long([k or vocabulary for k in self._top_k])
+            ordered = ordered.masked_fill(torch.arange(vocabulary, device=self._device) >= limit[:, None], -torch.inf)
+        if self._top_p is not None:
+            share = ordered.softmax(-1)
+            ordered = ordered.masked_fill(share.cumsum(-1) - share >= self._top_p[:, None], -torch.inf)
+        if self._min_p is not None:
+            share = ordered.softmax(-1)
+            ordered = ordered.masked_fill(share < self._min_p[:, None] * share[:, :1], -torch.inf)
+        return torch.empty_like(scaled).scatter_(-1, order, ordered)
+
+    def _describe(
+        self, raw: torch.Tensor, processed: torch.Tensor, chosen: torch.Tensor
+    ) -> tuple[list[float] | None, dict[int, TopLogprobs]]:
+        wanted = {mode for mode in self._modes if mode is not None}
+        if not wanted:
+            return None, {}
+        by_mode: dict[LogprobsMode, list[float]] = {}
+        top: dict[int, TopLogprobs] = {}
+        for mode in wanted:
+            logits = self._logits_of(mode, raw, processed)
+            normaliser = logits.logsumexp(-1)
+            values = logits.gather(-1, chosen[:, None])[:, 0] - normaliser
+            if mode is LogprobsMode.PROCESSED and self._any_greedy:
+                values = values.masked_fill(self._greedy, 0.0)
+            by_mode[mode] = values.tolist()
+            for i, count in self._top:
+                if self._modes[i] is mode and count:
+                    if mode is LogprobsMode.PROCESSED and self._rows[i].request.params.temperature == 0:
+                        top[i] = [(int(chosen[i]), 0.0)]
+                    else:
+                        top[i] = top_logprobs(logits[i] - normaliser[i], count)
+        if len(wanted) == 1:
+            return next(iter(by_mode.values())), top
+        return [by_mode[mode][i] if mode is not None else 0.0 for i, mode in enumerate(self._modes)], top
+
+    def _logits_of(self, mode: LogprobsMode, raw: torch.Tensor, processed: torch.Tensor) -> torch.Tensor:
+        match mode:
+            case LogprobsMode.RAW:
+                return raw
+            case LogprobsMode.TEMPERATURE:
+                return raw if self._plain_temperature else raw / self._temperature[:, None]
+            case LogprobsMode.PROCESSED:
+                return processed
+
+    def _long(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.long, device=self._device)
+
+    def _float(self, values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=self._device)
+
+    def _mask(self, values: list[bool]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.bool, device=self._device)
+
+
+def top_logprobs(logprobs: torch.Tensor, count: int) -> TopLogprobs:
+    """The ``count`` most likely tokens of one position, most likely first; tokens of probability zero are left out.
+
+    Args:
+        logprobs: Shape (vocabulary,).
+        count: How many.
+    """
+    values, ids = logprobs.topk(min(count, logprobs.shape[-1]))
+    pairs = zip(ids.tolist(), values.tolist(), strict=True)
+    return [(token_id, value) for token_id, value in pairs if value != -torch.inf]

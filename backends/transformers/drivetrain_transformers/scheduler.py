@@ -1,0 +1,302 @@
+"""The batch: which sequences wait, which run in which row, and one step of all of them. No threads, no asyncio.
+
+This is the bare loop beneath the backend: ``submit``, then ``step`` until ``idle``.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import secrets
+from collections.abc import Iterable
+
+import torch
+
+from drivetrain.backend import GenerateRequest, GenerateResult, TokenDelta
+from drivetrain.errors import DrivetrainError, EngineOutOfMemory
+from drivetrain.outputs import FinishReason
+from drivetrain.stops import StopMatcher
+from drivetrain.tokenizer import Tokenizer
+from drivetrain_transformers.errors import as_engine_error
+from drivetrain_transformers.kv_cache import RunningCache
+from drivetrain_transformers.model import LoadedModel
+from drivetrain_transformers.prefill import Prefill
+from drivetrain_transformers.prefix_cache import BLOCK, PrefixCache
+from drivetrain_transformers.sampler import Drawn, Row, Sampler
+from drivetrain_transformers.sequences import Sequence, Sink
+
+
+class Scheduler:
+    """Takes sequences from the queue to their end, one token a step for every running one.
+
+    Args:
+        model: The model.
+        tokenizer: Decodes for stop strings and regexes.
+        version: Label of the weights.
+        max_rows: Most sequences that run at once.
+        max_prefill_tokens: Most prompt tokens computed in one forward pass, padding included (one prompt may be longer).
+        prefix_cache_bytes: Memory for the prefixes of ended sequences; 0 keeps none.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        tokenizer: Tokenizer,
+        *,
+        version: str,
+        max_rows: int,
+        max_prefill_tokens: int,
+        prefix_cache_bytes: int,
+    ) -> None:
+        self.model = model
+        self.version = version
+        self._tokenizer = tokenizer
+        self._max_rows = max_rows
+        self._row_limit = max_rows
+        self._cache = RunningCache()
+        self.prefixes = PrefixCache(prefix_cache_bytes)
+        self._prefill = Prefill(model, self.prefixes if prefix_cache_bytes else None, max_prefill_tokens)
+        self._keeps_prefixes = prefix_cache_bytes > 0
+        self._waiting: list[tuple[int, int, Sequence]] = []
+        self._running: list[Sequence] = []
+        self._sampler: Sampler | None = None
+        self._arrivals = itertools.count()
+        self._epoch = 0
+
+    # What it holds -----------------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """No sequence waits or runs."""
+        return not self._running and not self._waiting
+
+    @property
+    def running(self) -> int:
+        """Sequences in the batch."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences in the queue."""
+        return len(self._waiting)
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Memory held for keys and values, those of ended sequences included."""
+        return self._cache.nbytes + self.prefixes.nbytes
+
+    # From outside, between steps ---------------------------------------------------------------------------------
+
+    def submit(self, request: GenerateRequest, sink: Sink, *, streamed: bool = False) -> None:
+        """Put a request into the queue."""
+        seed = request.seed if request.seed is not None else secrets.randbits(63)
+        params = request.params
+        sequence = Sequence(
+            request=request,
+            row=Row(request, seed, []),
+            sink=sink,
+            streamed=streamed,
+            arrival=next(self._arrivals),
+            matcher=StopMatcher(params, self._tokenizer) if StopMatcher.needed(params) else None,
+            stop_ids=frozenset(request.stop_token_ids),
+        )
+        self._enqueue(sequence)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End sequences, running, waiting or frozen, with what they have."""
+        chosen = set(request_ids)
+        for row in range(len(self._running) - 1, -1, -1):
+            if self._running[row].request.request_id in chosen:
+                self._end(row, FinishReason.ABORT, None, keep_prefix=False)
+        kept = []
+        for item in self._waiting:
+            sequence = item[2]
+            if sequence.request.request_id in chosen:
+                self._deliver(sequence, FinishReason.ABORT, None)
+            else:
+                kept.append(item)
+        heapq.heapify(kept)
+        self._waiting = kept
+
+    def retract(self) -> None:
+        """Let the cache of every running sequence go; they wait, and are computed again with what they have."""
+        for sequence in self._running:
+            self._enqueue(sequence)
+        self._clear_rows(free=True)
+
+    def weights_changed(self, version: str) -> None:
+        """Tokens sampled from here on are made by other weights, under ``version``."""
+        self.relabel(version)
+        self._epoch += 1
+
+    def relabel(self, version: str) -> None:
+        """Tokens sampled from here on carry ``version``."""
+        for sequence in itertools.chain(self._running, (item[2] for item in self._waiting)):
+            sequence.mark_version(self.version)
+        self.version = version
+
+    def free_cache(self) -> None:
+        """Give back the memory of all keys and values; no sequence runs."""
+        assert not self._running, "sequences that run hold their cache"
+        self._clear_rows(free=True)
+        self.prefixes.clear()
+
+    def fail_all(self, error: DrivetrainError) -> None:
+        """End every sequence with an error."""
+        sequences = [*self._running, *(item[2] for item in self._waiting)]
+        self._waiting = []
+        self._clear_rows(free=True)
+        for sequence in sequences:
+            sequence.sink(error)
+
+    # One step ----------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Admit what fits, then draw one token for every running sequence.
+
+        Out of memory, every sequence goes back to the queue and half as many run at once from there on; a sequence
+        that runs alone and does not fit ends with an error. Nothing that was generated is lost.
+        """
+        try:
+            if self._waiting and len(self._running) < self._row_limit:
+                self._admit()
+            elif self._running:
+                self._decode()
+        except Exception as error:
+            self._recover(as_engine_error(error))
+        if self.idle:
+            self._row_limit = self._max_rows
+
+    def _admit(self) -> None:
+        group: list[Sequence] = []
+        budget = self._prefill.budget(self._waiting[0][2])
+        while self._waiting and len(self._running) + len(group) < self._row_limit and budget.takes(self._waiting[0][2]):
+            group.append(heapq.heappop(self._waiting)[2])
+        try:
+            prefilled = self._prefill.run(group)
+        except BaseException:
+            for sequence in group:
+                self._enqueue(sequence)
+            raise
+        to_run = [index for index, sequence in enumerate(group) if sequence.request.max_new_tokens > 0]
+        for sequence in group:
+            sequence.epoch = self._epoch
+            if sequence.request.max_new_tokens == 0:
+                self._deliver(sequence, FinishReason.LENGTH, None)
+        if not to_run:
+            return
+        joined = [group[index] for index in to_run]
+        try:
+            self._cache.admit(
+                prefilled.cache, [prefilled.rows[i] for i in to_run], [len(sequence.token_ids) for sequence in joined]
+            )
+        except BaseException:
+            for sequence in joined:
+                self._enqueue(sequence)
+            raise
+        first = len(self._running)
+        self._running.extend(joined)
+        self._sampler = None
+        drawn = Sampler([sequence.row for sequence in joined], self.model.device).draw(prefilled.logits[to_run])
+        self._take(drawn, first)
+
+    def _decode(self) -> None:
+        sampler = self._sampler
+        if sampler is None:
+            sampler = self._sampler = Sampler([sequence.row for sequence in self._running], self.model.device)
+        self._cache.open_column()
+        logits = self.model.decode([sequence.generated[-1] for sequence in self._running], self._cache)
+        self._cache.close_column()
+        self._take(sampler.draw(logits), 0)
+
+    def _take(self, drawn: Drawn, first: int) -> None:
+        """Hand each row from ``first`` on its token; end the sequences that end with it."""
+        ended: list[tuple[int, FinishReason, int | None]] = []
+        for offset, token_id in enumerate(drawn.token_ids):
+            row = first + offset
+            sequence = self._running[row]
+            if drawn.logprobs is not None and sequence.request.params.logprobs is not None:
+                if sequence.logprobs is None:
+                    sequence.logprobs = []
+                sequence.logprobs.append(drawn.logprobs[offset])
+            if offset in drawn.top_logprobs:
+                if sequence.top_logprobs is None:
+                    sequence.top_logprobs = []
+                sequence.top_logprobs.append(drawn.top_logprobs[offset])
+            end = sequence.take(token_id)
+            if end is not None:
+                ended.append((row, *end))
+            elif sequence.streamed:
+                sequence.sink(_delta(sequence))
+        if len(ended) == len(self._running) and not self._keeps_prefixes:
+            finished = list(self._running)
+            self._clear_rows(free=False)
+            for row, reason, matched in ended:
+                self._deliver(finished[row], reason, matched)
+            return
+        for row, reason, matched in reversed(ended):
+            self._end(row, reason, matched, keep_prefix=True)
+
+    # Ends --------------------------------------------------------------------------------------------------------
+
+    def _end(self, row: int, reason: FinishReason, matched: int | None, *, keep_prefix: bool) -> None:
+        sequence = self._running[row]
+        if keep_prefix:
+            self._keep_prefix(row, sequence)
+        moved = self._cache.release(row)
+        self._running[row] = self._running[moved]
+        self._running.pop()
+        self._sampler = None
+        self._deliver(sequence, reason, matched)
+
+    def _keep_prefix(self, row: int, sequence: Sequence) -> None:
+        length = self._cache.lengths[row] // BLOCK * BLOCK
+        if not self._keeps_prefixes or length == 0 or sequence.epoch != self._epoch:
+            return
+        token_ids = sequence.token_ids[:length]
+        if not self.prefixes.holds(token_ids):
+            self.prefixes.insert(token_ids, self._cache.read(row, length))
+
+    def _deliver(self, sequence: Sequence, reason: FinishReason, matched: int | None) -> None:
+        result = sequence.result(reason, matched, self.version)
+        sequence.sink(_last_delta(sequence, result) if sequence.streamed else result)
+
+    def _recover(self, error: DrivetrainError) -> None:
+        if not isinstance(error, EngineOutOfMemory):
+            self.fail_all(error)
+            return
+        together = max(1, len(self._running))
+        if together == 1 and self._row_limit == 1:
+            error.batch_size = 1
+            victims = self._running[:1] or [heapq.heappop(self._waiting)[2]]
+            self._clear_rows(free=True)
+            for sequence in victims:
+                sequence.sink(error)
+            return
+        self.retract()
+        self.prefixes.clear()
+        self._row_limit = max(1, min(self._row_limit, together) // 2)
+        self.model.release_unused_memory()
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        heapq.heappush(self._waiting, (-sequence.request.priority, sequence.arrival, sequence))
+
+    def _clear_rows(self, *, free: bool) -> None:
+        self._running = []
+        self._sampler = None
+        self._cache.clear(free=free)
+
+
+def _delta(sequence: Sequence) -> TokenDelta:
+    return TokenDelta(
+        token_ids=[sequence.generated[-1]],
+        logprobs=[sequence.logprobs[-1]] if sequence.logprobs else None,
+        top_logprobs=[sequence.top_logprobs[-1]] if sequence.top_logprobs else None,
+    )
+
+
+def _last_delta(sequence: Sequence, result: GenerateResult) -> TokenDelta:
+    if result.finish_reason is FinishReason.ABORT or not sequence.generated:
+        return TokenDelta([], [] if result.logprobs is not None else None, None, result)
+    last = _delta(sequence)
+    return TokenDelta(last.token_ids, last.logprobs, last.top_logprobs, result)

@@ -1,0 +1,84 @@
+"""One sample inside the transformers backend: its tokens so far, and where they go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from drivetrain.backend import GenerateRequest, GenerateResult, TokenDelta
+from drivetrain.errors import DrivetrainError
+from drivetrain.outputs import FinishReason, TopLogprobs, VersionSpan
+from drivetrain.stops import StopMatcher
+from drivetrain_transformers.sampler import Row
+
+Sink = Callable[[GenerateResult | TokenDelta | DrivetrainError], None]
+"""Where a sequence's result goes (or its error), and its deltas if it is streamed. Called in the runner's thread."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request, what was generated for it, and what is known of its cache."""
+
+    request: GenerateRequest
+    row: Row
+    sink: Sink
+    streamed: bool
+    arrival: int
+    matcher: StopMatcher | None
+    stop_ids: frozenset[int]
+    logprobs: list[float] | None = None
+    top_logprobs: list[TopLogprobs] | None = None
+    prompt_logprobs: list[float | None] | None = None
+    prompt_top_logprobs: list[TopLogprobs | None] | None = None
+    spans: list[VersionSpan] = field(default_factory=list)
+    cached_tokens: int = 0
+    epoch: int = 0
+    """Weights that made its cache; a cache made by several is never kept."""
+
+    @property
+    def generated(self) -> list[int]:
+        """The ids sampled so far."""
+        return self.row.generated
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and output."""
+        return self.request.prompt_token_ids + self.row.generated
+
+    def mark_version(self, version: str) -> None:
+        """Say that the tokens since the last mark were sampled under ``version``."""
+        start = self.spans[-1].end if self.spans else 0
+        end = len(self.row.generated)
+        if end > start:
+            if self.spans and self.spans[-1].version == version:
+                self.spans[-1] = VersionSpan(version, self.spans[-1].start, end)
+            else:
+                self.spans.append(VersionSpan(version, start, end))
+
+    def take(self, token_id: int) -> tuple[FinishReason, int | None] | None:
+        """Add a sampled id; return why the sequence ends there, and at which stop id, or None if it goes on."""
+        generated = self.row.generated
+        generated.append(token_id)
+        if token_id in self.stop_ids:
+            return FinishReason.STOP, token_id
+        if self.matcher is not None and self.matcher.push(token_id) is not None:
+            return FinishReason.STOP, None
+        if len(generated) >= self.request.max_new_tokens:
+            return FinishReason.LENGTH, None
+        return None
+
+    def result(self, reason: FinishReason, matched: int | None, version: str) -> GenerateResult:
+        """Everything, as the engine page expects it."""
+        self.mark_version(version)
+        params = self.request.params
+        return GenerateResult(
+            token_ids=self.row.generated,
+            finish_reason=reason,
+            weight_versions=self.spans,
+            matched_stop=matched,
+            logprobs=(self.logprobs or []) if params.logprobs is not None else None,
+            top_logprobs=(self.top_logprobs or []) if params.logprobs else None,
+            prompt_logprobs=self.prompt_logprobs,
+            prompt_top_logprobs=self.prompt_top_logprobs,
+            cached_tokens=self.cached_tokens,
+        )

@@ -1,0 +1,86 @@
+"""Between drivetrain's names and those of transformers. Pure functions over plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from drivetrain.config import EngineConfig
+from drivetrain.errors import InvalidConfig
+
+CONFIG_NAMES: Final[Mapping[str, str]] = {
+    "revision": "from_pretrained(revision=)",
+    "trust_remote_code": "from_pretrained(trust_remote_code=)",
+    "dtype": "from_pretrained(dtype=)",
+    "device": "from_pretrained(device_map=)",
+    "attention_backend": "from_pretrained(attn_implementation=)",
+    "context_length": "the scheduler's limit, at most max_position_embeddings",
+    "max_num_seqs": "the scheduler's rows",
+    "max_num_batched_tokens": "the scheduler's prefill tokens",
+    "enable_prefix_caching": "the scheduler's prefix cache",
+    "enable_sleep": "always ready",
+    "engine_kwargs": "from_pretrained(**)",
+}
+"""Field of EngineConfig → what honours it here."""
+
+DEFAULT_MAX_NUM_SEQS: Final = 256
+DEFAULT_MAX_BATCHED_TOKENS: Final = 8192
+PREFIX_CACHE_BYTES: Final = 256 * 2**20
+UNKNOWN_CONTEXT: Final = 2**20
+"""Taken for models that name no limit, such as those with relative positions."""
+
+
+def device_of(config: EngineConfig) -> str:
+    """The device that the model will be on: the configured one, or a GPU when there is one."""
+    if config.device is not None:
+        return config.device
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def load_arguments(config: EngineConfig) -> dict[str, Any]:
+    """Keyword arguments of ``AutoModelForCausalLM.from_pretrained``."""
+    arguments: dict[str, Any] = {
+        "dtype": config.dtype,
+        "device_map": device_of(config),
+        "trust_remote_code": config.trust_remote_code,
+    }
+    if config.revision is not None:
+        arguments["revision"] = config.revision
+    if config.attention_backend is not None:
+        arguments["attn_implementation"] = config.attention_backend
+    both = sorted(set(arguments) & set(config.engine_kwargs))
+    if both:
+        raise InvalidConfig(
+            f"engine_kwargs holds {', '.join(both)}, which the configuration sets already; use its own fields",
+            field="engine_kwargs",
+        )
+    return {**arguments, **config.engine_kwargs}
+
+
+def context_length(model_config: Any, config: EngineConfig) -> int:
+    """Most tokens of prompt and output together: the configured limit, or the model's own.
+
+    Raises:
+        InvalidConfig: more is asked for than the model has.
+    """
+    names = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+    own = next((value for name in names if isinstance(value := getattr(model_config, name, None), int)), UNKNOWN_CONTEXT)
+    if config.context_length is None:
+        return own
+    if config.context_length > own:
+        raise InvalidConfig(
+            f"context_length={config.context_length} is more than the model's {own}; lower it or leave it out",
+            field="context_length",
+        )
+    return config.context_length
+
+
+def eos_token_ids(*configs: Any) -> tuple[int, ...]:
+    """The EOS ids of the first of a model's configs (generation first) that names any."""
+    for config in configs:
+        value = getattr(config, "eos_token_id", None)
+        if value is not None:
+            return tuple(value) if isinstance(value, list | tuple) else (int(value),)
+    return ()

@@ -1,0 +1,89 @@
+"""The parameters of the model: updated, read, put to sleep."""
+
+from __future__ import annotations
+
+import torch
+from drivetrain_weight_sync import ModuleTarget, Receiver
+from drivetrain_weight_sync.dtypes import spec_of
+from drivetrain_weight_sync.finite import non_finite
+
+from drivetrain.errors import InvalidRequest
+from drivetrain.weights import TensorData, WeightManifest, WeightMessage, WeightReply, WeightReport
+from drivetrain_transformers.model import LoadedModel
+
+
+class Weights:
+    """What the engine's side of a weight update works on. Called in the runner's thread only.
+
+    Args:
+        model: The model.
+        keep: Keep a copy in host memory while the weights sleep.
+    """
+
+    def __init__(self, model: LoadedModel, *, keep: bool) -> None:
+        self._module = model.module
+        self._target = ModuleTarget(model.module)
+        self._receiver = Receiver(self._target)
+        self._keep = keep
+        self._asleep: list[tuple[torch.UntypedStorage, int, torch.Tensor | None]] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held by parameters and buffers, in bytes."""
+        tensors = (*self._module.parameters(), *self._module.buffers())
+        return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+    def manifest(self) -> WeightManifest:
+        """Every tensor that a complete update must bring."""
+        return self._target.manifest()
+
+    def receive(self, message: WeightMessage) -> WeightReply:
+        """Take one step of an update."""
+        return self._receiver.handle(message)
+
+    def read(self, name: str) -> TensorData:
+        """Copy one tensor out, by its checkpoint name or alias.
+
+        Raises:
+            InvalidRequest: the model has none of that name.
+        """
+        manifest = self._target.manifest()
+        own = manifest.aliases.get(name, name)
+        if own not in {spec.name for spec in manifest.tensors}:
+            raise InvalidRequest(
+                f"the model has no tensor {name!r}; 'engine.weight_manifest()' lists the names", field="name"
+            )
+        tensor = self._target.read(own).cpu().contiguous()
+        return TensorData(spec_of(name, tensor), tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+
+    def validate(self) -> WeightReport:
+        """Look at every tensor."""
+        names = [spec.name for spec in self._target.manifest().tensors]
+        tensors = {name: self._target.read(name) for name in names}
+        bad = non_finite(tensors)
+        return WeightReport(
+            checked=len(names),
+            nan=tuple(name for name, what in bad.items() if what == "NaN"),
+            infinite=tuple(name for name, what in bad.items() if what == "infinite"),
+            all_zero=tuple(name for name, tensor in tensors.items() if tensor.numel() and not bool(tensor.any())),
+        )
+
+    def sleep(self) -> None:
+        """Give back the memory of all that an update brings; buffers that no update brings stay."""
+        for spec in self._target.manifest().tensors:
+            tensor = self._target.read(spec.name)
+            storage = tensor.untyped_storage()
+            kept = None
+            if self._keep:
+                kept = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
+                kept.copy_(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
+            self._asleep.append((storage, storage.nbytes(), kept))
+            storage.resize_(0)
+
+    def wake_up(self) -> None:
+        """Take that memory again; without a kept copy it holds no defined values."""
+        for storage, nbytes, kept in self._asleep:
+            storage.resize_(nbytes)
+            if kept is not None:
+                torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(kept)
+        self._asleep = []

@@ -1,0 +1,313 @@
+"""One interface between an RL trainer and any LLM inference engine.
+
+Names are imported when they are first used, so that ``import drivetrain`` costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from drivetrain.backend import (
+        Backend,
+        EngineStats,
+        GenerateRequest,
+        GenerateResult,
+        ModelInfo,
+        SessionTurn,
+        StopKind,
+        TokenDelta,
+        TurnMode,
+    )
+    from drivetrain.capability import Capability
+    from drivetrain.config import EngineConfig, Isolation, Timeouts
+    from drivetrain.create import create_engine
+    from drivetrain.engine import InferenceEngine
+    from drivetrain.errors import (
+        BackendError,
+        BackendLoadError,
+        BackendUnavailable,
+        DeadlineExceeded,
+        DrivetrainError,
+        DuplicateBackend,
+        EngineBusy,
+        EngineDied,
+        EngineError,
+        EngineInternalError,
+        EngineOutOfMemory,
+        EngineStartError,
+        EngineStateError,
+        InvalidConfig,
+        InvalidRequest,
+        InvalidWeights,
+        UnknownBackend,
+        UnsupportedCapability,
+        WeightPlanMismatch,
+        WeightSyncError,
+        WeightTransferFailed,
+        WeightVerifyFailed,
+        WireError,
+    )
+    from drivetrain.hookspecs import hookimpl
+    from drivetrain.memory import MemoryTag, PauseMode
+    from drivetrain.outputs import (
+        Completion,
+        CompletionChunk,
+        FinishReason,
+        GenerationOutput,
+        TopLogprobs,
+        VersionSpan,
+        group_outputs_by_prompt,
+    )
+    from drivetrain.plugins import BackendInfo, BackendStatus, list_backends, load_backend
+    from drivetrain.prompts import (
+        AudioInput,
+        ChatPrompt,
+        ImageInput,
+        MediaInput,
+        Message,
+        Prompt,
+        PromptLike,
+        TextPrompt,
+        TokenPrompt,
+        VideoInput,
+    )
+    from drivetrain.sampling import (
+        ActionMask,
+        DisallowedTokens,
+        EbnfGrammar,
+        JsonSchema,
+        LogitProcessor,
+        LogprobsMode,
+        RegexGrammar,
+        SamplingParams,
+        StructuredOutput,
+        TemperatureSchedule,
+    )
+    from drivetrain.states import EngineState
+    from drivetrain.weights import (
+        BroadcastSource,
+        CommunicatorSpec,
+        CudaIpcSource,
+        DiskSource,
+        InProcessSource,
+        LoraSource,
+        SharedMemorySource,
+        TensorData,
+        TensorSpec,
+        WeightManifest,
+        WeightPlan,
+        WeightReport,
+        WeightSource,
+        WeightUpdateRequest,
+    )
+
+    __version__: str
+
+_EXPORTS = {
+    "backend": (
+        "Backend",
+        "EngineStats",
+        "GenerateRequest",
+        "GenerateResult",
+        "ModelInfo",
+        "SessionTurn",
+        "StopKind",
+        "TokenDelta",
+        "TurnMode",
+    ),
+    "capability": ("Capability",),
+    "config": ("EngineConfig", "Isolation", "Timeouts"),
+    "create": ("create_engine",),
+    "engine": ("InferenceEngine",),
+    "errors": (
+        "BackendError",
+        "BackendLoadError",
+        "BackendUnavailable",
+        "DeadlineExceeded",
+        "DrivetrainError",
+        "DuplicateBackend",
+        "EngineBusy",
+        "EngineDied",
+        "EngineError",
+        "EngineInternalError",
+        "EngineOutOfMemory",
+        "EngineStartError",
+        "EngineStateError",
+        "InvalidConfig",
+        "InvalidRequest",
+        "InvalidWeights",
+        "UnknownBackend",
+        "UnsupportedCapability",
+        "WeightPlanMismatch",
+        "WeightSyncError",
+        "WeightTransferFailed",
+        "WeightVerifyFailed",
+        "WireError",
+    ),
+    "hookspecs": ("hookimpl",),
+    "memory": ("MemoryTag", "PauseMode"),
+    "outputs": (
+        "Completion",
+        "CompletionChunk",
+        "FinishReason",
+        "GenerationOutput",
+        "TopLogprobs",
+        "VersionSpan",
+        "group_outputs_by_prompt",
+    ),
+    "plugins": ("BackendInfo", "BackendStatus", "list_backends", "load_backend"),
+    "prompts": (
+        "AudioInput",
+        "ChatPrompt",
+        "ImageInput",
+        "MediaInput",
+        "Message",
+        "Prompt",
+        "PromptLike",
+        "TextPrompt",
+        "TokenPrompt",
+        "VideoInput",
+    ),
+    "sampling": (
+        "ActionMask",
+        "DisallowedTokens",
+        "EbnfGrammar",
+        "JsonSchema",
+        "LogitProcessor",
+        "LogprobsMode",
+        "RegexGrammar",
+        "SamplingParams",
+        "StructuredOutput",
+        "TemperatureSchedule",
+    ),
+    "states": ("EngineState",),
+    "weights": (
+        "BroadcastSource",
+        "CommunicatorSpec",
+        "CudaIpcSource",
+        "DiskSource",
+        "InProcessSource",
+        "LoraSource",
+        "SharedMemorySource",
+        "TensorData",
+        "TensorSpec",
+        "WeightManifest",
+        "WeightPlan",
+        "WeightReport",
+        "WeightSource",
+        "WeightUpdateRequest",
+    ),
+}
+
+__all__ = [
+    "ActionMask",
+    "AudioInput",
+    "Backend",
+    "BackendError",
+    "BackendInfo",
+    "BackendLoadError",
+    "BackendStatus",
+    "BackendUnavailable",
+    "BroadcastSource",
+    "Capability",
+    "ChatPrompt",
+    "CommunicatorSpec",
+    "Completion",
+    "CompletionChunk",
+    "CudaIpcSource",
+    "DeadlineExceeded",
+    "DisallowedTokens",
+    "DiskSource",
+    "DrivetrainError",
+    "DuplicateBackend",
+    "EbnfGrammar",
+    "EngineBusy",
+    "EngineConfig",
+    "EngineDied",
+    "EngineError",
+    "EngineInternalError",
+    "EngineOutOfMemory",
+    "EngineStartError",
+    "EngineState",
+    "EngineStateError",
+    "EngineStats",
+    "FinishReason",
+    "GenerateRequest",
+    "GenerateResult",
+    "GenerationOutput",
+    "ImageInput",
+    "InProcessSource",
+    "InferenceEngine",
+    "InvalidConfig",
+    "InvalidRequest",
+    "InvalidWeights",
+    "Isolation",
+    "JsonSchema",
+    "LogitProcessor",
+    "LogprobsMode",
+    "LoraSource",
+    "MediaInput",
+    "MemoryTag",
+    "Message",
+    "ModelInfo",
+    "PauseMode",
+    "Prompt",
+    "PromptLike",
+    "RegexGrammar",
+    "SamplingParams",
+    "SessionTurn",
+    "SharedMemorySource",
+    "StopKind",
+    "StructuredOutput",
+    "TemperatureSchedule",
+    "TensorData",
+    "TensorSpec",
+    "TextPrompt",
+    "Timeouts",
+    "TokenDelta",
+    "TokenPrompt",
+    "TopLogprobs",
+    "TurnMode",
+    "UnknownBackend",
+    "UnsupportedCapability",
+    "VersionSpan",
+    "VideoInput",
+    "WeightManifest",
+    "WeightPlan",
+    "WeightPlanMismatch",
+    "WeightReport",
+    "WeightSource",
+    "WeightSyncError",
+    "WeightTransferFailed",
+    "WeightUpdateRequest",
+    "WeightVerifyFailed",
+    "WireError",
+    "__version__",
+    "create_engine",
+    "group_outputs_by_prompt",
+    "hookimpl",
+    "list_backends",
+    "load_backend",
+]
+
+# Hidden from type checkers: to them a module with __getattr__ has every name, and a misspelt import would pass.
+if not TYPE_CHECKING:
+    _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
+
+    def __getattr__(name: str) -> object:
+        import importlib
+
+        if name == "__version__":
+            import importlib.metadata
+
+            value = importlib.metadata.version("drivetrain")
+        elif name in _MODULE_OF:
+            value = getattr(importlib.import_module(f"drivetrain.{_MODULE_OF[name]}"), name)
+        else:
+            raise AttributeError(f"module 'drivetrain' has no attribute {name!r}")
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

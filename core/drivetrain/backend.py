@@ -1,0 +1,347 @@
+"""The page that a plugin author reads: the primitives of one running engine.
+
+A backend translates; it decides nothing. Validation, capability checks, the state machine, tokenising, stop
+semantics, n > 1, deadlines and versions are :class:`~drivetrain.engine.InferenceEngine`'s, once for every
+backend. A primitive is called only if its capability was claimed, and only in a state that allows it.
+
+Every coroutine here may also be called over the wire (see ``drivetrain.host``): its arguments and result are
+exactly what its annotations say, and errors are members of the tree in ``drivetrain.errors``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar
+
+from drivetrain.capability import Capability
+from drivetrain.config import EngineConfig, Isolation
+from drivetrain.errors import EngineError, UnsupportedCapability
+from drivetrain.memory import MemoryTag, PauseMode
+from drivetrain.outputs import FinishReason, TopLogprobs, VersionSpan
+from drivetrain.prompts import MediaInput
+from drivetrain.sampling import LogprobsMode, SamplingParams
+from drivetrain.weights import (
+    CommunicatorSpec,
+    TensorData,
+    WeightManifest,
+    WeightMessage,
+    WeightReply,
+    WeightReport,
+    WeightUpdateRequest,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a started engine says of its model."""
+
+    vocab_size: int
+    """Token ids run from 0 to ``vocab_size - 1``."""
+    context_length: int
+    """Most tokens of prompt and output together."""
+    eos_token_ids: tuple[int, ...]
+    """Ids that end generation unless ``ignore_eos``."""
+    dtype: str
+    """Type of the weights, such as ``"bfloat16"``."""
+    architecture: str
+    parameters: int
+    """Number of parameters."""
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A momentary look at an engine."""
+
+    running: int
+    """Requests in the batch, frozen ones included."""
+    waiting: int
+    """Requests admitted but not yet in the batch."""
+    kv_cache_bytes: int
+    """Memory held for KV cache, in use or not."""
+    weight_bytes: int
+    """Memory held for weights."""
+
+
+class TurnMode(Enum):
+    """How a turn relates to an earlier one of its session."""
+
+    CONTINUE = "continue"
+    BRANCH = "branch"
+    REPLACE = "replace"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionTurn:
+    """The session that a request belongs to, and the earlier turn it builds on."""
+
+    session_id: str
+    parent_request_id: str | None = None
+    mode: TurnMode = TurnMode.CONTINUE
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One sample to generate, complete and validated: a backend looks nothing up and fills nothing in."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    """As the user gave them, but that ``n``, ``seed`` and ``max_new_tokens`` are superseded by the fields here."""
+    max_new_tokens: int
+    """Prompt and this together fit the context length."""
+    stop_token_ids: tuple[int, ...]
+    """Every id that ends generation: the request's own and, unless ``ignore_eos``, the model's EOS ids."""
+    logprobs_mode: LogprobsMode
+    seed: int | None = None
+    """Fixes the random stream; None: the engine's own choice."""
+    lora: str | None = None
+    priority: int = 0
+    """Higher is sooner."""
+    session: SessionTurn | None = None
+    media: tuple[MediaInput, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateResult:
+    """All of one sample, as the engine sampled it; :class:`InferenceEngine` cuts it at stop strings and decodes it."""
+
+    token_ids: list[int]
+    finish_reason: FinishReason
+    weight_versions: list[VersionSpan]
+    matched_stop: int | None = None
+    """The stop token id that ended it. (Stop strings and regexes are matched by the engine page.)"""
+    logprobs: list[float] | None = None
+    top_logprobs: list[TopLogprobs] | None = None
+    prompt_logprobs: list[float | None] | None = None
+    prompt_top_logprobs: list[TopLogprobs | None] | None = None
+    cached_tokens: int = 0
+    hidden_states: list[list[float]] | None = None
+    routed_experts: list[list[list[int]]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """What one step added to a sample. A stream ends with a delta that carries the whole result, aborted or not."""
+
+    token_ids: list[int]
+    logprobs: list[float] | None = None
+    top_logprobs: list[TopLogprobs] | None = None
+    result: GenerateResult | None = None
+
+
+class StopKind(Enum):
+    """A stop condition on text, which an engine may be able to act on by itself."""
+
+    STRING = "string"
+    REGEX = "regex"
+
+
+class Backend(ABC):
+    """One engine. Made from a configuration, started once, closed once."""
+
+    name: ClassVar[str]
+    """The string that picks this backend."""
+    engine_distribution: ClassVar[str]
+    """Distribution whose installed version is the engine's, such as ``"sglang"``."""
+    config_names: ClassVar[Mapping[str, str]] = {}
+    """:class:`EngineConfig` field → the engine's own name for it. Set fields outside this table are refused."""
+    native_stops: ClassVar[frozenset[StopKind]] = frozenset()
+    """Stop conditions on text at which this engine ends by itself, at the match or soon after it. For the others
+    the engine page streams the tokens, matches them and aborts. Either way it cuts ids and text."""
+    default_isolation: ClassVar[Isolation] = Isolation.PROCESS
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+
+    # Before launch -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    @abstractmethod
+    def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
+        """What the installed engine can do on this machine with this configuration. Starts nothing."""
+
+    # Lifecycle ---------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def start(self, report: Callable[[str], None]) -> ModelInfo:
+        """Load the model and make ready to generate. Call ``report`` with a few words at each stage."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Stop, and leave no process, thread, port or file behind. Called once, also after a failed start."""
+
+    async def died(self) -> EngineError:
+        """Return, when the engine ends by itself, why; never return otherwise. Not called over the wire."""
+        return await asyncio.get_running_loop().create_future()
+
+    def child_processes(self) -> list[int] | None:
+        """Process ids whose end is this engine's end; None: every child that was alive when ``start`` returned."""
+        return None
+
+    async def stats(self) -> EngineStats:
+        """Look at the engine as it is now."""
+        raise self._unsupported("stats")
+
+    # Generation --------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Generate one sample. An aborted request returns what it has, with ``FinishReason.ABORT``.
+
+        Cancelling the call aborts the request.
+        """
+
+    def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        """Generate one sample, yielding each step. Closing the generator early aborts the request."""
+        raise self._unsupported(Capability.STREAMING)
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """End these requests early; ids that are not running are passed over. Returns at once."""
+        raise self._unsupported(Capability.ABORT)
+
+    # Pause and memory --------------------------------------------------------------------------------------------
+
+    async def freeze(self, mode: PauseMode) -> None:
+        """Freeze all requests, ``IN_PLACE`` (cache kept) or ``RETRACT`` (cache released); idempotent.
+
+        ``RETRACT`` after ``IN_PLACE`` releases the caches. The other two modes need no primitive.
+        """
+        raise self._unsupported(Capability.PAUSE_IN_PLACE)
+
+    async def unfreeze(self) -> None:
+        """Let frozen requests go on; idempotent."""
+        raise self._unsupported(Capability.PAUSE_IN_PLACE)
+
+    async def sleep(self, tags: frozenset[MemoryTag]) -> None:
+        """Give back the memory of ``tags``. No request runs; frozen ones hold no cache."""
+        raise self._unsupported(Capability.SLEEP_WEIGHTS)
+
+    async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
+        """Take the memory of ``tags`` again. Weights hold no defined values until an update, unless kept."""
+        raise self._unsupported(Capability.SLEEP_WEIGHTS)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix. Requests frozen in place keep their own cache."""
+        raise self._unsupported(Capability.PREFIX_CACHE)
+
+    async def clear_hicache_storage(self) -> None:
+        """Forget the storage tier of a hierarchical cache."""
+        raise self._unsupported(Capability.HICACHE_STORAGE)
+
+    # Weights -----------------------------------------------------------------------------------------------------
+
+    async def weight_manifest(self) -> WeightManifest:
+        """Name every tensor that a complete update must bring."""
+        raise self._unsupported("weight updates")
+
+    async def receive_weights(self, message: WeightMessage) -> WeightReply:
+        """Take one step of a weight update; see the messages in ``drivetrain.weights``.
+
+        Raises:
+            WeightPlanMismatch: on PrepareUpdate, when the tensors are not the model's.
+            WeightTransferFailed: a step failed after BeginUpdate.
+            WeightVerifyFailed: on VerifyUpdate, when digests differ.
+        """
+        raise self._unsupported("weight updates")
+
+    async def stage_weights(self, request: WeightUpdateRequest) -> None:
+        """Copy the source into memory of the engine's own while generation goes on; the update then starts from it.
+
+        Cancelling the call lets that memory go.
+        """
+        raise self._unsupported(Capability.WEIGHT_STAGING)
+
+    async def validate_weights(self) -> WeightReport:
+        """Look at every tensor, where it lies, for NaN, infinity and zeros only."""
+        raise self._unsupported(Capability.READ_WEIGHTS)
+
+    async def set_weight_version(self, version: str) -> None:
+        """Label the weights; tokens sampled from here on carry the label."""
+        raise self._unsupported(Capability.VERSION_SPANS)
+
+    async def init_communicator(self, spec: CommunicatorSpec) -> None:
+        """Join a torch.distributed group for weight updates."""
+        raise self._unsupported(Capability.WEIGHTS_BROADCAST)
+
+    async def destroy_communicator(self, group_name: str) -> None:
+        """Leave that group."""
+        raise self._unsupported(Capability.WEIGHTS_BROADCAST)
+
+    async def read_weight(self, name: str) -> TensorData:
+        """Return one tensor by its checkpoint name."""
+        raise self._unsupported(Capability.READ_WEIGHTS)
+
+    async def save_sharded(self, path: str) -> None:
+        """Save the weights to a local folder."""
+        raise self._unsupported(Capability.SAVE_SHARDED)
+
+    async def save_remote(self, url: str) -> None:
+        """Save the weights to an fsspec URL."""
+        raise self._unsupported(Capability.SAVE_REMOTE)
+
+    # LoRA --------------------------------------------------------------------------------------------------------
+
+    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
+        """Load an adapter from a peft folder."""
+        raise self._unsupported(Capability.LORA)
+
+    async def unload_lora_adapter(self, lora_name: str) -> None:
+        """Unload an adapter."""
+        raise self._unsupported(Capability.LORA)
+
+    # Sessions ----------------------------------------------------------------------------------------------------
+
+    async def open_session(self, session_id: str, capacity: int) -> None:
+        """Open a session that keeps up to ``capacity`` tokens."""
+        raise self._unsupported(Capability.SESSIONS)
+
+    async def close_session(self, session_id: str) -> None:
+        """Close a session and let its cache go."""
+        raise self._unsupported(Capability.SESSIONS)
+
+    # Models that do not generate ---------------------------------------------------------------------------------
+
+    async def embed(self, prompts: list[list[int]], dimensions: int | None) -> list[list[float]]:
+        """Return one vector per prompt, shortened to ``dimensions`` if given."""
+        raise self._unsupported(Capability.EMBED)
+
+    async def reward_score(self, sequences: list[list[int]]) -> list[float]:
+        """Return a reward model's score per token sequence."""
+        raise self._unsupported(Capability.REWARD_SCORE)
+
+    # Profile -----------------------------------------------------------------------------------------------------
+
+    async def start_profile(self, directory: str) -> None:
+        """Begin to record a profile."""
+        raise self._unsupported(Capability.PROFILE)
+
+    async def stop_profile(self) -> str:
+        """End the recording and return the path of the trace file."""
+        raise self._unsupported(Capability.PROFILE)
+
+    # ---------------------------------------------------------------------------------------------------------------
+
+    def _unsupported(self, capability: Capability | str) -> UnsupportedCapability:
+        name = capability.value if isinstance(capability, Capability) else capability
+        return UnsupportedCapability(f"the {self.name} backend does not support {name}", capability=name)
+
+
+ReportProgress = Callable[[str], None]
+
+__all__ = [
+    "Backend",
+    "EngineStats",
+    "GenerateRequest",
+    "GenerateResult",
+    "ModelInfo",
+    "ReportProgress",
+    "SessionTurn",
+    "StopKind",
+    "TokenDelta",
+    "TurnMode",
+]

@@ -1,0 +1,80 @@
+"""The commands put together, and what an error looks like to the user.
+
+Exit codes: 0 fine, 1 a failed check or an error of drivetrain's, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Final, NoReturn
+
+import typer
+from rich.logging import RichHandler
+
+import drivetrain
+from drivetrain.cli.backends import backends
+from drivetrain.cli.doctor import doctor
+from drivetrain.cli.extensions import add_extensions
+from drivetrain.cli.generate import generate
+from drivetrain.cli.output import err, out, print_error
+from drivetrain.errors import DrivetrainError
+
+BUILT_IN: Final[dict[str, Callable[..., None]]] = {"backends": backends, "doctor": doctor, "generate": generate}
+
+
+@dataclass
+class _Settings:
+    traceback: bool = False
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit; ``arguments`` without the program's name, None: those of the process."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    settings = _Settings()
+    app = _app(settings, arguments)
+    try:
+        app(args=arguments, prog_name="drivetrain")
+    except DrivetrainError as error:
+        if settings.traceback:
+            raise
+        print_error(str(error), type(error).__name__)
+        raise SystemExit(1) from None
+    raise SystemExit(0)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        out.print(drivetrain.__version__)
+        raise typer.Exit
+
+
+def _app(settings: _Settings, arguments: Sequence[str]) -> typer.Typer:
+    app = typer.Typer(
+        name="drivetrain",
+        help="One interface between an RL trainer and any LLM inference engine.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    @app.callback()
+    def options(
+        traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,
+        verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show drivetrain's log on stderr.")] = False,
+        version: Annotated[
+            bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_show_version)
+        ] = False,
+    ) -> None:
+        settings.traceback = traceback
+        handler = RichHandler(console=err, show_path=False, markup=False)
+        logging.basicConfig(level=logging.WARNING, handlers=[handler], format="%(name)s: %(message)s")
+        logging.getLogger("drivetrain").setLevel(logging.INFO if verbose else logging.WARNING)
+
+    for name, command in BUILT_IN.items():
+        app.command(name)(command)
+    wanted = next((word for word in arguments if not word.startswith("-") or word == "--version"), None)
+    add_extensions(app, taken=BUILT_IN, wanted=wanted)
+    return app

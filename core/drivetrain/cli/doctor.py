@@ -1,0 +1,173 @@
+"""``drivetrain doctor``: what would keep an engine from running here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated
+
+import psutil
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from drivetrain.cli.output import out, print_json, progress
+from drivetrain.create import create_engine
+from drivetrain.errors import DrivetrainError
+from drivetrain.plugins import DISABLE_VARIABLE, BackendInfo, BackendStatus, disabled_plugins, list_backends
+
+GIB = 1024**3
+PROBE_SECONDS = 120
+# In a process of its own: a broken driver may crash whoever imports torch, and core does not import it.
+PROBE = """
+import json, torch
+gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+torch.ones(2, 2) @ torch.ones(2, 2)
+print(json.dumps({"version": torch.__version__, "gpus": gpus, "threads": torch.get_num_threads()}))
+"""
+
+
+class Verdict(Enum):
+    """What a check found."""
+
+    OK = "ok"
+    WARNING = "warning"
+    """Something will not work, but engines run."""
+    FAILED = "failed"
+
+
+COLOURS = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAILED: "bold red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the report."""
+
+    name: str
+    verdict: Verdict
+    detail: str
+
+
+def doctor(
+    run: Annotated[bool, typer.Option("--run", help="Also generate with a tiny model on each backend.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Check this machine and each backend; exit 1 if a check fails."""
+    with progress("doctor") as report:
+        report("looking at this machine")
+        checks = [_python(), *_torch(), _memory(), _shared_memory(), _temporary_space()]
+        report("loading the backends")
+        infos = list_backends()
+        checks += [_backend(info) for info in infos]
+        checks += _disabled(infos)
+        available = [info.name for info in infos if info.status is BackendStatus.AVAILABLE]
+        if not available:
+            checks.append(Check("backends", Verdict.FAILED, "none is available; see the reasons above"))
+        if run:
+            checks += [_generation(name, report) for name in available]
+    failed = any(check.verdict is Verdict.FAILED for check in checks)
+    if as_json:
+        rows = [{"name": check.name, "verdict": check.verdict.value, "detail": check.detail} for check in checks]
+        print_json({"ok": not failed, "checks": [*rows]})
+    else:
+        table = Table("", "check", "found", box=None, pad_edge=False, header_style="bold")
+        for check in checks:
+            table.add_row(Text(check.verdict.value, COLOURS[check.verdict]), Text(check.name), Text(check.detail))
+        out.print(table)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _python() -> Check:
+    return Check("python", Verdict.OK, f"{platform.python_version()} at {sys.executable}")
+
+
+def _torch() -> list[Check]:
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", PROBE], capture_output=True, text=True, timeout=PROBE_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return [Check("torch", Verdict.FAILED, f"did not import within {PROBE_SECONDS} s")]
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return [Check("torch", Verdict.FAILED, f"does not run (exit {done.returncode}): {last}")]
+    found = json.loads(done.stdout.splitlines()[-1])
+    device = ", ".join(found["gpus"]) or f"no GPU; CPU with {found['threads']} threads"
+    return [Check("torch", Verdict.OK, found["version"]), Check("device", Verdict.OK, device)]
+
+
+def _memory() -> Check:
+    memory = psutil.virtual_memory()
+    detail = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available"
+    return Check("memory", Verdict.OK if memory.available > GIB else Verdict.WARNING, detail)
+
+
+def _shared_memory() -> Check:
+    try:
+        handle = os.memfd_create("drivetrain-doctor")
+    except (AttributeError, OSError) as error:
+        return Check("shared memory", Verdict.WARNING, f"no memfd ({error}); weights cannot go through shared memory")
+    try:
+        os.ftruncate(handle, 4096)
+        with open(f"/proc/{os.getpid()}/fd/{handle}", "r+b") as again:
+            again.write(b"drivetrain")
+        if os.pread(handle, 10, 0) != b"drivetrain":
+            return Check("shared memory", Verdict.WARNING, "a memfd does not hold what was written to it through /proc")
+    except OSError as error:
+        return Check("shared memory", Verdict.WARNING, f"a memfd cannot be opened through /proc: {error}")
+    finally:
+        os.close(handle)
+    return Check("shared memory", Verdict.OK, "memfd, opened through /proc")
+
+
+def _temporary_space() -> Check:
+    import tempfile
+
+    folder = tempfile.gettempdir()
+    free = shutil.disk_usage(folder).free
+    verdict = Verdict.OK if free > GIB else Verdict.WARNING
+    return Check("temporary space", verdict, f"{free / GIB:.1f} GiB free in {folder}")
+
+
+def _backend(info: BackendInfo) -> Check:
+    name = f"backend {info.name}"
+    if info.status is BackendStatus.AVAILABLE:
+        return Check(name, Verdict.OK, f"{info.engine_distribution} {info.engine_version}")
+    broken = info.status is BackendStatus.BROKEN
+    return Check(name, Verdict.FAILED if broken else Verdict.WARNING, f"{info.status.value}: {info.reason}")
+
+
+def _disabled(infos: list[BackendInfo]) -> list[Check]:
+    known = {info.name for info in infos} | {info.distribution for info in infos}
+    unknown = sorted(disabled_plugins() - known)
+    if not unknown:
+        return []
+    return [Check(DISABLE_VARIABLE, Verdict.WARNING, f"names nothing that is installed: {', '.join(unknown)}")]
+
+
+def _generation(name: str, report: Callable[[str], None]) -> Check:
+    from drivetrain.testing import tiny_model
+
+    async def generate() -> int:
+        async with create_engine(name, model=str(tiny_model())) as engine:
+            output = await engine.generate("Hello", {"max_new_tokens": 8, "ignore_eos": True})
+            return len(output.completions[0].token_ids)
+
+    report(f"generating with {name}")
+    begin = time.perf_counter()
+    try:
+        tokens = asyncio.run(generate())
+    except DrivetrainError as error:
+        return Check(f"run {name}", Verdict.FAILED, f"{type(error).__name__}: {error}")
+    seconds = time.perf_counter() - begin
+    return Check(f"run {name}", Verdict.OK, f"{tokens} tokens of a tiny model, start and end in {seconds:.1f} s")

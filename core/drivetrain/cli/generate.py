@@ -1,0 +1,167 @@
+"""``drivetrain generate``: a few completions from the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import aclosing
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+from rich.text import Text
+
+from drivetrain.cli.output import out, print_json, progress
+from drivetrain.config import EngineConfig, Isolation
+from drivetrain.create import create_engine
+from drivetrain.engine import InferenceEngine
+from drivetrain.outputs import Completion
+from drivetrain.prompts import ChatPrompt, Message, Prompt, TextPrompt
+from drivetrain.sampling import SamplingParams
+from drivetrain.validation import check_params_supported, check_sampling_params
+
+DEFAULT_BACKEND = "transformers"
+
+
+def generate(
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="PROMPT...", help="Without any: one per line of stdin.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Folder or hub id of the model.", show_default=False)] = None,
+    backend: Annotated[
+        str | None, typer.Option(help=f"Backend; {DEFAULT_BACKEND} unless --config says.", show_default=False)
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file with the engine's configuration.", show_default=False)
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="FIELD=VALUE", help="Any further configuration field, as YAML; repeatable."),
+    ] = None,
+    isolation: Annotated[Isolation | None, typer.Option(help="Where the engine runs.", show_default=False)] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of one completion.")] = 128,
+    temperature: Annotated[float, typer.Option(help="Divides the logits; 0 is greedy.")] = 1.0,
+    n: Annotated[int, typer.Option("--n", help="Completions per prompt.")] = 1,
+    stop: Annotated[list[str] | None, typer.Option(help="String that ends generation; repeatable.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Fixes the random stream.", show_default=False)] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="With --json: logprobs, and of this many most likely tokens.", show_default=False)
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Each prompt is a user's message.")] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Show one completion while it is generated.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Generate completions of prompts."""
+    texts = prompts or _prompts_of_stdin()
+    if stream and (as_json or n != 1 or len(texts) != 1):
+        raise typer.BadParameter(
+            f"shows one completion of one prompt as text; got {len(texts)} prompts, --n {n}"
+            + (" and --json" if as_json else ""),
+            param_hint="--stream",
+        )
+    if logprobs is not None and not as_json:
+        raise typer.BadParameter("are only shown with --json; add it", param_hint="--logprobs")
+    wanted: list[Prompt] = [
+        ChatPrompt(messages=(Message(role="user", content=text),)) if chat else TextPrompt(text=text) for text in texts
+    ]
+    params: dict[str, object] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "n": n}
+    params |= {"stop": tuple(stop)} if stop else {}
+    params |= {"seed": seed} if seed is not None else {}
+    params |= {"logprobs": logprobs} if logprobs is not None else {}
+    engine = create_engine(_configuration(config, settings or [], backend, model, isolation))
+    checked = check_sampling_params(params)  # now, not after a minute of loading the model
+    check_params_supported(checked, engine.config, engine.capabilities)
+    completions = asyncio.run(_run(engine, wanted, checked, stream))
+    if as_json:
+        print_json(_document(engine, texts, completions))
+    elif not stream:
+        _show(texts, completions)
+
+
+async def _run(
+    engine: InferenceEngine, prompts: list[Prompt], params: SamplingParams, stream: bool
+) -> list[Completion]:
+    try:
+        with progress(f"starting {engine.config.backend}") as report:
+            await engine.start(report)
+        if not stream:
+            return (await engine.generate(prompts, params)).completions
+        async with aclosing(engine.generate_stream(prompts, params)) as chunks:
+            async for chunk in chunks:
+                sys.stdout.write(chunk.text)
+                sys.stdout.flush()
+        sys.stdout.write("\n")
+        return []
+    finally:
+        await engine.teardown()
+
+
+def _prompts_of_stdin() -> list[str]:
+    if sys.stdin.isatty():
+        raise typer.BadParameter("give at least one prompt, or pipe one per line into stdin", param_hint="PROMPT...")
+    lines = [line.rstrip("\r\n") for line in sys.stdin]
+    texts = [line for line in lines if line]
+    if not texts:
+        raise typer.BadParameter("stdin holds no prompt; pipe one per line", param_hint="PROMPT...")
+    return texts
+
+
+def _configuration(
+    file: Path | None, settings: list[str], backend: str | None, model: str | None, isolation: Isolation | None
+) -> EngineConfig:
+    fields: dict[str, object] = EngineConfig.from_yaml(file).model_dump(exclude_unset=True) if file else {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals or not name:
+            raise typer.BadParameter(f"{setting!r} is not FIELD=VALUE", param_hint="--set")
+        try:
+            fields[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise typer.BadParameter(f"the value of {setting!r} is not YAML: {error}", param_hint="--set") from None
+    given = {"backend": backend, "model": model, "isolation": isolation}
+    fields |= {name: value for name, value in given.items() if value is not None}
+    fields.setdefault("backend", DEFAULT_BACKEND)
+    if "model" not in fields:
+        raise typer.BadParameter("say which model: --model DIR_OR_ID, or --config FILE", param_hint="--model")
+    return EngineConfig.from_mapping(fields)
+
+
+def _show(texts: list[str], completions: list[Completion]) -> None:
+    for completion in completions:
+        if len(completions) > 1:
+            place = f"prompt {completion.prompt_index + 1}/{len(texts)}, sample {completion.sample_index + 1}"
+            ending = f"{completion.finish_reason.value} after {len(completion.token_ids)} tokens"
+            out.rule(Text(f"{place}: {ending}"), align="left")
+        sys.stdout.write(completion.text + "\n")
+        sys.stdout.flush()
+
+
+def _document(engine: InferenceEngine, texts: list[str], completions: list[Completion]) -> dict[str, object]:
+    return {
+        "backend": engine.config.backend,
+        "model": engine.config.model,
+        "completions": [_completion(texts, completion) for completion in completions],
+    }
+
+
+def _completion(texts: list[str], completion: Completion) -> dict[str, object]:
+    document: dict[str, object] = {
+        "prompt_index": completion.prompt_index,
+        "sample_index": completion.sample_index,
+        "prompt": texts[completion.prompt_index],
+        "text": completion.text,
+        "prompt_token_ids": completion.prompt_token_ids,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason.value,
+        "matched_stop": completion.matched_stop,
+        "weight_versions": [
+            {"version": span.version, "start": span.start, "end": span.end} for span in completion.weight_versions
+        ],
+    }
+    if completion.logprobs is not None and completion.logprobs_mode is not None:
+        document["logprobs_mode"] = completion.logprobs_mode.value
+        document["logprobs"] = completion.logprobs
+    if completion.top_logprobs is not None:
+        document["top_logprobs"] = completion.top_logprobs
+    return document

@@ -1,0 +1,40 @@
+"""What goes where: results on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.text import Text
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+
+def print_json(document: Mapping[str, object]) -> None:
+    """Write one JSON document on stdout."""
+    sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
+
+
+def print_error(message: str, kind: str = "error") -> None:
+    """Write one error on stderr, whole: rich must not read ``[transformers]`` as markup, nor cut long lines."""
+    err.print(Text.assemble((f"{kind}: ", "bold red"), message), soft_wrap=True)
+
+
+def print_warning(message: str) -> None:
+    """Write one warning on stderr."""
+    err.print(Text.assemble(("warning: ", "bold yellow"), message), soft_wrap=True)
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Callable[[str], None]]:
+    """Show stages on stderr while the block runs: a spinner in a terminal, a line each elsewhere."""
+    if not err.is_terminal:
+        yield lambda stage: err.print(Text(f"{title}: {stage}"), soft_wrap=True)
+        return
+    with err.status(Text(title)) as status:
+        yield lambda stage: status.update(Text(f"{title}: {stage}"))

@@ -1,0 +1,163 @@
+"""How an engine is configured: one set of names for every backend."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, StrictInt, ValidationError, field_validator
+from pydantic import PositiveFloat as Seconds
+
+from drivetrain.errors import InvalidConfig
+from drivetrain.sampling import LogprobsMode
+
+
+class Isolation(Enum):
+    """Where an engine runs."""
+
+    INLINE = "inline"
+    """In this process."""
+    PROCESS = "process"
+    """In a host process of its own, which is watched; the default."""
+
+
+class Timeouts(BaseModel):
+    """Deadlines, in seconds. Every wait on another process has one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    start: Seconds = Field(default=600.0, description="Until the engine is ready.")
+    generate: Seconds = Field(default=3600.0, description="For one generate call or stream, its wait in a pause included.")
+    control: Seconds = Field(default=120.0, description="For pause, sleep, wake, cache, LoRA and the like.")
+    weight_update: Seconds = Field(default=600.0, description="For each step of a weight update.")
+    close: Seconds = Field(default=20.0, description="For a clean shutdown, before the host process is killed.")
+    heartbeat: Seconds = Field(default=10.0, description="A host process silent for this long is dead.")
+    event_loop: Seconds = Field(default=120.0, description="A started host whose event loop stands still so long is dead.")
+
+
+class EngineConfig(BaseModel):
+    """One engine's configuration. Frozen; unknown fields are refused.
+
+    A field that is set but that the chosen backend has no equivalent for is refused when the engine is
+    created, naming the field: nothing is dropped in silence.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    backend: str = Field(description="Name of the backend: transformers, or a plugin's.")
+    model: str = Field(description="Folder or hub id of the model.")
+    tokenizer: str | None = Field(default=None, description="Folder or hub id of the tokenizer; None: the model's.")
+    revision: str | None = Field(default=None, description="Revision on the hub.")
+    trust_remote_code: bool = Field(default=False, description="Run code that comes with the model.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="Type of the weights; auto: the checkpoint's own."
+    )
+    device: str | None = Field(default=None, description="cpu, cuda, cuda:1, …; None: a GPU when there is one.")
+    tensor_parallel_size: StrictInt = Field(default=1, ge=1, description="Devices that one layer is split over.")
+    pipeline_parallel_size: StrictInt = Field(default=1, ge=1, description="Devices that the layers are split over.")
+    data_parallel_size: StrictInt = Field(default=1, ge=1, description="Replicas of the model.")
+    expert_parallel_size: StrictInt = Field(default=1, ge=1, description="Devices that the experts are split over.")
+    gpu_memory_utilization: float | None = Field(
+        default=None, gt=0, le=1, description="Share of the GPU's memory for weights and KV cache; None: the engine's own."
+    )
+    max_num_batched_tokens: StrictInt | None = Field(
+        default=None, ge=1, description="Most prompt tokens computed in one step; None: the engine's own."
+    )
+    max_num_seqs: StrictInt | None = Field(
+        default=None, ge=1, description="Most requests that run at once; None: the engine's own."
+    )
+    context_length: StrictInt | None = Field(
+        default=None, ge=1, description="Most tokens of prompt and output together; None: the model's own."
+    )
+    enable_prefix_caching: bool = Field(default=True, description="Use the cache of prompts that begin alike.")
+    attention_backend: str | None = Field(default=None, description="The engine's own name of an implementation.")
+    enable_lora: bool = Field(default=False, description="Make ready for LoRA adapters.")
+    max_loras: StrictInt | None = Field(default=None, ge=1, description="Most adapters loaded at once.")
+    max_lora_rank: StrictInt | None = Field(default=None, ge=1, description="Largest rank of an adapter.")
+    seed: StrictInt | None = Field(
+        default=None, ge=0, lt=2**63, description="Seeds requests that bring no seed; None: not repeatable."
+    )
+    logprobs_mode: LogprobsMode = Field(
+        default=LogprobsMode.TEMPERATURE, description="Which distribution logprobs belong to unless a request says."
+    )
+    deterministic: bool = Field(default=False, description="Batch-invariant results.")
+    enable_sleep: bool = Field(default=True, description="Make ready for sleep and wake-up.")
+    sleep_keeps_weights: bool = Field(
+        default=False, description="Keep a copy of the weights while they sleep, so that waking needs no update."
+    )
+    weight_version: str = Field(default="initial", min_length=1, description="Version of the weights loaded at start.")
+    engine_kwargs: dict[str, JsonValue] = Field(
+        default_factory=dict, description="Passed to the engine as they are, under its own names."
+    )
+    isolation: Isolation | None = Field(default=None, description="Where the engine runs; None: the backend's choice.")
+    python: str | None = Field(
+        default=None, description="Python of the environment that holds the engine; None: this one. Implies process."
+    )
+    timeouts: Timeouts = Field(default_factory=Timeouts, description="Deadlines.")
+
+    @field_validator("model")
+    @classmethod
+    def _model_given(cls, value: str) -> str:
+        if not value.strip():
+            raise ValueError("the model is empty; give a folder or a hub id")
+        return value
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> EngineConfig:
+        """Build from a mapping, such as one section of a trainer's configuration.
+
+        Raises:
+            InvalidConfig: naming the first wrong field, its value and what was expected.
+        """
+        try:
+            return cls.model_validate(dict(mapping))
+        except ValidationError as error:
+            raise invalid_config(error, cls) from None
+
+    @classmethod
+    def from_yaml(cls, path: str | os.PathLike[str]) -> EngineConfig:
+        """Build from a YAML file that holds one mapping.
+
+        Raises:
+            InvalidConfig: the file cannot be read, is not a mapping, or has a wrong field.
+        """
+        import yaml
+
+        try:
+            loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError) as error:
+            raise InvalidConfig(f"cannot read the engine configuration {os.fspath(path)!r}: {error}") from error
+        if not isinstance(loaded, dict):
+            raise InvalidConfig(
+                f"{os.fspath(path)!r} holds a {type(loaded).__name__}; expected a mapping such as 'backend: transformers'"
+            )
+        return cls.from_mapping(loaded)
+
+
+def invalid_config(error: ValidationError, model: type[BaseModel]) -> InvalidConfig:
+    """Turn pydantic's first complaint about a configuration into one typed sentence."""
+    field, message = describe_validation_error(error, model)
+    return InvalidConfig(message, field=field)
+
+
+def describe_validation_error(error: ValidationError, model: type[BaseModel], prefix: str = "") -> tuple[str, str]:
+    """Return (dotted field, sentence) for pydantic's first complaint: the field, the value, the remedy."""
+    import difflib
+
+    first = error.errors(include_url=False)[0]
+    field = ".".join(str(part) for part in first["loc"])
+    shown = f"{prefix}{field}" if field else (prefix.rstrip(".") or model.__name__)
+    if first["type"] == "extra_forbidden":
+        known = list(model.model_fields)
+        close = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known fields: {', '.join(known)}"
+        return shown, f"{shown}={first['input']!r}: there is no such field; {hint}"
+    if first["type"] == "missing":
+        return shown, f"{shown} is missing; it is required"
+    message = first["msg"].removeprefix("Value error, ")
+    if not field:
+        return shown, f"{shown}: {message}"
+    return shown, f"{shown}={first['input']!r}: {message}"

@@ -1,0 +1,109 @@
+"""From a config string to an engine."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from drivetrain.backend import Backend, StopKind
+from drivetrain.capability import Capability
+from drivetrain.config import EngineConfig, Isolation
+from drivetrain.engine import InferenceEngine
+from drivetrain.errors import InvalidConfig
+from drivetrain.host.client import HostedBackend
+from drivetrain.host.probe import probe
+from drivetrain.plugins import load_backend
+from drivetrain.validation import check_config
+
+
+def create_engine(
+    backend: str | os.PathLike[str] | Mapping[str, Any] | EngineConfig, **fields: Any
+) -> InferenceEngine:
+    """Make an engine from a backend's name, a mapping, a YAML file or an :class:`EngineConfig`. Starts nothing.
+
+    Args:
+        backend: ``"transformers"``; ``{"backend": "transformers", "model": …}``; ``Path("engine.yaml")`` or a
+            string that ends in ``.yaml`` or ``.yml``; or a configuration object.
+        fields: Fields of :class:`EngineConfig`; they win over those of a mapping or file.
+
+    Raises:
+        UnknownBackend: no plugin has that name; the message lists those that there are.
+        BackendLoadError: the plugin's import failed; the message says how.
+        InvalidConfig: a field is wrong, or the backend has no equivalent for it.
+        UnsupportedCapability: a field needs what this engine cannot do here.
+    """
+    config = _config(backend, fields)
+    if config.python is not None and config.isolation is Isolation.INLINE:
+        raise InvalidConfig(
+            f"python={config.python!r} names another environment, which needs isolation='process', not 'inline'",
+            field="isolation",
+        )
+    if config.python is not None:
+        probed = probe(config)
+        hosted = HostedBackend(config, config.backend)
+        return _engine(
+            config, hosted, probed.capabilities, probed.native_stops, probed.config_names, Isolation.PROCESS, probed.versions
+        )
+    cls = load_backend(config.backend)
+    isolation = config.isolation or cls.default_isolation
+    made: Backend = cls(config) if isolation is Isolation.INLINE else HostedBackend(config, config.backend)
+    return _engine(
+        config, made, cls.capabilities(config), cls.native_stops, cls.config_names, isolation, versions_of(cls)
+    )
+
+
+def _engine(
+    config: EngineConfig,
+    backend: Backend,
+    claimed: frozenset[Capability],
+    native_stops: frozenset[StopKind],
+    config_names: Mapping[str, str],
+    isolation: Isolation,
+    versions: dict[str, str],
+) -> InferenceEngine:
+    capabilities = claimed | _added_by_the_engine_page(claimed, native_stops)
+    if isolation is not Isolation.INLINE:
+        capabilities -= {Capability.WEIGHTS_IN_PROCESS}
+    check_config(config, config_names, capabilities)
+    return InferenceEngine(config, backend, capabilities=capabilities, isolation=isolation, versions=versions)
+
+
+def _added_by_the_engine_page(
+    claimed: frozenset[Capability], native_stops: frozenset[StopKind]
+) -> frozenset[Capability]:
+    added = {Capability.PAUSE_WAIT}
+    if Capability.ABORT in claimed:
+        added.add(Capability.PAUSE_ABORT)
+    can_watch_text = {Capability.STREAMING, Capability.ABORT} <= claimed
+    if can_watch_text or StopKind.STRING in native_stops:
+        added.add(Capability.STOP_STRINGS)
+    if can_watch_text or StopKind.REGEX in native_stops:
+        added.add(Capability.STOP_REGEX)
+    return frozenset(added)
+
+
+def versions_of(cls: type[Backend]) -> dict[str, str]:
+    """Versions of Python, drivetrain and the engine that ``cls`` adapts."""
+    versions = {"python": platform.python_version()}
+    for distribution in ("drivetrain", cls.engine_distribution):
+        try:
+            versions[distribution] = version(distribution)
+        except PackageNotFoundError:
+            versions[distribution] = "not installed"
+    return versions
+
+
+def _config(backend: str | os.PathLike[str] | Mapping[str, Any] | EngineConfig, fields: Mapping[str, Any]) -> EngineConfig:
+    if isinstance(backend, EngineConfig):
+        base = backend.model_dump(exclude_unset=True)
+    elif isinstance(backend, Mapping):
+        base = dict(backend)
+    elif isinstance(backend, os.PathLike) or backend.endswith((".yaml", ".yml")):
+        base = EngineConfig.from_yaml(Path(backend)).model_dump(exclude_unset=True)
+    else:
+        base = {"backend": backend}
+    return EngineConfig.from_mapping({**base, **fields})

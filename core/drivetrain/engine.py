@@ -1,0 +1,889 @@
+"""The page that a trainer author reads: one engine, the same on every backend.
+
+Validation, capability checks, the state machine, tokenising, stop semantics, n > 1, deadlines and weight versions
+are here, once. What differs between engines is behind :class:`~drivetrain.backend.Backend`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from drivetrain.backend import Backend, EngineStats, ModelInfo, SessionTurn, TurnMode
+from drivetrain.capability import Capability
+from drivetrain.config import EngineConfig, Isolation
+from drivetrain.deadlines import deadline
+from drivetrain.errors import (
+    DrivetrainError,
+    EngineBusy,
+    EngineStateError,
+    InvalidRequest,
+    WeightSyncError,
+)
+from drivetrain.flights import Flights
+from drivetrain.memory import MemoryTag, PauseMode
+from drivetrain.outputs import Completion, CompletionChunk, GenerationOutput
+from drivetrain.prompts import PromptLike
+from drivetrain.requests import Flight, ParamsLike, RequestBuilder, to_completion
+from drivetrain.states import EngineState, EngineStatus, WeightState
+from drivetrain.tokenizer import Tokenizer
+from drivetrain.updates import SOURCE_CAPABILITY, WeightTransaction, as_transfer_error, failure_reason
+from drivetrain.validation import require
+from drivetrain.weights import (
+    AbortUpdate,
+    CommunicatorSpec,
+    DiskSource,
+    TensorData,
+    WeightManifest,
+    WeightReport,
+    WeightUpdateRequest,
+)
+
+logger = logging.getLogger("drivetrain.engine")
+
+_PAUSE_CAPABILITY = {
+    PauseMode.ABORT: Capability.PAUSE_ABORT,
+    PauseMode.WAIT: Capability.PAUSE_WAIT,
+    PauseMode.IN_PLACE: Capability.PAUSE_IN_PLACE,
+    PauseMode.RETRACT: Capability.PAUSE_RETRACT,
+}
+_SLEEP_CAPABILITY = {
+    MemoryTag.WEIGHTS: Capability.SLEEP_WEIGHTS,
+    MemoryTag.KV_CACHE: Capability.SLEEP_KV_CACHE,
+    MemoryTag.CUDA_GRAPH: Capability.SLEEP_CUDA_GRAPH,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDescription:
+    """What an engine is, in one value."""
+
+    backend: str
+    isolation: str
+    state: str
+    weight_version: str
+    versions: dict[str, str]
+    capabilities: tuple[str, ...]
+    model: ModelInfo | None
+    config: dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightIntegrity:
+    """What ``check_weight_sync_integrity`` found."""
+
+    expected_version: str
+    actual_version: str
+    report: WeightReport
+
+    @property
+    def ok(self) -> bool:
+        """The version is the expected one, and no tensor holds a NaN or an infinity."""
+        return self.expected_version == self.actual_version and self.report.ok
+
+
+class InferenceEngine:
+    """One inference engine. Made by :func:`~drivetrain.create.create_engine`; used as ``async with engine:``."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        backend: Backend,
+        *,
+        capabilities: frozenset[Capability],
+        isolation: Isolation,
+        versions: dict[str, str],
+    ) -> None:
+        self.config = config
+        self.capabilities = capabilities
+        """What this engine can do; known before it starts."""
+        self.isolation = isolation
+        """Where it runs."""
+        self.versions = versions
+        """Versions of drivetrain, Python and the engine."""
+        self._backend = backend
+        self._status = EngineStatus()
+        self._version = config.weight_version
+        self._holds = 0
+        self._control = asyncio.Lock()
+        self._model: ModelInfo | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._builder: RequestBuilder | None = None
+        self._flights_: Flights | None = None
+        self._death_watch: asyncio.Task[None] | None = None
+
+    # Lifecycle ---------------------------------------------------------------------------------------------------
+
+    async def start(self, progress: Callable[[str], None] | None = None) -> None:
+        """Load the model and make ready. ``progress`` is called with a few words at each stage.
+
+        Raises:
+            EngineStartError: it did not start; the message carries the last log lines.
+            DeadlineExceeded: it took longer than ``timeouts.start``.
+        """
+        self._status = self._status.start()
+
+        def report(stage: str) -> None:
+            logger.info("%s: %s", self.config.backend, stage)
+            if progress is not None:
+                progress(stage)
+
+        try:
+            async with deadline(self.config.timeouts.start, f"the {self.config.backend} engine to start"):
+                report("loading the tokenizer")
+                self._tokenizer = await asyncio.to_thread(Tokenizer.load, self.config)
+                self._model = await self._backend.start(report)
+        except BaseException as error:
+            self._status = self._status.fail(f"it did not start: {error}")
+            await self._close_backend()
+            raise
+        self._builder = RequestBuilder(self.config, self.capabilities, self._model, self._tokenizer)
+        self._flights_ = Flights(self._backend, self._tokenizer, lambda: self._is_held)
+        self._status = self._status.started()
+        self._death_watch = asyncio.create_task(self._watch_for_death())
+
+    async def teardown(self) -> None:
+        """Stop the engine and leave nothing behind; idempotent. Requests in flight come back aborted."""
+        if self._status.state in (EngineState.CLOSED, EngineState.CREATED):
+            self._status = self._status.close()
+            return
+        if self._status.state is not EngineState.FAILED and self._flights_ is not None and self._flights.running:
+            try:
+                async with deadline(self.config.timeouts.close, "requests in flight to end"):
+                    await self._flights.abort(None)
+                    await self._flights.drained()
+            except DrivetrainError as error:
+                logger.warning("requests in flight did not end before teardown: %s", error)
+        self._status = self._status.close()
+        if self._death_watch is not None:
+            self._death_watch.cancel()
+            await asyncio.gather(self._death_watch, return_exceptions=True)
+        if self._flights_ is not None:
+            self._flights.changed()
+        await self._close_backend()
+
+    async def _close_backend(self) -> None:
+        async with deadline(self.config.timeouts.close * 2, f"the {self.config.backend} engine to close"):
+            await self._backend.close()
+
+    async def _watch_for_death(self) -> None:
+        error = await self._backend.died()
+        logger.error("the %s engine died: %s", self.config.backend, error)
+        self._status = self._status.fail(str(error))
+        self._flights.changed()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.teardown()
+
+    # What it is --------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> EngineState:
+        """The state it is in."""
+        return self._status.state
+
+    @property
+    def status(self) -> EngineStatus:
+        """The state in full: paused how, which memory asleep, whether the weights may be served."""
+        return self._status
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """Vocabulary, context length, EOS ids and type of the model that was started."""
+        if self._model is None:
+            raise self._not_started("model_info")
+        return self._model
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        if self._tokenizer is None:
+            raise self._not_started("tokenizer")
+        return self._tokenizer
+
+    @property
+    def tp_size(self) -> int:
+        """Tensor parallel size."""
+        return self.config.tensor_parallel_size
+
+    @property
+    def pp_size(self) -> int:
+        """Pipeline parallel size."""
+        return self.config.pipeline_parallel_size
+
+    @property
+    def dp_size(self) -> int:
+        """Data parallel size."""
+        return self.config.data_parallel_size
+
+    @property
+    def ep_size(self) -> int:
+        """Expert parallel size."""
+        return self.config.expert_parallel_size
+
+    def supports(self, capability: Capability) -> bool:
+        """Whether ``capability`` is claimed."""
+        return capability in self.capabilities
+
+    def describe(self) -> EngineDescription:
+        """Everything there is to know without asking the engine."""
+        return EngineDescription(
+            backend=self.config.backend,
+            isolation=self.isolation.value,
+            state=self._status.describe(),
+            weight_version=self._version,
+            versions=dict(self.versions),
+            capabilities=tuple(capability.value for capability in Capability if capability in self.capabilities),
+            model=self._model,
+            config=self.config.model_dump(mode="json", exclude_unset=True),
+        )
+
+    async def stats(self) -> EngineStats:
+        """Requests running and waiting, memory held."""
+        self._status.require_open("stats()")
+        async with self._bounded("the engine's statistics"):
+            return await self._backend.stats()
+
+    # Generation --------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: ParamsLike | Sequence[ParamsLike] | None = None,
+        *,
+        request_ids: Sequence[str] | None = None,
+        lora: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> GenerationOutput:
+        """Generate ``n`` completions of each prompt.
+
+        Args:
+            prompts: One prompt or a sequence of them: text, token ids, chat messages, or a prompt object.
+            sampling_params: One for all prompts, or one for each; a mapping of its fields will do.
+            request_ids: One id per prompt, to abort it by; made up if not given.
+            lora: Name of a loaded LoRA adapter.
+            priority: Higher is sooner.
+            timeout: Seconds until DeadlineExceeded; ``timeouts.generate`` if not given.
+
+        Returns:
+            The completions, prompt by prompt, sample by sample.
+
+        Raises:
+            InvalidRequest: before any work, naming the field, the value and the remedy.
+            UnsupportedCapability: before any work, naming the capability.
+            EngineStateError: the engine's state cannot serve requests.
+            EngineDied: the engine's process ended.
+            DeadlineExceeded: it took too long; the requests were aborted.
+        """
+        return await self._generate(prompts, sampling_params, request_ids, lora, priority, timeout, None)
+
+    async def _generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: ParamsLike | Sequence[ParamsLike] | None,
+        request_ids: Sequence[str] | None,
+        lora: str | None,
+        priority: int,
+        timeout: float | None,
+        session: SessionTurn | None,
+    ) -> GenerationOutput:
+        flights = self._build(
+            "generate()", prompts, sampling_params, request_ids=request_ids, lora=lora, priority=priority, session=session
+        )
+        self._flights.register(flights)
+        try:
+            async with deadline(timeout or self.config.timeouts.generate, f"{len(flights)} completions"):
+                completions = await _all(self._complete(flight) for flight in flights)
+        finally:
+            self._flights.forget(flights)
+        return GenerationOutput(completions)
+
+    async def _complete(self, flight: Flight) -> Completion:
+        return to_completion(flight, await self._flights.run(flight), self.tokenizer)
+
+    async def generate_stream(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: ParamsLike | Sequence[ParamsLike] | None = None,
+        *,
+        request_ids: Sequence[str] | None = None,
+        lora: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> AsyncGenerator[CompletionChunk, None]:
+        """Generate as :meth:`generate` does, yielding chunks of all samples as they come.
+
+        The chunks of a sample put together are exactly its completion, which its last chunk carries. Closing
+        the generator early aborts what is still being generated.
+        """
+        require(self.capabilities, Capability.STREAMING, "generate_stream()", self.config.backend)
+        flights = self._build(
+            "generate_stream()", prompts, sampling_params, request_ids=request_ids, lora=lora, priority=priority
+        )
+        self._flights.register(flights)
+        queue: asyncio.Queue[CompletionChunk | BaseException] = asyncio.Queue()
+
+        async def pump(flight: Flight) -> None:
+            try:
+                async with aclosing(self._flights.stream(flight)) as chunks:
+                    async for chunk in chunks:
+                        queue.put_nowait(chunk)
+            except Exception as error:
+                queue.put_nowait(error)
+
+        tasks = [asyncio.create_task(pump(flight)) for flight in flights]
+        ends = time.monotonic() + (timeout or self.config.timeouts.generate)
+        try:
+            open_samples = len(flights)
+            while open_samples:
+                async with deadline(max(0.0, ends - time.monotonic()), f"{open_samples} streamed completions"):
+                    item = await queue.get()
+                if isinstance(item, BaseException):
+                    raise item
+                open_samples -= item.completion is not None
+                yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._flights.forget(flights)
+
+    async def generate_with_session(
+        self,
+        session_id: str,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: ParamsLike | Sequence[ParamsLike] | None = None,
+        *,
+        parent_request_id: str | None = None,
+        turn: TurnMode = TurnMode.CONTINUE,
+        request_ids: Sequence[str] | None = None,
+        timeout: float | None = None,
+    ) -> GenerationOutput:
+        """Generate one turn of a session, going on from, branching from or replacing an earlier turn."""
+        require(self.capabilities, Capability.SESSIONS, "generate_with_session()", self.config.backend)
+        session = SessionTurn(session_id, parent_request_id, turn)
+        return await self._generate(prompts, sampling_params, request_ids, None, 0, timeout, session)
+
+    async def compute_logprobs(
+        self, sequences: Sequence[Sequence[int]], *, top_k: int = 0, timeout: float | None = None
+    ) -> GenerationOutput:
+        """Score given token ids without sampling any: each completion holds ``prompt_logprobs`` of its sequence."""
+        require(self.capabilities, Capability.SCORE_TOKENS, "compute_logprobs()", self.config.backend)
+        params: ParamsLike = {"max_new_tokens": 0, "prompt_logprobs": top_k}
+        return await self.generate(sequences, params, timeout=timeout)
+
+    async def abort(self, request_id: str) -> None:
+        """End one request; its completions come back marked aborted, with what was generated so far."""
+        self._status.require_open("abort()")
+        require(self.capabilities, Capability.ABORT, "abort()", self.config.backend)
+        async with self._bounded("the abort to reach the engine"):
+            await self._flights.abort(request_id)
+
+    async def abort_generation(self) -> None:
+        """End every request, those that wait included; the engine goes on serving new ones."""
+        self._status.require_open("abort_generation()")
+        require(self.capabilities, Capability.ABORT, "abort_generation()", self.config.backend)
+        async with self._bounded("the abort to reach the engine"):
+            await self._flights.abort(None)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Turn token ids into text."""
+        return self.tokenizer(token_ids, skip_special_tokens=skip_special_tokens)
+
+    # Sessions ----------------------------------------------------------------------------------------------------
+
+    async def open_session(self, capacity: int, *, session_id: str | None = None) -> str:
+        """Open a session that keeps up to ``capacity`` tokens in the engine's cache; return its id."""
+        self._require("open_session()", Capability.SESSIONS)
+        session_id = session_id or uuid.uuid4().hex
+        async with self._bounded("the session to open"):
+            await self._backend.open_session(session_id, capacity)
+        return session_id
+
+    async def close_session(self, session_id: str) -> None:
+        """Close a session."""
+        self._require("close_session()", Capability.SESSIONS)
+        async with self._bounded("the session to close"):
+            await self._backend.close_session(session_id)
+
+    # Pause -------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_paused(self) -> bool:
+        """Requests that arrive wait, because of ``pause_generation`` or of a weight update that has not ended well."""
+        return self._status.paused is not None or self._status.weights is not WeightState.CLEAN
+
+    async def pause_generation(self, mode: PauseMode | str = PauseMode.ABORT, *, timeout: float | None = None) -> None:
+        """Pause; see :class:`PauseMode` for what becomes of requests in flight. Idempotent.
+
+        Raises:
+            InvalidRequest: the mode is unknown; nothing changed.
+            UnsupportedCapability: this engine cannot pause so; nothing changed.
+            DeadlineExceeded: requests in flight did not end in time; the engine is not paused.
+        """
+        mode = _pause_mode(mode)
+        self._require("pause_generation()", _PAUSE_CAPABILITY[mode])
+        self._status.pause(mode)
+        async with self._controlling("pause_generation()"), deadline(
+            timeout or self.config.timeouts.control, f"generation to pause ({mode.value})"
+        ):
+            before = self._status
+            self._refuse_waiting_for_frozen(mode)
+            self._set(before.pause(mode))
+            try:
+                await self._quiesce(mode)
+            except BaseException:
+                self._set(before)
+                raise
+
+    async def continue_generation(self) -> None:
+        """Let frozen and waiting requests go on. Idempotent."""
+        self._status.require_open("continue_generation()")
+        async with self._controlling("continue_generation()"):
+            after = self._status.resume()
+            await self._unfreeze_if_free(after)
+            self._set(after)
+
+    async def _quiesce(self, mode: PauseMode) -> None:
+        """Deal with requests in flight; the gate is shut."""
+        match mode:
+            case PauseMode.ABORT:
+                await self._flights.abort_running()
+                await self._flights.drained()
+            case PauseMode.WAIT:
+                await self._flights.drained()
+            case PauseMode.IN_PLACE | PauseMode.RETRACT:
+                await self._backend.freeze(mode)
+
+    def _refuse_waiting_for_frozen(self, mode: PauseMode) -> None:
+        frozen = self._status.paused in (PauseMode.IN_PLACE, PauseMode.RETRACT) and self._flights.running
+        if mode is PauseMode.WAIT and frozen:
+            raise EngineStateError(
+                f"mode='wait' would wait for ever: {self._flights.running} requests in flight are frozen by an earlier "
+                "pause; use 'retract', 'in_place' or 'abort', or continue_generation() first",
+                state=self._status.state.value,
+            )
+
+    async def _unfreeze_if_free(self, after: EngineStatus) -> None:
+        """Let frozen requests go on if nothing holds them in ``after``."""
+        if not after.holds_requests and _can_freeze(self.capabilities):
+            async with self._bounded("frozen requests to go on"):
+                await self._backend.unfreeze()
+
+    # Sleep and cache ---------------------------------------------------------------------------------------------
+
+    async def sleep(
+        self,
+        tags: Iterable[MemoryTag | str] | None = None,
+        *,
+        timeout: float | None = None,
+        abort_first: bool = False,
+        drain_timeout: float = 0.0,
+    ) -> None:
+        """Give memory back. What becomes of requests in flight is said by the arguments and by nothing else.
+
+        Args:
+            tags: Which memory; all that this engine can give back if not given.
+            timeout: Seconds for giving it back.
+            abort_first: Abort requests in flight. Requests frozen by ``pause_generation("retract")`` hold no cache
+                and need not be aborted.
+            drain_timeout: Seconds to let requests in flight end by themselves.
+
+        Raises:
+            EngineBusy: requests are in flight, and the arguments leave them so; nothing changed.
+        """
+        chosen = self._sleep_tags(tags, "sleep()")
+        keeps = self.config.sleep_keeps_weights
+        self._status.sleep(chosen, keeps_weights=keeps)
+        async with self._controlling("sleep()"), self._shut_gate():
+            await self._clear_for_sleep(abort_first, drain_timeout)
+            after = self._status.sleep(chosen, keeps_weights=keeps)
+            new = chosen - self._status.asleep
+            if new:
+                async with deadline(timeout or self.config.timeouts.control, "the engine to fall asleep"):
+                    await self._backend.sleep(new)
+            self._set(after)
+
+    async def _clear_for_sleep(self, abort_first: bool, drain_timeout: float) -> None:
+        if not self._flights.running or self._status.paused is PauseMode.RETRACT:
+            return
+        if abort_first:
+            require(self.capabilities, Capability.ABORT, "sleep(abort_first=True)", self.config.backend)
+            async with self._bounded("aborted requests to end before sleep"):
+                await self._flights.abort_running()
+                await self._flights.drained()
+            return
+        try:
+            async with asyncio.timeout(drain_timeout):
+                await self._flights.drained()
+        except TimeoutError:
+            raise EngineBusy(
+                f"sleep() is refused: {self._flights.running} requests are in flight after drain_timeout={drain_timeout:g} s;"
+                " abort them (abort_first=True), give them longer, or pause_generation('retract') first"
+            ) from None
+
+    async def wake_up(self, tags: Iterable[MemoryTag | str] | None = None, *, timeout: float | None = None) -> None:
+        """Take memory again. Weights that were not kept must be updated before the engine serves."""
+        chosen = self._sleep_tags(tags, "wake_up()")
+        self._status.wake(chosen)
+        async with self._controlling("wake_up()"):
+            after = self._status.wake(chosen)
+            waking = chosen & self._status.asleep
+            if waking:
+                async with deadline(timeout or self.config.timeouts.control, "the engine to wake up"):
+                    await self._backend.wake_up(waking)
+            await self._unfreeze_if_free(after)
+            self._set(after)
+
+    async def sleep_weights_only(self) -> None:
+        """Give back the weights' memory."""
+        await self.sleep([MemoryTag.WEIGHTS])
+
+    async def wake_up_weights_only(self) -> None:
+        """Take the weights' memory again."""
+        await self.wake_up([MemoryTag.WEIGHTS])
+
+    async def sleep_all(self) -> None:
+        """Give back all memory that this engine can give back."""
+        await self.sleep()
+
+    async def wake_up_all(self) -> None:
+        """Take all of it again."""
+        await self.wake_up()
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        self._require("reset_prefix_cache()", Capability.PREFIX_CACHE)
+        async with self._bounded("the prefix cache to be reset"):
+            await self._backend.reset_prefix_cache()
+
+    async def clear_hicache_storage(self) -> None:
+        """Forget the storage tier of a hierarchical cache."""
+        self._require("clear_hicache_storage()", Capability.HICACHE_STORAGE)
+        async with self._bounded("the cache storage to be cleared"):
+            await self._backend.clear_hicache_storage()
+
+    # Weights -----------------------------------------------------------------------------------------------------
+
+    async def weight_manifest(self) -> WeightManifest:
+        """Every tensor that a complete update must bring."""
+        self._status.require_open("weight_manifest()")
+        async with self._bounded("the engine's weight manifest"):
+            return await self._backend.weight_manifest()
+
+    @asynccontextmanager
+    async def weight_update(self, request: WeightUpdateRequest) -> AsyncGenerator[WeightTransaction, None]:
+        """Run one weight update; ``load`` every bucket within.
+
+        Entering checks the request against the model (a refusal changes nothing), deals with requests in flight
+        as ``request.mode`` says, and begins. Leaving verifies every tensor, resets the prefix cache, publishes the
+        version, and lets requests go on unless the engine was paused before. Leaving by an exception, or failing to
+        verify, leaves the engine dirty: it serves nothing until a complete update is committed.
+
+        Raises:
+            WeightPlanMismatch: tensors missing, extra or of another shape or dtype; nothing changed.
+            WeightTransferFailed: it broke on the way; the engine is dirty.
+            WeightVerifyFailed: what arrived is not what was sent; the engine is dirty.
+        """
+        what = f"a weight update from {request.source.kind}"
+        self._status.require_open(what)
+        require(self.capabilities, SOURCE_CAPABILITY[request.source.kind], what, self.config.backend)
+        self._status.require_updatable()
+        async with self._controlling("a weight update"):
+            self._status.require_updatable()
+            transaction = WeightTransaction(self._backend, request, self.config.timeouts.weight_update)
+            await transaction.prepare()
+            before = self._status
+            self._set(before.begin_update())
+            try:
+                await self._quiesce_for_update(request.mode)
+            except BaseException:
+                self._set(before)
+                await self._unfreeze_if_free(before)
+                raise
+            try:
+                await transaction.begin()
+                yield transaction
+                await transaction.finish(lambda: self._drop_stale_prefixes(request))
+            except BaseException as error:
+                self._set(self._status.dirty(failure_reason(request.version, error)))
+                await self._abort_update()
+                if isinstance(error, Exception) and not isinstance(error, DrivetrainError):
+                    raise as_transfer_error(request.version, error) from error
+                raise
+            self._version = request.version
+            after = self._status.commit_update()
+            await self._unfreeze_if_free(after)
+            self._set(after)
+
+    async def _quiesce_for_update(self, mode: PauseMode) -> None:
+        if not self._flights.running:
+            return
+        require(self.capabilities, Capability.WEIGHT_UPDATE_IN_FLIGHT, "a weight update in flight", self.config.backend)
+        require(self.capabilities, _PAUSE_CAPABILITY[mode], f"mode={mode.value!r}", self.config.backend)
+        self._refuse_waiting_for_frozen(mode)
+        async with deadline(self.config.timeouts.weight_update, f"requests in flight to be dealt with ({mode.value})"):
+            await self._quiesce(mode)
+
+    async def _drop_stale_prefixes(self, request: WeightUpdateRequest) -> None:
+        if Capability.PREFIX_CACHE in self.capabilities and not request.keep_prefix_cache:
+            async with self._bounded("the prefix cache to be reset"):
+                await self._backend.reset_prefix_cache()
+
+    async def _abort_update(self) -> None:
+        try:
+            async with self._bounded("the receiver to forget the update"):
+                await self._backend.receive_weights(AbortUpdate())
+        except DrivetrainError as error:
+            logger.warning("the failed update could not be withdrawn from the engine: %s", error)
+
+    async def update_named_weights(self, request: WeightUpdateRequest) -> None:
+        """Run a whole weight update whose tensors lie ready: every bucket, verified and committed."""
+        async with self.weight_update(request) as transaction:
+            for index in range(transaction.buckets):
+                await transaction.load([index])
+
+    async def load_weights_from_disk(
+        self, path: str, version: str, *, mode: PauseMode | str = PauseMode.RETRACT
+    ) -> None:
+        """Update the weights from a checkpoint folder, readable by the engine; its format is found by looking."""
+        request = WeightUpdateRequest(version=version, source=DiskSource(path=path), mode=_pause_mode(mode))
+        await self.update_named_weights(request)
+
+    def get_weight_version(self) -> str:
+        """The version of the weights that are served, as last committed."""
+        return self._version
+
+    async def update_weight_version(self, version: str) -> None:
+        """Give the weights another label, without changing them."""
+        self._require("update_weight_version()", Capability.VERSION_SPANS)
+        if not version:
+            raise InvalidRequest("the version is empty; give a label that is not", field="version")
+        async with self._controlling("update_weight_version()"):
+            if self._status.weights is not WeightState.CLEAN:
+                raise EngineStateError(
+                    f"update_weight_version() is refused: the engine is {self._status.describe()}; push a complete weight "
+                    "update, which carries its version",
+                    state=self._status.state.value,
+                )
+            async with self._bounded("the weight version to be set"):
+                await self._backend.set_weight_version(version)
+            self._version = version
+
+    async def get_weights_by_name(self, name: str) -> TensorData:
+        """Return one tensor by its checkpoint name."""
+        self._require("get_weights_by_name()", Capability.READ_WEIGHTS)
+        async with self._bounded(f"the tensor {name!r}"):
+            return await self._backend.read_weight(name)
+
+    async def validate_weights(self) -> WeightReport:
+        """Look at every tensor for NaN, infinity and zeros only."""
+        self._require("validate_weights()", Capability.READ_WEIGHTS)
+        async with deadline(self.config.timeouts.weight_update, "the weights to be validated"):
+            return await self._backend.validate_weights()
+
+    async def check_weight_sync_integrity(self, expected_version: str) -> WeightIntegrity:
+        """Compare the served version with ``expected_version`` and look at every tensor."""
+        return WeightIntegrity(expected_version, self._version, await self.validate_weights())
+
+    async def init_weight_update_communicator(self, spec: CommunicatorSpec) -> None:
+        """Join a torch.distributed group in which the trainer will broadcast weights."""
+        self._require("init_weight_update_communicator()", Capability.WEIGHTS_BROADCAST)
+        async with deadline(self.config.timeouts.weight_update, f"the group {spec.group_name!r} to form"):
+            await self._backend.init_communicator(spec)
+
+    async def destroy_weight_update_communicator(self, group_name: str) -> None:
+        """Leave that group."""
+        self._require("destroy_weight_update_communicator()", Capability.WEIGHTS_BROADCAST)
+        async with self._bounded(f"the group {group_name!r} to dissolve"):
+            await self._backend.destroy_communicator(group_name)
+
+    async def save_sharded_model(self, path: str) -> None:
+        """Save the weights to a local folder."""
+        self._require("save_sharded_model()", Capability.SAVE_SHARDED)
+        async with deadline(self.config.timeouts.weight_update, f"the weights to be saved to {path!r}"):
+            await self._backend.save_sharded(path)
+
+    async def save_remote_model(self, url: str) -> None:
+        """Save the weights to an fsspec URL."""
+        self._require("save_remote_model()", Capability.SAVE_REMOTE)
+        async with deadline(self.config.timeouts.weight_update, f"the weights to be saved to {url!r}"):
+            await self._backend.save_remote(url)
+
+    # LoRA --------------------------------------------------------------------------------------------------------
+
+    async def load_lora_adapter(self, lora_name: str, lora_path: str, *, pinned: bool = False) -> None:
+        """Load an adapter from a peft folder; ``pinned`` keeps it from being evicted."""
+        self._require("load_lora_adapter()", Capability.LORA)
+        async with self._bounded(f"the LoRA adapter {lora_name!r} to load"):
+            await self._backend.load_lora_adapter(lora_name, lora_path, pinned)
+
+    async def unload_lora_adapter(self, lora_name: str) -> None:
+        """Unload an adapter; requests that use it afterwards are refused."""
+        self._require("unload_lora_adapter()", Capability.LORA)
+        async with self._bounded(f"the LoRA adapter {lora_name!r} to unload"):
+            await self._backend.unload_lora_adapter(lora_name)
+
+    # Models that do not generate ---------------------------------------------------------------------------------
+
+    async def encode(
+        self, prompts: PromptLike | Sequence[PromptLike], *, dimensions: int | None = None
+    ) -> list[list[float]]:
+        """Return one embedding per prompt; ``dimensions`` shortens it, for models trained for that."""
+        self._require("encode()", Capability.EMBED)
+        flights = self._build("encode()", prompts, {"max_new_tokens": 0})
+        async with deadline(self.config.timeouts.generate, f"{len(flights)} embeddings"):
+            return await self._backend.embed([flight.request.prompt_token_ids for flight in flights], dimensions)
+
+    async def score(self, input_ids: Sequence[Sequence[int]], output_ids: Sequence[Sequence[int]]) -> list[float]:
+        """Return a reward model's score of each output after its input."""
+        self._require("score()", Capability.REWARD_SCORE)
+        if len(input_ids) != len(output_ids):
+            raise InvalidRequest(f"{len(input_ids)} inputs and {len(output_ids)} outputs; expected as many", field="output_ids")
+        sequences = [[*given, *answer] for given, answer in zip(input_ids, output_ids, strict=True)]
+        async with deadline(self.config.timeouts.generate, f"{len(sequences)} scores"):
+            return await self._backend.reward_score(sequences)
+
+    # Profile -----------------------------------------------------------------------------------------------------
+
+    async def start_profile(self, directory: str) -> None:
+        """Begin to record a profile into ``directory``."""
+        self._require("start_profile()", Capability.PROFILE)
+        async with self._bounded("the profile to start"):
+            await self._backend.start_profile(directory)
+
+    async def stop_profile(self) -> str:
+        """End the recording; return the trace file's path."""
+        self._require("stop_profile()", Capability.PROFILE)
+        async with self._bounded("the profile to be written"):
+            return await self._backend.stop_profile()
+
+    # ---------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _flights(self) -> Flights:
+        if self._flights_ is None:
+            raise self._not_started("this")
+        return self._flights_
+
+    @property
+    def _is_held(self) -> bool:
+        self._status.require_open("a waiting request")
+        return self._holds > 0 or self._status.holds_requests
+
+    def _build(
+        self,
+        action: str,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: ParamsLike | Sequence[ParamsLike] | None,
+        *,
+        request_ids: Sequence[str] | None = None,
+        lora: str | None = None,
+        priority: int = 0,
+        session: SessionTurn | None = None,
+    ) -> list[Flight]:
+        self._status.require_admission(action)
+        if self._builder is None:
+            raise self._not_started(action)
+        return self._builder.build(
+            prompts, sampling_params, request_ids=request_ids, lora=lora, priority=priority, session=session
+        )
+
+    def _require(self, action: str, capability: Capability) -> None:
+        self._status.require_open(action)
+        require(self.capabilities, capability, action, self.config.backend)
+
+    def _set(self, status: EngineStatus) -> None:
+        """Move to the next status; one that arrives after death or teardown changes nothing."""
+        if self._status.state in (EngineState.FAILED, EngineState.CLOSED):
+            return
+        self._status = status
+        self._flights.changed()
+
+    @asynccontextmanager
+    async def _controlling(self, action: str) -> AsyncGenerator[None, None]:
+        """One change of state at a time."""
+        async with deadline(self.config.timeouts.control, f"another change of state to end before {action}"):
+            await self._control.acquire()
+        try:
+            yield
+        finally:
+            self._control.release()
+
+    @asynccontextmanager
+    async def _shut_gate(self) -> AsyncGenerator[None, None]:
+        self._holds += 1
+        try:
+            yield
+        finally:
+            self._holds -= 1
+            self._flights.changed()
+
+    def _bounded(self, waited_for: str) -> AbstractAsyncContextManager[None]:
+        return deadline(self.config.timeouts.control, waited_for)
+
+    def _sleep_tags(self, tags: Iterable[MemoryTag | str] | None, action: str) -> frozenset[MemoryTag]:
+        self._status.require_open(action)
+        able = frozenset(tag for tag, capability in _SLEEP_CAPABILITY.items() if capability in self.capabilities)
+        if tags is None:
+            if not able:
+                require(self.capabilities, Capability.SLEEP_KV_CACHE, action, self.config.backend)
+            return able
+        chosen = frozenset(_memory_tag(tag) for tag in ([tags] if isinstance(tags, str | MemoryTag) else tags))
+        if not chosen:
+            raise InvalidRequest(f"{action}: tags is empty; name some, or give None for all", field="tags")
+        for tag in chosen:
+            require(self.capabilities, _SLEEP_CAPABILITY[tag], f"{action} of {tag.value}", self.config.backend)
+        return chosen
+
+    def _not_started(self, action: str) -> EngineStateError:
+        return EngineStateError(
+            f"{action} is not known before the engine is started: 'await engine.start()' or 'async with engine:'",
+            state=self._status.state.value,
+        )
+
+
+async def _all(coroutines: Iterable[Coroutine[object, object, Completion]]) -> list[Completion]:
+    """Await all of them; when one fails, cancel the others before the error goes on."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+def _can_freeze(capabilities: frozenset[Capability]) -> bool:
+    return bool({Capability.PAUSE_IN_PLACE, Capability.PAUSE_RETRACT} & capabilities)
+
+
+def _pause_mode(mode: PauseMode | str) -> PauseMode:
+    try:
+        return PauseMode(mode)
+    except ValueError:
+        known = ", ".join(repr(item.value) for item in PauseMode)
+        raise InvalidRequest(f"mode={mode!r}: there is no such pause mode; expected one of {known}", field="mode") from None
+
+
+def _memory_tag(tag: MemoryTag | str) -> MemoryTag:
+    try:
+        return MemoryTag(tag)
+    except ValueError:
+        known = ", ".join(repr(item.value) for item in MemoryTag)
+        raise InvalidRequest(f"tags={tag!r}: there is no such memory tag; expected one of {known}", field="tags") from None

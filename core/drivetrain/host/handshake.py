@@ -1,0 +1,73 @@
+"""What the two sides tell each other before the first call: versions, and which engine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+from typing import Final, cast
+
+from drivetrain.config import EngineConfig
+from drivetrain.errors import WireError
+from drivetrain.host.codec import codec_for
+from drivetrain.host.wire import WIRE_VERSION, Hello, Open
+
+_config: Final = codec_for(EngineConfig)
+
+
+def hello() -> Hello:
+    """The host's first message."""
+    return Hello(WIRE_VERSION, drivetrain_version(), platform.python_version(), os.getpid())
+
+
+def open_for(config: EngineConfig, backend: str) -> Open:
+    """The trainer's answer.
+
+    A host of the same Python also looks where this process looks for modules, so that both find the same plugins.
+    """
+    path = () if config.python else tuple(os.path.abspath(folder) for folder in sys.path)
+    return Open(WIRE_VERSION, drivetrain_version(), backend, _config.encode(portable(config)), path)
+
+
+def opened_config(opened: Open) -> EngineConfig:
+    """The configuration that :func:`open_for` packed.
+
+    Raises:
+        WireError: it is no configuration.
+    """
+    return cast(EngineConfig, _config.decode(opened.config))
+
+
+def portable(config: EngineConfig) -> EngineConfig:
+    """The configuration as a host gets it: where the engine runs is settled by then."""
+    return config.model_copy(update={"python": None, "isolation": None})
+
+
+def check_version(who: str, wire_version: int, drivetrain: str) -> None:
+    """Refuse another version of the protocol.
+
+    Raises:
+        WireError: naming both versions and the remedy.
+    """
+    if wire_version != WIRE_VERSION:
+        raise WireError(
+            f"{who} speaks wire version {wire_version} (drivetrain {drivetrain}), this side {WIRE_VERSION} "
+            f"(drivetrain {drivetrain_version()}); install the same version of drivetrain in both environments"
+        )
+
+
+def drivetrain_version() -> str:
+    """The version of drivetrain in this environment."""
+    return installed("drivetrain")
+
+
+def installed(distribution: str) -> str:
+    """A distribution's version, or ``"not installed"``."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+__all__ = ["check_version", "drivetrain_version", "hello", "installed", "open_for", "opened_config", "portable"]

@@ -1,0 +1,255 @@
+"""The trainer's side of a host process: start it, forward its log, watch it, end it.
+
+One thread per host does all of that, so that a trainer whose event loop is busy with a training step neither
+misses a death nor takes a healthy host for dead.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import logging
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import psutil
+
+from drivetrain.config import Timeouts
+from drivetrain.errors import EngineStartError, WireError
+from drivetrain.host.reap import MARK, ending, kill_family
+from drivetrain.host.wire import Fatal, FrameReader, from_watch, read
+
+_logger = logging.getLogger("drivetrain.host")
+_TICK_S: Final = 0.25
+_LOG_LINES: Final = 100
+_LINE_LIMIT: Final = 16 * 1024
+_GRACE_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a host process ended."""
+
+    reason: str
+    """Completes "the host process 123 …", such as "was killed by SIGKILL"."""
+    log: tuple[str, ...]
+    """Its last lines of output, at most 100."""
+
+
+class HostProcess:
+    """A running host process.
+
+    ``on_end`` is called once, from the watching thread, when the process is gone with everything that came of it.
+
+    Raises:
+        EngineStartError: the interpreter ``python`` cannot be run.
+    """
+
+    def __init__(self, python: str | None, timeouts: Timeouts, on_end: Callable[[Ending], None]) -> None:
+        self._timeouts = timeouts
+        self._on_end = on_end
+        self._mark = uuid.uuid4().hex
+        self._started = threading.Event()
+        self._verdict = ""
+        self._lock = threading.Lock()
+        self._over = False
+        self._log: collections.deque[str] = collections.deque(maxlen=_LOG_LINES)
+        self._partial_line = b""
+        self.socket, theirs = socket.socketpair()
+        self._watch_socket, watch_theirs = socket.socketpair()
+        period = min(1.0, timeouts.heartbeat / 4)
+        arguments = ["--fd", str(theirs.fileno()), "--watch-fd", str(watch_theirs.fileno()), "--period", str(period)]
+        try:
+            self._process = subprocess.Popen(
+                command(python, *arguments),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                bufsize=0,
+                env={**os.environ, MARK: self._mark},
+                pass_fds=(theirs.fileno(), watch_theirs.fileno()),
+                start_new_session=True,
+            )
+        except OSError as error:
+            self.socket.close()
+            self._watch_socket.close()
+            raise cannot_run(python, error) from error
+        finally:
+            theirs.close()
+            watch_theirs.close()
+        assert self._process.stdout is not None
+        self._output = self._process.stdout
+        os.set_blocking(self._output.fileno(), False)
+        self.pid: int = self._process.pid
+        _running.add(self)
+        self._thread = threading.Thread(target=self._run, name=f"drivetrain-host-{self.pid}", daemon=True)
+        self._thread.start()
+
+    def started(self) -> None:
+        """Say that ``start`` returned: from here on a silent host is a dead one.
+
+        Before that, loading a library can hold the interpreter for longer than any heartbeat; then only a host
+        that is stopped counts as frozen, and the deadline of the start bounds the rest.
+        """
+        self._started.set()
+
+    def condemn(self, reason: str) -> None:
+        """Kill the host; ``reason`` completes "the host process 123 …". Safe from any thread, at any time."""
+        with self._lock:
+            if not self._over:
+                self._verdict = self._verdict or reason
+                # Wakes the watching thread, which kills the family while the host still shows who belongs to it.
+                self._watch_socket.shutdown(socket.SHUT_RDWR)
+
+    def join(self) -> None:
+        """Wait for the watching thread, which ends right after ``on_end``."""
+        self._thread.join()
+
+    # The watching thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._watch()
+        finally:
+            kill_family(self.pid, self._mark)
+            returncode = self._process.wait()
+            self._read_log()
+            with self._lock:
+                self._over = True
+                self._watch_socket.close()
+                self._output.close()
+            _running.discard(self)
+            self._on_end(Ending(self._verdict or ending(returncode), tuple(self._log)))
+
+    def _watch(self) -> None:
+        """Return when the host ended or must be ended; then ``_verdict`` says why, unless it ended by itself."""
+        frames = FrameReader()
+        silent = 0.0
+        now = time.monotonic()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._output, selectors.EVENT_READ)
+            selector.register(self._watch_socket, selectors.EVENT_READ)
+            while True:
+                ready = {key.fileobj for key, _ in selector.select(_TICK_S)}
+                if self._output in ready and not self._read_log():
+                    selector.unregister(self._output)
+                before, now = now, time.monotonic()
+                # A tick counts for no more than two of its length, however late it comes: time in which this
+                # process itself was stopped or starved says nothing of the host's.
+                silent += min(now - before, 2 * _TICK_S)
+                if self._watch_socket in ready:
+                    data = self._watch_socket.recv(65536)
+                    if not data:
+                        self._ended_by_itself()
+                        return
+                    silent = 0.0
+                    self._hear(frames, data)
+                if silent > self._timeouts.heartbeat and (self._started.is_set() or self._is_stopped()):
+                    self._verdict = self._verdict or (
+                        f"was silent for {silent:.1f} s (timeouts.heartbeat={self._timeouts.heartbeat:g})"
+                    )
+                if self._verdict or self._process.poll() is not None:
+                    return
+
+    def _hear(self, frames: FrameReader, data: bytes) -> None:
+        try:
+            messages = [read(from_watch, payload) for payload in frames.feed(data)]
+        except WireError as error:
+            self._verdict = self._verdict or f"sent something else than heartbeats: {error}"
+            return
+        for message in messages:
+            if isinstance(message, Fatal):
+                self._verdict = self._verdict or message.message
+            elif message.loop_lag > self._timeouts.event_loop:
+                self._verdict = self._verdict or (
+                    f"did not run its event loop for {message.loop_lag:.1f} s "
+                    f"(timeouts.event_loop={self._timeouts.event_loop:g}); something in the engine blocks it"
+                )
+
+    def _ended_by_itself(self) -> None:
+        """Its end of the watch socket closed, which a process does by ending; a moment later it can be reaped."""
+        if self._verdict:
+            return
+        try:
+            self._process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._verdict = self._verdict or "closed its watch socket"
+
+    def _is_stopped(self) -> bool:
+        try:
+            return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
+        except psutil.NoSuchProcess:
+            return False
+
+    def _read_log(self) -> bool:
+        """Forward the output that is there; False at its end."""
+        for _ in range(16):  # not for ever: a host that never stops printing must not keep us from its heartbeats
+            data = self._output.read(65536)
+            if data is None:
+                return True
+            *lines, self._partial_line = (self._partial_line + data).split(b"\n")
+            if len(self._partial_line) > _LINE_LIMIT or not data:
+                lines.append(self._partial_line)
+                self._partial_line = b""
+            for line in lines:
+                text = line.decode(errors="replace").rstrip().rsplit("\r", 1)[-1]
+                if text:
+                    self._log.append(text[:_LINE_LIMIT])
+                    _logger.info("[%d] %s", self.pid, text)
+            if not data:
+                return False
+        return True
+
+
+def command(python: str | None, *arguments: str) -> list[str]:
+    """Return the command line of a host: unbuffered, without the working folder on its import path."""
+    return [python or sys.executable, "-u", "-P", "-X", "faulthandler", "-m", "drivetrain.host", *arguments]
+
+
+def cannot_run(python: str | None, error: OSError) -> EngineStartError:
+    """Describe an interpreter that cannot be run."""
+    return EngineStartError(
+        f"cannot run {python or sys.executable!r}: {error.strerror or error}; give python= the path of the Python "
+        "executable of the environment that holds the engine"
+    )
+
+
+def why_not(python: str | None, log: tuple[str, ...]) -> str:
+    """Turn what an interpreter said before it could speak the protocol into a remedy; empty if it says nothing."""
+    said = "\n".join(log)
+    for module in ("'drivetrain'", "'drivetrain.host'"):
+        if f"No module named {module}" in said:
+            shown = python or sys.executable
+            return (
+                f"the environment of {shown!r} does not hold this drivetrain; install the same version there: "
+                f"{shown} -m pip install drivetrain"
+            )
+    return ""
+
+
+_running: Final[set[HostProcess]] = set()
+
+
+def _kill_all() -> None:
+    """At the interpreter's end, hosts that nobody closed."""
+    hosts = list(_running)
+    for host in hosts:
+        host.condemn("was left behind by the trainer, which ended without closing the engine")
+    for host in hosts:
+        host.join()
+
+
+atexit.register(_kill_all)
+# A forked child (a data loader's worker) is not the parent of these processes and must leave them alone.
+os.register_at_fork(after_in_child=_running.clear)
+
+__all__ = ["Ending", "HostProcess", "cannot_run", "command", "why_not"]

@@ -1,0 +1,85 @@
+"""Ending a host process with everything that came of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from typing import Final
+
+import psutil
+
+MARK: Final = "DRIVETRAIN_HOST"
+"""Environment variable that the host and all that descends from it carry; its value names the host."""
+
+_logger = logging.getLogger("drivetrain.host")
+_PATIENCE_S: Final = 3.0
+_ROUNDS: Final = 3
+
+
+def family(host: int, mark: str) -> list[psutil.Process]:
+    """Find what belongs to the host process ``host``: its session, its descendants, and what carries its mark.
+
+    No one sign is enough: a child can leave the session, it is orphaned when its parent is killed, and programs
+    that set their process title overwrite their environment. Never includes the calling process.
+    """
+    found: set[psutil.Process] = set()
+    try:
+        found.update(psutil.Process(host).children(recursive=True))
+    except psutil.NoSuchProcess:
+        pass  # it is gone; the other two signs remain
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == host or process.environ().get(MARK) == mark:
+                found.add(process)
+        except (psutil.Error, OSError):
+            continue  # ended meanwhile, or another user's and so not ours
+    return [process for process in found if process.pid != os.getpid()]
+
+
+def kill_family(host: int, mark: str) -> None:
+    """Kill (SIGKILL) everything of a host, and wait until it is gone; what is left after that is logged."""
+    left: list[psutil.Process] = []
+    for _ in range(_ROUNDS):  # what forked while we looked is found the next time
+        left = [process for process in family(host, mark) if _runs(process)]
+        if not left:
+            return
+        for process in left:
+            try:
+                process.kill()
+            except psutil.Error:
+                continue
+        # Not psutil.wait_procs: it would reap the host and keep its exit status from whoever started it.
+        patience = time.monotonic() + _PATIENCE_S
+        while any(map(_runs, left)) and time.monotonic() < patience:
+            time.sleep(0.005)
+    if left := [process for process in left if _runs(process)]:
+        _logger.error("these processes of an engine's host do not end: %s", ", ".join(map(str, left)))
+
+
+def ending(returncode: int) -> str:
+    """Say in words how a process ended."""
+    if returncode >= 0:
+        return f"ended with exit code {returncode}"
+    name = signal_name(-returncode)
+    hint = " (unless someone did that, the kernel was out of memory)" if name == "SIGKILL" else ""
+    return f"was killed by {name}{hint}"
+
+
+def signal_name(number: int) -> str:
+    """Return a signal's name, such as ``"SIGKILL"``."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+__all__ = ["MARK", "ending", "family", "kill_family", "signal_name"]

@@ -1,0 +1,83 @@
+"""What a model is asked: token ids, text or chat messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+from drivetrain.sampling import TokenId
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ImageInput(_Frozen):
+    """An image beside the prompt; exactly one of its fields is given."""
+
+    url: str | None = Field(default=None, description="http(s) URL or data URL.")
+    path: str | None = Field(default=None, description="File on the engine's host.")
+    data: bytes | None = Field(default=None, description="Encoded image bytes (PNG, JPEG, …).")
+
+
+class VideoInput(_Frozen):
+    """A video beside the prompt."""
+
+    url: str | None = None
+    path: str | None = None
+    data: bytes | None = None
+
+
+class AudioInput(_Frozen):
+    """A sound beside the prompt."""
+
+    url: str | None = None
+    path: str | None = None
+    data: bytes | None = None
+
+
+MediaInput = ImageInput | VideoInput | AudioInput
+
+
+class TokenPrompt(_Frozen):
+    """A prompt as token ids, used exactly as given."""
+
+    token_ids: tuple[TokenId, ...] = Field(description="The ids; no special token is added.")
+    media: tuple[MediaInput, ...] = Field(default=(), description="Images, video or audio beside the prompt.")
+
+
+class TextPrompt(_Frozen):
+    """A prompt as text, tokenised by the engine's tokenizer."""
+
+    text: str = Field(description="The text.")
+    add_special_tokens: bool = Field(default=True, description="Let the tokenizer add its BOS and the like.")
+    media: tuple[MediaInput, ...] = Field(default=(), description="Images, video or audio beside the prompt.")
+
+
+class Message(BaseModel):
+    """One chat message. Extra fields (``tool_calls``, ``name``, …) reach the chat template as they are."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    role: str = Field(description="system, user, assistant, tool or what the model's template knows.")
+    content: str | list[dict[str, JsonValue]] | None = Field(default=None, description="Text or content parts.")
+
+
+class ChatPrompt(_Frozen):
+    """A prompt as chat messages, rendered with the tokenizer's chat template."""
+
+    messages: tuple[Message, ...] = Field(min_length=1, description="The conversation so far.")
+    tools: tuple[dict[str, JsonValue], ...] = Field(default=(), description="Tool schemas for the template.")
+    add_generation_prompt: bool = Field(default=True, description="End with the assistant's opening.")
+    continue_final_message: bool = Field(default=False, description="Go on with the last message instead.")
+    template_kwargs: dict[str, JsonValue] = Field(default_factory=dict, description="Further template variables.")
+    media: tuple[MediaInput, ...] = Field(default=(), description="Images, video or audio beside the prompt.")
+
+
+Prompt = TokenPrompt | TextPrompt | ChatPrompt
+PromptLike = Prompt | str | Sequence[int] | Sequence[Message] | Sequence[Mapping[str, JsonValue]]
+"""Accepted wherever a prompt is: a :data:`Prompt`, text, a list of token ids, or a list of chat messages."""
+
+PromptKind = Literal["tokens", "text", "chat"]

@@ -1,0 +1,116 @@
+"""Stop strings and stop regexes: where generation ends, and which ids and text remain.
+
+The rule is the same on every backend and does not depend on how text was cut into tokens: generation ends
+at the first prefix of the decoded text that contains a match. Text is cut exactly there; ids are the shortest
+prefix of the sampled ids whose decoding holds the text that remains.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import regex
+
+from drivetrain.sampling import SamplingParams
+from drivetrain.tokenizer import Decoder, IncrementalDecoder
+
+
+@dataclass(frozen=True, slots=True)
+class StopMatch:
+    """A match, and what remains of the sample."""
+
+    matched: str
+    """The stop string, or the stop regex's pattern."""
+    text: str
+    """The text that remains."""
+    token_count: int
+    """How many of the sampled ids remain."""
+
+
+class StopMatcher:
+    """Follows one sample token by token and finds the first match of its stop strings and regexes."""
+
+    def __init__(self, params: SamplingParams, decode: Decoder) -> None:
+        self._decode = decode
+        self._params = params
+        self._patterns = [regex.compile(pattern) for pattern in params.stop_regex]
+        self._decoder = IncrementalDecoder(decode, skip_special_tokens=params.skip_special_tokens)
+        self._ids: list[int] = []
+        self._lengths: list[int] = []
+        self._armed_from = 0
+
+    @staticmethod
+    def needed(params: SamplingParams) -> bool:
+        """Whether the request has any stop condition on text."""
+        return bool(params.stop or params.stop_regex)
+
+    @property
+    def text(self) -> str:
+        """The text so far, characters whose bytes have not all arrived left out."""
+        return self._decoder.text
+
+    def push(self, token_id: int) -> StopMatch | None:
+        """Add one sampled id; return the match if it completed one."""
+        before = len(self._decoder.text)
+        self._decoder.push(token_id)
+        self._ids.append(token_id)
+        self._lengths.append(len(self._decoder.text))
+        if len(self._ids) < self._params.min_new_tokens:
+            self._armed_from = len(self._decoder.text)
+            return None
+        return self._search(before)
+
+    def finish(self) -> StopMatch | None:
+        """Look once more, at characters that were held back until the sample ended."""
+        before = len(self._decoder.text)
+        self._decoder.finish()
+        if not self._ids or len(self._ids) < self._params.min_new_tokens:
+            return None
+        self._lengths[-1] = len(self._decoder.text)
+        return self._search(before)
+
+    def releasable(self) -> tuple[int, int]:
+        """Return how many characters and ids will surely remain, whatever comes next."""
+        text = self._decoder.text
+        sure = len(text)
+        if not self._params.include_stop_str_in_output:
+            for stop in self._params.stop:
+                held = next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+                sure = min(sure, len(text) - held)
+            for pattern in self._patterns:
+                match = pattern.search(text, partial=True)
+                if match is not None:
+                    sure = min(sure, match.start())
+        return sure, sum(1 for before in [0, *self._lengths[:-1]] if before < sure) if self._ids else 0
+
+    def _search(self, before: int) -> StopMatch | None:
+        for end in range(before + 1, len(self._decoder.text) + 1):
+            found = self._match_ending_by(end)
+            if found is not None:
+                matched, start, stop = found
+                return self._cut(matched, stop if self._params.include_stop_str_in_output else start)
+        return None
+
+    def _match_ending_by(self, end: int) -> tuple[str, int, int] | None:
+        text = self._decoder.text
+        if end > self._armed_from:
+            hits = [(end - len(stop), stop) for stop in self._params.stop if text.endswith(stop, 0, end)]
+            if hits:
+                start, stop = min(hits)
+                return stop, start, end
+        for pattern in self._patterns:
+            for match in pattern.finditer(text, 0, end):
+                if match.end() > self._armed_from:
+                    return pattern.pattern, match.start(), match.end()
+        return None
+
+    def _cut(self, matched: str, length: int) -> StopMatch:
+        kept = self._decoder.text[:length]
+        count = next((i for i, held in enumerate([0, *self._lengths]) if held >= length), len(self._ids))
+        # A character that looked unfinished may have been whole: its id already held all the text.
+        while count and self._holds(self._ids[: count - 1], kept):
+            count -= 1
+        return StopMatch(matched=matched, text=kept, token_count=count)
+
+    def _holds(self, ids: list[int], text: str) -> bool:
+        return self._decode(ids, skip_special_tokens=self._params.skip_special_tokens).startswith(text)

@@ -1,0 +1,8 @@
+"""Helpers for tests, of this project and of others: models that are made on the spot, in a fraction of a second."""
+
+from __future__ import annotations
+
+from drivetrain.testing.byte_tokenizer import byte_tokenizer
+from drivetrain.testing.tiny_model import ARCHITECTURES, tiny_model
+
+__all__ = ["ARCHITECTURES", "byte_tokenizer", "tiny_model"]

@@ -1,0 +1,54 @@
+"""A tokenizer without training: one token per byte, whose id is the byte."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+SPECIAL_TOKENS: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
+"""Their ids are 256, 257, 258 and 259."""
+VOCAB_SIZE: Final = 256 + len(SPECIAL_TOKENS)
+
+CHAT_TEMPLATE: Final = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""ChatML."""
+
+
+def byte_tokenizer(*, model_max_length: int = 1024) -> PreTrainedTokenizerFast:
+    """Return a tokenizer whose ids 0 to 255 are the bytes of UTF-8 text, followed by four special tokens.
+
+    ``<|im_end|>`` is EOS, ``<|pad|>`` is padding, the chat template is ChatML, and no token is added to plain text.
+    A character beyond ASCII takes two to four tokens, so a decoded prefix may end inside one. (When it is loaded
+    from a folder of the architecture ``qwen2``, transformers puts that family's tokenizer class in its place, which
+    normalises text to NFC first.)
+
+    Args:
+        model_max_length: Context length in tokens, as written into the tokenizer's configuration.
+    """
+    vocabulary = {character: byte for byte, character in enumerate(_characters())}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|pad|>",
+        additional_special_tokens=["<|endoftext|>", "<|im_start|>"],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=model_max_length,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _characters() -> list[str]:
+    """The character that stands for each byte in a byte-level vocabulary: itself where it can be printed."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    substitutes = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(substitutes)) for byte in range(256)]

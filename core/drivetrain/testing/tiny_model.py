@@ -1,0 +1,242 @@
+"""Real models of a few thousand parameters, for tests, tutorials and the demo."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import inspect
+import itertools
+import json
+import os
+import shutil
+import stat
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers.utils import logging as transformers_logging
+
+from drivetrain.errors import InvalidConfig
+from drivetrain.testing.byte_tokenizer import SPECIAL_TOKENS, VOCAB_SIZE, byte_tokenizer
+
+ConfigValue = str | int | float | bool | None | Sequence["ConfigValue"] | Mapping[str, "ConfigValue"]
+
+_ENDOFTEXT, _IM_START, _IM_END, _PAD = range(256, 256 + len(SPECIAL_TOKENS))
+_random_state: Final = threading.Lock()
+"""Held while torch's random state, which all threads share, is set aside."""
+_FILES: Final = ("config.json", "model.safetensors", "tokenizer.json", "generation_config.json")
+
+_COMMON: Final[dict[str, ConfigValue]] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 1024,
+    # The usual 0.02 makes logits of so small a model nearly uniform, and hides mistakes in whatever is compared.
+    "initializer_range": 0.15,
+    "bos_token_id": _ENDOFTEXT,
+    "eos_token_id": _IM_END,
+    "pad_token_id": _PAD,
+}
+_GROUPED: Final[dict[str, ConfigValue]] = {**_COMMON, "intermediate_size": 128, "num_key_value_heads": 2}
+_MOE: Final[dict[str, ConfigValue]] = {
+    **_GROUPED,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}
+_ALTERNATING: Final[dict[str, ConfigValue]] = {
+    **_GROUPED,
+    "head_dim": 16,
+    "sliding_window": 32,
+    "layer_types": ("sliding_attention", "full_attention"),
+}
+
+ARCHITECTURES: Final[Mapping[str, Mapping[str, ConfigValue]]] = MappingProxyType(
+    {
+        "qwen2": _GROUPED,
+        "qwen3": {**_GROUPED, "head_dim": 16},
+        "llama": {**_GROUPED, "head_dim": 16},
+        "mistral": {**_GROUPED, "head_dim": 16, "sliding_window": 32},
+        "phi3": _GROUPED,
+        "gemma2": {**_ALTERNATING, "query_pre_attn_scalar": 16},
+        "gemma3_text": {**_ALTERNATING, "query_pre_attn_scalar": 16},
+        "gpt2": _COMMON,
+        "gpt_neox": {**_COMMON, "intermediate_size": 128},
+        "opt": {key: value for key, value in _COMMON.items() if key != "initializer_range"}
+        | {"ffn_dim": 128, "word_embed_proj_dim": 64, "init_std": 0.15},
+        "bloom": {key: value for key, value in _COMMON.items() if key != "max_position_embeddings"},
+        "qwen2_moe": {**_MOE, "shared_expert_intermediate_size": 64},
+        "qwen3_moe": {**_MOE, "head_dim": 16},
+        "mixtral": {**_GROUPED, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    }
+)
+"""Architecture (the ``model_type`` of transformers) → the configuration values that make it tiny."""
+
+
+def tiny_model(
+    architecture: str = "qwen2",
+    *,
+    directory: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    **config_overrides: ConfigValue,
+) -> Path:
+    """Write a model folder with random weights and return its path; any engine that loads a folder can load it.
+
+    The folder holds a transformers configuration, safetensors weights in float32, a byte-level tokenizer with a
+    ChatML template (see :func:`byte_tokenizer`) and a generation configuration with the EOS ids. The model has 2
+    layers of width 64, 260 token ids and, where the architecture has positions, a context of 1024 tokens. Sliding
+    windows are 32 tokens wide. The same arguments give the same weights. Nothing is downloaded.
+
+    Args:
+        architecture: A key of :data:`ARCHITECTURES`, such as ``"llama"`` or ``"qwen2_moe"``.
+        directory: Where to write: a folder that is empty or not there. None: a folder under the system's temporary
+            directory, shared by all calls of this user with the same arguments. Read it, do not write into it.
+        seed: Seed of the weights.
+        config_overrides: Fields of the architecture's configuration, such as ``num_hidden_layers=4`` or
+            ``tie_word_embeddings=True``; ``dtype="bfloat16"`` sets the type of the weights.
+
+    Raises:
+        InvalidConfig: the architecture or a field is unknown, a value cannot work, or ``directory`` is not empty.
+    """
+    if architecture not in ARCHITECTURES:
+        close = difflib.get_close_matches(architecture, ARCHITECTURES, n=1)
+        raise InvalidConfig(
+            f"architecture={architecture!r} is not known{f'; did you mean {close[0]!r}?' if close else ''}; "
+            f"known: {', '.join(ARCHITECTURES)}",
+            field="architecture",
+        )
+    if directory is None:
+        return _cached(architecture, seed, config_overrides)
+    folder = Path(directory)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InvalidConfig(
+            f"directory={os.fspath(folder)!r} is there and not empty; give an empty or a new folder", field="directory"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder, architecture, seed, config_overrides)
+    return folder
+
+
+def _write(folder: Path, architecture: str, seed: int, overrides: Mapping[str, ConfigValue]) -> None:
+    config = _config(architecture, overrides)
+    dtype = config.dtype or torch.float32
+    with _random_state, torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+        torch.manual_seed(seed)
+        try:
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            # Biases begin as zeros and norms as ones: with those, code that forgets one would go unnoticed.
+            for parameter in model.parameters():
+                if parameter.ndim == 1:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.1)
+            model = model.to(dtype)
+            model(torch.zeros((1, 4), dtype=torch.long))
+        except Exception as error:  # whatever the architecture makes of values that do not fit together
+            raise _does_not_work(architecture, overrides, error) from error
+    model.generation_config = GenerationConfig(
+        bos_token_id=_ENDOFTEXT, eos_token_id=[_IM_END, _ENDOFTEXT], pad_token_id=_PAD
+    )
+    with _no_progress_bar():
+        model.save_pretrained(folder)
+    length = getattr(config, "max_position_embeddings", None) or 1024
+    byte_tokenizer(model_max_length=length).save_pretrained(folder)
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def _does_not_work(architecture: str, overrides: Mapping[str, ConfigValue], error: Exception) -> InvalidConfig:
+    return InvalidConfig(
+        f"{architecture} does not work with {dict(overrides)!r}: {type(error).__name__}: {error}; "
+        "change these fields, or leave them out"
+    )
+
+
+def _config(architecture: str, overrides: Mapping[str, ConfigValue]) -> PreTrainedConfig:
+    default = AutoConfig.for_model(architecture)
+    for name in overrides:
+        if not hasattr(default, name):
+            known = [key for key in default.to_dict() if not key.startswith("_")]
+            close = difflib.get_close_matches(name, known, n=1)
+            raise InvalidConfig(
+                f"{name}={overrides[name]!r}: {type(default).__name__} has no such field"
+                + (f"; did you mean {close[0]!r}?" if close else f"; it has: {', '.join(known)}"),
+                field=name,
+            )
+    vocab_size = overrides.get("vocab_size", VOCAB_SIZE)
+    if isinstance(vocab_size, int) and vocab_size < VOCAB_SIZE:
+        raise InvalidConfig(
+            f"vocab_size={vocab_size} is too small; the byte-level tokenizer needs {VOCAB_SIZE} ids", field="vocab_size"
+        )
+    # gpt2 calls hidden_size n_embd: one name for each, or the tiny value and the override would both be there.
+    own = default.attribute_map
+    values = {own.get(name, name): value for name, value in ARCHITECTURES[architecture].items()}
+    values |= {own.get(name, name): value for name, value in overrides.items()}
+    pattern, layers = values.get("layer_types"), values.get("num_hidden_layers")
+    if isinstance(pattern, tuple) and isinstance(layers, int) and layers > 0:
+        values["layer_types"] = list(itertools.islice(itertools.cycle(pattern), layers))
+    try:
+        return AutoConfig.for_model(architecture, **values)
+    except Exception as error:  # transformers has an error of its own for each kind of mistake, with no common root
+        raise _does_not_work(architecture, overrides, error) from error
+
+
+def _cached(architecture: str, seed: int, overrides: Mapping[str, ConfigValue]) -> Path:
+    folder = _cache_root() / f"{architecture}-{_key(architecture, seed, overrides)}"
+    if _complete(folder):
+        return folder
+    building = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
+    try:
+        _write(building, architecture, seed, overrides)
+        if not _complete(folder):  # it may be there: the system's cleaner takes files that were not read for days
+            shutil.rmtree(folder, ignore_errors=True)
+        try:
+            building.rename(folder)
+        except OSError:
+            if not _complete(folder):  # not lost to another process that wrote the same
+                raise
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return folder
+
+
+def _key(architecture: str, seed: int, overrides: Mapping[str, ConfigValue]) -> str:
+    """Digest of all that the weights depend on, this code included."""
+    digest = hashlib.sha256()
+    for file in (__file__, inspect.getfile(byte_tokenizer)):
+        digest.update(Path(file).read_bytes())
+    versions = (transformers.__version__, torch.__version__)
+    try:
+        arguments = json.dumps([architecture, seed, overrides, *versions], sort_keys=True)
+    except TypeError as error:
+        raise InvalidConfig(f"{dict(overrides)!r} holds a value that a config.json cannot: {error}") from error
+    digest.update(arguments.encode())
+    return digest.hexdigest()[:16]
+
+
+def _complete(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in _FILES)
+
+
+def _cache_root() -> Path:
+    root = Path(tempfile.gettempdir()) / f"drivetrain-tiny-models-{os.getuid()}"
+    root.mkdir(mode=0o700, exist_ok=True)
+    status = root.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise InvalidConfig(f"{os.fspath(root)!r} belongs to another user; remove it, set TMPDIR, or give a directory")
+    return root

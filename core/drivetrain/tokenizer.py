@@ -1,0 +1,143 @@
+"""The tokenizer behind an engine: text and chat to ids, ids to text, also a few at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from drivetrain.errors import InvalidConfig, InvalidRequest
+from drivetrain.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from drivetrain.config import EngineConfig
+
+REPLACEMENT = "�"
+"""What a decoder shows for bytes that are not, or not yet, a whole UTF-8 character."""
+
+
+class Decoder(Protocol):
+    """Turns token ids into text."""
+
+    def __call__(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Decode ``token_ids``."""
+        ...
+
+
+class Tokenizer:
+    """A model's tokenizer, from its folder or hub id, loaded with transformers' ``AutoTokenizer``."""
+
+    def __init__(self, inner: PreTrainedTokenizerBase) -> None:
+        self.inner = inner
+        self.special_tokens: frozenset[str] = frozenset(inner.all_special_tokens) | frozenset(
+            token.content for token in inner.added_tokens_decoder.values() if token.special
+        )
+
+    @classmethod
+    def load(cls, config: EngineConfig) -> Tokenizer:
+        """Load the tokenizer that ``config`` names.
+
+        Raises:
+            InvalidConfig: there is none, or it cannot be read.
+        """
+        from transformers import AutoTokenizer
+
+        source = config.tokenizer or config.model
+        try:
+            inner = AutoTokenizer.from_pretrained(
+                source, revision=config.revision, trust_remote_code=config.trust_remote_code
+            )
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise InvalidConfig(
+                f"no tokenizer could be loaded from {source!r}: {error}; set tokenizer= to a folder or hub id that has one",
+                field="tokenizer",
+            ) from error
+        return cls(inner)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __call__(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Decode ``token_ids`` to text."""
+        text = self.inner.decode(
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Turn any prompt into the ids that the model will see.
+
+        Raises:
+            InvalidRequest: chat messages were given and there is no chat template, or it refuses them.
+        """
+        match prompt:
+            case TokenPrompt():
+                return list(prompt.token_ids)
+            case TextPrompt():
+                return list(self.inner(prompt.text, add_special_tokens=prompt.add_special_tokens)["input_ids"])
+            case ChatPrompt():
+                return self._encode_chat(prompt)
+
+    def _encode_chat(self, prompt: ChatPrompt) -> list[int]:
+        from jinja2 import TemplateError
+
+        if not self.inner.chat_template:
+            raise InvalidRequest(
+                "chat messages were given, but this model's tokenizer has no chat template; send text or token ids",
+                field="prompts",
+            )
+        messages = [message.model_dump(exclude_unset=True) for message in prompt.messages]
+        try:
+            text = self.inner.apply_chat_template(
+                messages,
+                tools=[dict(tool) for tool in prompt.tools] or None,
+                add_generation_prompt=prompt.add_generation_prompt and not prompt.continue_final_message,
+                continue_final_message=prompt.continue_final_message,
+                tokenize=False,
+                **prompt.template_kwargs,
+            )
+        except (TemplateError, ValueError) as error:
+            raise InvalidRequest(f"the chat template refused the messages: {error}", field="prompts") from error
+        assert isinstance(text, str)
+        return list(self.inner(text, add_special_tokens=False)["input_ids"])
+
+
+class IncrementalDecoder:
+    """Decodes a growing list of ids a few at a time.
+
+    ``text`` only ever grows, and is a prefix of the decoding of all ids pushed so far: a character whose
+    bytes have not all arrived is held back. Decoding starts a few ids back because many tokenizers decode an
+    id differently at the start of a text.
+    """
+
+    def __init__(self, decode: Decoder, *, skip_special_tokens: bool = True) -> None:
+        self._decode = decode
+        self._skip = skip_special_tokens
+        self._ids: list[int] = []
+        self._context = 0
+        self._read = 0
+        self._settled = ""
+        self.text = ""
+
+    def push(self, token_id: int) -> str:
+        """Add one id; return what became sure of the text, possibly nothing."""
+        self._ids.append(token_id)
+        before = self._decode(self._ids[self._context : self._read], skip_special_tokens=self._skip)
+        after = self._decode(self._ids[self._context :], skip_special_tokens=self._skip)
+        tail = after[len(before) :]
+        sure = tail.rstrip(REPLACEMENT)
+        known = len(self.text)
+        if len(self._settled) + len(sure) > known:
+            self.text = self._settled + sure
+        if tail and sure == tail:
+            self._settled = self.text
+            self._context, self._read = self._read, len(self._ids)
+        return self.text[known:]
+
+    def finish(self) -> str:
+        """Return the rest, held-back characters included."""
+        known = len(self.text)
+        self.text = self._decode(self._ids, skip_special_tokens=self._skip)
+        return self.text[known:]

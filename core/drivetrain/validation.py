@@ -1,0 +1,291 @@
+"""Checks of a request against its schema, the model and the engine's capabilities, before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
+
+from pydantic import TypeAdapter, ValidationError
+
+from drivetrain.backend import ModelInfo
+from drivetrain.capability import Capability
+from drivetrain.config import EngineConfig, describe_validation_error
+from drivetrain.errors import InvalidConfig, InvalidRequest, UnsupportedCapability
+from drivetrain.prompts import (
+    AudioInput,
+    ChatPrompt,
+    ImageInput,
+    MediaInput,
+    Prompt,
+    PromptLike,
+    TextPrompt,
+    TokenPrompt,
+    VideoInput,
+)
+from drivetrain.sampling import EbnfGrammar, JsonSchema, LogprobsMode, RegexGrammar, SamplingParams
+
+MODE_CAPABILITY: Final[Mapping[LogprobsMode, Capability]] = {
+    LogprobsMode.RAW: Capability.LOGPROBS_RAW,
+    LogprobsMode.TEMPERATURE: Capability.LOGPROBS_TEMPERATURE,
+    LogprobsMode.PROCESSED: Capability.LOGPROBS_PROCESSED,
+}
+
+_GRAMMAR_CAPABILITY: Final = {
+    JsonSchema: Capability.STRUCTURED_JSON,
+    RegexGrammar: Capability.STRUCTURED_REGEX,
+    EbnfGrammar: Capability.STRUCTURED_EBNF,
+}
+
+_NEEDS: Final[tuple[tuple[str, Callable[[SamplingParams], bool], Capability], ...]] = (
+    ("stop", lambda p: bool(p.stop), Capability.STOP_STRINGS),
+    ("stop_regex", lambda p: bool(p.stop_regex), Capability.STOP_REGEX),
+    ("stop_token_ids", lambda p: bool(p.stop_token_ids), Capability.STOP_TOKEN_IDS),
+    ("ignore_eos", lambda p: p.ignore_eos, Capability.IGNORE_EOS),
+    ("min_new_tokens", lambda p: p.min_new_tokens > 0, Capability.MIN_NEW_TOKENS),
+    ("max_new_tokens", lambda p: p.max_new_tokens == 0, Capability.SCORE_TOKENS),
+    ("top_k", lambda p: p.top_k > 0, Capability.TOP_K),
+    ("top_p", lambda p: p.top_p < 1, Capability.TOP_P),
+    ("min_p", lambda p: p.min_p > 0, Capability.MIN_P),
+    ("repetition_penalty", lambda p: p.repetition_penalty != 1, Capability.REPETITION_PENALTY),
+    ("frequency_penalty", lambda p: p.frequency_penalty != 0, Capability.FREQUENCY_PENALTY),
+    ("presence_penalty", lambda p: p.presence_penalty != 0, Capability.PRESENCE_PENALTY),
+    ("logit_bias", lambda p: bool(p.logit_bias), Capability.LOGIT_BIAS),
+    ("seed", lambda p: p.seed is not None, Capability.SEED),
+    ("logprobs", lambda p: bool(p.logprobs), Capability.TOP_LOGPROBS),
+    ("prompt_logprobs", lambda p: p.prompt_logprobs is not None, Capability.PROMPT_LOGPROBS),
+    ("logit_processors", lambda p: bool(p.logit_processors), Capability.LOGIT_PROCESSORS),
+    ("return_hidden_states", lambda p: p.return_hidden_states, Capability.HIDDEN_STATES),
+    ("return_routed_experts", lambda p: p.return_routed_experts, Capability.ROUTED_EXPERTS),
+)
+
+_MEDIA_CAPABILITY: Final[tuple[tuple[type[MediaInput], Capability], ...]] = (
+    (ImageInput, Capability.IMAGES),
+    (VideoInput, Capability.VIDEO),
+    (AudioInput, Capability.AUDIO),
+)
+
+_TOKENS: Final = TypeAdapter(TokenPrompt)
+_CHAT: Final = TypeAdapter(ChatPrompt)
+
+
+def require(capabilities: frozenset[Capability], capability: Capability, what: str, backend: str) -> None:
+    """Raise :class:`UnsupportedCapability` unless ``capability`` is claimed."""
+    if capability not in capabilities:
+        raise UnsupportedCapability(
+            f"{what} needs the capability {capability.value!r}, which this {backend} engine does not claim "
+            f"({capability.meaning} 'engine.capabilities' lists what it can do.)",
+            capability=capability.value,
+        )
+
+
+def check_sampling_params(value: SamplingParams | Mapping[str, object] | None) -> SamplingParams:
+    """Return validated params; a mapping is validated, None is the defaults.
+
+    Raises:
+        InvalidRequest: naming the field, the value and the remedy.
+    """
+    if value is None:
+        return SamplingParams()
+    if isinstance(value, SamplingParams):
+        return value
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(
+            f"sampling_params is a {type(value).__name__}; expected SamplingParams or a mapping of its fields",
+            field="sampling_params",
+        )
+    try:
+        return SamplingParams.model_validate(dict(value))
+    except ValidationError as error:
+        field, message = describe_validation_error(error, SamplingParams, prefix="sampling_params.")
+        raise InvalidRequest(message, field=field) from None
+
+
+def check_params_supported(params: SamplingParams, config: EngineConfig, capabilities: frozenset[Capability]) -> None:
+    """Raise :class:`UnsupportedCapability` for the first field that this engine cannot honour."""
+    for field, is_used, capability in _NEEDS:
+        if is_used(params):
+            require(capabilities, capability, f"sampling_params.{field}={getattr(params, field)!r}", config.backend)
+    if params.logprobs is not None:
+        mode = params.logprobs_mode or config.logprobs_mode
+        require(capabilities, MODE_CAPABILITY[mode], f"logprobs in mode {mode.value!r}", config.backend)
+    if params.structured_output is not None:
+        capability = _GRAMMAR_CAPABILITY[type(params.structured_output)]
+        require(capabilities, capability, "sampling_params.structured_output", config.backend)
+
+
+def check_params_fit(params: SamplingParams, model: ModelInfo, special_tokens: frozenset[str]) -> None:
+    """Raise :class:`InvalidRequest` for ids outside the vocabulary and stop strings that can never match."""
+    vocabulary = model.vocab_size
+    _check_ids("sampling_params.stop_token_ids", params.stop_token_ids, vocabulary)
+    _check_ids("sampling_params.logit_bias", params.logit_bias, vocabulary)
+    for processor in params.logit_processors:
+        ids = getattr(processor, "allowed_token_ids", None) or getattr(processor, "token_ids", ())
+        _check_ids("sampling_params.logit_processors", ids, vocabulary)
+    for field, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if count is not None and count > vocabulary:
+            raise InvalidRequest(
+                f"sampling_params.{field}={count} is more than the vocabulary's {vocabulary} tokens",
+                field=f"sampling_params.{field}",
+            )
+    if params.skip_special_tokens:
+        for stop in params.stop:
+            if stop in special_tokens:
+                raise InvalidRequest(
+                    f"sampling_params.stop={stop!r} is a special token, which skip_special_tokens=True leaves out of "
+                    "the text, so it could never match; give its id in stop_token_ids",
+                    field="sampling_params.stop",
+                )
+
+
+def _check_ids(field: str, ids: Iterable[int], vocabulary: int) -> None:
+    for token_id in ids:
+        if token_id >= vocabulary:
+            raise InvalidRequest(
+                f"{field}: token id {token_id} is outside the vocabulary of {vocabulary} ids (0 to {vocabulary - 1})",
+                field=field,
+            )
+
+
+def as_prompts(value: PromptLike | Sequence[PromptLike]) -> tuple[Prompt, ...]:
+    """Return the prompts that ``value`` stands for: one prompt, or a sequence of them.
+
+    A string, a list of integers and a list of messages are one prompt each; a list of those is several.
+
+    Raises:
+        InvalidRequest: naming the prompt and what is wrong with it.
+    """
+    if _is_one(value):
+        return (_as_prompt(value, "prompts"),)
+    if not isinstance(value, Sequence):
+        raise InvalidRequest(
+            f"prompts is a {type(value).__name__}; expected text, token ids, chat messages, or a list of those",
+            field="prompts",
+        )
+    if not value:
+        raise InvalidRequest("prompts is empty; give at least one prompt", field="prompts")
+    return tuple(_as_prompt(item, f"prompts[{index}]") for index, item in enumerate(value))
+
+
+def _is_one(value: object) -> bool:
+    if isinstance(value, str | TokenPrompt | TextPrompt | ChatPrompt):
+        return True
+    if not isinstance(value, Sequence) or not value:
+        return False
+    first = value[0]
+    return isinstance(first, int) or hasattr(first, "role") or (isinstance(first, Mapping) and "role" in first)
+
+
+def _as_prompt(value: object, where: str) -> Prompt:
+    match value:
+        case TokenPrompt() | TextPrompt() | ChatPrompt():
+            return value
+        case str():
+            return TextPrompt(text=value)
+        case Sequence() if not value:
+            raise InvalidRequest(f"{where} is empty; a prompt needs at least one token", field=where)
+        case Sequence() if isinstance(value[0], int):
+            # Checked here rather than by the model: a batch may hold a million ids.
+            if not all(type(token_id) is int and token_id >= 0 for token_id in value):
+                bad = next(item for item in value if type(item) is not int or item < 0)
+                raise InvalidRequest(f"{where}: {bad!r} is no token id; expected integers of at least 0", field=where)
+            return TokenPrompt.model_construct(token_ids=tuple(value), media=())
+        case Sequence() if not isinstance(value, bytes | bytearray):
+            try:
+                return _CHAT.validate_python({"messages": value})
+            except ValidationError as error:
+                field, message = describe_validation_error(error, ChatPrompt, prefix=f"{where}.")
+                raise InvalidRequest(message, field=field) from None
+        case _:
+            raise InvalidRequest(
+                f"{where} is a {type(value).__name__}; expected text, token ids or chat messages", field=where
+            )
+
+
+def check_prompt_ids(ids: list[int], where: str, model: ModelInfo) -> None:
+    """Raise :class:`InvalidRequest` for a prompt that is empty, out of vocabulary or too long."""
+    if not ids:
+        raise InvalidRequest(f"{where} is empty; a prompt needs at least one token", field=where)
+    if max(ids) >= model.vocab_size:
+        raise InvalidRequest(
+            f"{where}: token id {max(ids)} is outside the vocabulary of {model.vocab_size} ids "
+            f"(0 to {model.vocab_size - 1})",
+            field=where,
+        )
+    if len(ids) > model.context_length:
+        raise InvalidRequest(
+            f"{where} has {len(ids)} tokens, more than the context length of {model.context_length}; shorten it",
+            field=where,
+        )
+
+
+def resolve_max_new_tokens(params: SamplingParams, prompt_length: int, where: str, model: ModelInfo) -> int:
+    """Return how many tokens may be generated.
+
+    Raises:
+        InvalidRequest: prompt and ``max_new_tokens`` do not fit the context together.
+    """
+    room = model.context_length - prompt_length
+    if params.max_new_tokens is None:
+        if room < max(1, params.min_new_tokens):
+            raise InvalidRequest(
+                f"{where} has {prompt_length} tokens and leaves room for {room} in the context length of "
+                f"{model.context_length}; shorten it",
+                field=where,
+            )
+        return room
+    if params.max_new_tokens > room:
+        raise InvalidRequest(
+            f"sampling_params.max_new_tokens={params.max_new_tokens} and the {prompt_length} tokens of {where} are more "
+            f"than the context length of {model.context_length}; ask for at most {room}, or None for what fits",
+            field="sampling_params.max_new_tokens",
+        )
+    return params.max_new_tokens
+
+
+def check_media(prompt: Prompt, where: str, config: EngineConfig, capabilities: frozenset[Capability]) -> None:
+    """Raise :class:`UnsupportedCapability` for images, video or audio that the engine cannot take."""
+    for item in prompt.media:
+        for kind, capability in _MEDIA_CAPABILITY:
+            if isinstance(item, kind):
+                require(capabilities, capability, f"{where} with {capability.value}", config.backend)
+
+
+_CORE_FIELDS: Final = frozenset(
+    {"backend", "model", "tokenizer", "engine_kwargs", "isolation", "python", "timeouts", "logprobs_mode"}
+    | {"weight_version", "seed"}
+)
+"""Fields that the engine page itself honours, whatever the backend."""
+
+_CONFIG_NEEDS: Final[tuple[tuple[str, Callable[[EngineConfig], bool], Capability], ...]] = (
+    ("tensor_parallel_size", lambda c: c.tensor_parallel_size > 1, Capability.TENSOR_PARALLEL),
+    ("pipeline_parallel_size", lambda c: c.pipeline_parallel_size > 1, Capability.PIPELINE_PARALLEL),
+    ("data_parallel_size", lambda c: c.data_parallel_size > 1, Capability.DATA_PARALLEL),
+    ("expert_parallel_size", lambda c: c.expert_parallel_size > 1, Capability.EXPERT_PARALLEL),
+    ("enable_lora", lambda c: c.enable_lora, Capability.LORA),
+    ("deterministic", lambda c: c.deterministic, Capability.DETERMINISTIC),
+    ("sleep_keeps_weights", lambda c: c.sleep_keeps_weights, Capability.SLEEP_KEEPS_WEIGHTS),
+)
+
+
+def check_config(config: EngineConfig, config_names: Mapping[str, str], capabilities: frozenset[Capability]) -> None:
+    """Raise for a configured field that the backend cannot honour: nothing is dropped in silence.
+
+    Raises:
+        UnsupportedCapability: the field needs a capability that is not claimed.
+        InvalidConfig: the backend has no equivalent for the field.
+    """
+    for field, is_used, capability in _CONFIG_NEEDS:
+        if is_used(config):
+            require(capabilities, capability, f"{field}={getattr(config, field)!r}", config.backend)
+    require(
+        capabilities, MODE_CAPABILITY[config.logprobs_mode], f"logprobs_mode={config.logprobs_mode.value!r}", config.backend
+    )
+    handled = _CORE_FIELDS | {field for field, _, _ in _CONFIG_NEEDS} | set(config_names)
+    for field in sorted(config.model_fields_set - handled):
+        value = getattr(config, field)
+        if value != EngineConfig.model_fields[field].get_default(call_default_factory=True):
+            raise InvalidConfig(
+                f"{field}={value!r}: the {config.backend} backend has no equivalent; leave it out"
+                f" (it honours: {', '.join(sorted(config_names))})",
+                field=field,
+            )

@@ -1,0 +1,1 @@
+"""The main job: a small policy trained with GRPO against any backend."""

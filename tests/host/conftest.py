@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from drivetrain import EngineConfig, GenerateRequest, LogprobsMode, SamplingParams, Timeouts
+from drivetrain.host import HostedBackend
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with an installed distribution that brings the backend "fake", on the import path of new processes."""
+    site = tmp_path / "site"
+    info = site / "fakeplug-1.0.dist-info"
+    info.mkdir(parents=True)
+    shutil.copy(Path(__file__).with_name("fakeplug.py"), site)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fakeplug\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[drivetrain]\nfake = fakeplug\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")])))
+    return site
+
+
+@pytest.fixture
+def config_for() -> Callable[..., EngineConfig]:
+    """Makes configurations of the backend "fake": ``config_for(trouble, python, **timeouts)``."""
+
+    def build(trouble: str | None = None, python: str | None = None, **timeouts: float) -> EngineConfig:
+        return EngineConfig(
+            backend="fake",
+            model="none",
+            engine_kwargs={} if trouble is None else {"trouble": trouble},
+            python=python,
+            timeouts=Timeouts(**timeouts),
+        )
+
+    return build
+
+
+@pytest.fixture
+async def make(plugin: Path, config_for: Callable[..., EngineConfig]) -> AsyncIterator[Callable[..., HostedBackend]]:
+    """Makes hosted backends, which are closed at the end; then nothing of them may be left."""
+    before = _threads_and_files()
+    made: list[HostedBackend] = []
+
+    def build(trouble: str | None = None, python: str | None = None, **timeouts: float) -> HostedBackend:
+        made.append(HostedBackend(config_for(trouble, python, **timeouts), "fake"))
+        return made[-1]
+
+    yield build
+    for backend in made:
+        await backend.close()
+    assert psutil.Process().children(recursive=True) == []
+    assert _threads_and_files() == before
+
+
+@pytest.fixture
+async def hosted(make: Callable[..., HostedBackend]) -> HostedBackend:
+    """A started one."""
+    backend = make()
+    await backend.start(print)
+    return backend
+
+
+@pytest.fixture
+def ask() -> Callable[..., GenerateRequest]:
+    """Makes requests: ``ask(request_id, tokens, **sampling_params)``."""
+
+    def build(request_id: str = "r", tokens: int = 4, **params: object) -> GenerateRequest:
+        sampling = SamplingParams.model_validate(params)
+        return GenerateRequest(request_id, list(range(tokens)), sampling, tokens, (0,), LogprobsMode.TEMPERATURE)
+
+    return build
+
+
+def _threads_and_files() -> tuple[int, int]:
+    process = psutil.Process()
+    return process.num_threads(), process.num_fds()

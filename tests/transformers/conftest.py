@@ -1,0 +1,52 @@
+"""One engine of each isolation for the whole run, and throwaway engines for tests that change one for good."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+from engines import OpenEngine
+
+from drivetrain import InferenceEngine, create_engine
+from drivetrain.testing import tiny_model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    return tiny_model("qwen2")
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session", params=["inline", "process"])
+async def shared_engine(request: pytest.FixtureRequest, model: Path) -> AsyncIterator[InferenceEngine]:
+    async with create_engine("transformers", model=str(model), isolation=request.param, max_num_seqs=16) as engine:
+        yield engine
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def engine(shared_engine: InferenceEngine) -> AsyncIterator[InferenceEngine]:
+    """The shared engine; a test that leaves it other than ready and idle fails."""
+    yield shared_engine
+    stats = await shared_engine.stats()
+    assert shared_engine.state.value == "ready", shared_engine.status.describe()
+    assert (stats.running, stats.waiting) == (0, 0)
+
+
+@pytest.fixture
+def open_engine(model: Path) -> OpenEngine:
+    @asynccontextmanager
+    async def opened(**fields: Any) -> AsyncIterator[InferenceEngine]:
+        config = {"backend": "transformers", "model": str(model), "isolation": "inline", **fields}
+        async with create_engine(config) as engine:
+            yield engine
+
+    return opened

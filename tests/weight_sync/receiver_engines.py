@@ -1,0 +1,195 @@
+"""Engines that are only a receiver and a model: what weight sync does, without what an engine does around it.
+
+The receiver, the transports and the model are real. The state machine of an engine is not here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import nn
+
+from drivetrain.capability import Capability
+from drivetrain.config import Isolation
+from drivetrain.errors import DrivetrainError, from_wire, to_wire
+from drivetrain.weights import (
+    AbortUpdate,
+    BeginUpdate,
+    CommitUpdate,
+    LoadBuckets,
+    PrepareUpdate,
+    VerifyUpdate,
+    WeightManifest,
+    WeightMessage,
+    WeightReply,
+    WeightUpdateRequest,
+)
+from drivetrain_weight_sync import ModuleTarget, Receiver
+
+HOST_CAPABILITIES = frozenset({Capability.WEIGHTS_SHARED_MEMORY, Capability.WEIGHTS_DISK})
+
+
+class Update:
+    def __init__(self, engine: ReceiverEngine, buckets: int) -> None:
+        self._engine = engine
+        self.buckets = buckets
+
+    async def load(self, indices: Sequence[int]) -> None:
+        await self._engine.send(LoadBuckets(tuple(indices)))
+
+
+class ReceiverEngine:
+    """Drives a receiver through whole updates, as the engine page does."""
+
+    isolation: Isolation
+    capabilities: frozenset[Capability]
+
+    def __init__(self) -> None:
+        self.version = "initial"
+        self.messages: list[str] = []
+        self.requests: list[WeightUpdateRequest] = []
+
+    async def send(self, message: WeightMessage) -> WeightReply:
+        self.messages.append(type(message).__name__)
+        return await self.receive(message)
+
+    async def receive(self, message: WeightMessage) -> WeightReply:
+        raise NotImplementedError
+
+    async def weight_manifest(self) -> WeightManifest:
+        raise NotImplementedError
+
+    @asynccontextmanager
+    async def weight_update(self, request: WeightUpdateRequest) -> AsyncIterator[Update]:
+        self.requests.append(request)
+        reply = await self.send(PrepareUpdate(request))
+        try:
+            await self.send(BeginUpdate())
+            yield Update(self, reply.buckets)
+            await self.send(VerifyUpdate())
+            await self.send(CommitUpdate(request.version))
+        except BaseException:
+            await self.send(AbortUpdate())
+            raise
+        self.version = request.version
+
+
+class InlineEngine(ReceiverEngine):
+    """A receiver in this process."""
+
+    isolation = Isolation.INLINE
+    capabilities = HOST_CAPABILITIES | {Capability.WEIGHTS_IN_PROCESS}
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.receiver = Receiver(ModuleTarget(model))
+        self._target = ModuleTarget(model)
+
+    async def receive(self, message: WeightMessage) -> WeightReply:
+        return await asyncio.to_thread(self.receiver.handle, message)
+
+    async def weight_manifest(self) -> WeightManifest:
+        return self._target.manifest()
+
+
+class HostedEngine(ReceiverEngine):
+    """A receiver in another process, which holds a model of zeros of the same shape."""
+
+    isolation = Isolation.PROCESS
+    capabilities = HOST_CAPABILITIES
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = model
+
+    async def __aenter__(self) -> Self:
+        self.process = await asyncio.to_thread(self._launch)
+        await asyncio.to_thread(self._call, "model", self._model)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        await asyncio.to_thread(self.process.wait, 30)
+
+    def _launch(self) -> subprocess.Popen[bytes]:
+        root = Path(__file__).parents[2]
+        environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(root), *sys.path]), OMP_NUM_THREADS="1")
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.weight_sync.receiver_engines"],
+            cwd=root,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+
+    async def receive(self, message: WeightMessage) -> WeightReply:
+        reply = await asyncio.to_thread(self._call, "handle", message)
+        assert isinstance(reply, WeightReply)
+        return reply
+
+    async def weight_manifest(self) -> WeightManifest:
+        manifest = await asyncio.to_thread(self._call, "manifest", None)
+        assert isinstance(manifest, WeightManifest)
+        return manifest
+
+    async def tensors(self) -> Mapping[str, torch.Tensor]:
+        """What the other process's model holds."""
+        held: object = await asyncio.to_thread(self._call, "tensors", None)
+        assert isinstance(held, dict)
+        return held
+
+    def _call(self, what: str, argument: object) -> object:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        pickle.dump((what, argument), self.process.stdin)
+        self.process.stdin.flush()
+        kind, value = pickle.load(self.process.stdout)
+        if kind == "error":
+            raise from_wire(*value)
+        result: object = value
+        return result
+
+
+def serve() -> None:
+    """Answer the calls of a :class:`HostedEngine` on stdin until it is closed."""
+    torch.set_num_threads(1)
+    model = nn.Module()
+    receiver = Receiver(ModuleTarget(model))
+    while True:
+        try:
+            what, argument = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        answer: tuple[str, object]
+        try:
+            match what:
+                case "model":
+                    model = argument
+                    for tensor in model.state_dict().values():
+                        tensor.zero_()
+                    receiver = Receiver(ModuleTarget(model))
+                    answer = ("ok", None)
+                case "handle":
+                    answer = ("ok", receiver.handle(argument))
+                case "manifest":
+                    answer = ("ok", ModuleTarget(model).manifest())
+                case _:
+                    answer = ("ok", dict(model.state_dict()))
+        except DrivetrainError as error:
+            answer = ("error", to_wire(error))
+        pickle.dump(answer, sys.stdout.buffer)
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,27 @@
+"""Weights from a trainer to an engine: plans, transports, digests, and both ends of an update."""
+
+from __future__ import annotations
+
+from drivetrain_weight_sync.digest import digest, digests
+from drivetrain_weight_sync.plan import check_plan, make_plan
+from drivetrain_weight_sync.receiver import Phase, Receiver
+from drivetrain_weight_sync.source import WeightInput
+from drivetrain_weight_sync.strategy import Strategy
+from drivetrain_weight_sync.sync import UpdatableEngine, WeightSync, WeightSyncResult
+from drivetrain_weight_sync.target import ModuleTarget, WeightTarget
+
+__all__ = [
+    "ModuleTarget",
+    "Phase",
+    "Receiver",
+    "Strategy",
+    "UpdatableEngine",
+    "WeightInput",
+    "WeightSync",
+    "WeightSyncResult",
+    "WeightTarget",
+    "check_plan",
+    "digest",
+    "digests",
+    "make_plan",
+]

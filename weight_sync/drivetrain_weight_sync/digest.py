@@ -1,0 +1,161 @@
+"""A position-dependent digest of a tensor's raw bits, computed where the tensor lies.
+
+The bits are read as rows of 1024 signed 64-bit words ``x``, the last row padded with zeros. With fixed odd
+pseudo-random weights ``a``, ``b`` (one pair per column) and ``c`` (one per row), modulo 2**64::
+
+    row    = Σ a·x + b·(x >> 32)
+    digest = Σ c·row + K1·nbytes + K2·crc32(dtype)
+
+A changed bit always changes the digest; a permutation of elements, words or rows changes it but for a chance of
+about 2**-31. The second term is there because the first alone cannot see two sign flips in upper halves of
+words: odd weights times 2**63 cancel.
+
+It is integer arithmetic, so that a CPU and a GPU agree on every bit, in whatever order they add.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import torch
+
+from drivetrain_weight_sync.dtypes import dtype_name
+
+_COLUMNS: Final = 1024
+_ROW_BYTES: Final = 8 * _COLUMNS
+# torch splits an elementwise operation over threads above 32768 elements, which would fight with our own threads.
+_CPU_ROWS: Final = 32768 // _COLUMNS
+_DEVICE_ROWS: Final = (1 << 22) // _COLUMNS
+_POOL_BYTES: Final = 8 << 20
+_MASK: Final = (1 << 64) - 1
+_LENGTH_FACTOR: Final = 0x9E3779B97F4A7C15
+_DTYPE_FACTOR: Final = 0xC2B2AE3D27D4EB4F
+
+
+def digest(tensor: torch.Tensor) -> int:
+    """Return the digest of ``tensor`` (any dtype, shape and device) as a signed 64-bit integer.
+
+    It covers the bits in row-major order, their number and the dtype, not the shape. A tensor that is not
+    contiguous is copied first.
+    """
+    return _finish(int(_row_sum(tensor)), tensor)
+
+
+def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Return :func:`digest` of each tensor, by name: over several threads on a CPU, with one wait on a device."""
+    on_cpu = [name for name, tensor in tensors.items() if tensor.device.type == "cpu"]
+    sums: dict[str, int] = {}
+    threads = min(torch.get_num_threads(), len(on_cpu))
+    if threads > 1 and sum(tensors[name].nbytes for name in on_cpu) >= _POOL_BYTES:
+        with ThreadPoolExecutor(threads) as pool:
+            sums.update(zip(on_cpu, pool.map(lambda name: int(_row_sum(tensors[name])), on_cpu), strict=True))
+    else:
+        sums.update((name, int(_row_sum(tensors[name]))) for name in on_cpu)
+    pending: dict[torch.device, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        if name not in sums:
+            pending.setdefault(tensor.device, {})[name] = _row_sum(tensor)
+    for batch in pending.values():
+        sums.update(zip(batch, torch.stack(list(batch.values())).tolist(), strict=True))
+    return {name: _finish(sums[name], tensor) for name, tensor in tensors.items()}
+
+
+def _finish(row_sum: int, tensor: torch.Tensor) -> int:
+    dtype = zlib.crc32(dtype_name(tensor.dtype).encode())
+    return _signed(row_sum + tensor.nbytes * _LENGTH_FACTOR + dtype * _DTYPE_FACTOR)
+
+
+@torch.no_grad()
+def _row_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return Σ c·row as an int64 scalar on the tensor's device."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()
+    raw = flat.view(torch.uint8)
+    whole = raw.numel() // _ROW_BYTES
+    rows = torch.zeros(whole + 1, dtype=torch.int64, device=raw.device)
+    weights = _weights_on(raw.device)
+    fold = _fold_on_cpu if raw.device.type == "cpu" else fold_on_device
+    if whole:
+        fold(raw[: whole * _ROW_BYTES].view(torch.int64).view(whole, _COLUMNS), weights.a, weights.b, rows[:whole])
+    if raw.numel() % _ROW_BYTES:
+        last = torch.zeros(_ROW_BYTES, dtype=torch.uint8, device=raw.device)
+        last[: raw.numel() % _ROW_BYTES] = raw[whole * _ROW_BYTES :]
+        fold(last.view(torch.int64).view(1, _COLUMNS), weights.a, weights.b, rows[whole:])
+    return (rows * weights.per_row(whole + 1)).sum()
+
+
+def _fold_on_cpu(words: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    upper = torch.empty(min(_CPU_ROWS, len(words)), _COLUMNS, dtype=torch.int64)
+    part = torch.empty(len(upper), dtype=torch.int64)
+    for block, block_out in zip(torch.split(words, _CPU_ROWS), torch.split(out, _CPU_ROWS), strict=True):
+        n = len(block)
+        torch.mv(block, a, out=block_out)
+        torch.bitwise_right_shift(block, 32, out=upper[:n])
+        torch.mv(upper[:n], b, out=part[:n])
+        block_out += part[:n]
+
+
+def fold_on_device(words: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """Write Σ a·x + b·(x >> 32) of each row to ``out``, without the matrix product that GPUs lack for integers.
+
+    Args:
+        words: int64 ``[rows, 1024]``.
+        a: int64 ``[1024]``.
+        b: int64 ``[1024]``.
+        out: int64 ``[rows]``.
+    """
+    # The upper half of a little-endian word, as a signed integer of 32 bits, is the word shifted by 32.
+    upper = words.view(torch.int32).view(-1, _COLUMNS, 2)[..., 1]
+    for block, block_upper, block_out in zip(
+        torch.split(words, _DEVICE_ROWS), torch.split(upper, _DEVICE_ROWS), torch.split(out, _DEVICE_ROWS), strict=True
+    ):
+        product = torch.mul(block_upper, b).addcmul_(block, a)
+        torch.sum(product, 1, out=block_out)
+
+
+class _Weights:
+    """The weights on one device; those of rows grow with the largest tensor seen."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.a = _pseudo_random(1, _COLUMNS).to(device)
+        self.b = _pseudo_random(2, _COLUMNS).to(device)
+        self._c = _pseudo_random(3, 1024).to(device)
+
+    def per_row(self, count: int) -> torch.Tensor:
+        c = self._c
+        if len(c) < count:
+            c = self._c = _pseudo_random(3, 1 << (count - 1).bit_length()).to(c.device)
+        return c[:count]
+
+
+_weights: dict[torch.device, _Weights] = {}
+_weights_lock = threading.Lock()
+
+
+def _weights_on(device: torch.device) -> _Weights:
+    with _weights_lock:
+        if device not in _weights:
+            _weights[device] = _Weights(device)
+        return _weights[device]
+
+
+def _pseudo_random(stream: int, count: int) -> torch.Tensor:
+    """Return ``count`` odd int64 from SplitMix64 (Steele, Lea, Flood 2014), seeded by ``stream``."""
+    z = torch.arange(1, count + 1, dtype=torch.int64) * _signed(_LENGTH_FACTOR) + _signed(stream << 56)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = (z ^ _logical_shift(z, shift)) * _signed(factor)
+    return (z ^ _logical_shift(z, 31)) | 1
+
+
+def _logical_shift(z: torch.Tensor, shift: int) -> torch.Tensor:
+    return (z >> shift) & ((1 << (64 - shift)) - 1)
+
+
+def _signed(value: int) -> int:
+    value &= _MASK
+    return value - (1 << 64) if value >> 63 else value

@@ -1,0 +1,41 @@
+"""Names of dtypes, as they stand in a :class:`~drivetrain.weights.TensorSpec`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from drivetrain.errors import WeightPlanMismatch
+from drivetrain.weights import TensorSpec
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return ``"bfloat16"`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(spec: TensorSpec) -> torch.dtype:
+    """Return the dtype that ``spec`` names.
+
+    Raises:
+        WeightPlanMismatch: torch knows no dtype of that name.
+    """
+    dtype = getattr(torch, spec.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise WeightPlanMismatch(
+            f"{spec.name} has dtype {spec.dtype!r}, which is no dtype of torch {torch.__version__}; "
+            'give a name such as "float32" or "bfloat16"',
+            mismatched=[spec.name],
+        )
+    return dtype
+
+
+def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
+    """Describe ``tensor`` under ``name``."""
+    return TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape))
+
+
+def nbytes_of(spec: TensorSpec) -> int:
+    """Return the number of bytes that ``spec``'s elements take."""
+    return dtype_of(spec).itemsize * math.prod(spec.shape)

@@ -1,0 +1,40 @@
+"""A tensor's checkpoint name, whatever its module is wrapped in."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final
+
+_ANYWHERE: Final = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+def unwrapped(name: str) -> str:
+    """Drop what wrappers add: ``_orig_mod.`` (torch.compile), FSDP's and checkpointing's, and a leading ``module.``.
+
+    ``module._orig_mod.model.norm.weight`` becomes ``model.norm.weight``.
+    """
+    parts = name.split(".")
+    kept = ".".join(part for part in parts if f"{part}." not in _ANYWHERE)
+    while kept.startswith("module."):
+        kept = kept.removeprefix("module.")
+    return kept
+
+
+def base_name(name: str) -> str | None:
+    """Return the name that a tensor of a peft-wrapped module has in the checkpoint; None for an adapter's own.
+
+    ``base_model.model.model.layers.0.mlp.up_proj.base_layer.weight`` becomes
+    ``model.layers.0.mlp.up_proj.weight``.
+    """
+    parts = unwrapped(name).split(".")
+    if any(part.startswith("lora_") for part in parts):
+        return None
+    if parts[:2] == ["base_model", "model"]:
+        parts = parts[2:]
+    return ".".join(part for part in parts if part != "base_layer")
+
+
+def listed(names: Collection[str], most: int = 8) -> str:
+    """Return ``"a, b, c and 5 more"``, for messages."""
+    shown = ", ".join(list(names)[:most])
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown

@@ -1,0 +1,218 @@
+"""The engine's side of a weight update, the same in every worker of every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Final
+
+import torch
+
+from drivetrain.errors import (
+    DrivetrainError,
+    EngineStateError,
+    InvalidRequest,
+    WeightSyncError,
+    WeightTransferFailed,
+    WeightVerifyFailed,
+)
+from drivetrain.weights import (
+    AbortUpdate,
+    BeginUpdate,
+    CommitUpdate,
+    LoadBuckets,
+    PrepareUpdate,
+    VerifyUpdate,
+    WeightMessage,
+    WeightPlan,
+    WeightReply,
+    WeightUpdateRequest,
+)
+from drivetrain_weight_sync.digest import digests
+from drivetrain_weight_sync.names import listed
+from drivetrain_weight_sync.plan import check_geometry, check_plan
+from drivetrain_weight_sync.target import WeightTarget
+from drivetrain_weight_sync.transports.base import Reader
+from drivetrain_weight_sync.transports.registry import make_reader
+
+
+class Phase(Enum):
+    """How far an update has come."""
+
+    IDLE = "idle"
+    PREPARED = "prepared"
+    LOADING = "loading"
+    VERIFIED = "verified"
+    BROKEN = "broken"
+    """A step failed after BeginUpdate. Nothing leads to VERIFIED from here but a new update."""
+
+
+_ALLOWED: Final[Mapping[type[WeightMessage], frozenset[Phase]]] = {
+    # Also while an update is open: its sender may have died without withdrawing it, and a full push must recover.
+    PrepareUpdate: frozenset(Phase),
+    BeginUpdate: frozenset({Phase.PREPARED}),
+    LoadBuckets: frozenset({Phase.LOADING}),
+    VerifyUpdate: frozenset({Phase.LOADING}),
+    CommitUpdate: frozenset({Phase.VERIFIED}),
+    AbortUpdate: frozenset(Phase),
+}
+
+
+class Receiver:
+    """Takes one weight update after another into ``target``, message by message, in the engine's own thread."""
+
+    def __init__(self, target: WeightTarget) -> None:
+        self._target = target
+        self._readers: dict[str, Reader] = {}
+        self._phase = Phase.IDLE
+        self._request: WeightUpdateRequest | None = None
+        self._reader: Reader | None = None
+        self._plan = WeightPlan(())
+        self._digests: Mapping[str, int] = {}
+        self._loaded: set[int] = set()
+
+    @property
+    def phase(self) -> Phase:
+        """How far the update under way has come."""
+        return self._phase
+
+    def handle(self, message: WeightMessage) -> WeightReply:
+        """Take one step of an update.
+
+        Raises:
+            EngineStateError: the message is out of order; nothing is done.
+            WeightPlanMismatch, InvalidWeights, InvalidRequest, UnsupportedCapability: on PrepareUpdate, which then
+                changed nothing.
+            WeightTransferFailed: a step failed after BeginUpdate, or buckets are missing on VerifyUpdate.
+            WeightVerifyFailed: digests of what was loaded are not the sender's.
+        """
+        if self._phase not in _ALLOWED[type(message)]:
+            allowed = " or ".join(sorted(phase.value for phase in _ALLOWED[type(message)]))
+            raise EngineStateError(
+                f"{type(message).__name__} came while the weight update is {self._phase.value}; it must be {allowed}. "
+                "Send AbortUpdate and begin again with PrepareUpdate",
+                state=self._phase.value,
+            )
+        match message:
+            case PrepareUpdate(request):
+                return self._prepare(request)
+            case AbortUpdate():
+                self._withdraw()
+                return WeightReply()
+            case BeginUpdate() | LoadBuckets() | VerifyUpdate() | CommitUpdate():
+                try:
+                    return self._step(message)
+                except Exception as error:
+                    self._phase = Phase.BROKEN
+                    if isinstance(error, DrivetrainError):
+                        raise
+                    raise WeightTransferFailed(
+                        f"{type(message).__name__} failed: {type(error).__name__}: {error}; push all weights again"
+                    ) from error
+
+    def close(self) -> None:
+        """Let go of every source, mapped ones included."""
+        self._withdraw()
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
+
+    def _prepare(self, request: WeightUpdateRequest) -> WeightReply:
+        self._withdraw()
+        kind = request.source.kind
+        reader = self._readers.get(kind) or make_reader(kind)
+        self._readers[kind] = reader
+        manifest = self._target.manifest()
+        if request.plan is not None:
+            check_plan(request.plan.tensors, manifest)
+            check_geometry(request.plan)
+            _check_digests_given(request.plan, request.digests)
+        self._target.check_ready()
+        try:
+            opened = reader.open(request, manifest)
+        except DrivetrainError:
+            reader.release()
+            raise
+        except Exception as error:
+            reader.release()
+            raise WeightSyncError(
+                f"the {kind} source cannot be read: {type(error).__name__}: {error}; nothing was changed"
+            ) from error
+        self._request, self._reader = request, reader
+        self._plan, self._digests, self._loaded = opened.plan, opened.digests, set()
+        self._phase = Phase.PREPARED
+        return WeightReply(buckets=len(self._plan.buckets))
+
+    def _step(self, message: BeginUpdate | LoadBuckets | VerifyUpdate | CommitUpdate) -> WeightReply:
+        match message:
+            case BeginUpdate():
+                self._phase = Phase.LOADING
+                self._target.begin()
+                return WeightReply()
+            case LoadBuckets(indices):
+                return WeightReply(nbytes=sum(self._load(index) for index in indices))
+            case VerifyUpdate():
+                self._verify()
+                self._phase = Phase.VERIFIED
+                return WeightReply()
+            case CommitUpdate(version):
+                self._check_version(version)
+                self._forget()
+                return WeightReply()
+
+    def _load(self, index: int) -> int:
+        assert self._reader is not None
+        if not 0 <= index < len(self._plan.buckets):
+            raise WeightTransferFailed(
+                f"bucket {index} is not in the plan, which has {len(self._plan.buckets)}, numbered from 0"
+            )
+        self._target.load(self._reader.tensors(index))
+        self._loaded.add(index)
+        return sum(placed.nbytes for placed in self._plan.buckets[index].tensors)
+
+    def _verify(self) -> None:
+        absent = [index for index in range(len(self._plan.buckets)) if index not in self._loaded]
+        if absent:
+            raise WeightTransferFailed(
+                f"buckets {absent} of {len(self._plan.buckets)} were not loaded; load every bucket before VerifyUpdate"
+            )
+        self._target.finish()
+        held: dict[str, torch.Tensor] = {spec.name: self._target.read(spec.name) for spec in self._plan.tensors}
+        found = digests(held)
+        differ = [name for name, value in found.items() if value != self._digests[name]]
+        if differ:
+            raise WeightVerifyFailed(
+                f"{len(differ)} of {len(found)} tensors in the engine are not what was sent: {listed(differ)}. They "
+                "changed on the way, or the source was written to during the push; push all weights again",
+                tensors=differ,
+            )
+
+    def _check_version(self, version: str) -> None:
+        assert self._request is not None
+        if version != self._request.version:
+            raise WeightTransferFailed(
+                f"CommitUpdate names version {version!r}, but the update was prepared as {self._request.version!r}"
+            )
+
+    def _withdraw(self) -> None:
+        begun = self._phase in (Phase.LOADING, Phase.VERIFIED, Phase.BROKEN)
+        self._forget()
+        if begun:
+            self._target.cancel()
+
+    def _forget(self) -> None:
+        if self._reader is not None:
+            self._reader.release()
+        self._request, self._reader = None, None
+        self._plan, self._digests, self._loaded = WeightPlan(()), {}, set()
+        self._phase = Phase.IDLE
+
+
+def _check_digests_given(plan: WeightPlan, given: Mapping[str, int] | None) -> None:
+    names = {spec.name for spec in plan.tensors}
+    if given is not None and names != given.keys():
+        differ = sorted(names ^ given.keys())
+        raise InvalidRequest(
+            f"digests and plan name different tensors: {listed(differ)}; give one digest per tensor of the plan",
+            field="digests",
+        )

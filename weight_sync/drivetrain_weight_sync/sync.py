@@ -1,0 +1,231 @@
+"""The trainer's side: connect a source to an engine once, and push a new version after each step."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence, Set
+from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self, TypeVar
+
+from drivetrain.capability import Capability
+from drivetrain.config import Isolation
+from drivetrain.errors import InvalidConfig, InvalidRequest, WeightSyncError
+from drivetrain.memory import PauseMode
+from drivetrain.weights import WeightManifest, WeightPlan, WeightUpdateRequest
+from drivetrain_weight_sync.plan import DEFAULT_BUCKET_BYTES, make_plan
+from drivetrain_weight_sync.source import Source, WeightInput
+from drivetrain_weight_sync.staging import Staged, stage
+from drivetrain_weight_sync.strategy import Strategy, choose
+from drivetrain_weight_sync.transports.base import Sender
+from drivetrain_weight_sync.transports.disk import DiskSender
+from drivetrain_weight_sync.transports.in_process import InProcessSender
+from drivetrain_weight_sync.transports.shared_memory import SharedMemorySender
+
+_T = TypeVar("_T")
+
+
+class UpdateUnderWay(Protocol):
+    """What weight sync needs of an update between begin and commit."""
+
+    @property
+    def buckets(self) -> int: ...
+
+    async def load(self, indices: Sequence[int]) -> None: ...
+
+
+class UpdatableEngine(Protocol):
+    """What weight sync needs of an :class:`~drivetrain.engine.InferenceEngine`."""
+
+    @property
+    def isolation(self) -> Isolation: ...
+
+    @property
+    def capabilities(self) -> Set[Capability]: ...
+
+    async def weight_manifest(self) -> WeightManifest: ...
+
+    def weight_update(self, request: WeightUpdateRequest) -> AbstractAsyncContextManager[UpdateUnderWay]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSyncResult:
+    """What a push did and how long it took, in seconds."""
+
+    version: str
+    strategy: Strategy
+    tensors: int
+    buckets: int
+    nbytes: int
+    """Bytes of the tensors, each counted once."""
+    check_seconds: float
+    """Names, dtypes, shapes, NaN and digests, while the engine serves on."""
+    stage_seconds: float
+    """Copying to where the engine takes it from, while the engine serves on."""
+    update_seconds: float
+    """From asking the engine to its commit; it is paused for at most this long."""
+    total_seconds: float
+
+    @property
+    def gb_per_second(self) -> float:
+        """10**9 bytes per second of the whole push."""
+        return self.nbytes / self.total_seconds / 1e9
+
+
+class WeightSync:
+    """Pushes the weights of one source to one engine. Made by :meth:`connect`."""
+
+    def __init__(
+        self, source: Source, engine: UpdatableEngine, strategy: Strategy, sender: Sender, options: _Options
+    ) -> None:
+        self._source = source
+        self._engine = engine
+        self._sender = sender
+        self._options = options
+        self._lock = asyncio.Lock()
+        self._agreed: tuple[WeightManifest, WeightPlan] | None = None
+        self._closed = False
+        self.strategy = strategy
+        """How the weights travel; never ``AUTO``."""
+
+    @classmethod
+    def connect(
+        cls,
+        source: WeightInput,
+        engine: UpdatableEngine,
+        strategy: Strategy | str = Strategy.AUTO,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        cast: bool = False,
+        mode: PauseMode = PauseMode.RETRACT,
+        directory: Path | None = None,
+    ) -> WeightSync:
+        """Connect a source of tensors to an engine. Nothing is sent, and the engine need not be started.
+
+        Args:
+            source: a torch module, a mapping of names to tensors, (name, tensor) pairs, or a function that returns
+                pairs. Names are those of the checkpoint; prefixes of ``torch.compile`` and DDP are dropped.
+            engine: where the weights go.
+            strategy: how they travel; ``auto`` takes the fastest that the engine claims.
+            bucket_bytes: most bytes that travel together; a larger layer travels by itself.
+            cast: convert floating-point tensors to the engine's dtype. Otherwise another dtype is refused.
+            mode: what becomes of requests in flight while the weights change.
+            directory: where strategy ``disk`` makes its folder; None: the temporary folder.
+
+        Raises:
+            InvalidRequest: the source or strategy is not one.
+            InvalidConfig: ``bucket_bytes`` is not positive.
+            UnsupportedCapability: the engine cannot take weights that way.
+        """
+        chosen = choose(strategy, engine.isolation, engine.capabilities)
+        if bucket_bytes <= 0:
+            raise InvalidConfig(f"bucket_bytes is {bucket_bytes}; give a positive number", field="bucket_bytes")
+        return cls(Source(source), engine, chosen, _make_sender(chosen, directory), _Options(bucket_bytes, cast, mode))
+
+    async def push(self, *, version: str) -> WeightSyncResult:
+        """Make the engine serve the source's weights as ``version``; every push is a full one.
+
+        What the engine must not get is refused before the engine is asked for anything. Tensors must not be
+        written to until this returns. Pushes of one sync wait for each other.
+
+        Raises:
+            InvalidRequest: the version is empty.
+            WeightPlanMismatch: tensors missing, extra, or of another dtype or shape; the engine serves on.
+            InvalidWeights: NaN or infinity in the source; the engine serves on.
+            WeightTransferFailed, WeightVerifyFailed: the engine is dirty; the next push that succeeds mends it.
+            WeightSyncError: the sync is closed, or a generator given as source is spent.
+        """
+        if not version:
+            raise InvalidRequest("the version is empty; give a label such as 'step-1'", field="version")
+        async with self._lock:
+            if self._closed:
+                raise WeightSyncError("this WeightSync is closed; connect a new one")
+            try:
+                return await self._push(version)
+            except BaseException:
+                # The engine may hold another model by now, and that may be why it failed.
+                self._agreed = None
+                raise
+            finally:
+                await _in_thread(self._sender.release)
+
+    async def close(self) -> None:
+        """Free the arena and whatever else was made for pushing, once a push under way has ended. Idempotent."""
+        async with self._lock:
+            self._closed = True
+            await _in_thread(self._sender.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _push(self, version: str) -> WeightSyncResult:
+        begun = time.perf_counter()
+        manifest, plan = await self._agree()
+        staged: Staged = await _in_thread(
+            lambda: stage(self._source, self._sender, manifest, plan, cast=self._options.cast)
+        )
+        source = await _in_thread(self._sender.source)
+        request = WeightUpdateRequest(
+            version=version, source=source, plan=plan, digests=staged.digests, mode=self._options.mode
+        )
+        asked = time.perf_counter()
+        async with self._engine.weight_update(request) as update:
+            for index in range(update.buckets):
+                await update.load([index])
+        ended = time.perf_counter()
+        return WeightSyncResult(
+            version=version,
+            strategy=self.strategy,
+            tensors=len(plan.tensors),
+            buckets=len(plan.buckets),
+            nbytes=sum(placed.nbytes for bucket in plan.buckets for placed in bucket.tensors),
+            check_seconds=staged.check_seconds,
+            stage_seconds=staged.stage_seconds,
+            update_seconds=ended - asked,
+            total_seconds=ended - begun,
+        )
+
+    async def _agree(self) -> tuple[WeightManifest, WeightPlan]:
+        if self._agreed is None:
+            manifest = await self._engine.weight_manifest()
+            self._agreed = manifest, make_plan(manifest.tensors, self._options.bucket_bytes)
+        return self._agreed
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    bucket_bytes: int
+    cast: bool
+    mode: PauseMode
+
+
+def _make_sender(strategy: Strategy, directory: Path | None) -> Sender:
+    match strategy:
+        case Strategy.IN_PROCESS:
+            return InProcessSender()
+        case Strategy.SHARED_MEMORY:
+            return SharedMemorySender()
+        case Strategy.DISK:
+            return DiskSender(directory)
+        case _:
+            raise AssertionError(strategy)
+
+
+async def _in_thread(work: Callable[[], _T]) -> _T:
+    """Run ``work`` in a thread; when cancelled, wait until it has ended: it writes to memory that is used again."""
+    task = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait({task})
+        raise

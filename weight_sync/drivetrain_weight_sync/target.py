@@ -1,0 +1,132 @@
+"""What the receiver asks of an engine's model in one worker, and the answer of a plain torch module."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from drivetrain.errors import EngineStateError, WeightTransferFailed
+from drivetrain.weights import WeightManifest
+from drivetrain_weight_sync.dtypes import spec_of
+from drivetrain_weight_sync.names import base_name
+
+
+class WeightTarget(Protocol):
+    """An engine's model, as one worker holds it. Names are checkpoint names, not the engine's fused ones."""
+
+    def manifest(self) -> WeightManifest:
+        """Name every tensor that a complete update must bring. Works while the weights sleep."""
+        ...
+
+    def check_ready(self) -> None:
+        """Raise :class:`EngineStateError` if the model cannot take weights now. Changes nothing."""
+        ...
+
+    def begin(self) -> None:
+        """Make ready to load. From here on the weights may hold anything until :meth:`finish`."""
+        ...
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy these into the model; they may change as soon as this returns. All of a layer come in one call."""
+        ...
+
+    def finish(self) -> None:
+        """Everything is loaded: do what the engine needs before it computes with the weights."""
+        ...
+
+    def cancel(self) -> None:
+        """The update will not be completed. Leave the model able to take another."""
+        ...
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return the tensor that the engine computes with (a view, where there is one)."""
+        ...
+
+
+class ModuleTarget:
+    """Copies straight into the parameters and persistent buffers of a torch module.
+
+    Storage never moves. Layers that peft wrapped keep their checkpoint names, and adapters are left out. Tied
+    parameters are named once; their other names are aliases.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._aliases: dict[str, str] = {}
+        self._look()
+
+    def manifest(self) -> WeightManifest:
+        """Name every parameter and persistent buffer, in the module's order."""
+        self._look()
+        return WeightManifest(
+            tuple(spec_of(name, tensor) for name, tensor in self._tensors.items()), dict(self._aliases)
+        )
+
+    def check_ready(self) -> None:
+        """Raise :class:`EngineStateError` if memory of a tensor was given back."""
+        self._look()
+        for name in self._tensors:
+            self.destination(name)
+
+    def begin(self) -> None:
+        """Find the tensors again: adapters may have come or gone."""
+        self._look()
+
+    @torch.no_grad()
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy in place. Dtypes and shapes are those of the manifest."""
+        for name, tensor in tensors:
+            self.destination(name).copy_(tensor)
+
+    def finish(self) -> None:
+        """Wait until copies to a GPU have been made."""
+        for device in {tensor.device for tensor in self._tensors.values() if tensor.is_cuda}:
+            torch.cuda.synchronize(device)
+
+    def cancel(self) -> None:
+        """Nothing to undo."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return the parameter or buffer itself."""
+        return self.destination(name).detach()
+
+    def destination(self, name: str) -> torch.Tensor:
+        """Return the parameter or buffer of that name or alias.
+
+        Raises:
+            WeightTransferFailed: there is none.
+            EngineStateError: its memory was given back by sleep.
+        """
+        tensor = self._tensors.get(self._aliases.get(name, name))
+        if tensor is None:
+            raise WeightTransferFailed(f"the model has no tensor {name!r}; names are those of weight_manifest()")
+        if tensor.is_meta or tensor.untyped_storage().nbytes() < tensor.nbytes:
+            raise EngineStateError(
+                f"the memory of {name} was given back by sleep; call wake_up(tags=[MemoryTag.WEIGHTS]) first",
+                state="asleep",
+            )
+        return tensor
+
+    def _look(self) -> None:
+        self._tensors, self._aliases = {}, {}
+        names: dict[Hashable, str] = {}
+        for full_name, tensor in self._module.state_dict(keep_vars=True).items():
+            name = base_name(full_name)
+            if name is None or not isinstance(tensor, torch.Tensor):
+                continue
+            first = names.setdefault(place_of(tensor), name)
+            if first == name:
+                self._tensors[name] = tensor
+            else:
+                self._aliases[name] = first
+
+
+def place_of(tensor: torch.Tensor) -> Hashable:
+    """Return what two tensors have in common when they are the same memory, even if that memory was given back."""
+    # An empty storage has no address, but its object keeps its identity.
+    storage = tensor.untyped_storage()._cdata
+    return (storage, tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tensor.stride())

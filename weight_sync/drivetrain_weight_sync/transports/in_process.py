@@ -1,0 +1,80 @@
+"""Tensors of the engine's own process: copied straight from the trainer's to the engine's."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+import torch
+
+from drivetrain.errors import InvalidRequest
+from drivetrain.weights import InProcessSource, TensorSpec, WeightManifest, WeightPlan, WeightUpdateRequest
+from drivetrain_weight_sync.dtypes import dtype_of, spec_of
+from drivetrain_weight_sync.plan import check_plan
+from drivetrain_weight_sync.transports.base import Opened, Reader, Sender
+
+_registered: Final[dict[str, Mapping[str, torch.Tensor]]] = {}
+
+
+class InProcessSender(Sender):
+    """Registers the tensors themselves; nothing is staged, but for streamed or converted ones."""
+
+    def __init__(self) -> None:
+        self._key = uuid.uuid4().hex
+        self._specs: dict[str, TensorSpec] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def begin(self, plan: WeightPlan) -> None:
+        """Forget earlier tensors."""
+        self.release()
+        self._specs = {spec.name: spec for spec in plan.tensors}
+
+    def put(self, name: str, tensor: torch.Tensor, *, held: bool) -> None:
+        """Keep the tensor, or a copy of one that is streamed or of another dtype."""
+        self._tensors[name] = tensor.to(dtype_of(self._specs[name]), copy=not held)
+
+    def source(self) -> InProcessSource:
+        """Register what was put."""
+        _registered[self._key] = self._tensors
+        return InProcessSource(key=self._key)
+
+    def release(self) -> None:
+        """Drop every reference to the tensors."""
+        _registered.pop(self._key, None)
+        self._tensors = {}
+
+
+class InProcessReader(Reader):
+    """Looks the tensors up."""
+
+    def __init__(self) -> None:
+        self._tensors: Mapping[str, torch.Tensor] = {}
+        self._plan = WeightPlan(())
+
+    def open(self, request: WeightUpdateRequest, manifest: WeightManifest) -> Opened:
+        """Find the key, and check that the tensors are those of the plan."""
+        assert isinstance(request.source, InProcessSource)
+        assert request.plan is not None
+        assert request.digests is not None
+        key = request.source.key
+        if key not in _registered:
+            raise InvalidRequest(
+                f"no tensors are registered under {key!r} in this process; in_process works only for an engine with "
+                'isolation="inline", within one push',
+                field="source.key",
+            )
+        tensors = _registered[key]
+        specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
+        check_plan(specs, WeightManifest(request.plan.tensors))
+        self._tensors, self._plan = tensors, request.plan
+        return Opened(request.plan, request.digests)
+
+    def tensors(self, index: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the trainer's own tensors."""
+        for placed in self._plan.buckets[index].tensors:
+            yield placed.spec.name, self._tensors[placed.spec.name]
+
+    def release(self) -> None:
+        """Drop every reference to the tensors."""
+        self._tensors = {}

@@ -1,0 +1,111 @@
+"""One arena in shared memory, made once by the trainer's process and mapped once by the engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from drivetrain.errors import InvalidRequest
+from drivetrain.weights import PlacedTensor, SharedMemorySource, WeightManifest, WeightPlan, WeightUpdateRequest
+from drivetrain_weight_sync.dtypes import dtype_of
+from drivetrain_weight_sync.plan import ALIGNMENT, bucket_offsets, plan_nbytes
+from drivetrain_weight_sync.transports.arena import Arena, MappedArena
+from drivetrain_weight_sync.transports.base import Opened, Reader, Sender
+
+
+class SharedMemorySender(Sender):
+    """Copies each tensor to its place in the arena."""
+
+    def __init__(self) -> None:
+        self._arena: Arena | None = None
+        self._offsets: tuple[int, ...] = ()
+        self._slots: dict[str, torch.Tensor] = {}
+        self._plan: WeightPlan | None = None
+
+    def begin(self, plan: WeightPlan) -> None:
+        """Make the arena, unless the one of the last push has the same plan."""
+        if self._arena is not None and self._plan == plan:
+            return
+        self.close()
+        self._arena = arena = Arena(plan_nbytes(plan))
+        self._plan, self._offsets = plan, bucket_offsets(plan)
+        self._slots = {
+            placed.spec.name: _slot(arena.memory, offset, placed)
+            for bucket, offset in zip(plan.buckets, self._offsets, strict=True)
+            for placed in bucket.tensors
+        }
+
+    def put(self, name: str, tensor: torch.Tensor, *, held: bool) -> None:
+        """Copy the tensor into the arena."""
+        self._slots[name].copy_(tensor)
+
+    def source(self) -> SharedMemorySource:
+        """Name the arena."""
+        assert self._arena is not None
+        return SharedMemorySource(path=self._arena.path, nbytes=self._arena.nbytes, bucket_offsets=self._offsets)
+
+    def release(self) -> None:
+        """Keep the arena for the next push."""
+
+    def close(self) -> None:
+        """Free the arena."""
+        self._slots, self._plan = {}, None
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+
+class SharedMemoryReader(Reader):
+    """Maps the arena at the first update and keeps it mapped until the sender makes another."""
+
+    def __init__(self) -> None:
+        self._mapped: MappedArena | None = None
+        self._plan = WeightPlan(())
+        self._offsets: tuple[int, ...] = ()
+
+    def open(self, request: WeightUpdateRequest, manifest: WeightManifest) -> Opened:
+        """Map the arena, and check that the plan fits it."""
+        source, plan, digests = request.source, request.plan, request.digests
+        assert isinstance(source, SharedMemorySource)
+        assert plan is not None
+        assert digests is not None
+        _check_fit(source, plan)
+        if self._mapped is None or not self._mapped.still(source.path, source.nbytes):
+            self._mapped = None
+            self._mapped = MappedArena(source.path, source.nbytes)
+        self._plan, self._offsets = plan, source.bucket_offsets
+        return Opened(plan, digests)
+
+    def tensors(self, index: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield views of the arena."""
+        assert self._mapped is not None
+        for placed in self._plan.buckets[index].tensors:
+            yield placed.spec.name, _slot(self._mapped.memory, self._offsets[index], placed)
+
+    def release(self) -> None:
+        """Keep the mapping for the next update."""
+
+    def close(self) -> None:
+        """Let go of the mapping."""
+        self._mapped = None
+
+
+def _slot(memory: torch.Tensor, bucket_offset: int, placed: PlacedTensor) -> torch.Tensor:
+    begin = bucket_offset + placed.offset
+    return memory[begin : begin + placed.nbytes].view(dtype_of(placed.spec)).view(placed.spec.shape)
+
+
+def _check_fit(source: SharedMemorySource, plan: WeightPlan) -> None:
+    if len(source.bucket_offsets) != len(plan.buckets):
+        raise InvalidRequest(
+            f"bucket_offsets has {len(source.bucket_offsets)} entries for a plan of {len(plan.buckets)} buckets",
+            field="source.bucket_offsets",
+        )
+    for index, (offset, bucket) in enumerate(zip(source.bucket_offsets, plan.buckets, strict=True)):
+        if offset < 0 or offset % ALIGNMENT or offset + bucket.nbytes > source.nbytes:
+            raise InvalidRequest(
+                f"bucket {index} ({bucket.nbytes} bytes) is said to begin at byte {offset} of an arena of "
+                f"{source.nbytes}; it must lie within, at a multiple of {ALIGNMENT}",
+                field="source.bucket_offsets",
+            )
