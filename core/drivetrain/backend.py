@@ -175,6 +175,11 @@ class Backend(ABC):
     async def close(self) -> None:
         """Stop, and leave no process, thread, port or file behind. Called once, also after a failed start."""
 
+    @property
+    def pid(self) -> int | None:
+        """Process id of the host process; None when the engine runs in this one."""
+        return None
+
     async def died(self) -> EngineError:
         """Return, when the engine ends by itself, why; never return otherwise. Not called over the wire."""
         return await asyncio.get_running_loop().create_future()

@@ -30,12 +30,16 @@ class Timeouts(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     start: Seconds = Field(default=600.0, description="Until the engine is ready.")
-    generate: Seconds = Field(default=3600.0, description="For one generate call or stream, its wait in a pause included.")
+    generate: Seconds = Field(
+        default=3600.0, description="For one generate call or stream, its wait in a pause included."
+    )
     control: Seconds = Field(default=120.0, description="For pause, sleep, wake, cache, LoRA and the like.")
     weight_update: Seconds = Field(default=600.0, description="For each step of a weight update.")
     close: Seconds = Field(default=20.0, description="For a clean shutdown, before the host process is killed.")
     heartbeat: Seconds = Field(default=10.0, description="A host process silent for this long is dead.")
-    event_loop: Seconds = Field(default=120.0, description="A started host whose event loop stands still so long is dead.")
+    event_loop: Seconds = Field(
+        default=120.0, description="A started host whose event loop stands still so long is dead."
+    )
 
 
 class EngineConfig(BaseModel):
@@ -61,7 +65,10 @@ class EngineConfig(BaseModel):
     data_parallel_size: StrictInt = Field(default=1, ge=1, description="Replicas of the model.")
     expert_parallel_size: StrictInt = Field(default=1, ge=1, description="Devices that the experts are split over.")
     gpu_memory_utilization: float | None = Field(
-        default=None, gt=0, le=1, description="Share of the GPU's memory for weights and KV cache; None: the engine's own."
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of the GPU's memory for weights and KV cache; None: the engine's own.",
     )
     max_num_batched_tokens: StrictInt | None = Field(
         default=None, ge=1, description="Most prompt tokens computed in one step; None: the engine's own."

@@ -17,12 +17,10 @@ from drivetrain.errors import InvalidConfig
 from drivetrain.host.client import HostedBackend
 from drivetrain.host.probe import probe
 from drivetrain.plugins import load_backend
-from drivetrain.validation import check_config
+from drivetrain.validation import check_config, check_folders
 
 
-def create_engine(
-    backend: str | os.PathLike[str] | Mapping[str, Any] | EngineConfig, **fields: Any
-) -> InferenceEngine:
+def create_engine(backend: str | os.PathLike[str] | Mapping[str, Any] | EngineConfig, **fields: Any) -> InferenceEngine:
     """Make an engine from a backend's name, a mapping, a YAML file or an :class:`EngineConfig`. Starts nothing.
 
     Args:
@@ -37,6 +35,7 @@ def create_engine(
         UnsupportedCapability: a field needs what this engine cannot do here.
     """
     config = _config(backend, fields)
+    check_folders(config)
     if config.python is not None and config.isolation is Isolation.INLINE:
         raise InvalidConfig(
             f"python={config.python!r} names another environment, which needs isolation='process', not 'inline'",
@@ -45,20 +44,38 @@ def create_engine(
     if config.python is not None:
         probed = probe(config)
         hosted = HostedBackend(config, config.backend)
+        versions = {
+            "python": probed.python_version,
+            "drivetrain": probed.drivetrain_version,
+            probed.engine_distribution: probed.engine_version,
+        }
         return _engine(
-            config, hosted, probed.capabilities, probed.native_stops, probed.config_names, Isolation.PROCESS, probed.versions
+            config,
+            hosted,
+            claimed=probed.capabilities,
+            native_stops=probed.native_stops,
+            config_names=probed.config_names,
+            isolation=Isolation.PROCESS,
+            versions=versions,
         )
     cls = load_backend(config.backend)
     isolation = config.isolation or cls.default_isolation
     made: Backend = cls(config) if isolation is Isolation.INLINE else HostedBackend(config, config.backend)
     return _engine(
-        config, made, cls.capabilities(config), cls.native_stops, cls.config_names, isolation, versions_of(cls)
+        config,
+        made,
+        claimed=cls.capabilities(config),
+        native_stops=cls.native_stops,
+        config_names=cls.config_names,
+        isolation=isolation,
+        versions=versions_of(cls),
     )
 
 
 def _engine(
     config: EngineConfig,
     backend: Backend,
+    *,
     claimed: frozenset[Capability],
     native_stops: frozenset[StopKind],
     config_names: Mapping[str, str],
@@ -97,7 +114,9 @@ def versions_of(cls: type[Backend]) -> dict[str, str]:
     return versions
 
 
-def _config(backend: str | os.PathLike[str] | Mapping[str, Any] | EngineConfig, fields: Mapping[str, Any]) -> EngineConfig:
+def _config(
+    backend: str | os.PathLike[str] | Mapping[str, Any] | EngineConfig, fields: Mapping[str, Any]
+) -> EngineConfig:
     if isinstance(backend, EngineConfig):
         base = backend.model_dump(exclude_unset=True)
     elif isinstance(backend, Mapping):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
@@ -25,15 +26,16 @@ from drivetrain.errors import (
     EngineBusy,
     EngineStateError,
     InvalidRequest,
-    WeightSyncError,
 )
 from drivetrain.flights import Flights
 from drivetrain.memory import MemoryTag, PauseMode
 from drivetrain.outputs import Completion, CompletionChunk, GenerationOutput
 from drivetrain.prompts import PromptLike
 from drivetrain.requests import Flight, ParamsLike, RequestBuilder, to_completion
+from drivetrain.remote_version import remote_weight_version
 from drivetrain.states import EngineState, EngineStatus, WeightState
 from drivetrain.tokenizer import Tokenizer
+from drivetrain.transfers import WeightTransferHandle
 from drivetrain.updates import SOURCE_CAPABILITY, WeightTransaction, as_transfer_error, failure_reason
 from drivetrain.validation import require
 from drivetrain.weights import (
@@ -112,6 +114,7 @@ class InferenceEngine:
         self._status = EngineStatus()
         self._version = config.weight_version
         self._holds = 0
+        self._loras: set[str] = set()
         self._control = asyncio.Lock()
         self._model: ModelInfo | None = None
         self._tokenizer: Tokenizer | None = None
@@ -234,6 +237,11 @@ class InferenceEngine:
         """Expert parallel size."""
         return self.config.expert_parallel_size
 
+    @property
+    def host_pid(self) -> int | None:
+        """Process id of the host process; None when the engine runs in this one."""
+        return self._backend.pid
+
     def supports(self, capability: Capability) -> bool:
         """Whether ``capability`` is claimed."""
         return capability in self.capabilities
@@ -302,7 +310,13 @@ class InferenceEngine:
         session: SessionTurn | None,
     ) -> GenerationOutput:
         flights = self._build(
-            "generate()", prompts, sampling_params, request_ids=request_ids, lora=lora, priority=priority, session=session
+            "generate()",
+            prompts,
+            sampling_params,
+            request_ids=request_ids,
+            lora=lora,
+            priority=priority,
+            session=session,
         )
         self._flights.register(flights)
         try:
@@ -438,8 +452,9 @@ class InferenceEngine:
         mode = _pause_mode(mode)
         self._require("pause_generation()", _PAUSE_CAPABILITY[mode])
         self._status.pause(mode)
-        async with self._controlling("pause_generation()"), deadline(
-            timeout or self.config.timeouts.control, f"generation to pause ({mode.value})"
+        async with (
+            self._controlling("pause_generation()"),
+            deadline(timeout or self.config.timeouts.control, f"generation to pause ({mode.value})"),
         ):
             before = self._status
             self._refuse_waiting_for_frozen(mode)
@@ -612,6 +627,7 @@ class InferenceEngine:
             try:
                 await self._quiesce_for_update(request.mode)
             except BaseException:
+                await self._abort_update()
                 self._set(before)
                 await self._unfreeze_if_free(before)
                 raise
@@ -657,6 +673,11 @@ class InferenceEngine:
             for index in range(transaction.buckets):
                 await transaction.load([index])
 
+    async def start_weight_transfer(self, request: WeightUpdateRequest) -> WeightTransferHandle:
+        """Begin to stage an update in the background, while generation goes on; only its ``finish`` pauses."""
+        self._require("start_weight_transfer()", Capability.WEIGHT_STAGING)
+        return WeightTransferHandle(request, self._backend.stage_weights(request), self.update_named_weights)
+
     async def load_weights_from_disk(
         self, path: str, version: str, *, mode: PauseMode | str = PauseMode.RETRACT
     ) -> None:
@@ -683,6 +704,11 @@ class InferenceEngine:
             async with self._bounded("the weight version to be set"):
                 await self._backend.set_weight_version(version)
             self._version = version
+
+    @staticmethod
+    async def get_remote_weight_version(endpoint: str, *, timeout: float = 5.0) -> str:
+        """Ask the server at ``endpoint`` (``http://host:port``) which weight version it serves."""
+        return await remote_weight_version(endpoint, timeout)
 
     async def get_weights_by_name(self, name: str) -> TensorData:
         """Return one tensor by its checkpoint name."""
@@ -729,13 +755,24 @@ class InferenceEngine:
     async def load_lora_adapter(self, lora_name: str, lora_path: str, *, pinned: bool = False) -> None:
         """Load an adapter from a peft folder; ``pinned`` keeps it from being evicted."""
         self._require("load_lora_adapter()", Capability.LORA)
-        async with self._bounded(f"the LoRA adapter {lora_name!r} to load"):
+        if not lora_name:
+            raise InvalidRequest("lora_name is empty; give the adapter a name", field="lora_name")
+        async with self._controlling("load_lora_adapter()"), self._bounded(f"the LoRA adapter {lora_name!r} to load"):
             await self._backend.load_lora_adapter(lora_name, lora_path, pinned)
+        self._loras.add(lora_name)
 
     async def unload_lora_adapter(self, lora_name: str) -> None:
-        """Unload an adapter; requests that use it afterwards are refused."""
+        """Unload an adapter; requests that use it afterwards are refused.
+
+        Raises:
+            EngineBusy: requests that use it are under way.
+        """
         self._require("unload_lora_adapter()", Capability.LORA)
-        async with self._bounded(f"the LoRA adapter {lora_name!r} to unload"):
+        users = self._flights.using_lora(lora_name)
+        if users:
+            raise EngineBusy(f"LoRA adapter {lora_name!r} is used by {users} requests under way; let them end or abort them")
+        self._loras.discard(lora_name)
+        async with self._controlling("unload_lora_adapter()"), self._bounded(f"the adapter {lora_name!r} to unload"):
             await self._backend.unload_lora_adapter(lora_name)
 
     # Models that do not generate ---------------------------------------------------------------------------------
@@ -749,11 +786,23 @@ class InferenceEngine:
         async with deadline(self.config.timeouts.generate, f"{len(flights)} embeddings"):
             return await self._backend.embed([flight.request.prompt_token_ids for flight in flights], dimensions)
 
+    async def encode_single(self, prompt: PromptLike, *, dimensions: int | None = None) -> list[float]:
+        """Return the embedding of one prompt."""
+        (vector,) = await self.encode([prompt], dimensions=dimensions)
+        return vector
+
+    async def compute_similarity(self, first: PromptLike, second: PromptLike) -> float:
+        """Return the cosine of the angle between two prompts' embeddings."""
+        a, b = await self.encode([first, second])
+        return _dot(a, b) / math.sqrt(_dot(a, a) * _dot(b, b))
+
     async def score(self, input_ids: Sequence[Sequence[int]], output_ids: Sequence[Sequence[int]]) -> list[float]:
         """Return a reward model's score of each output after its input."""
         self._require("score()", Capability.REWARD_SCORE)
         if len(input_ids) != len(output_ids):
-            raise InvalidRequest(f"{len(input_ids)} inputs and {len(output_ids)} outputs; expected as many", field="output_ids")
+            raise InvalidRequest(
+                f"{len(input_ids)} inputs and {len(output_ids)} outputs; expected as many", field="output_ids"
+            )
         sequences = [[*given, *answer] for given, answer in zip(input_ids, output_ids, strict=True)]
         async with deadline(self.config.timeouts.generate, f"{len(sequences)} scores"):
             return await self._backend.reward_score(sequences)
@@ -799,6 +848,9 @@ class InferenceEngine:
         self._status.require_admission(action)
         if self._builder is None:
             raise self._not_started(action)
+        if lora is not None and Capability.LORA in self.capabilities and lora not in self._loras:
+            loaded = ", ".join(sorted(self._loras)) or "none"
+            raise InvalidRequest(f"lora={lora!r} is not loaded; loaded: {loaded}", field="lora")
         return self._builder.build(
             prompts, sampling_params, request_ids=request_ids, lora=lora, priority=priority, session=session
         )
@@ -869,6 +921,10 @@ async def _all(coroutines: Iterable[Coroutine[object, object, Completion]]) -> l
         raise
 
 
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return math.fsum(x * y for x, y in zip(a, b, strict=True))
+
+
 def _can_freeze(capabilities: frozenset[Capability]) -> bool:
     return bool({Capability.PAUSE_IN_PLACE, Capability.PAUSE_RETRACT} & capabilities)
 
@@ -878,7 +934,9 @@ def _pause_mode(mode: PauseMode | str) -> PauseMode:
         return PauseMode(mode)
     except ValueError:
         known = ", ".join(repr(item.value) for item in PauseMode)
-        raise InvalidRequest(f"mode={mode!r}: there is no such pause mode; expected one of {known}", field="mode") from None
+        raise InvalidRequest(
+            f"mode={mode!r}: there is no such pause mode; expected one of {known}", field="mode"
+        ) from None
 
 
 def _memory_tag(tag: MemoryTag | str) -> MemoryTag:
@@ -886,4 +944,6 @@ def _memory_tag(tag: MemoryTag | str) -> MemoryTag:
         return MemoryTag(tag)
     except ValueError:
         known = ", ".join(repr(item.value) for item in MemoryTag)
-        raise InvalidRequest(f"tags={tag!r}: there is no such memory tag; expected one of {known}", field="tags") from None
+        raise InvalidRequest(
+            f"tags={tag!r}: there is no such memory tag; expected one of {known}", field="tags"
+        ) from None

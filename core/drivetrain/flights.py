@@ -40,6 +40,10 @@ class Flights:
         """Samples that the backend has."""
         return len(self._running)
 
+    def using_lora(self, lora_name: str) -> int:
+        """Samples under way that use the adapter."""
+        return sum(flight.request.lora == lora_name for flight in self._known.values())
+
     async def drained(self) -> None:
         """Wait until the backend has no sample. Nobody enters meanwhile if the gate is shut."""
         while self._running:
@@ -55,7 +59,8 @@ class Flights:
         for flight in flights:
             if flight.request.request_id in self._known:
                 raise InvalidRequest(
-                    f"request id {flight.request.request_id!r} is already under way; ids must differ", field="request_ids"
+                    f"request id {flight.request.request_id!r} is already under way; ids must differ",
+                    field="request_ids",
                 )
         self._known.update((flight.request.request_id, flight) for flight in flights)
 

@@ -9,17 +9,12 @@ from __future__ import annotations
 
 import difflib
 import importlib.metadata
-import inspect
 import os
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-import pluggy
-
-from drivetrain import hookspecs
 from drivetrain.backend import Backend
 from drivetrain.errors import (
     BackendError,
@@ -28,6 +23,7 @@ from drivetrain.errors import (
     DuplicateBackend,
     UnknownBackend,
 )
+from drivetrain.plugin_classes import backend_classes, describe_error
 
 GROUP: Final = "drivetrain"
 """The entry-point group of plugins."""
@@ -115,10 +111,10 @@ def load_backend(name: str) -> type[Backend]:
         plugin = entry.load()
     except (Exception, SystemExit) as error:  # a plugin that exits while it is imported must not end this program
         raise BackendLoadError(
-            f"cannot load the backend {name!r} from {origin}: {_words(error)}; "
+            f"cannot load the backend {name!r} from {origin}: {describe_error(error)}; "
             f"mend or uninstall the plugin, or switch it off with {DISABLE_VARIABLE}={name}"
         ) from error
-    backends = {cls.name: cls for cls in _classes(plugin, origin)}
+    backends = {cls.name: cls for cls in backend_classes(plugin, str(origin))}
     if name not in backends:
         found = ", ".join(map(repr, backends)) or "none"
         raise BackendLoadError(
@@ -165,7 +161,7 @@ def register(plugin: object) -> None:
         DuplicateBackend: there is a backend of that name already; nothing was added.
     """
     origin = _Origin(getattr(plugin, "__name__", None) or type(plugin).__qualname__)
-    backends = _classes(plugin, origin)
+    backends = backend_classes(plugin, str(origin))
     if not backends:
         raise BackendLoadError(f"the hook of {origin} returned no backend")
     installed = _entry_points()
@@ -245,42 +241,6 @@ def _refuse_disabled(name: str, origins: list[_Origin]) -> None:
         )
 
 
-# Loading -------------------------------------------------------------------------------------------------------------
-
-
-def _classes(plugin: object, origin: _Origin) -> list[type[Backend]]:
-    """Call the plugin's hook through a manager of its own, so that no other plugin's fault shows up here."""
-    manager = pluggy.PluginManager(GROUP)
-    manager.add_hookspecs(hookspecs)
-    try:
-        manager.register(plugin)
-        manager.check_pending()
-        results: list[Iterable[object] | None] = manager.hook.drivetrain_backends()
-        returned = [cls for result in results for cls in (result if result is not None else ())]
-    except (Exception, SystemExit) as error:
-        raise BackendLoadError(f"the drivetrain_backends hook of {origin} failed: {_words(error)}") from error
-    if not results:
-        raise BackendLoadError(
-            f"{origin} has no drivetrain_backends function marked @drivetrain.hookimpl that returns backend classes"
-        )
-    return [_checked(cls, origin) for cls in returned]
-
-
-def _checked(cls: object, origin: _Origin) -> type[Backend]:
-    if not isinstance(cls, type) or not issubclass(cls, Backend):
-        raise BackendLoadError(f"the hook of {origin} returned {cls!r}; expected subclasses of drivetrain.Backend")
-    if inspect.isabstract(cls):
-        missing = ", ".join(sorted(cls.__abstractmethods__))
-        raise BackendLoadError(f"{cls.__qualname__} of {origin} is abstract; it does not implement: {missing}")
-    for attribute in ("name", "engine_distribution"):
-        value = getattr(cls, attribute, None)
-        if not isinstance(value, str) or not value:
-            raise BackendLoadError(
-                f"{cls.__qualname__}.{attribute} of {origin} is {value!r}; expected a string that is not empty"
-            )
-    return cls
-
-
 # Describing ----------------------------------------------------------------------------------------------------------
 
 
@@ -325,10 +285,6 @@ def _unknown(name: str) -> str:
         ready = f"{info.engine_distribution} {info.engine_version}" if not info.reason else info.reason
         lines.append(f"  {info.name}: {info.status.value} ({ready})")
     return "\n".join(lines)
-
-
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 __all__ = [

@@ -131,9 +131,7 @@ class RequestBuilder:
             return (self._config.seed + (next(self._seeds) + 1) * 0x9E3779B97F4A7C15) % 2**63
         return None
 
-    def _params(
-        self, value: ParamsLike | Sequence[ParamsLike] | None, prompts: int
-    ) -> list[SamplingParams]:
+    def _params(self, value: ParamsLike | Sequence[ParamsLike] | None, prompts: int) -> list[SamplingParams]:
         if isinstance(value, Sequence) and not isinstance(value, str):
             if len(value) != prompts:
                 raise InvalidRequest(
@@ -157,11 +155,14 @@ class RequestBuilder:
             request_ids = [request_ids]
         if len(request_ids) != prompts:
             raise InvalidRequest(
-                f"request_ids has {len(request_ids)} entries for {prompts} prompts; give one for each", field="request_ids"
+                f"request_ids has {len(request_ids)} entries for {prompts} prompts; give one for each",
+                field="request_ids",
             )
         for request_id in request_ids:
             if not isinstance(request_id, str) or not request_id:
-                raise InvalidRequest(f"request id {request_id!r}: expected a string that is not empty", field="request_ids")
+                raise InvalidRequest(
+                    f"request id {request_id!r}: expected a string that is not empty", field="request_ids"
+                )
         if len(set(request_ids)) != len(request_ids):
             twice = next(item for item in request_ids if list(request_ids).count(item) > 1)
             raise InvalidRequest(f"request id {twice!r} is given twice; ids must differ", field="request_ids")
@@ -254,7 +255,9 @@ def _check_aligned(request: GenerateRequest, result: GenerateResult) -> None:
         raise EngineInternalError(f"request {request.request_id}: the engine returned {count} ids and {got} logprobs")
     if wants and (result.top_logprobs is None or len(result.top_logprobs) != count):
         got = "none" if result.top_logprobs is None else str(len(result.top_logprobs))
-        raise EngineInternalError(f"request {request.request_id}: the engine returned {count} ids and {got} top logprobs")
+        raise EngineInternalError(
+            f"request {request.request_id}: the engine returned {count} ids and {got} top logprobs"
+        )
     at = 0
     for span in result.weight_versions:
         if span.start != at or span.end <= span.start:

@@ -105,7 +105,9 @@ class SamplingParams(_Frozen):
     )
     stop: tuple[str, ...] = Field(default=(), description="Strings that end generation, also across tokens.")
     stop_token_ids: tuple[TokenId, ...] = Field(default=(), description="Ids that end generation.")
-    stop_regex: tuple[str, ...] = Field(default=(), description="Expressions (as Python's re) whose match ends generation.")
+    stop_regex: tuple[str, ...] = Field(
+        default=(), description="Expressions (as Python's re) whose match ends generation."
+    )
     include_stop_str_in_output: bool = Field(
         default=False, strict=True, description="Keep the matched stop string or regex match in ids and text."
     )

@@ -183,7 +183,9 @@ class EngineStatus:
         self.require_open("a weight update")
         self._not_updating("a weight update")
         if MemoryTag.WEIGHTS in self.asleep:
-            raise self._refuse("a weight update", "wake the weights up first: 'await engine.wake_up([MemoryTag.WEIGHTS])'")
+            raise self._refuse(
+                "a weight update", "wake the weights up first: 'await engine.wake_up([MemoryTag.WEIGHTS])'"
+            )
         return replace(self, weights=WeightState.UPDATING)
 
     def commit_update(self) -> EngineStatus:

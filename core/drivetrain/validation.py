@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 from pydantic import TypeAdapter, ValidationError
@@ -250,6 +251,20 @@ def check_media(prompt: Prompt, where: str, config: EngineConfig, capabilities: 
                 require(capabilities, capability, f"{where} with {capability.value}", config.backend)
 
 
+def check_folders(config: EngineConfig) -> None:
+    """Raise :class:`InvalidConfig` for a model or tokenizer that can only be a folder and is not there."""
+    for field, value in (("model", config.model), ("tokenizer", config.tokenizer)):
+        if value is None or Path(value).expanduser().is_dir():
+            continue
+        # A hub id is a name, or an organisation and a name.
+        if value.startswith((".", "~", "/")) or value.count("/") > 1:
+            raise InvalidConfig(
+                f"{field}={value!r}: there is no such folder; give one that holds a model, or a hub id such as "
+                "'organisation/name'",
+                field=field,
+            )
+
+
 _CORE_FIELDS: Final = frozenset(
     {"backend", "model", "tokenizer", "engine_kwargs", "isolation", "python", "timeouts", "logprobs_mode"}
     | {"weight_version", "seed"}
@@ -278,7 +293,10 @@ def check_config(config: EngineConfig, config_names: Mapping[str, str], capabili
         if is_used(config):
             require(capabilities, capability, f"{field}={getattr(config, field)!r}", config.backend)
     require(
-        capabilities, MODE_CAPABILITY[config.logprobs_mode], f"logprobs_mode={config.logprobs_mode.value!r}", config.backend
+        capabilities,
+        MODE_CAPABILITY[config.logprobs_mode],
+        f"logprobs_mode={config.logprobs_mode.value!r}",
+        config.backend,
     )
     handled = _CORE_FIELDS | {field for field, _, _ in _CONFIG_NEEDS} | set(config_names)
     for field in sorted(config.model_fields_set - handled):

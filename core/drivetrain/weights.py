@@ -126,7 +126,9 @@ class WeightUpdateRequest(_Frozen):
 
     version: str = Field(min_length=1, description="Published at commit and nowhere else.")
     source: WeightSource = Field(discriminator="kind", description="Where the tensors lie.")
-    plan: WeightPlan | None = Field(default=None, description="Required, but for sources that describe themselves (disk).")
+    plan: WeightPlan | None = Field(
+        default=None, description="Required, but for sources that describe themselves (disk)."
+    )
     digests: dict[str, int] | None = Field(
         default=None, description="Digest of each tensor, computed where it lies; required with a plan."
     )

@@ -6,9 +6,8 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
-
 from drivetrain import Completion
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 
 @cache

@@ -1,3 +1,4 @@
+# ruff: noqa: ASYNC220, ASYNC251 - it blocks the event loop on purpose
 """A backend that exists to make trouble in a host process; see conftest.py for how a host finds it.
 
 What it does is chosen by ``engine_kwargs["trouble"]`` and by the request id or LoRA name of a call.
@@ -6,6 +7,7 @@ What it does is chosen by ``engine_kwargs["trouble"]`` and by the request id or 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
 import subprocess
@@ -52,8 +54,9 @@ class FakeBackend(Backend):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self.trouble = config.engine_kwargs.get("trouble")
+        self.trouble = str(config.engine_kwargs.get("trouble", ""))
         self.child: subprocess.Popen[bytes] | None = None
+        self.child_pid = 0
         self.aborted: list[str] = []
         self.cancelled: list[str] = []
         self.dying = asyncio.Event()
@@ -82,9 +85,15 @@ class FakeBackend(Backend):
         if self.trouble == "block start":
             time.sleep(600)
         if self.trouble == "long start":
-            time.sleep(3)
-        if self.trouble in ("child", "detached child"):
+            ctypes.PyDLL(None).sleep(2)  # which, unlike time.sleep, holds the interpreter's lock
+        if self.trouble == "forked child" and (child := os.fork()):
+            self.child_pid = child
+        elif self.trouble == "forked child":
+            while True:
+                time.sleep(60)
+        elif self.trouble.endswith("child"):
             self.child = subprocess.Popen(["sleep", "600"], start_new_session=self.trouble == "detached child")
+            self.child_pid = self.child.pid
         return ModelInfo(256, 4096, (0,), "float32", "Fake", 0, "cpu")
 
     async def close(self) -> None:
@@ -92,12 +101,12 @@ class FakeBackend(Backend):
             await asyncio.sleep(600)
         if self.trouble == "fail on close":
             raise OddError("cannot close")
-        if self.child is not None:
+        if self.child is not None and self.trouble != "forgotten child":
             self.child.kill()
             self.child.wait()
 
     def child_processes(self) -> list[int] | None:
-        return [] if self.trouble == "no children" else None
+        return [] if self.trouble == "unneeded child" else None
 
     async def died(self) -> EngineError:
         await self.dying.wait()
@@ -105,7 +114,7 @@ class FakeBackend(Backend):
 
     async def stats(self) -> EngineStats:
         """Not an engine's numbers: what the tests want to see from outside."""
-        return EngineStats(len(self.aborted), len(self.cancelled), self.child.pid if self.child else 0, os.getpid())
+        return EngineStats(len(self.aborted), len(self.cancelled), self.child_pid, os.getpid())
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         if request.request_id.startswith("wait"):
@@ -116,6 +125,8 @@ class FakeBackend(Backend):
                 raise
         if request.request_id == "block":
             time.sleep(600)
+        if request.request_id == "hold":
+            ctypes.PyDLL(None).sleep(600)
         if request.request_id == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         if request.request_id == "odd":

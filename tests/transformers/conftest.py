@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
-from engines import OpenEngine
-
 from drivetrain import InferenceEngine, create_engine
 from drivetrain.testing import tiny_model
+from engines import OpenEngine
 
 
 @pytest.fixture(scope="session", autouse=True)

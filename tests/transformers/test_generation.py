@@ -10,10 +10,9 @@ from pathlib import Path
 import oracle
 import pytest
 import torch
-
-from engines import OpenEngine
 from drivetrain import Completion, FinishReason, InferenceEngine, LogprobsMode, SamplingParams, create_engine
 from drivetrain.testing import tiny_model
+from engines import OpenEngine
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -38,7 +37,11 @@ async def test_requests_that_join_and_leave_a_running_batch_get_the_models_own_l
         async def ask(prompt: list[int]) -> list[Completion]:
             await asyncio.sleep(draw.random() * 0.05)
             params = SamplingParams(
-                max_new_tokens=draw.choice([3, 10, 40]), n=draw.choice([1, 2]), logprobs=0, temperature=0.7, ignore_eos=True
+                max_new_tokens=draw.choice([3, 10, 40]),
+                n=draw.choice([1, 2]),
+                logprobs=0,
+                temperature=0.7,
+                ignore_eos=True,
             )
             return (await engine.generate([prompt], params)).completions
 
@@ -51,7 +54,9 @@ async def test_requests_that_join_and_leave_a_running_batch_get_the_models_own_l
 
 
 async def test_greedy_takes_the_most_likely_token_each_time(engine: InferenceEngine, model: Path) -> None:
-    output = await engine.generate(["one", "another prompt"], SamplingParams(temperature=0, max_new_tokens=20, ignore_eos=True))
+    output = await engine.generate(
+        ["one", "another prompt"], SamplingParams(temperature=0, max_new_tokens=20, ignore_eos=True)
+    )
     reference = oracle.load(model)
     for completion in output.completions:
         logits = oracle.logits_of(reference, completion.prompt_token_ids, completion.token_ids)
@@ -99,7 +104,9 @@ def truncated(logits: torch.Tensor, *, top_k: int, top_p: float, min_p: float) -
             kept.append(token_id)
         before += probability
     share_kept = logits[kept].softmax(-1)
-    kept = [token_id for token_id, p in zip(kept, share_kept.tolist(), strict=True) if p >= min_p * share_kept[0].item()]
+    kept = [
+        token_id for token_id, p in zip(kept, share_kept.tolist(), strict=True) if p >= min_p * share_kept[0].item()
+    ]
     cut = torch.full_like(logits, -torch.inf)
     cut[kept] = logits[kept]
     return cut
@@ -132,7 +139,9 @@ async def test_a_seed_alone_decides_the_random_stream(engine: InferenceEngine) -
     crowd = engine.generate(["x" * n for n in range(1, 14)], SamplingParams(max_new_tokens=30, ignore_eos=True))
     among_others, _ = await asyncio.gather(engine.generate("the same prompt", params), crowd)
     assert among_others.completions[0].token_ids == alone
-    other = (await engine.generate("the same prompt", SamplingParams(max_new_tokens=24, seed=124, ignore_eos=True))).completions[0]
+    other = (
+        await engine.generate("the same prompt", SamplingParams(max_new_tokens=24, seed=124, ignore_eos=True))
+    ).completions[0]
     assert other.token_ids != alone
 
 
@@ -219,9 +228,13 @@ async def test_no_stop_token_comes_before_min_new_tokens(engine: InferenceEngine
     assert at_once.completions[0].token_ids == [256]
     assert at_once.completions[0].matched_stop == 256
     assert at_once.completions[0].text == ""
-    later = await engine.generate("x", SamplingParams(temperature=0, max_new_tokens=9, min_new_tokens=4, logit_bias=bias))
+    later = await engine.generate(
+        "x", SamplingParams(temperature=0, max_new_tokens=9, min_new_tokens=4, logit_bias=bias)
+    )
     assert later.completions[0].token_ids == [65, 65, 65, 65, 256]
-    ignored = await engine.generate("x", SamplingParams(temperature=0, max_new_tokens=3, ignore_eos=True, logit_bias=bias))
+    ignored = await engine.generate(
+        "x", SamplingParams(temperature=0, max_new_tokens=3, ignore_eos=True, logit_bias=bias)
+    )
     assert ignored.completions[0].token_ids == [256, 256, 256]
 
 

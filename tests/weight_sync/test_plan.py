@@ -7,13 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-
 from drivetrain.errors import InvalidConfig, WeightPlanMismatch
 from drivetrain.weights import Bucket, PlacedTensor, TensorSpec, WeightManifest, WeightPlan
 from drivetrain_weight_sync import check_plan, make_plan
 from drivetrain_weight_sync.plan import ALIGNMENT, bucket_offsets, check_geometry, layer_of, plan_nbytes
+from hypothesis import given
+from hypothesis import strategies as st
 
 PREFIXES = ["model.layers.{}.", "transformer.h.{}.mlp.", "{}.", "model.layers.{}.experts.1."]
 
@@ -106,6 +105,12 @@ def test_a_layer_larger_than_a_bucket_has_its_own() -> None:
         ["1.w", "1.b"],
         ["2.w"],
     ]
+
+
+def test_a_bucket_is_filled_to_the_last_byte_and_no_further() -> None:
+    layers = [TensorSpec(f"{index}.w", "int8", (200,)) for index in range(4)]
+    assert [len(bucket.tensors) for bucket in make_plan(layers, 512).buckets] == [2, 2]
+    assert [len(bucket.tensors) for bucket in make_plan(layers, 511).buckets] == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("bucket_bytes", [0, -1])

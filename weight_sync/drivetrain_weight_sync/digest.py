@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -30,7 +30,8 @@ _ROW_BYTES: Final = 8 * _COLUMNS
 # torch splits an elementwise operation over threads above 32768 elements, which would fight with our own threads.
 _CPU_ROWS: Final = 32768 // _COLUMNS
 _DEVICE_ROWS: Final = (1 << 22) // _COLUMNS
-_POOL_BYTES: Final = 8 << 20
+_POOL_ROWS: Final = 1024
+_GROUP: Final = 512
 _MASK: Final = (1 << 64) - 1
 _LENGTH_FACTOR: Final = 0x9E3779B97F4A7C15
 _DTYPE_FACTOR: Final = 0xC2B2AE3D27D4EB4F
@@ -42,51 +43,67 @@ def digest(tensor: torch.Tensor) -> int:
     It covers the bits in row-major order, their number and the dtype, not the shape. A tensor that is not
     contiguous is copied first.
     """
-    return _finish(int(_row_sum(tensor)), tensor)
+    return digests({"": tensor})[""]
 
 
 def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Return :func:`digest` of each tensor, by name: over several threads on a CPU, with one wait on a device."""
-    on_cpu = [name for name, tensor in tensors.items() if tensor.device.type == "cpu"]
-    sums: dict[str, int] = {}
-    threads = min(torch.get_num_threads(), len(on_cpu))
-    if threads > 1 and sum(tensors[name].nbytes for name in on_cpu) >= _POOL_BYTES:
-        with ThreadPoolExecutor(threads) as pool:
-            sums.update(zip(on_cpu, pool.map(lambda name: int(_row_sum(tensors[name])), on_cpu), strict=True))
-    else:
-        sums.update((name, int(_row_sum(tensors[name]))) for name in on_cpu)
-    pending: dict[torch.device, dict[str, torch.Tensor]] = {}
+    """Return :func:`digest` of each tensor, by name: over several threads on a CPU, with few waits on a device."""
+    by_device: dict[torch.device, list[str]] = {}
     for name, tensor in tensors.items():
-        if name not in sums:
-            pending.setdefault(tensor.device, {})[name] = _row_sum(tensor)
-    for batch in pending.values():
-        sums.update(zip(batch, torch.stack(list(batch.values())).tolist(), strict=True))
-    return {name: _finish(sums[name], tensor) for name, tensor in tensors.items()}
+        by_device.setdefault(tensor.device, []).append(name)
+    found: dict[str, int] = {}
+    for names in by_device.values():
+        for begin in range(0, len(names), _GROUP):
+            group = names[begin : begin + _GROUP]
+            sums = _weighted_sums([tensors[name] for name in group]).tolist()
+            found.update((name, _finish(value, tensors[name])) for name, value in zip(group, sums, strict=True))
+    return {name: found[name] for name in tensors}
 
 
-def _finish(row_sum: int, tensor: torch.Tensor) -> int:
+def _finish(weighted_sum: int, tensor: torch.Tensor) -> int:
     dtype = zlib.crc32(dtype_name(tensor.dtype).encode())
-    return _signed(row_sum + tensor.nbytes * _LENGTH_FACTOR + dtype * _DTYPE_FACTOR)
+    return _signed(weighted_sum + tensor.nbytes * _LENGTH_FACTOR + dtype * _DTYPE_FACTOR)
 
 
 @torch.no_grad()
-def _row_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return Σ c·row as an int64 scalar on the tensor's device."""
+def _weighted_sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return Σ c·row of each tensor, int64 ``[len(tensors)]``, on the one device that all lie on."""
+    device = tensors[0].device
+    fold = _fold_on_cpu if device.type == "cpu" else fold_on_device
+    whole_rows = [tensor.nbytes // _ROW_BYTES for tensor in tensors]
+    weights = _weights_on(device)
+    c = weights.per_row(max(whole_rows) + 1)
+    sums = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+    # The last rows of all are folded together: most tensors of a model are small.
+    last = torch.zeros(len(tensors), _ROW_BYTES, dtype=torch.uint8, device=device)
+
+    @torch.no_grad()  # it is of the thread
+    def fold_whole_rows(index: int) -> None:
+        raw, count = _raw(tensors[index]), whole_rows[index]
+        rest = raw[count * _ROW_BYTES :]
+        last[index, : len(rest)] = rest
+        if count:
+            rows = torch.empty(count, dtype=torch.int64, device=device)
+            fold(raw[: count * _ROW_BYTES].view(torch.int64).view(count, _COLUMNS), weights.a, weights.b, rows)
+            torch.sum(rows * c[:count], 0, out=sums[index])
+
+    threads = min(torch.get_num_threads(), len(tensors)) if device.type == "cpu" else 1
+    if threads > 1 and sum(whole_rows) >= _POOL_ROWS:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(fold_whole_rows, range(len(tensors))))
+    else:
+        for index in range(len(tensors)):
+            fold_whole_rows(index)
+    ends = torch.empty(len(tensors), dtype=torch.int64, device=device)
+    fold(last.view(torch.int64), weights.a, weights.b, ends)
+    return sums + ends * c[torch.tensor(whole_rows, device=device)]
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.storage_offset() * flat.element_size() % 8:
-        flat = flat.clone()
-    raw = flat.view(torch.uint8)
-    whole = raw.numel() // _ROW_BYTES
-    rows = torch.zeros(whole + 1, dtype=torch.int64, device=raw.device)
-    weights = _weights_on(raw.device)
-    fold = _fold_on_cpu if raw.device.type == "cpu" else fold_on_device
-    if whole:
-        fold(raw[: whole * _ROW_BYTES].view(torch.int64).view(whole, _COLUMNS), weights.a, weights.b, rows[:whole])
-    if raw.numel() % _ROW_BYTES:
-        last = torch.zeros(_ROW_BYTES, dtype=torch.uint8, device=raw.device)
-        last[: raw.numel() % _ROW_BYTES] = raw[whole * _ROW_BYTES :]
-        fold(last.view(torch.int64).view(1, _COLUMNS), weights.a, weights.b, rows[whole:])
-    return (rows * weights.per_row(whole + 1)).sum()
+        flat = flat.clone()  # words of 64 bits must lie at multiples of 8 bytes
+    return flat.view(torch.uint8)
 
 
 def _fold_on_cpu(words: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:

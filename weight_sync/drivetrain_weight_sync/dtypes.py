@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-
 from drivetrain.errors import WeightPlanMismatch
 from drivetrain.weights import TensorSpec
 

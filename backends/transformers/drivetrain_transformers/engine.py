@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, ClassVar
@@ -20,9 +21,11 @@ from drivetrain.weights import (
     WeightReply,
     WeightReport,
 )
+
 from drivetrain_transformers.translate import CONFIG_NAMES, device_of
 
 if TYPE_CHECKING:
+    from drivetrain_transformers.lora import Adapters
     from drivetrain_transformers.runner import Runner
     from drivetrain_transformers.weights import Weights
 
@@ -84,6 +87,8 @@ class TransformersBackend(Backend):
             claimed.add(Capability.PREFIX_CACHE)
         if not device_of(config).startswith("cpu"):
             claimed.add(Capability.SLEEP_KEEPS_WEIGHTS)
+        if config.enable_lora and importlib.util.find_spec("peft") is not None:
+            claimed.add(Capability.LORA)
         return frozenset(claimed)
 
     # Lifecycle ---------------------------------------------------------------------------------------------------
@@ -104,15 +109,23 @@ class TransformersBackend(Backend):
             loop.call_soon_threadsafe(report, words)
 
         with ThreadPoolExecutor(1, thread_name_prefix="drivetrain-transformers-load") as pool:
-            self._runner, self._weights = await loop.run_in_executor(pool, load, stage)
-        self._runner.start()
-        return self._runner.model.info
+            runner, self._weights = await loop.run_in_executor(pool, load, stage)
+        runner.start()
+        self._runner = runner
+        return runner.model.info
 
     async def close(self) -> None:
         """Stop the thread and let the model go."""
-        runner, self._runner, self._weights = self._runner, None, None
-        if runner is not None:
-            await asyncio.get_running_loop().run_in_executor(None, runner.stop)
+        runner, weights = self._runner, self._weights
+        self._runner = self._weights = None
+
+        def stop(runner: Runner, weights: Weights) -> None:
+            runner.stop()
+            weights.free()
+            runner.model.release_unused_memory()
+
+        if runner is not None and weights is not None:
+            await asyncio.get_running_loop().run_in_executor(None, stop, runner, weights)
 
     async def stats(self) -> EngineStats:
         """Requests and memory, as the scheduler counts them."""
@@ -234,7 +247,24 @@ class TransformersBackend(Backend):
         """Look at every tensor where it lies."""
         return await self._running.call(self._received.validate)
 
+    # LoRA --------------------------------------------------------------------------------------------------------
+
+    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
+        """Load an adapter; none is ever evicted, so each is pinned."""
+        await self._running.call(lambda: self._adapters.load(lora_name, lora_path))
+
+    async def unload_lora_adapter(self, lora_name: str) -> None:
+        """Unload an adapter."""
+        await self._running.call(lambda: self._adapters.unload(lora_name))
+
     # ---------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _adapters(self) -> Adapters:
+        adapters = self._running.model.adapters
+        if adapters is None:
+            raise self._unsupported(Capability.LORA)
+        return adapters
 
     @property
     def _running(self) -> Runner:

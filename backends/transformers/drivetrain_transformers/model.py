@@ -6,18 +6,19 @@ import ctypes
 import gc
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
+from drivetrain.backend import ModelInfo
+from drivetrain.config import EngineConfig
+from drivetrain.errors import EngineStartError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.utils import logging as transformers_logging
 
-from drivetrain.backend import ModelInfo
-from drivetrain.config import EngineConfig
-from drivetrain.errors import EngineStartError
+from drivetrain_transformers.lora import Adapters
 from drivetrain_transformers.kv_cache import RunningCache
-from drivetrain_transformers.translate import context_length, eos_token_ids, load_arguments
+from drivetrain_transformers.translate import context_length, device_of, eos_token_ids, load_arguments
 
 
 class LoadedModel:
@@ -27,6 +28,7 @@ class LoadedModel:
         self.module = module
         self.info = info
         self.device = torch.device(info.device)
+        self.adapters: Adapters | None = None
         takes = inspect.signature(module.forward).parameters
         self._positions = "position_ids" in takes
         self._keeps_logits = "logits_to_keep" in takes
@@ -44,7 +46,14 @@ class LoadedModel:
             with _no_progress_bars():
                 module = AutoModelForCausalLM.from_pretrained(config.model, **load_arguments(config))
         except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
-            raise EngineStartError(f"transformers cannot load {config.model!r}: {type(error).__name__}: {error}") from error
+            raise EngineStartError(
+                f"transformers cannot load {config.model!r}: {type(error).__name__}: {error}"
+            ) from error
+        # Loaded on the CPU first: straight to a GPU, transformers puts every weight into one block of the allocator,
+        # which could not be given back while anything else lies in it.
+        report(f"moving the model to {device_of(config)}")
+        if not hasattr(module, "hf_device_map"):
+            module.to(device_of(config))
         module.eval()
         module.requires_grad_(False)
         _refuse_recurrent_state(module)
@@ -60,10 +69,15 @@ class LoadedModel:
             parameters=sum(parameter.numel() for parameter in module.parameters()),
             device=str(module.device),
         )
-        return cls(module, info)
+        model = cls(module, info)
+        if config.enable_lora:
+            model.adapters = Adapters(module, most=config.max_loras, largest_rank=config.max_lora_rank)
+        return model
 
     @torch.inference_mode()
-    def prefill(self, ids: list[list[int]], past: Cache, prefix: int, *, all_positions: bool) -> torch.Tensor:
+    def prefill(
+        self, ids: list[list[int]], adapters: list[str | None], past: Cache, prefix: int, *, all_positions: bool
+    ) -> torch.Tensor:
         """Run token ids whose first ``prefix`` tokens are in ``past``, and add them to it, left-padded.
 
         Returns:
@@ -76,20 +90,27 @@ class LoadedModel:
             tokens[row, longest - len(own) :] = torch.tensor(own)
             mask[row, prefix : prefix + longest - len(own)] = 0
         positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, prefix:]
-        logits = self._forward(tokens, mask, positions, past, last_only=not all_positions)
+        logits = self._forward(tokens, mask, positions, past, adapters, last_only=not all_positions)
         if not bool(mask.all()):
             _zero_padding(past, mask)
         return logits
 
     @torch.inference_mode()
-    def decode(self, last_ids: list[int], cache: RunningCache) -> torch.Tensor:
+    def decode(self, last_ids: list[int], adapters: list[str | None], cache: RunningCache) -> torch.Tensor:
         """Run one token of each running row; return logits of shape (rows, vocabulary)."""
         tokens = torch.tensor(last_ids, dtype=torch.long)[:, None]
         positions = torch.tensor(cache.lengths, dtype=torch.long)[:, None]
-        return self._forward(tokens, cache.attention_mask(), positions, cache, last_only=True)[:, -1]
+        return self._forward(tokens, cache.attention_mask(), positions, cache, adapters, last_only=True)[:, -1]
 
     def _forward(
-        self, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Cache, *, last_only: bool
+        self,
+        tokens: torch.Tensor,
+        mask: torch.Tensor,
+        positions: torch.Tensor,
+        cache: Cache,
+        adapters: list[str | None],
+        *,
+        last_only: bool,
     ) -> torch.Tensor:
         arguments: dict[str, object] = {
             "input_ids": tokens.to(self.device),
@@ -101,8 +122,13 @@ class LoadedModel:
             arguments["position_ids"] = positions.to(self.device)
         if self._keeps_logits and last_only:
             arguments["logits_to_keep"] = 1
-        logits: torch.Tensor = self.module(**arguments).logits
+        with self.adapters.using(adapters) if self.adapters is not None else nullcontext():
+            logits: torch.Tensor = self.module(**arguments).logits
         return logits
+
+    def adapter_identity(self, name: str | None) -> int:
+        """What caches made with the adapter ``name`` are known by."""
+        return self.adapters.identity(name) if self.adapters is not None else 0
 
     def release_unused_memory(self) -> None:
         """Hand memory that nothing holds back to the operating system or the GPU."""
@@ -165,5 +191,3 @@ def _trim_heap() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from drivetrain.outputs import TopLogprobs
 from transformers.cache_utils import Cache, DynamicCache
 
-from drivetrain.outputs import TopLogprobs
 from drivetrain_transformers.model import LoadedModel
 from drivetrain_transformers.prefix_cache import PrefixCache
 from drivetrain_transformers.sampler import top_logprobs
@@ -29,14 +29,14 @@ class Budget:
     def __init__(self, most: int, prefix_of: Prefill, first: Sequence) -> None:
         self._most = most
         self._prefill = prefix_of
-        self._unique: set[tuple[int, ...]] = set()
+        self._unique: set[tuple[object, ...]] = set()
         self._longest = 0
         self._prefix = prefix_of.cached_length(first)
 
     def takes(self, sequence: Sequence) -> bool:
         """Count ``sequence`` in if it fits; equal token ids are computed once."""
         ids = sequence.token_ids
-        key = tuple(ids)
+        key = (sequence.request.lora, *ids)
         if self._unique:
             if self._prefill.cached_length(sequence) != self._prefix:
                 return False
@@ -69,19 +69,31 @@ class Prefill:
         """Tokens of ``sequence`` whose cache will be used. Prompt logprobs need every position to be computed."""
         if self._prefixes is None or sequence.request.params.prompt_logprobs is not None:
             return 0
-        return self._prefixes.find(sequence.token_ids)[0]
+        return self._prefixes.find(sequence.token_ids, self._model.adapter_identity(sequence.request.lora))[0]
 
     def run(self, group: list[Sequence]) -> Prefilled:
         """Compute the cache of ``group``, whose cached prefixes are equally long."""
-        order: dict[tuple[int, ...], int] = {}
-        rows = [order.setdefault(tuple(sequence.token_ids), len(order)) for sequence in group]
-        unique = [list(ids) for ids in order]
+        order: dict[tuple[object, ...], int] = {}
+        unique: list[Sequence] = []
+        rows: list[int] = []
+        for sequence in group:
+            row = order.setdefault((sequence.request.lora, *sequence.token_ids), len(order))
+            rows.append(row)
+            if row == len(unique):
+                unique.append(sequence)
         prefix = self.cached_length(group[0])
         past = self._past(unique, prefix)
         wants_all = any(
-            sequence.request.params.prompt_logprobs is not None and sequence.prompt_logprobs is None for sequence in group
+            sequence.request.params.prompt_logprobs is not None and sequence.prompt_logprobs is None
+            for sequence in group
         )
-        logits = self._model.prefill([ids[prefix:] for ids in unique], past, prefix, all_positions=wants_all)
+        logits = self._model.prefill(
+            [sequence.token_ids[prefix:] for sequence in unique],
+            [sequence.request.lora for sequence in unique],
+            past,
+            prefix,
+            all_positions=wants_all,
+        )
         for sequence, row in zip(group, rows, strict=True):
             if not sequence.generated:
                 sequence.cached_tokens = prefix
@@ -93,11 +105,14 @@ class Prefill:
         index = torch.tensor(rows, device=logits.device)
         return Prefilled(past, rows, logits[:, -1].index_select(0, index))
 
-    def _past(self, unique: list[list[int]], prefix: int) -> DynamicCache:
+    def _past(self, unique: list[Sequence], prefix: int) -> DynamicCache:
         past = DynamicCache()
         if prefix:
             assert self._prefixes is not None
-            found = [self._prefixes.find(ids)[1] for ids in unique]
+            found = [
+                self._prefixes.find(sequence.token_ids, self._model.adapter_identity(sequence.request.lora))[1]
+                for sequence in unique
+            ]
             for layer in range(len(found[0])):
                 keys = torch.cat([layers[layer][0][:, :, :prefix] for layers in found])
                 values = torch.cat([layers[layer][1][:, :, :prefix] for layers in found])

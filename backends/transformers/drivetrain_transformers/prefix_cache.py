@@ -14,6 +14,7 @@ BLOCK = 16
 @dataclass(slots=True, eq=False)
 class _Entry:
     token_ids: list[int]
+    adapter: int
     layers: list[tuple[torch.Tensor, torch.Tensor]]
     hashes: list[int]
     nbytes: int
@@ -28,16 +29,18 @@ class PrefixCache:
         self._by_prefix: dict[int, _Entry] = {}
         self.nbytes = 0
 
-    def find(self, token_ids: list[int]) -> tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]:
+    def find(self, token_ids: list[int], adapter: int = 0) -> tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]:
         """Return (length, keys and values per layer) of the longest cached prefix; (0, []) if there is none.
+
+        ``adapter`` says which LoRA adapter made the entry: those of others are not found.
 
         At least one token of ``token_ids`` is left to be computed. Tensors: shape (1, heads, length, head size).
         """
         best: _Entry | None = None
         length = 0
-        for count, prefix in _prefixes(token_ids[: len(token_ids) - 1]):
+        for count, prefix in _prefixes(token_ids[: len(token_ids) - 1], adapter):
             entry = self._by_prefix.get(prefix)
-            if entry is None or entry.token_ids[:count] != token_ids[:count]:
+            if entry is None or entry.adapter != adapter or entry.token_ids[:count] != token_ids[:count]:
                 break
             best, length = entry, count
         if best is None:
@@ -45,19 +48,21 @@ class PrefixCache:
         self._entries.move_to_end(id(best))
         return length, [(keys[:, :, :length], values[:, :, :length]) for keys, values in best.layers]
 
-    def holds(self, token_ids: list[int]) -> bool:
+    def holds(self, token_ids: list[int], adapter: int = 0) -> bool:
         """Whether every whole block of ``token_ids`` is cached already."""
-        entry = self._by_prefix.get(_last_hash(token_ids))
-        return entry is not None
+        prefixes = _prefixes(token_ids, adapter)
+        return bool(prefixes) and prefixes[-1][1] in self._by_prefix
 
-    def insert(self, token_ids: list[int], layers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def insert(
+        self, token_ids: list[int], layers: list[tuple[torch.Tensor, torch.Tensor]], adapter: int = 0
+    ) -> None:
         """Keep a sequence's keys and values; shape (1, heads, len(token_ids), head size) per layer."""
         nbytes = sum(keys.nbytes + values.nbytes for keys, values in layers)
         if nbytes > self._capacity:
             return
         while self.nbytes + nbytes > self._capacity:
             self._evict()
-        entry = _Entry(list(token_ids), layers, [prefix for _, prefix in _prefixes(token_ids)], nbytes)
+        entry = _Entry(list(token_ids), adapter, layers, [prefix for _, prefix in _prefixes(token_ids, adapter)], nbytes)
         self._entries[id(entry)] = entry
         self.nbytes += nbytes
         for prefix in entry.hashes:
@@ -77,16 +82,11 @@ class PrefixCache:
                 del self._by_prefix[prefix]
 
 
-def _prefixes(token_ids: list[int]) -> list[tuple[int, int]]:
+def _prefixes(token_ids: list[int], adapter: int) -> list[tuple[int, int]]:
     """(length, hash) of each prefix of whole blocks; the hash of one goes into the next."""
     found = []
-    running = 0
+    running = adapter
     for end in range(BLOCK, len(token_ids) + 1, BLOCK):
         running = hash((running, tuple(token_ids[end - BLOCK : end])))
         found.append((end, running))
     return found
-
-
-def _last_hash(token_ids: list[int]) -> int:
-    prefixes = _prefixes(token_ids)
-    return prefixes[-1][1] if prefixes else 0

@@ -12,6 +12,7 @@ from drivetrain.backend import GenerateRequest
 from drivetrain.config import EngineConfig
 from drivetrain.errors import EngineInternalError
 from drivetrain.tokenizer import Tokenizer
+
 from drivetrain_transformers.model import LoadedModel
 from drivetrain_transformers.scheduler import Scheduler
 from drivetrain_transformers.sequences import Sink

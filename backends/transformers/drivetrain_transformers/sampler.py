@@ -11,7 +11,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
-
 from drivetrain.backend import GenerateRequest
 from drivetrain.outputs import TopLogprobs
 from drivetrain.sampling import LogprobsMode
@@ -88,7 +87,9 @@ class Sampler:
         self._repetition = [i for i, p in enumerate(params) if p.repetition_penalty != 1]
         self._counted = [i for i, p in enumerate(params) if p.frequency_penalty or p.presence_penalty]
         self._held_back = [i for i, p in enumerate(params) if p.min_new_tokens]
-        self._modes = [row.request.logprobs_mode if p.logprobs is not None else None for row, p in zip(rows, params, strict=True)]
+        self._modes = [
+            row.request.logprobs_mode if p.logprobs is not None else None for row, p in zip(rows, params, strict=True)
+        ]
         self._top = [(i, p.logprobs) for i, p in enumerate(params) if p.logprobs]
 
     def draw(self, logits: torch.Tensor) -> Drawn:

@@ -10,13 +10,12 @@ import itertools
 import secrets
 from collections.abc import Iterable
 
-import torch
-
 from drivetrain.backend import GenerateRequest, GenerateResult, TokenDelta
 from drivetrain.errors import DrivetrainError, EngineOutOfMemory
 from drivetrain.outputs import FinishReason
 from drivetrain.stops import StopMatcher
 from drivetrain.tokenizer import Tokenizer
+
 from drivetrain_transformers.errors import as_engine_error
 from drivetrain_transformers.kv_cache import RunningCache
 from drivetrain_transformers.model import LoadedModel
@@ -205,7 +204,8 @@ class Scheduler:
         if sampler is None:
             sampler = self._sampler = Sampler([sequence.row for sequence in self._running], self.model.device)
         self._cache.open_column()
-        logits = self.model.decode([sequence.generated[-1] for sequence in self._running], self._cache)
+        last_ids = [sequence.generated[-1] for sequence in self._running]
+        logits = self.model.decode(last_ids, [sequence.request.lora for sequence in self._running], self._cache)
         self._cache.close_column()
         self._take(sampler.draw(logits), 0)
 
@@ -253,9 +253,9 @@ class Scheduler:
         length = self._cache.lengths[row] // BLOCK * BLOCK
         if not self._keeps_prefixes or length == 0 or sequence.epoch != self._epoch:
             return
-        token_ids = sequence.token_ids[:length]
-        if not self.prefixes.holds(token_ids):
-            self.prefixes.insert(token_ids, self._cache.read(row, length))
+        token_ids, adapter = sequence.token_ids[:length], self.model.adapter_identity(sequence.request.lora)
+        if not self.prefixes.holds(token_ids, adapter):
+            self.prefixes.insert(token_ids, self._cache.read(row, length), adapter)
 
     def _deliver(self, sequence: Sequence, reason: FinishReason, matched: int | None) -> None:
         result = sequence.result(reason, matched, self.version)

@@ -12,13 +12,16 @@ CONFIG_NAMES: Final[Mapping[str, str]] = {
     "revision": "from_pretrained(revision=)",
     "trust_remote_code": "from_pretrained(trust_remote_code=)",
     "dtype": "from_pretrained(dtype=)",
-    "device": "from_pretrained(device_map=)",
+    "device": "module.to()",
     "attention_backend": "from_pretrained(attn_implementation=)",
     "context_length": "the scheduler's limit, at most max_position_embeddings",
     "max_num_seqs": "the scheduler's rows",
     "max_num_batched_tokens": "the scheduler's prefill tokens",
     "enable_prefix_caching": "the scheduler's prefix cache",
     "enable_sleep": "always ready",
+    "enable_lora": "peft",
+    "max_loras": "peft adapters at once",
+    "max_lora_rank": "largest rank of a peft adapter",
     "engine_kwargs": "from_pretrained(**)",
 }
 """Field of EngineConfig → what honours it here."""
@@ -43,7 +46,6 @@ def load_arguments(config: EngineConfig) -> dict[str, Any]:
     """Keyword arguments of ``AutoModelForCausalLM.from_pretrained``."""
     arguments: dict[str, Any] = {
         "dtype": config.dtype,
-        "device_map": device_of(config),
         "trust_remote_code": config.trust_remote_code,
     }
     if config.revision is not None:
@@ -66,7 +68,9 @@ def context_length(model_config: Any, config: EngineConfig) -> int:
         InvalidConfig: more is asked for than the model has.
     """
     names = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
-    own = next((value for name in names if isinstance(value := getattr(model_config, name, None), int)), UNKNOWN_CONTEXT)
+    own = next(
+        (value for name in names if isinstance(value := getattr(model_config, name, None), int)), UNKNOWN_CONTEXT
+    )
     if config.context_length is None:
         return own
     if config.context_length > own:

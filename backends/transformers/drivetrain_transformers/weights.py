@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
+from drivetrain.errors import InvalidRequest
+from drivetrain.weights import TensorData, WeightManifest, WeightMessage, WeightReply, WeightReport
 from drivetrain_weight_sync import ModuleTarget, Receiver
 from drivetrain_weight_sync.dtypes import spec_of
 from drivetrain_weight_sync.finite import non_finite
 
-from drivetrain.errors import InvalidRequest
-from drivetrain.weights import TensorData, WeightManifest, WeightMessage, WeightReply, WeightReport
 from drivetrain_transformers.model import LoadedModel
 
 
@@ -79,6 +79,13 @@ class Weights:
                 kept.copy_(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
             self._asleep.append((storage, storage.nbytes(), kept))
             storage.resize_(0)
+
+    def free(self) -> None:
+        """Give back all memory of the model for good, whoever still holds the module."""
+        self._receiver.close()
+        for tensor in (*self._module.parameters(), *self._module.buffers()):
+            tensor.untyped_storage().resize_(0)
+        self._asleep = []
 
     def wake_up(self) -> None:
         """Take that memory again; without a kept copy it holds no defined values."""

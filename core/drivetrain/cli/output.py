@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -31,7 +31,7 @@ def print_warning(message: str) -> None:
 
 
 @contextmanager
-def progress(title: str) -> Iterator[Callable[[str], None]]:
+def progress(title: str) -> Generator[Callable[[str], None]]:
     """Show stages on stderr while the block runs: a spinner in a terminal, a line each elsewhere."""
     if not err.is_terminal:
         yield lambda stage: err.print(Text(f"{title}: {stage}"), soft_wrap=True)

@@ -22,10 +22,11 @@ from drivetrain.errors import (
     EngineStateError,
 )
 from drivetrain.host.handshake import check_version, open_for
+from drivetrain.host.interpreter import why_not
 from drivetrain.host.link import Link
 from drivetrain.host.methods import METHODS, Method
 from drivetrain.host.probe import probe
-from drivetrain.host.process import Ending, HostProcess, why_not
+from drivetrain.host.process import Ending, HostProcess
 from drivetrain.plugins import load_backend
 
 _logger = logging.getLogger("drivetrain.host")
@@ -117,7 +118,7 @@ class HostedBackend(Backend):
         self._link = Link(report, self._trouble)
         self._host = host = HostProcess(self.config.python, self.config.timeouts, self._on_end)
         try:
-            await self._loop.create_connection(lambda: self._linked(), sock=host.socket)
+            await self._loop.create_unix_connection(self._linked, sock=host.socket)
             async with deadline(self.config.timeouts.start, f"the {self.name} engine to start in its host process"):
                 info = await self._bring_up(host, self._link)
         except DrivetrainError as error:
@@ -130,6 +131,7 @@ class HostedBackend(Backend):
         except BaseException:
             host.condemn("was ended because its start was cancelled")
             await asyncio.shield(self._gone)
+            host.socket.close()  # a connection that was cancelled while it was made does not own it
             self._closed = True
             raise
         self._started = True
@@ -184,14 +186,14 @@ class HostedBackend(Backend):
                     await link.call(_CLOSE, ())
                 link.close()
                 await asyncio.shield(self._gone)
+        except DrivetrainError as error:
+            failed = error
         except TimeoutError:
             _logger.warning(
                 "the host process %d did not close within %g s (timeouts.close) and was killed",
                 host.pid,
                 self.config.timeouts.close,
             )
-        except DrivetrainError as error:
-            failed = error
         finally:
             host.condemn("did not close when asked")
         await asyncio.shield(self._gone)

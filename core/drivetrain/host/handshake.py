@@ -8,6 +8,8 @@ import platform
 import sys
 from typing import Final, cast
 
+import msgspec
+
 from drivetrain.config import EngineConfig
 from drivetrain.errors import WireError
 from drivetrain.host.codec import codec_for
@@ -27,7 +29,9 @@ def open_for(config: EngineConfig, backend: str) -> Open:
     A host of the same Python also looks where this process looks for modules, so that both find the same plugins.
     """
     path = () if config.python else tuple(os.path.abspath(folder) for folder in sys.path)
-    return Open(WIRE_VERSION, drivetrain_version(), backend, _config.encode(portable(config)), path)
+    return Open(
+        WIRE_VERSION, drivetrain_version(), backend, msgspec.Raw(msgspec.msgpack.encode(portable(config))), path
+    )
 
 
 def opened_config(opened: Open) -> EngineConfig:
@@ -39,9 +43,12 @@ def opened_config(opened: Open) -> EngineConfig:
     return cast(EngineConfig, _config.decode(opened.config))
 
 
-def portable(config: EngineConfig) -> EngineConfig:
-    """The configuration as a host gets it: where the engine runs is settled by then."""
-    return config.model_copy(update={"python": None, "isolation": None})
+def portable(config: EngineConfig) -> dict[str, object]:
+    """The fields of a configuration that a host gets: those that were set, but where the engine runs.
+
+    A backend may tell a field that was set from one that was left alone, so the others stay unset.
+    """
+    return config.model_dump(mode="json", exclude_unset=True, exclude={"python", "isolation"})
 
 
 def check_version(who: str, wire_version: int, drivetrain: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import itertools
+import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import cast
 
@@ -30,6 +31,8 @@ from drivetrain.host.wire import (
     read,
 )
 
+_logger = logging.getLogger("drivetrain.host")
+
 
 class Link(asyncio.Protocol):
     """One connection to a host, bound to the event loop that it is made in.
@@ -45,6 +48,7 @@ class Link(asyncio.Protocol):
         self._ids = itertools.count(1)
         self._calls: dict[int, tuple[Method, asyncio.Future[object]]] = {}
         self._streams: dict[int, _Stream] = {}
+        self._transport: asyncio.Transport | None = None
         self._refusal: Callable[[], DrivetrainError] | None = None
         self.hello: asyncio.Future[Hello] = self._loop.create_future()
         self.welcome: asyncio.Future[Welcome] = self._loop.create_future()
@@ -106,13 +110,15 @@ class Link(asyncio.Protocol):
     def close(self) -> None:
         """Close the socket once what was sent is written."""
         self._on_trouble = _nobody
-        self._outbox.flush()
-        self._transport.close()
+        if self._transport is not None:
+            self._outbox.flush()
+            self._transport.close()
 
     def abort(self) -> None:
         """Close the socket now."""
         self._on_trouble = _nobody
-        self._transport.abort()
+        if self._transport is not None:
+            self._transport.abort()
 
     # The socket ------------------------------------------------------------------------------------------------------
 
@@ -128,7 +134,7 @@ class Link(asyncio.Protocol):
             message = str(error)
             self.fail(lambda: WireError(message))
             self._trouble(f"broke the wire protocol: {message}")
-            self._transport.abort()
+            self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._trouble("closed its call socket" if exc is None else f"lost its call socket: {exc}")
@@ -163,13 +169,19 @@ class Link(asyncio.Protocol):
         elif isinstance(message, Failure):
             self._failure(message)
         elif isinstance(message, Progress):
-            self._report(message.text)
+            self._progress(message.text)
         elif isinstance(message, Hello):
             if not self.hello.done():
                 self.hello.set_result(message)
         elif not self.welcome.done():
             self._frames.limit = FRAME_LIMIT
             self.welcome.set_result(message)
+
+    def _progress(self, text: str) -> None:
+        try:
+            self._report(text)
+        except Exception:  # the caller's code; an exception of it here would break the connection
+            _logger.exception("the callback for the progress of the engine's start failed on %r", text)
 
     def _reply(self, message: Reply) -> None:
         method, reply = self._calls.pop(message.id, (None, None))

@@ -19,7 +19,7 @@ from drivetrain.config import EngineConfig, Isolation
 from drivetrain.errors import DeadlineExceeded, EngineStartError, WireError
 from drivetrain.host.failures import exception, failure
 from drivetrain.host.handshake import check_version, drivetrain_version, installed, portable
-from drivetrain.host.process import cannot_run, command, why_not
+from drivetrain.host.interpreter import cannot_run, command, why_not
 from drivetrain.host.reap import MARK, ending, kill_family
 from drivetrain.host.wire import WIRE_VERSION, Failure
 
@@ -43,19 +43,24 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
     python_version: str
 
 
-class _Answer(msgspec.Struct, kw_only=True):
-    """One JSON object on stdout. The first two fields never change; one of the last two is given."""
-
-    wire_version: int
-    drivetrain: str
-    result: msgspec.Raw | None = None
-    failure: msgspec.Raw | None = None
-
-
 class _Described(msgspec.Struct):
     error: str
     message: str
     fields: dict[str, object]
+
+
+class _Version(msgspec.Struct):
+    """How the answer of any version begins."""
+
+    wire_version: int
+    drivetrain: str
+
+
+class _Answer(_Version):
+    """One JSON object on stdout; one of the two is given."""
+
+    result: ProbeResult | None = None
+    failure: _Described | None = None
 
 
 def probe(config: EngineConfig, python: str | None = None, *, deadline: float = _DEADLINE_S) -> ProbeResult:
@@ -88,7 +93,7 @@ def probe(config: EngineConfig, python: str | None = None, *, deadline: float = 
     shown = python or sys.executable
     with process:
         try:
-            answered, said = process.communicate(portable(config).model_dump_json().encode(), timeout=deadline)
+            answered, said = process.communicate(msgspec.json.encode(portable(config)), timeout=deadline)
         except subprocess.TimeoutExpired:
             raise DeadlineExceeded(
                 f"waited {deadline:g} s for {shown!r} to say what its {config.backend} backend can do; it did not"
@@ -105,34 +110,27 @@ def probe(config: EngineConfig, python: str | None = None, *, deadline: float = 
 
 def _understand(answered: bytes, shown: str) -> ProbeResult:
     try:
+        version = msgspec.json.decode(answered, type=_Version)
+        check_version(repr(shown), version.wire_version, version.drivetrain)
         answer = msgspec.json.decode(answered, type=_Answer)
-        check_version(repr(shown), answer.wire_version, answer.drivetrain)
-        if answer.failure is not None:
-            described = msgspec.json.decode(answer.failure, type=_Described)
-            raise exception(Failure(0, described.error, described.message, described.fields))
-        return msgspec.json.decode(answer.result or b"", type=ProbeResult)
     except msgspec.MsgspecError as error:
         raise WireError(f"{shown!r} answered the probe with {answered[:200]!r}: {error}") from error
+    if answer.failure is not None:
+        raise exception(Failure(0, answer.failure.error, answer.failure.message, answer.failure.fields))
+    if answer.result is None:
+        raise WireError(f"{shown!r} answered the probe with neither a result nor a failure")
+    return answer.result
 
 
 def answer() -> int:
     """The probed side: a configuration on stdin, one JSON object on stdout. Returns the exit code."""
     with _stdout_kept() as write:
+        reply = _Answer(WIRE_VERSION, drivetrain_version())
         try:
-            described = _describe(EngineConfig.model_validate_json(sys.stdin.buffer.read()))
-            reply = _Answer(
-                wire_version=WIRE_VERSION,
-                drivetrain=drivetrain_version(),
-                result=msgspec.Raw(msgspec.json.encode(described)),
-            )
+            reply.result = _describe(EngineConfig.model_validate_json(sys.stdin.buffer.read()))
         except Exception as error:  # whatever describing the backend raises is what the asker wants to know
             told = failure(0, error)
-            body = _Described(told.error, told.message, told.fields)
-            reply = _Answer(
-                wire_version=WIRE_VERSION,
-                drivetrain=drivetrain_version(),
-                failure=msgspec.Raw(msgspec.json.encode(body)),
-            )
+            reply.failure = _Described(told.error, told.message, told.fields)
         write(msgspec.json.encode(reply))
     return 0
 

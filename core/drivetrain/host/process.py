@@ -13,7 +13,6 @@ import os
 import selectors
 import socket
 import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -24,7 +23,8 @@ from typing import Final
 import psutil
 
 from drivetrain.config import Timeouts
-from drivetrain.errors import EngineStartError, WireError
+from drivetrain.errors import WireError
+from drivetrain.host.interpreter import cannot_run, command
 from drivetrain.host.reap import MARK, ending, kill_family
 from drivetrain.host.wire import Fatal, FrameReader, from_watch, read
 
@@ -210,32 +210,6 @@ class HostProcess:
         return True
 
 
-def command(python: str | None, *arguments: str) -> list[str]:
-    """Return the command line of a host: unbuffered, without the working folder on its import path."""
-    return [python or sys.executable, "-u", "-P", "-X", "faulthandler", "-m", "drivetrain.host", *arguments]
-
-
-def cannot_run(python: str | None, error: OSError) -> EngineStartError:
-    """Describe an interpreter that cannot be run."""
-    return EngineStartError(
-        f"cannot run {python or sys.executable!r}: {error.strerror or error}; give python= the path of the Python "
-        "executable of the environment that holds the engine"
-    )
-
-
-def why_not(python: str | None, log: tuple[str, ...]) -> str:
-    """Turn what an interpreter said before it could speak the protocol into a remedy; empty if it says nothing."""
-    said = "\n".join(log)
-    for module in ("'drivetrain'", "'drivetrain.host'"):
-        if f"No module named {module}" in said:
-            shown = python or sys.executable
-            return (
-                f"the environment of {shown!r} does not hold this drivetrain; install the same version there: "
-                f"{shown} -m pip install drivetrain"
-            )
-    return ""
-
-
 _running: Final[set[HostProcess]] = set()
 
 
@@ -252,4 +226,4 @@ atexit.register(_kill_all)
 # A forked child (a data loader's worker) is not the parent of these processes and must leave them alone.
 os.register_at_fork(after_in_child=_running.clear)
 
-__all__ = ["Ending", "HostProcess", "cannot_run", "command", "why_not"]
+__all__ = ["Ending", "HostProcess"]

@@ -58,6 +58,19 @@ def kill_family(host: int, mark: str) -> None:
         _logger.error("these processes of an engine's host do not end: %s", ", ".join(map(str, left)))
 
 
+def end_own_family() -> None:
+    """From within a host: kill all that came of it and reap its children, so that they leave no zombies."""
+    mark = os.environ.get(MARK)
+    if mark is None:
+        return  # started by hand, with who knows what in its session
+    kill_family(os.getsid(0), mark)
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            continue
+    except ChildProcessError:
+        return  # none left
+
+
 def ending(returncode: int) -> str:
     """Say in words how a process ended."""
     if returncode >= 0:
@@ -82,4 +95,4 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
-__all__ = ["MARK", "ending", "family", "kill_family", "signal_name"]
+__all__ = ["MARK", "end_own_family", "ending", "family", "kill_family", "signal_name"]

@@ -17,6 +17,7 @@ from drivetrain.host.failures import failure
 from drivetrain.host.handshake import check_version, hello, installed, opened_config
 from drivetrain.host.methods import METHODS, Method
 from drivetrain.host.outbox import Outbox
+from drivetrain.host.reap import end_own_family
 from drivetrain.host.watch import Watch
 from drivetrain.host.wire import (
     FRAME_LIMIT,
@@ -48,14 +49,17 @@ def serve(call_fd: int, watch_fd: int, period: float) -> int:
         os.set_inheritable(fd, False)  # a process of the engine must not keep the socket open when this one is gone
     watch = Watch(socket.socket(fileno=watch_fd), period)
     watch.start()
-    return asyncio.run(_serve(socket.socket(fileno=call_fd), watch))
+    try:
+        return asyncio.run(_serve(socket.socket(fileno=call_fd), watch))
+    finally:
+        end_own_family()
 
 
 async def _serve(call_socket: socket.socket, watch: Watch) -> int:
     loop = asyncio.get_running_loop()
     connection = Connection(watch)
     call_socket.setblocking(False)
-    await loop.create_connection(lambda: connection, sock=call_socket)
+    await loop.create_unix_connection(lambda: connection, sock=call_socket)
     while not connection.over.done():
         watch.tick()
         await asyncio.wait([connection.over], timeout=_TICK_S)
@@ -234,15 +238,17 @@ class Connection(asyncio.Protocol):
                 await close()
 
     def _done(self, call_id: int, method: Method, task: asyncio.Task[object]) -> None:
-        waited_for = self._running.pop(call_id, None) is not None
+        waited_for = self._running.pop(call_id, None) is not None and not self.over.done()
         if task.cancelled():
             if waited_for:
                 self._outbox.put(failure(call_id, EngineInternalError(f"the engine cancelled {method.name} by itself")))
             return
         error = task.exception()
-        if not waited_for:
+        if error is not None and not isinstance(error, Exception):
+            self._end(1)  # SystemExit is on its way through the event loop: the exit code tells more than a reply
+        elif not waited_for:
             return
-        if error is not None:
+        elif error is not None:
             self._outbox.put(failure(call_id, error))
         elif method.streams:
             self._outbox.put(End(call_id))

@@ -16,7 +16,7 @@ from typing import Final
 
 import psutil
 
-from drivetrain.host.reap import MARK, ending, kill_family
+from drivetrain.host.reap import end_own_family, ending
 from drivetrain.host.wire import Fatal, Heartbeat, frame
 
 _TICK_S: Final = 0.25
@@ -129,9 +129,7 @@ def _how(pid: int) -> str:
 
 def _end_all() -> None:
     """The trainer is gone, or wants this host gone: nobody is left to ask for a clean end."""
-    mark = os.environ.get(MARK)
-    if mark is not None:
-        kill_family(os.getsid(0), mark)
+    end_own_family()
     os._exit(1)
 
 

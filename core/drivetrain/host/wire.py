@@ -101,7 +101,7 @@ class Fatal(_Message, frozen=True):
 
 
 class Open(_Message, frozen=True):
-    """Answers ``Hello``: which backend to load, with which configuration (an ``EngineConfig``)."""
+    """Answers ``Hello``: the backend to load, and the fields of its ``EngineConfig`` that are set."""
 
     wire_version: int
     drivetrain: str

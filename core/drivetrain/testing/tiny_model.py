@@ -12,7 +12,7 @@ import shutil
 import stat
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -150,7 +150,7 @@ def _write(folder: Path, architecture: str, seed: int, overrides: Mapping[str, C
 
 
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
+def _no_progress_bar() -> Generator[None]:
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

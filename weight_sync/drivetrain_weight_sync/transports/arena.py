@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
-
 from drivetrain.errors import InvalidRequest
 
 

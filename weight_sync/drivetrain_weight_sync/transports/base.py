@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-
 from drivetrain.weights import WeightManifest, WeightPlan, WeightSource, WeightUpdateRequest
 
 

@@ -1,0 +1,70 @@
+"""The documentation is true: its Python blocks run, its links lead somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCED = re.compile(r"^(```|~~~).*?^\1\s*$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
+
+# One page is one program, whose blocks may await, as in a notebook.
+RUNNER = """
+import ast, asyncio, inspect, sys
+code = compile(sys.stdin.read(), sys.argv[1], "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+value = eval(code, globals())
+if inspect.iscoroutine(value):
+    asyncio.run(value)
+"""
+
+
+def blocks_of(page: Path) -> str:
+    """The page's Python blocks, each on its own lines of the page, so that a traceback points into it."""
+    text = page.read_text(encoding="utf-8")
+    program: list[str] = []
+    for block in BLOCK.finditer(text):
+        first = text[: block.start(1)].count("\n")
+        program += [""] * (first - len(program)) + block[1].splitlines()
+    return "\n".join(program)
+
+
+def anchors_of(page: Path) -> set[str]:
+    headings = HEADING.findall(FENCED.sub("", page.read_text(encoding="utf-8")))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_blocks_run(page: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", RUNNER, str(page)],
+        input=blocks_of(page),
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    dead: list[str] = []
+    for link in LINK.findall(FENCED.sub("", page.read_text(encoding="utf-8"))):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path) if path else page
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors_of(target)):
+            dead.append(link)
+    assert dead == []

@@ -1,0 +1,426 @@
+"""A push makes the engine's weights bitwise those of the trainer, or changes nothing and says why."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from drivetrain.capability import Capability
+from drivetrain.config import Isolation
+from drivetrain.engine import InferenceEngine
+from drivetrain.errors import (
+    InvalidConfig,
+    InvalidRequest,
+    InvalidWeights,
+    UnsupportedCapability,
+    WeightPlanMismatch,
+    WeightSyncError,
+    WeightTransferFailed,
+)
+from drivetrain.weights import WeightMessage, WeightReply
+from drivetrain_weight_sync import Strategy, UpdatableEngine, WeightSync
+from drivetrain_weight_sync.source import WeightInput
+from torch import nn
+
+from tests.weight_sync.models import Model, differing, tensors_of
+from tests.weight_sync.receiver_engines import HostedEngine, InlineEngine
+
+STRATEGIES = ["in_process", "shared_memory", "disk"]
+
+
+def reused_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor in a buffer that is overwritten as soon as the next is asked for."""
+    buffer = torch.empty(1 << 20, dtype=torch.uint8)
+    for name, tensor in tensors_of(model).items():
+        view = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        view.copy_(tensor)
+        yield name, view
+        buffer.fill_(255)
+
+
+SOURCES: dict[str, Callable[[Model], WeightInput]] = {
+    "module": lambda model: model,
+    "compiled and wrapped": lambda model: nn.ModuleDict({"module": torch.compile(model)}),  # type: ignore[dict-item]
+    "mapping": tensors_of,
+    "non-contiguous mapping": lambda model: {
+        name: tensor.t().contiguous().t() if tensor.dim() == 2 else tensor for name, tensor in tensors_of(model).items()
+    },
+    "pairs": lambda model: list(tensors_of(model).items()),
+    "function": lambda model: lambda: reused_buffers(model),
+    "generator": reused_buffers,
+    "without the tied name": lambda model: {n: t for n, t in tensors_of(model).items() if n != "lm_head.weight"},
+    "only the tied name": lambda model: {n: t for n, t in tensors_of(model).items() if n != "model.embed.weight"},
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", SOURCES)
+async def test_every_source_arrives_bitwise_by_every_strategy(kind: str, strategy: str) -> None:
+    trained, served = Model(1), Model(2)
+    engine = InlineEngine(served)
+    async with WeightSync.connect(SOURCES[kind](trained), engine, strategy, bucket_bytes=8192) as sync:
+        assert differing(tensors_of(served), tensors_of(trained))
+        result = await sync.push(version="step-1")
+    assert not differing(tensors_of(served), tensors_of(trained))
+    assert engine.version == result.version == "step-1"
+    assert result.strategy is Strategy(strategy)
+    assert result.buckets == engine.messages.count("LoadBuckets") > 2
+    assert result.tensors == len(tensors_of(trained)) - 1
+    assert result.nbytes == sum(t.nbytes for n, t in tensors_of(trained).items() if n != "lm_head.weight")
+    assert 0 < result.update_seconds < result.total_seconds
+    assert result.check_seconds + result.stage_seconds < result.total_seconds
+    assert result.gb_per_second > 0
+
+
+@pytest.mark.parametrize("strategy", ["auto", "disk"])
+async def test_weights_reach_another_process_bitwise_at_every_push(strategy: str) -> None:
+    trained = Model(1)
+    async with HostedEngine(Model(2)) as engine:
+        async with WeightSync.connect(trained, engine, strategy, bucket_bytes=8192) as sync:
+            for step in range(3):
+                with torch.no_grad():
+                    trained.model.layers[1].get_submodule("up").get_parameter("weight").mul_(-1.5)
+                await sync.push(version=f"step-{step}")
+                assert not differing(await engine.tensors(), tensors_of(trained))
+        assert engine.version == "step-2"
+        assert sync.strategy is (Strategy.SHARED_MEMORY if strategy == "auto" else Strategy.DISK)
+
+
+def without(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[name]
+
+    return change
+
+
+def with_tensor(name: str, tensor: torch.Tensor) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] = tensor
+
+    return change
+
+
+def with_value(name: str, value: float) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name].view(-1)[-1] = value
+
+    return change
+
+
+UP = "model.layers.1.up.weight"
+REFUSED: dict[str, tuple[Callable[[dict[str, torch.Tensor]], None], type[Exception], str]] = {
+    "missing": (
+        without(UP),
+        WeightPlanMismatch,
+        r"Missing: model\.layers\.1\.up\.weight \(expected bfloat16 \[72, 24\]",
+    ),
+    "extra": (with_tensor("more", torch.zeros(3)), WeightPlanMismatch, r"Extra: more \(float32 \[3\]\)"),
+    "shape": (
+        with_tensor(UP, torch.zeros(24, 72).bfloat16()),
+        WeightPlanMismatch,
+        r"up\.weight \(got bfloat16 \[24, 72\], expected bfloat16 \[72, 24\]\).*the model that is trained",
+    ),
+    "dtype": (
+        with_tensor(UP, torch.zeros(72, 24)),
+        WeightPlanMismatch,
+        r"up\.weight \(got float32 \[72, 24\], expected bfloat16 \[72, 24\]\).*cast=True",
+    ),
+    "NaN": (with_value(UP, float("nan")), InvalidWeights, r"model\.layers\.1\.up\.weight \(NaN\)"),
+    "infinity": (with_value("model.norm.bias", float("-inf")), InvalidWeights, r"model\.norm\.bias \(infinite\)"),
+    "0-dim NaN": (with_value("model.layers.0.scale", float("nan")), InvalidWeights, r"model\.layers\.0\.scale \(NaN\)"),
+    "tied names that differ": (
+        with_value("lm_head.weight", 7.0),
+        WeightPlanMismatch,
+        r"lm_head\.weight and model\.embed\.weight differ in value",
+    ),
+    "a tied name of another shape": (
+        with_tensor("lm_head.weight", torch.zeros(60, 24).bfloat16()),
+        WeightPlanMismatch,
+        r"lm_head\.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("case", REFUSED)
+async def test_bad_weights_are_refused_by_name_before_the_engine_is_asked(
+    case: str, streamed: bool, strategy: str
+) -> None:
+    change, error, message = REFUSED[case]
+    trained, served = Model(1), Model(2)
+    good, bad, before = tensors_of(trained), tensors_of(trained), tensors_of(served)
+    change(bad)
+    now: Mapping[str, torch.Tensor] = bad
+    engine = InlineEngine(served)
+
+    def pairs() -> Iterable[tuple[str, torch.Tensor]]:
+        return now.items()
+
+    async with WeightSync.connect(pairs if streamed else bad, engine, strategy) as sync:
+        with pytest.raises(error, match=message):
+            await sync.push(version="bad")
+        assert engine.messages == []
+        assert not differing(tensors_of(served), before)
+        now = good
+        if not streamed:
+            bad.clear()
+            bad.update(good)
+        await sync.push(version="good")
+    assert not differing(tensors_of(served), good)
+
+
+async def test_a_checkpoint_of_another_float_type_is_converted_only_when_asked() -> None:
+    trained, served = Model(1), Model(2)
+    as_float32 = {n: t.float() if t.is_floating_point() else t for n, t in tensors_of(trained).items()}
+    for strategy in STRATEGIES:
+        for source in (as_float32, list(as_float32.items())):
+            for tensor in served.state_dict().values():
+                tensor.zero_()
+            async with WeightSync.connect(source, InlineEngine(served), strategy, cast=True) as sync:
+                await sync.push(version="v")
+            assert not differing(tensors_of(served), tensors_of(trained))
+
+
+async def test_a_conversion_that_overflows_is_refused() -> None:
+    tensors = tensors_of(Model(1))
+    tensors["model.layers.2.down.weight"] = torch.full((24, 72), 1e6)
+    async with WeightSync.connect(tensors, InlineEngine(Model(2)), cast=True) as sync:
+        with pytest.raises(InvalidWeights, match=r"model\.layers\.2\.down\.weight \(infinite\)"):
+            await sync.push(version="v")
+
+
+async def test_a_cast_does_not_make_integers_of_floats() -> None:
+    tensors = tensors_of(Model(1))
+    tensors["model.layers.2.codes"] = tensors["model.layers.2.codes"].float()
+    async with WeightSync.connect(tensors, InlineEngine(Model(2)), cast=True) as sync:
+        with pytest.raises(WeightPlanMismatch, match=r"model\.layers\.2\.codes \(got float32"):
+            await sync.push(version="v")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: torch.zeros(2, 2, device="meta"), "on the meta device"),
+        (lambda: torch.zeros(2, 2).to_sparse(), "to_dense"),
+        (lambda: [1.0], "is a list; give a torch.Tensor"),
+    ],
+)
+async def test_what_is_not_a_plain_tensor_is_refused(make: Callable[[], torch.Tensor], message: str) -> None:
+    engine = InlineEngine(Model(2))
+    async with WeightSync.connect({"model.norm.weight": make()}, engine) as sync:
+        with pytest.raises(WeightSyncError, match=message):
+            await sync.push(version="v")
+
+
+async def test_a_generator_can_be_pushed_once_and_a_function_again() -> None:
+    trained, served = Model(1), Model(2)
+    async with WeightSync.connect(reused_buffers(trained), InlineEngine(served)) as sync:
+        await sync.push(version="one")
+        with pytest.raises(WeightSyncError, match="pass a function"):
+            await sync.push(version="two")
+    async with WeightSync.connect(lambda: reused_buffers(trained), InlineEngine(served)) as sync:
+        await sync.push(version="one")
+        await sync.push(version="two")
+
+
+@pytest.mark.parametrize("given", [3, None])
+def test_what_is_not_a_source_is_refused(given: object) -> None:
+    with pytest.raises(InvalidRequest, match="give a torch module") as caught:
+        WeightSync.connect(given, InlineEngine(Model(0)))  # type: ignore[arg-type]
+    assert caught.value.field == "source"
+
+
+def test_connect_refuses_what_cannot_work() -> None:
+    engine = InlineEngine(Model(0))
+    with pytest.raises(InvalidRequest, match="'telepathy'; give one of auto, in_process"):
+        WeightSync.connect({}, engine, "telepathy")
+    with pytest.raises(InvalidConfig, match="bucket_bytes"):
+        WeightSync.connect({}, engine, bucket_bytes=0)
+    for strategy in ("cuda_ipc", "broadcast"):
+        with pytest.raises(UnsupportedCapability, match=strategy) as caught:
+            WeightSync.connect({}, engine, strategy)
+        assert caught.value.capability == f"weights_{strategy}"
+    engine.isolation = Isolation.PROCESS
+    with pytest.raises(UnsupportedCapability, match="it can take: shared_memory, disk"):
+        WeightSync.connect({}, engine, "in_process")
+    engine.capabilities = frozenset({Capability.STREAMING})
+    with pytest.raises(UnsupportedCapability):
+        WeightSync.connect({}, engine)
+
+
+@pytest.mark.parametrize(
+    ("isolation", "claimed", "chosen"),
+    [
+        (Isolation.INLINE, ["weights_in_process", "weights_shared_memory", "weights_disk"], Strategy.IN_PROCESS),
+        (Isolation.INLINE, ["weights_shared_memory", "weights_disk"], Strategy.SHARED_MEMORY),
+        (Isolation.PROCESS, ["weights_in_process", "weights_shared_memory", "weights_disk"], Strategy.SHARED_MEMORY),
+        (Isolation.PROCESS, ["weights_disk"], Strategy.DISK),
+    ],
+)
+def test_auto_takes_the_fastest_way_that_the_engine_claims(
+    isolation: Isolation, claimed: list[str], chosen: Strategy
+) -> None:
+    engine = InlineEngine(Model(0))
+    engine.isolation = isolation
+    engine.capabilities = frozenset(c for c in Capability if c.value in claimed)
+    assert WeightSync.connect({}, engine).strategy is chosen
+
+
+async def test_an_empty_version_is_refused_before_any_work() -> None:
+    engine = InlineEngine(Model(2))
+    async with WeightSync.connect(Model(1), engine) as sync:
+        with pytest.raises(InvalidRequest) as caught:
+            await sync.push(version="")
+    assert caught.value.field == "version"
+    assert engine.messages == []
+
+
+async def test_a_closed_sync_refuses() -> None:
+    sync = WeightSync.connect(Model(1), InlineEngine(Model(2)))
+    await sync.close()
+    await sync.close()
+    with pytest.raises(WeightSyncError, match="closed"):
+        await sync.push(version="v")
+
+
+def files_in(folder: Path) -> list[Path]:
+    return list(folder.iterdir())
+
+
+class FlakyEngine(InlineEngine):
+    """Fails once, at the message it is told to."""
+
+    fail_at = ""
+
+    async def receive(self, message: WeightMessage) -> WeightReply:
+        if type(message).__name__ == self.fail_at:
+            self.fail_at = ""
+            raise WeightTransferFailed("the line is down")
+        return await super().receive(message)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("fail_at", ["PrepareUpdate", "BeginUpdate", "LoadBuckets", "VerifyUpdate", "CommitUpdate"])
+async def test_after_any_failure_the_next_push_just_works(fail_at: str, strategy: str, tmp_path: Path) -> None:
+    trained, served = Model(1), Model(2)
+    engine = FlakyEngine(served)
+    engine.fail_at = fail_at
+    async with WeightSync.connect(trained, engine, strategy, directory=tmp_path) as sync:
+        with pytest.raises(WeightTransferFailed, match="line is down"):
+            await sync.push(version="one")
+        assert engine.version == "initial"
+        assert files_in(tmp_path) == []
+        await sync.push(version="two")
+    assert engine.version == "two"
+    assert not differing(tensors_of(served), tensors_of(trained))
+
+
+async def test_a_push_to_an_engine_with_another_model_agrees_anew_after_one_refusal() -> None:
+    small, large = Model(1, layers=2), Model(1, layers=3)
+    engine = InlineEngine(Model(2, layers=2))
+    source = dict(tensors_of(small))
+    async with WeightSync.connect(source, engine, "shared_memory") as sync:
+        await sync.push(version="one")
+        served = Model(3, layers=3)
+        engine.__init__(served)  # type: ignore[misc]
+        source.update(tensors_of(large))
+        with pytest.raises(WeightPlanMismatch):
+            await sync.push(version="two")
+        await sync.push(version="two")
+    assert not differing(tensors_of(served), tensors_of(large))
+
+
+async def test_two_pushes_at_once_wait_for_each_other() -> None:
+    trained, served = Model(1), Model(2)
+    engine = InlineEngine(served)
+    async with WeightSync.connect(trained, engine, "shared_memory", bucket_bytes=8192) as sync:
+        await asyncio.gather(*(sync.push(version=f"v{i}") for i in range(4)))
+    one = engine.messages[: len(engine.messages) // 4]
+    assert one[0] == "PrepareUpdate"
+    assert one[-1] == "CommitUpdate"
+    assert engine.messages == one * 4
+    assert not differing(tensors_of(served), tensors_of(trained))
+
+
+async def test_a_cancelled_push_leaves_nothing_running_and_the_next_works() -> None:
+    trained, served = Model(1), Model(2)
+    reads: list[str] = []
+    slow = True
+
+    def slowly() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors_of(trained).items():
+            reads.append(name)
+            if slow:
+                time.sleep(0.01)
+            yield name, tensor
+
+    async with WeightSync.connect(slowly, InlineEngine(served), "shared_memory") as sync:
+        push = asyncio.create_task(sync.push(version="one"))
+        await asyncio.sleep(0.05)
+        push.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await push
+        assert len(reads) == len(tensors_of(trained))
+        slow = False
+        await sync.push(version="two")
+    assert not differing(tensors_of(served), tensors_of(trained))
+
+
+async def test_the_event_loop_turns_while_weights_are_checked() -> None:
+    wide = {"w": torch.zeros(64 << 20, dtype=torch.int8)}
+    model = nn.Module()
+    model.register_buffer("w", wide["w"].clone())
+    longest, last, done = 0.0, time.perf_counter(), False
+
+    async def tick() -> None:
+        nonlocal longest, last
+        while not done:
+            await asyncio.sleep(0.001)
+            now = time.perf_counter()
+            longest, last = max(longest, now - last), now
+
+    ticking = asyncio.create_task(tick())
+    async with WeightSync.connect(wide, InlineEngine(model), "shared_memory") as sync:
+        result = await sync.push(version="v")
+    done = True
+    await ticking
+    assert longest < max(0.05, result.total_seconds / 2)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+async def test_fifty_pushes_leak_no_descriptor_mapping_or_file(strategy: str, tmp_path: Path) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def mappings() -> int:
+        return Path("/proc/self/maps").read_text().count("drivetrain-weights")
+
+    trained, served = Model(1), Model(2)
+    engine = InlineEngine(served)
+    gc.collect()  # engines of earlier tests
+    at_first, mapped_at_first = descriptors(), mappings()
+    async with WeightSync.connect(trained, engine, strategy, directory=tmp_path) as sync:
+        await sync.push(version="0")
+        before, mapped = descriptors(), mappings()
+        for step in range(50):
+            await sync.push(version=str(step))
+        assert descriptors() == before
+        assert mappings() == mapped
+    engine.receiver.close()
+    assert descriptors() == at_first
+    assert mappings() == mapped_at_first
+    assert files_in(tmp_path) == []
+
+
+def test_the_engine_page_is_what_weight_sync_needs() -> None:
+    def accepts(engine: InferenceEngine) -> UpdatableEngine:
+        return engine
+
+    assert accepts.__annotations__
