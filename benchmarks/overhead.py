@@ -1,6 +1,7 @@
 """What the engine page costs over the bare loop beneath it, on the same work, in one run.
 
-    python benchmarks/overhead.py [--isolation inline process] [--sizes 1 4 16 64 256 1024] [--rounds 5] [--json]
+    python benchmarks/overhead.py [--isolation inline process] [--sizes 1 4 16 64 256 1024] [--rounds 5]
+        [--device cpu] [--json]
 
 The bare loop is the transformers backend's scheduler in one thread: the same model, requests, sampling and batch,
 with no engine page, no event loop and no socket, and without decoding the ids to text. A round times each side once
@@ -27,15 +28,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from drivetrain_transformers.model import LoadedModel
-from drivetrain_transformers.scheduler import Scheduler
-from drivetrain_transformers.translate import PREFIX_CACHE_BYTES
 
 from drivetrain import EngineConfig, InferenceEngine, SamplingParams, create_engine
 from drivetrain.backend import GenerateRequest
 from drivetrain.sampling import LogprobsMode
 from drivetrain.testing import tiny_model
 from drivetrain.tokenizer import Tokenizer
+from drivetrain_transformers.model import LoadedModel
+from drivetrain_transformers.scheduler import Scheduler
+from drivetrain_transformers.translate import PREFIX_CACHE_BYTES
 
 PROMPT_TOKENS = 32
 
@@ -57,9 +58,9 @@ class Row:
     tokens_per_s: float
 
 
-def config(model: Path, isolation: str, rows: int) -> EngineConfig:
+def config(model: Path, isolation: str, rows: int, device: str) -> EngineConfig:
     return EngineConfig(
-        backend="transformers", model=str(model), device="cpu", isolation=isolation, max_num_seqs=rows  # type: ignore[arg-type]
+        backend="transformers", model=str(model), device=device, isolation=isolation, max_num_seqs=rows  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -147,14 +148,15 @@ async def measure(arguments: argparse.Namespace) -> list[Row]:
     )
     rows: list[Row] = []
     for isolation in arguments.isolation:
-        bare = BareLoop(config(model, "inline", max(arguments.sizes)))
-        async with create_engine(config(model, isolation, max(arguments.sizes))) as engine:
+        bare = BareLoop(config(model, "inline", max(arguments.sizes), arguments.device))
+        async with create_engine(config(model, isolation, max(arguments.sizes), arguments.device)) as engine:
             for batch in arguments.sizes:
                 row = await compare(engine, bare, batch, arguments.new_tokens, arguments.rounds)
                 rows.append(row)
                 print(
                     f"{row.isolation:8} batch {row.batch:5}  bare {row.bare_s * 1e3:9.1f} ms  engine "
-                    f"{row.engine_s * 1e3:9.1f} ms  ratio {row.ratio:.3f} ({row.ratio_low:.3f} to {row.ratio_high:.3f})  "
+                    f"{row.engine_s * 1e3:9.1f} ms  ratio {row.ratio:.3f} "
+                    f"({row.ratio_low:.3f} to {row.ratio_high:.3f})  "
                     f"{row.us_per_request:+8.1f} µs/request  {row.us_per_token:+7.2f} µs/token  "
                     f"{row.tokens_per_s:9.0f} tok/s",
                     file=sys.stderr,
@@ -170,13 +172,19 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     rows = asyncio.run(measure(arguments))
     if arguments.json:
-        machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
+        machine = {
+            "device": arguments.device,
+            "cpu": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "torch": torch.__version__,
+        }
         print(json.dumps({"machine": machine, "rows": [asdict(row) for row in rows]}, indent=2))
 
 

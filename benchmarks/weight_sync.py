@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import torch
+
 from drivetrain import create_engine
 from drivetrain.testing import tiny_model
 from drivetrain_weight_sync import WeightSync, WeightSyncResult, digests

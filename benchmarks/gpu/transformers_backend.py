@@ -15,11 +15,11 @@ from pathlib import Path
 
 import psutil
 import torch
-from drivetrain_weight_sync import WeightSync
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from drivetrain import EngineState, InferenceEngine, MemoryTag, SamplingParams, create_engine
+from drivetrain import EngineState, InferenceEngine, SamplingParams, create_engine
 from drivetrain.testing import tiny_model
+from drivetrain_weight_sync import WeightSync
 
 RESULTS: list[dict[str, object]] = []
 
@@ -44,7 +44,8 @@ async def gap(engine: InferenceEngine, policy: PreTrainedModel) -> float:
         ids = torch.tensor([completion.prompt_token_ids + completion.token_ids], device=policy.device)
         with torch.no_grad():
             logits = policy(input_ids=ids, use_cache=False).logits[0, len(completion.prompt_token_ids) - 1 : -1].float()
-        expected = logits.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids, device=policy.device)[:, None])[:, 0]
+        drawn = torch.tensor(completion.token_ids, device=policy.device)
+        expected = logits.log_softmax(-1).gather(-1, drawn[:, None])[:, 0]
         worst = max(worst, (torch.tensor(completion.logprobs, device=policy.device) - expected).abs().max().item())
     return worst
 
@@ -128,15 +129,16 @@ async def main() -> None:
     await logprobs("float32", 2e-3)
     await logprobs("bfloat16", 0.35)
     folder = tiny_model(
-        "qwen2", dtype="bfloat16", hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
-        num_key_value_heads=2, initializer_range=0.02,
+        "qwen2", dtype="bfloat16", hidden_size=1536, intermediate_size=8960, num_hidden_layers=28,
+        num_attention_heads=12, num_key_value_heads=2, initializer_range=0.02,
     )  # fmt: skip
     for isolation in ("inline", "process"):
         await memory(folder, isolation, keeps=False)
         await memory(folder, isolation, keeps=True)
         await push(folder, isolation)
     if "--json" in sys.argv:
-        print(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "results": RESULTS}, indent=2))
+        document = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "results": RESULTS}
+        print(json.dumps(document, indent=2))
     sys.exit(0 if all(result["ok"] for result in RESULTS) else 1)
 
 

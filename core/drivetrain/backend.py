@@ -182,7 +182,8 @@ class Backend(ABC):
 
     async def died(self) -> EngineError:
         """Return, when the engine ends by itself, why; never return otherwise. Not called over the wire."""
-        return await asyncio.get_running_loop().create_future()
+        never: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
+        return await never
 
     def child_processes(self) -> list[int] | None:
         """Process ids whose end is this engine's end; None: every child that was alive when ``start`` returned."""

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, StrictInt, ValidationError, field_validator
 from pydantic import PositiveFloat as Seconds
@@ -113,7 +113,7 @@ class EngineConfig(BaseModel):
         return value
 
     @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any]) -> EngineConfig:
+    def from_mapping(cls, mapping: Mapping[str, object]) -> EngineConfig:
         """Build from a mapping, such as one section of a trainer's configuration.
 
         Raises:
@@ -139,7 +139,8 @@ class EngineConfig(BaseModel):
             raise InvalidConfig(f"cannot read the engine configuration {os.fspath(path)!r}: {error}") from error
         if not isinstance(loaded, dict):
             raise InvalidConfig(
-                f"{os.fspath(path)!r} holds a {type(loaded).__name__}; expected a mapping such as 'backend: transformers'"
+                f"{os.fspath(path)!r} holds a {type(loaded).__name__}; "
+                "expected a mapping such as 'backend: transformers'"
             )
         return cls.from_mapping(loaded)
 

@@ -7,7 +7,6 @@ import platform
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from drivetrain.backend import Backend, StopKind
 from drivetrain.capability import Capability
@@ -16,11 +15,13 @@ from drivetrain.engine import InferenceEngine
 from drivetrain.errors import InvalidConfig
 from drivetrain.host.client import HostedBackend
 from drivetrain.host.probe import probe
-from drivetrain.plugins import load_backend
+from drivetrain.plugins import load_backend, require_engine
 from drivetrain.validation import check_config, check_folders
 
 
-def create_engine(backend: str | os.PathLike[str] | Mapping[str, Any] | EngineConfig, **fields: Any) -> InferenceEngine:
+def create_engine(
+    backend: str | os.PathLike[str] | Mapping[str, object] | EngineConfig, **fields: object
+) -> InferenceEngine:
     """Make an engine from a backend's name, a mapping, a YAML file or an :class:`EngineConfig`. Starts nothing.
 
     Args:
@@ -31,6 +32,7 @@ def create_engine(backend: str | os.PathLike[str] | Mapping[str, Any] | EngineCo
     Raises:
         UnknownBackend: no plugin has that name; the message lists those that there are.
         BackendLoadError: the plugin's import failed; the message says how.
+        BackendUnavailable: the engine that the backend adapts is not installed; the message says how to install it.
         InvalidConfig: a field is wrong, or the backend has no equivalent for it.
         UnsupportedCapability: a field needs what this engine cannot do here.
     """
@@ -59,6 +61,7 @@ def create_engine(backend: str | os.PathLike[str] | Mapping[str, Any] | EngineCo
             versions=versions,
         )
     cls = load_backend(config.backend)
+    require_engine(cls)
     isolation = config.isolation or cls.default_isolation
     made: Backend = cls(config) if isolation is Isolation.INLINE else HostedBackend(config, config.backend)
     return _engine(
@@ -115,10 +118,10 @@ def versions_of(cls: type[Backend]) -> dict[str, str]:
 
 
 def _config(
-    backend: str | os.PathLike[str] | Mapping[str, Any] | EngineConfig, fields: Mapping[str, Any]
+    backend: str | os.PathLike[str] | Mapping[str, object] | EngineConfig, fields: Mapping[str, object]
 ) -> EngineConfig:
     if isinstance(backend, EngineConfig):
-        base = backend.model_dump(exclude_unset=True)
+        base: dict[str, object] = backend.model_dump(exclude_unset=True)
     elif isinstance(backend, Mapping):
         base = dict(backend)
     elif isinstance(backend, os.PathLike) or backend.endswith((".yaml", ".yml")):

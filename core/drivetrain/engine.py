@@ -31,8 +31,8 @@ from drivetrain.flights import Flights
 from drivetrain.memory import MemoryTag, PauseMode
 from drivetrain.outputs import Completion, CompletionChunk, GenerationOutput
 from drivetrain.prompts import PromptLike
-from drivetrain.requests import Flight, ParamsLike, RequestBuilder, to_completion
 from drivetrain.remote_version import remote_weight_version
+from drivetrain.requests import Flight, ParamsLike, RequestBuilder, to_completion
 from drivetrain.states import EngineState, EngineStatus, WeightState
 from drivetrain.tokenizer import Tokenizer
 from drivetrain.transfers import WeightTransferHandle
@@ -547,8 +547,8 @@ class InferenceEngine:
                 await self._flights.drained()
         except TimeoutError:
             raise EngineBusy(
-                f"sleep() is refused: {self._flights.running} requests are in flight after drain_timeout={drain_timeout:g} s;"
-                " abort them (abort_first=True), give them longer, or pause_generation('retract') first"
+                f"sleep() is refused: {self._flights.running} requests are in flight after "
+                f"drain_timeout={drain_timeout:g} s; abort them (abort_first=True), give them longer, or pause_generation('retract') first"
             ) from None
 
     async def wake_up(self, tags: Iterable[MemoryTag | str] | None = None, *, timeout: float | None = None) -> None:
@@ -697,8 +697,8 @@ class InferenceEngine:
         async with self._controlling("update_weight_version()"):
             if self._status.weights is not WeightState.CLEAN:
                 raise EngineStateError(
-                    f"update_weight_version() is refused: the engine is {self._status.describe()}; push a complete weight "
-                    "update, which carries its version",
+                    f"update_weight_version() is refused: the engine is {self._status.describe()}; push a complete "
+                    "weight update, which carries its version",
                     state=self._status.state.value,
                 )
             async with self._bounded("the weight version to be set"):
@@ -770,7 +770,9 @@ class InferenceEngine:
         self._require("unload_lora_adapter()", Capability.LORA)
         users = self._flights.using_lora(lora_name)
         if users:
-            raise EngineBusy(f"LoRA adapter {lora_name!r} is used by {users} requests under way; let them end or abort them")
+            raise EngineBusy(
+                f"LoRA adapter {lora_name!r} is used by {users} requests under way; let them end or abort them"
+            )
         self._loras.discard(lora_name)
         async with self._controlling("unload_lora_adapter()"), self._bounded(f"the adapter {lora_name!r} to unload"):
             await self._backend.unload_lora_adapter(lora_name)

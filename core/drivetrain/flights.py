@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
 
 from drivetrain.backend import Backend, GenerateResult, StopKind, TokenDelta
 from drivetrain.errors import EngineInternalError, EngineOutOfMemory, InvalidRequest
@@ -25,6 +25,7 @@ class Flights:
         self._tokenizer = tokenizer
         self._is_held = is_held
         self._changed = asyncio.Event()
+        self._waiters = 0
         self._known: dict[str, Flight] = {}
         self._running: set[str] = set()
 
@@ -32,8 +33,16 @@ class Flights:
 
     def changed(self) -> None:
         """Let everything that waits look again: the engine's state changed, or a request ended."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        if self._waiters:
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    async def _change(self) -> None:
+        self._waiters += 1
+        try:
+            await self._changed.wait()
+        finally:
+            self._waiters -= 1
 
     @property
     def running(self) -> int:
@@ -47,7 +56,7 @@ class Flights:
     async def drained(self) -> None:
         """Wait until the backend has no sample. Nobody enters meanwhile if the gate is shut."""
         while self._running:
-            await self._changed.wait()
+            await self._change()
 
     def register(self, flights: Iterable[Flight]) -> None:
         """Note the samples of a call.
@@ -99,18 +108,12 @@ class Flights:
     async def _admitted(self, flight: Flight) -> bool:
         """Wait at the gate; False if the request was aborted there."""
         while self._is_held() and not flight.aborted:
-            await self._changed.wait()
+            await self._change()
         return not flight.aborted
 
-    @asynccontextmanager
-    async def _in_backend(self, flight: Flight) -> AsyncIterator[None]:
-        request_id = flight.request.request_id
-        self._running.add(request_id)
-        try:
-            yield
-        finally:
-            self._running.discard(request_id)
-            self.changed()
+    def _left(self, flight: Flight) -> None:
+        self._running.discard(flight.request.request_id)
+        self.changed()
 
     async def run(self, flight: Flight) -> GenerateResult:
         """Take one sample to its result."""
@@ -133,8 +136,11 @@ class Flights:
         if not await self._admitted(flight):
             return aborted_before_start(flight)
         if not self._must_watch_text(flight):
-            async with self._in_backend(flight):
+            self._running.add(flight.request.request_id)
+            try:
                 return await self._backend.generate(flight.request)
+            finally:
+                self._left(flight)
         result: GenerateResult | None = None
         async for delta, _ in self._watched(flight):
             result = delta.result
@@ -150,15 +156,19 @@ class Flights:
         """Stream a sample, following its text; at the first match the rest is aborted and not shown."""
         matcher = StopMatcher(flight.request.params, self._tokenizer)
         matched = False
-        async with self._in_backend(flight), aclosing(self._backend.stream(flight.request)) as deltas:
-            async for delta in deltas:
-                for token_id in () if matched else delta.token_ids:
-                    if matcher.push(token_id) is not None:
-                        matched = True
-                        await self._backend.abort([flight.request.request_id])
-                        break
-                if delta.result is not None or not matched:
-                    yield delta, matcher
+        self._running.add(flight.request.request_id)
+        try:
+            async with aclosing(self._backend.stream(flight.request)) as deltas:
+                async for delta in deltas:
+                    for token_id in () if matched else delta.token_ids:
+                        if matcher.push(token_id) is not None:
+                            matched = True
+                            await self._backend.abort([flight.request.request_id])
+                            break
+                    if delta.result is not None or not matched:
+                        yield delta, matcher
+        finally:
+            self._left(flight)
 
     async def stream(self, flight: Flight) -> AsyncGenerator[CompletionChunk, None]:
         """Stream one sample; the chunks' ids and texts put together are exactly the completion's."""

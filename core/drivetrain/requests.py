@@ -135,7 +135,7 @@ class RequestBuilder:
         if isinstance(value, Sequence) and not isinstance(value, str):
             if len(value) != prompts:
                 raise InvalidRequest(
-                    f"sampling_params has {len(value)} entries for {prompts} prompts; give one for all, or one for each",
+                    f"sampling_params has {len(value)} entries for {prompts} prompts; give one for all or one for each",
                     field="sampling_params",
                 )
             checked = [check_sampling_params(item) for item in value]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from drivetrain.errors import InvalidConfig, InvalidRequest
 from drivetrain.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
@@ -50,7 +50,8 @@ class Tokenizer:
             )
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise InvalidConfig(
-                f"no tokenizer could be loaded from {source!r}: {error}; set tokenizer= to a folder or hub id that has one",
+                f"no tokenizer could be loaded from {source!r}: {error}; "
+                "set tokenizer= to a folder or hub id that has one",
                 field="tokenizer",
             ) from error
         return cls(inner)
@@ -88,6 +89,7 @@ class Tokenizer:
                 "chat messages were given, but this model's tokenizer has no chat template; send text or token ids",
                 field="prompts",
             )
+        variables: dict[str, Any] = prompt.template_kwargs
         messages = [message.model_dump(exclude_unset=True) for message in prompt.messages]
         try:
             text = self.inner.apply_chat_template(
@@ -96,7 +98,7 @@ class Tokenizer:
                 add_generation_prompt=prompt.add_generation_prompt and not prompt.continue_final_message,
                 continue_final_message=prompt.continue_final_message,
                 tokenize=False,
-                **prompt.template_kwargs,
+                **variables,
             )
         except (TemplateError, ValueError) as error:
             raise InvalidRequest(f"the chat template refused the messages: {error}", field="prompts") from error

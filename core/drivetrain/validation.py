@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from drivetrain.backend import ModelInfo
 from drivetrain.capability import Capability
@@ -23,7 +23,16 @@ from drivetrain.prompts import (
     TokenPrompt,
     VideoInput,
 )
-from drivetrain.sampling import EbnfGrammar, JsonSchema, LogprobsMode, RegexGrammar, SamplingParams
+from drivetrain.sampling import (
+    ActionMask,
+    DisallowedTokens,
+    EbnfGrammar,
+    JsonSchema,
+    LogprobsMode,
+    RegexGrammar,
+    SamplingParams,
+    TemperatureSchedule,
+)
 
 MODE_CAPABILITY: Final[Mapping[LogprobsMode, Capability]] = {
     LogprobsMode.RAW: Capability.LOGPROBS_RAW,
@@ -31,7 +40,7 @@ MODE_CAPABILITY: Final[Mapping[LogprobsMode, Capability]] = {
     LogprobsMode.PROCESSED: Capability.LOGPROBS_PROCESSED,
 }
 
-_GRAMMAR_CAPABILITY: Final = {
+_GRAMMAR_CAPABILITY: Final[Mapping[type[BaseModel], Capability]] = {
     JsonSchema: Capability.STRUCTURED_JSON,
     RegexGrammar: Capability.STRUCTURED_REGEX,
     EbnfGrammar: Capability.STRUCTURED_EBNF,
@@ -79,7 +88,7 @@ def require(capabilities: frozenset[Capability], capability: Capability, what: s
         )
 
 
-def check_sampling_params(value: SamplingParams | Mapping[str, object] | None) -> SamplingParams:
+def check_sampling_params(value: object) -> SamplingParams:
     """Return validated params; a mapping is validated, None is the defaults.
 
     Raises:
@@ -120,8 +129,13 @@ def check_params_fit(params: SamplingParams, model: ModelInfo, special_tokens: f
     _check_ids("sampling_params.stop_token_ids", params.stop_token_ids, vocabulary)
     _check_ids("sampling_params.logit_bias", params.logit_bias, vocabulary)
     for processor in params.logit_processors:
-        ids = getattr(processor, "allowed_token_ids", None) or getattr(processor, "token_ids", ())
-        _check_ids("sampling_params.logit_processors", ids, vocabulary)
+        match processor:
+            case ActionMask():
+                _check_ids("sampling_params.logit_processors", processor.allowed_token_ids, vocabulary)
+            case DisallowedTokens():
+                _check_ids("sampling_params.logit_processors", processor.token_ids, vocabulary)
+            case TemperatureSchedule():
+                pass
     for field, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if count is not None and count > vocabulary:
             raise InvalidRequest(
@@ -185,11 +199,13 @@ def _as_prompt(value: object, where: str) -> Prompt:
         case Sequence() if not value:
             raise InvalidRequest(f"{where} is empty; a prompt needs at least one token", field=where)
         case Sequence() if isinstance(value[0], int):
-            # Checked here rather than by the model: a batch may hold a million ids.
-            if not all(type(token_id) is int and token_id >= 0 for token_id in value):
-                bad = next(item for item in value if type(item) is not int or item < 0)
-                raise InvalidRequest(f"{where}: {bad!r} is no token id; expected integers of at least 0", field=where)
-            return TokenPrompt.model_construct(token_ids=tuple(value), media=())
+            try:
+                return _TOKENS.validate_python({"token_ids": value})
+            except ValidationError as error:
+                bad = error.errors(include_url=False)[0]["input"]
+                raise InvalidRequest(
+                    f"{where}: {bad!r} is no token id; expected integers of at least 0", field=where
+                ) from None
         case Sequence() if not isinstance(value, bytes | bytearray):
             try:
                 return _CHAT.validate_python({"messages": value})
@@ -236,8 +252,8 @@ def resolve_max_new_tokens(params: SamplingParams, prompt_length: int, where: st
         return room
     if params.max_new_tokens > room:
         raise InvalidRequest(
-            f"sampling_params.max_new_tokens={params.max_new_tokens} and the {prompt_length} tokens of {where} are more "
-            f"than the context length of {model.context_length}; ask for at most {room}, or None for what fits",
+            f"sampling_params.max_new_tokens={params.max_new_tokens} and the {prompt_length} tokens of {where} are "
+            f"more than the context length of {model.context_length}; ask for at most {room}, or None for what fits",
             field="sampling_params.max_new_tokens",
         )
     return params.max_new_tokens

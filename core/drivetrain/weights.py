@@ -228,5 +228,5 @@ class WeightReport:
 
     @property
     def ok(self) -> bool:
-        """No tensor holds a NaN or an infinity. (All zeros is reported, but a bias may well be zero.)"""
+        """No tensor holds a NaN or an infinity; one of zeros only is reported, but may well be right, as a bias."""
         return not (self.nan or self.infinite)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from drivetrain import Capability, __version__
 from drivetrain.cli import main
 from drivetrain.plugins import DISABLE_VARIABLE

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
 from drivetrain import plugins
 from drivetrain.backend import Backend
 from drivetrain.capability import Capability

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
 
 from drivetrain import SamplingParams
 from drivetrain.stops import StopMatch, StopMatcher
 from drivetrain.tokenizer import IncrementalDecoder
-from hypothesis import given
-from hypothesis import strategies as st
 
 
 class PieceDecoder:
@@ -34,23 +36,23 @@ def run(decoder: PieceDecoder, ids: Sequence[int], params: SamplingParams) -> St
 
 def test_ids_are_the_shortest_prefix_that_holds_the_text() -> None:
     decoder = PieceDecoder([b"Hel", b"lo wor", b"ld. E", b"ND more"])
-    assert run(decoder, [0, 1, 2, 3], SamplingParams(stop="END")) == StopMatch("END", "Hello world. ", 3)
-    assert run(decoder, [0, 1, 2, 3], SamplingParams(stop="wor")) == StopMatch("wor", "Hello ", 2)
-    assert run(decoder, [0, 1, 2, 3], SamplingParams(stop="lo", include_stop_str_in_output=True)) == StopMatch(
+    assert run(decoder, [0, 1, 2, 3], SamplingParams(stop=("END",))) == StopMatch("END", "Hello world. ", 3)
+    assert run(decoder, [0, 1, 2, 3], SamplingParams(stop=("wor",))) == StopMatch("wor", "Hello ", 2)
+    assert run(decoder, [0, 1, 2, 3], SamplingParams(stop=("lo",), include_stop_str_in_output=True)) == StopMatch(
         "lo", "Hello", 2
     )
 
 
 def test_a_match_before_an_unfinished_character_does_not_wait_for_it() -> None:
     decoder = PieceDecoder([b"a", b"STOP\xe2", b"\x82\xac"])
-    matcher = StopMatcher(SamplingParams(stop="STOP"), decoder)
+    matcher = StopMatcher(SamplingParams(stop=("STOP",)), decoder)
     assert matcher.push(0) is None
     assert matcher.push(1) == StopMatch("STOP", "a", 1)
 
 
 def test_a_match_on_a_character_of_several_tokens() -> None:
-    assert run(BYTES, "ab€cd".encode(), SamplingParams(stop="€c")) == StopMatch("€c", "ab", 2)
-    assert run(BYTES, "ab€cd".encode(), SamplingParams(stop="c")) == StopMatch("c", "ab€", 5)
+    assert run(BYTES, "ab€cd".encode(), SamplingParams(stop=("€c",))) == StopMatch("€c", "ab", 2)
+    assert run(BYTES, "ab€cd".encode(), SamplingParams(stop=("c",))) == StopMatch("c", "ab€", 5)
 
 
 def test_the_stop_whose_match_is_complete_first_wins_however_text_is_cut_into_tokens() -> None:
@@ -60,16 +62,16 @@ def test_the_stop_whose_match_is_complete_first_wins_however_text_is_cut_into_to
 
 
 def test_a_held_back_character_is_looked_at_when_the_sample_ends() -> None:
-    assert run(BYTES, b"ab\xff", SamplingParams(stop="�")) == StopMatch("�", "ab", 2)
+    assert run(BYTES, b"ab\xff", SamplingParams(stop=("�",))) == StopMatch("�", "ab", 2)
 
 
 @given(st.text(alphabet="ab€\n", max_size=20), st.text(alphabet="ab€", min_size=1, max_size=3), st.data())
 def test_the_result_does_not_depend_on_how_text_is_cut_into_tokens(text: str, stop: str, data: st.DataObject) -> None:
     raw = text.encode()
     cuts = sorted(data.draw(st.sets(st.integers(0, len(raw)))) | {0, len(raw)})
-    pieces = [raw[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    pieces = [raw[a:b] for a, b in pairwise(cuts)]
     decoder = PieceDecoder(pieces)
-    match = run(decoder, range(len(pieces)), SamplingParams(stop=stop))
+    match = run(decoder, range(len(pieces)), SamplingParams(stop=(stop,)))
     if stop not in text:
         assert match is None
         return
@@ -83,7 +85,7 @@ def test_the_result_does_not_depend_on_how_text_is_cut_into_tokens(text: str, st
 
 @given(st.text(alphabet="abc€", max_size=20), st.sampled_from(["ab+c", "[ab]{3}", "c(a|b)", "€€", "b.c"]))
 def test_what_is_released_while_streaming_is_never_taken_back(text: str, pattern: str) -> None:
-    matcher = StopMatcher(SamplingParams(stop_regex=pattern, stop="cab"), BYTES)
+    matcher = StopMatcher(SamplingParams(stop_regex=(pattern,), stop=("cab",)), BYTES)
     released: list[tuple[int, int]] = []
     match = None
     for byte in text.encode():

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
 from drivetrain.errors import InvalidConfig
 from drivetrain.testing import ARCHITECTURES, byte_tokenizer, tiny_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 TEXT = "Zwölf Boxkämpfer jagen Viktor\n\tquer über den großen Sylter Deich 🥊 <3"
 IDS = torch.tensor([list(b"The quick brown fox jumps over the lazy dog, again and again.")])

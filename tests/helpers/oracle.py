@@ -6,14 +6,15 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from drivetrain import Completion
 from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from drivetrain import Completion
 
 
 @cache
 def load(path: Path) -> PreTrainedModel:
     """Load the model once."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     return model.eval().requires_grad_(False)
 
 
@@ -21,7 +22,7 @@ def logits_of(model: PreTrainedModel, prompt: list[int], output: list[int]) -> t
     """Return the logits that each output token was drawn from, shape (output tokens, vocabulary)."""
     ids = torch.tensor([prompt + output])
     with torch.no_grad():
-        logits = model(input_ids=ids, use_cache=False).logits[0]
+        logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits[0]
     return logits[len(prompt) - 1 : len(prompt) + len(output) - 1].float()
 
 

@@ -73,6 +73,12 @@ async def test_a_killed_host(make: Make, ask: Ask) -> None:
     await dies(backend, lambda: os.kill(pid, signal.SIGKILL), 2, rf"host process {pid} .* killed by SIGKILL", ask)
 
 
+async def test_closing_a_host_that_was_killed_this_moment_succeeds(make: Make) -> None:
+    backend = make()
+    os.kill(await started(backend), signal.SIGKILL)
+    await backend.close()
+
+
 async def test_a_host_that_exits_says_with_which_code_and_its_last_lines(make: Make, ask: Ask) -> None:
     backend = make()
     await started(backend)

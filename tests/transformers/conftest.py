@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
 import torch
+
 from drivetrain import InferenceEngine, create_engine
 from drivetrain.testing import tiny_model
 from engines import OpenEngine
@@ -43,7 +43,7 @@ async def engine(shared_engine: InferenceEngine) -> AsyncIterator[InferenceEngin
 @pytest.fixture
 def open_engine(model: Path) -> OpenEngine:
     @asynccontextmanager
-    async def opened(**fields: Any) -> AsyncIterator[InferenceEngine]:
+    async def opened(**fields: object) -> AsyncIterator[InferenceEngine]:
         config = {"backend": "transformers", "model": str(model), "isolation": "inline", **fields}
         async with create_engine(config) as engine:
             yield engine

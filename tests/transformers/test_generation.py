@@ -7,17 +7,18 @@ import random
 from collections import Counter
 from pathlib import Path
 
-import oracle
 import pytest
 import torch
+
+import oracle
 from drivetrain import Completion, FinishReason, InferenceEngine, LogprobsMode, SamplingParams, create_engine
 from drivetrain.testing import tiny_model
 from engines import OpenEngine
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-ARCHITECTURES = ["qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt", "bloom",
-                 "qwen2_moe", "qwen3_moe", "mixtral"]  # fmt: skip
+ARCHITECTURES = ["qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt",
+                 "bloom", "qwen2_moe", "qwen3_moe", "mixtral"]  # fmt: skip
 
 
 def assert_logprobs(completion: Completion, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
@@ -70,8 +71,8 @@ async def test_logprobs_belong_to_the_declared_distribution(
     engine: InferenceEngine, model: Path, mode: LogprobsMode
 ) -> None:
     params = SamplingParams(
-        max_new_tokens=12, temperature=0.6, top_k=20, top_p=0.8, min_p=0.01, logprobs=4, logprobs_mode=mode, n=3, seed=5,
-        ignore_eos=True,
+        max_new_tokens=12, temperature=0.6, top_k=20, top_p=0.8, min_p=0.01, logprobs=4, logprobs_mode=mode, n=3,
+        seed=5, ignore_eos=True,
     )  # fmt: skip
     output = await engine.generate("distribution", params)
     reference = oracle.load(model)

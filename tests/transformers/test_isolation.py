@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from engines import OpenEngine
 
 from drivetrain import EngineDied, EngineState, EngineStateError, InferenceEngine, SamplingParams, create_engine
+from engines import OpenEngine, until_running
 
 LONG = SamplingParams(max_new_tokens=900, ignore_eos=True)
 
@@ -32,9 +32,7 @@ async def long_requests(engine: InferenceEngine) -> list[asyncio.Task[object]]:
         asyncio.create_task(engine.generate(["a", "b"], LONG)),
         asyncio.create_task(stream()),
     ]
-    async with asyncio.timeout(20):
-        while (await engine.stats()).running < 3:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until_running(engine, 3)
     await engine.pause_generation("in_place")
     tasks.append(asyncio.create_task(engine.generate("waits", LONG)))
     await asyncio.sleep(0.05)
@@ -125,7 +123,8 @@ def test_the_host_sees_the_gpu_variables_as_they_are_and_goes_when_the_trainer_i
         async def main():
             engine = create_engine("transformers", model={str(model)!r}, isolation="process")
             await engine.start()
-            asyncio.get_running_loop().create_task(engine.generate("x", SamplingParams(max_new_tokens=900, ignore_eos=True)))
+            params = SamplingParams(max_new_tokens=900, ignore_eos=True)
+            task = asyncio.create_task(engine.generate("x", params))
             await asyncio.sleep(0.2)
             pathlib.Path({str(tmp_path / "pid")!r}).write_text(str(engine.host_pid))
             await asyncio.sleep(600)

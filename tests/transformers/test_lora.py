@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import oracle
 import pytest
 import torch
-from drivetrain_weight_sync import WeightSync
-from engines import OpenEngine
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from drivetrain import Completion, EngineBusy, InvalidRequest, SamplingParams
+import oracle
+from drivetrain import Completion, EngineBusy, GenerationOutput, InvalidRequest, SamplingParams
+from drivetrain_weight_sync import WeightSync
+from engines import OpenEngine
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -33,7 +33,7 @@ def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
                 if "lora_" in parameter_name:
                     parameter.normal_(std=0.3)
         folders[name] = tmp_path_factory.mktemp(name)
-        wrapped.save_pretrained(folders[name])
+        wrapped.save_pretrained(str(folders[name]))
     return folders
 
 
@@ -56,11 +56,12 @@ async def test_requests_in_one_batch_use_different_adapters(
         for name, folder in adapters.items():
             await engine.load_lora_adapter(name, str(folder))
         names = [None, "a", "b"]
+        outputs: list[GenerationOutput] = []
         for _ in range(2):
             outputs = await asyncio.gather(*(engine.generate(prompt, PARAMS, lora=name) for name in names))
-            for name, output in zip(names, outputs, strict=True):
+            for chosen, output in zip(names, outputs, strict=True):
                 for completion in output.completions:
-                    assert_made_by(with_adapter(model, adapters.get(name or "")), completion)
+                    assert_made_by(with_adapter(model, adapters.get(chosen or "")), completion)
         assert outputs[1].completions[0].cached_tokens > 0, "each adapter has its own prefixes"
 
 

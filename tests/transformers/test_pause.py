@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import oracle
 import pytest
 import torch
+
+import oracle
 from drivetrain import (
     Completion,
     EngineBusy,
@@ -23,6 +24,7 @@ from drivetrain import (
     PauseMode,
     SamplingParams,
 )
+from engines import until_idle, until_running
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -33,8 +35,7 @@ LONG = SamplingParams(max_new_tokens=400, seed=1, ignore_eos=True, logprobs=0)
 async def in_flight(engine: InferenceEngine, prompts: list[str]) -> AsyncIterator[asyncio.Task[GenerationOutput]]:
     """Requests that have made some tokens and are far from their end."""
     task = asyncio.create_task(engine.generate(prompts, LONG))
-    while (await engine.stats()).running < len(prompts):
-        await asyncio.sleep(0.005)
+    await until_running(engine, len(prompts))
     await asyncio.sleep(0.05)
     try:
         yield task
@@ -127,8 +128,7 @@ async def test_waiting_for_frozen_requests_is_refused(engine: InferenceEngine) -
 async def test_one_request_is_aborted_by_its_id_and_the_others_go_on(engine: InferenceEngine) -> None:
     first = asyncio.create_task(engine.generate("one", LONG, request_ids=["req-1"]))
     other = asyncio.create_task(engine.generate("ten", LONG, request_ids=["req-10"]))
-    while (await engine.stats()).running < 2:
-        await asyncio.sleep(0.005)
+    await until_running(engine, 2)
     await engine.abort("req-1")
     assert (await asyncio.wait_for(first, 5)).completions[0].finish_reason is FinishReason.ABORT
     assert (await asyncio.wait_for(other, 60)).completions[0].finish_reason is FinishReason.LENGTH
@@ -137,8 +137,7 @@ async def test_one_request_is_aborted_by_its_id_and_the_others_go_on(engine: Inf
 async def test_aborting_a_prompt_aborts_all_its_samples_frozen_or_waiting_ones_too(engine: InferenceEngine) -> None:
     params = SamplingParams(max_new_tokens=400, n=3, ignore_eos=True)
     task = asyncio.create_task(engine.generate("n", params, request_ids=["group"]))
-    while (await engine.stats()).running < 3:
-        await asyncio.sleep(0.005)
+    await until_running(engine, 3)
     await engine.pause_generation("in_place")
     waiting = asyncio.create_task(engine.generate("w", params, request_ids=["at the gate"]))
     await asyncio.sleep(0.05)
@@ -153,27 +152,23 @@ async def test_aborting_a_prompt_aborts_all_its_samples_frozen_or_waiting_ones_t
 
 async def test_a_cancelled_call_leaves_nothing_running(engine: InferenceEngine) -> None:
     task = asyncio.create_task(engine.generate(["a", "b"], LONG))
-    while (await engine.stats()).running < 2:
-        await asyncio.sleep(0.005)
+    await until_running(engine, 2)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    for _ in range(100):
-        if (await engine.stats()).running == 0:
-            break
-        await asyncio.sleep(0.02)
+    await until_idle(engine)
     stream = engine.generate_stream("c", LONG)
     await anext(stream)
     await stream.aclose()
-    await asyncio.sleep(0.1)
-    assert (await engine.stats()).running == 0
+    await until_idle(engine)
 
 
 async def test_sleep_says_by_its_arguments_what_becomes_of_requests(engine: InferenceEngine) -> None:
     async with in_flight(engine, ["one"]) as task:
         with pytest.raises(EngineBusy, match="abort_first"):
             await engine.sleep([MemoryTag.KV_CACHE])
-        assert engine.state is EngineState.READY
+        state = engine.state
+        assert state is EngineState.READY
         assert not task.done()
         await engine.sleep([MemoryTag.KV_CACHE], abort_first=True)
         assert (await asyncio.wait_for(task, 5)).completions[0].finish_reason is FinishReason.ABORT

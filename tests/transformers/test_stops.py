@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import pytest
+
 from drivetrain import Completion, FinishReason, InferenceEngine, InvalidRequest, SamplingParams
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import oracle
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import oracle
 from drivetrain import (
     Capability,
     Completion,
@@ -26,9 +29,7 @@ from drivetrain import (
 )
 from drivetrain.testing import tiny_model
 from drivetrain_weight_sync import WeightSync
-from engines import OpenEngine
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from engines import OpenEngine, until_running
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -38,7 +39,7 @@ SAMPLED = SamplingParams(max_new_tokens=12, logprobs=0, ignore_eos=True, n=2)
 def trained(model: Path, seed: int) -> PreTrainedModel:
     """The model after a step that changed every parameter."""
     torch.manual_seed(seed)
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    policy: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -112,8 +113,7 @@ async def test_an_update_while_requests_are_in_flight(engine: InferenceEngine, m
     sync = WeightSync.connect(new, engine, mode=mode)
     params = SamplingParams(max_new_tokens=300, logprobs=0, ignore_eos=True)
     task = asyncio.create_task(engine.generate(["first", "second prompt"], params))
-    while (await engine.stats()).running < 2:
-        await asyncio.sleep(0.005)
+    await until_running(engine, 2)
     await asyncio.sleep(0.1)
     await sync.push(version="new")
     assert engine.state is EngineState.READY
@@ -235,10 +235,14 @@ async def test_an_update_that_breaks_off_leaves_the_engine_dirty_until_a_full_pu
     )
     await asyncio.sleep(0.1)
     request = WeightUpdateRequest(version="broken", source=DiskSource(path=str(tmp_path)))
-    with pytest.raises(WeightTransferFailed, match="the sender was lost"):
+
+    async def break_off() -> None:
         async with engine.weight_update(request) as transaction:
             await transaction.load([0])
             raise ConnectionError("the sender was lost")
+
+    with pytest.raises(WeightTransferFailed, match="the sender was lost"):
+        await break_off()
     assert engine.state is EngineState.DIRTY
     assert engine.is_paused
     assert engine.get_weight_version() == "initial"

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Self
 
 import torch
+from torch import nn
+
 from drivetrain.capability import Capability
 from drivetrain.config import Isolation
 from drivetrain.errors import DrivetrainError, from_wire, to_wire
@@ -32,7 +34,6 @@ from drivetrain.weights import (
     WeightUpdateRequest,
 )
 from drivetrain_weight_sync import ModuleTarget, Receiver
-from torch import nn
 
 HOST_CAPABILITIES = frozenset({Capability.WEIGHTS_SHARED_MEMORY, Capability.WEIGHTS_DISK})
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from drivetrain.errors import InvalidRequest
 from drivetrain_weight_sync.transports.arena import Arena, MappedArena
 

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from tests.weight_sync.models import Model, differing, tensors_of
+
 from drivetrain.errors import DrivetrainError, InvalidRequest, InvalidWeights, WeightPlanMismatch, WeightSyncError
 from drivetrain.weights import (
     BeginUpdate,
@@ -20,9 +23,6 @@ from drivetrain.weights import (
 )
 from drivetrain_weight_sync import ModuleTarget, Receiver
 from drivetrain_weight_sync.digest import digests
-from safetensors.torch import save_file
-
-from tests.weight_sync.models import Model, differing, tensors_of
 
 Tensors = dict[str, torch.Tensor]
 

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
 from drivetrain.errors import InvalidConfig, WeightPlanMismatch
 from drivetrain.weights import Bucket, PlacedTensor, TensorSpec, WeightManifest, WeightPlan
 from drivetrain_weight_sync import check_plan, make_plan
 from drivetrain_weight_sync.plan import ALIGNMENT, bucket_offsets, check_geometry, layer_of, plan_nbytes
-from hypothesis import given
-from hypothesis import strategies as st
 
 PREFIXES = ["model.layers.{}.", "transformer.h.{}.mlp.", "{}.", "model.layers.{}.experts.1."]
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.weight_sync.models import Model, differing, tensors_of
+
 from drivetrain.errors import (
     EngineStateError,
     InvalidRequest,
@@ -36,8 +38,6 @@ from drivetrain_weight_sync.staging import stage
 from drivetrain_weight_sync.transports.base import Sender
 from drivetrain_weight_sync.transports.in_process import InProcessSender
 from drivetrain_weight_sync.transports.shared_memory import SharedMemorySender
-
-from tests.weight_sync.models import Model, differing, tensors_of
 
 
 class Pair:

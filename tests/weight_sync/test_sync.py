@@ -11,6 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.weight_sync.models import Model, differing, tensors_of
+from tests.weight_sync.receiver_engines import HostedEngine, InlineEngine
+from torch import nn
+
 from drivetrain.capability import Capability
 from drivetrain.config import Isolation
 from drivetrain.engine import InferenceEngine
@@ -26,10 +30,6 @@ from drivetrain.errors import (
 from drivetrain.weights import WeightMessage, WeightReply
 from drivetrain_weight_sync import Strategy, UpdatableEngine, WeightSync
 from drivetrain_weight_sync.source import WeightInput
-from torch import nn
-
-from tests.weight_sync.models import Model, differing, tensors_of
-from tests.weight_sync.receiver_engines import HostedEngine, InlineEngine
 
 STRATEGIES = ["in_process", "shared_memory", "disk"]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
+from tests.weight_sync.models import Model, tensors_of
+from torch import nn
+
 from drivetrain.errors import EngineStateError, WeightTransferFailed
 from drivetrain.weights import TensorSpec
 from drivetrain_weight_sync import ModuleTarget
-from peft import LoraConfig, inject_adapter_in_model
-from torch import nn
-
-from tests.weight_sync.models import Model, tensors_of
 
 
 def test_the_manifest_names_parameters_and_persistent_buffers_once() -> None:

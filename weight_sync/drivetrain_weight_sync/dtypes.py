@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+
 from drivetrain.errors import WeightPlanMismatch
 from drivetrain.weights import TensorSpec
 

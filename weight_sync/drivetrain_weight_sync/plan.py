@@ -9,7 +9,6 @@ from typing import Final
 
 from drivetrain.errors import InvalidConfig, WeightPlanMismatch
 from drivetrain.weights import Bucket, PlacedTensor, TensorSpec, WeightManifest, WeightPlan
-
 from drivetrain_weight_sync.dtypes import nbytes_of
 from drivetrain_weight_sync.names import listed
 

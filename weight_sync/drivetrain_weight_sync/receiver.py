@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Final
 
 import torch
+
 from drivetrain.errors import (
     DrivetrainError,
     EngineStateError,
@@ -27,7 +28,6 @@ from drivetrain.weights import (
     WeightReply,
     WeightUpdateRequest,
 )
-
 from drivetrain_weight_sync.digest import digests
 from drivetrain_weight_sync.names import listed
 from drivetrain_weight_sync.plan import check_geometry, check_plan

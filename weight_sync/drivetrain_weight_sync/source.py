@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import cast
 
 import torch
-from drivetrain.errors import InvalidRequest, WeightPlanMismatch, WeightSyncError
 from torch import nn
 
+from drivetrain.errors import InvalidRequest, WeightPlanMismatch, WeightSyncError
 from drivetrain_weight_sync.names import unwrapped
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]

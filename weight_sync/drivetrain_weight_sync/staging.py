@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
+
 from drivetrain.errors import InvalidWeights, WeightPlanMismatch
 from drivetrain.weights import TensorSpec, WeightManifest, WeightPlan
-
 from drivetrain_weight_sync.digest import digest, digests
 from drivetrain_weight_sync.dtypes import dtype_of, spec_of
 from drivetrain_weight_sync.finite import non_finite

@@ -16,7 +16,6 @@ from drivetrain.config import Isolation
 from drivetrain.errors import InvalidConfig, InvalidRequest, WeightSyncError
 from drivetrain.memory import PauseMode
 from drivetrain.weights import WeightManifest, WeightPlan, WeightUpdateRequest
-
 from drivetrain_weight_sync.plan import DEFAULT_BUCKET_BYTES, make_plan
 from drivetrain_weight_sync.source import Source, WeightInput
 from drivetrain_weight_sync.staging import Staged, stage

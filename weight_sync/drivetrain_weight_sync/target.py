@@ -6,10 +6,10 @@ from collections.abc import Hashable, Iterable
 from typing import Protocol
 
 import torch
-from drivetrain.errors import EngineStateError, WeightTransferFailed
-from drivetrain.weights import WeightManifest
 from torch import nn
 
+from drivetrain.errors import EngineStateError, WeightTransferFailed
+from drivetrain.weights import WeightManifest
 from drivetrain_weight_sync.dtypes import spec_of
 from drivetrain_weight_sync.names import base_name
 

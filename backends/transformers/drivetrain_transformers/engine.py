@@ -21,7 +21,6 @@ from drivetrain.weights import (
     WeightReply,
     WeightReport,
 )
-
 from drivetrain_transformers.translate import CONFIG_NAMES, device_of
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 _HEADROOM = 128
 
@@ -25,7 +25,7 @@ class _Window(DynamicLayer):
     """One layer's keys and values between ``start`` and ``end``; an update writes the next column."""
 
     def __init__(self, owner: RunningCache, index: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it without annotations
         self._owner = owner
         self._index = index
         self.is_initialized = True
@@ -76,7 +76,7 @@ class RunningCache(Cache):
 
     def admit(self, prefilled: Cache, source_rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Append rows from a prefilled, left-padded cache: row ``source_rows[i]``, its last ``lengths[i]`` tokens."""
-        incoming = [(layer.keys, layer.values) for layer in prefilled.layers]
+        incoming = keys_and_values(prefilled)
         longest, first, count = max(lengths), self.rows, len(lengths)
         columns = incoming[0][0].shape[-2]
         if not self._keys or not self._fits(first + count, longest):
@@ -177,6 +177,17 @@ class RunningCache(Cache):
         self._start, self._end = new.start, new.stop
         if len(self.layers) != len(like):
             self.layers = [_Window(self, index) for index in range(len(like))]
+
+
+def keys_and_values(cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of each layer of a filled cache; shape (rows, heads, columns, head size)."""
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for layer in cache.layers:
+        assert isinstance(layer, CacheLayerMixin)
+        assert layer.keys is not None
+        assert layer.values is not None
+        pairs.append((layer.keys, layer.values))
+    return pairs
 
 
 def _flat(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from drivetrain.errors import InvalidRequest
@@ -31,7 +31,7 @@ class Adapters:
         self._loaded: dict[str, int] = {}
         self._loads = 0
         self._rows: list[str] = []
-        self._hooked: set[Any] = set()
+        self._hooked: set[nn.Module] = set()
 
     def load(self, name: str, path: str) -> None:
         """Load an adapter from a peft folder.
@@ -45,20 +45,23 @@ class Adapters:
             raise InvalidRequest(f"lora_name={name!r} is loaded already; unload it first", field="lora_name")
         if self._most is not None and len(self._loaded) >= self._most:
             raise InvalidRequest(
-                f"{len(self._loaded)} LoRA adapters are loaded and max_loras={self._most}; unload one, or raise max_loras",
+                f"{len(self._loaded)} LoRA adapters are loaded and max_loras={self._most}; "
+                "unload one, or raise max_loras",
                 field="lora_name",
             )
         if not (Path(path) / "adapter_config.json").is_file():
-            raise InvalidRequest(f"lora_path={path!r} holds no adapter_config.json; give a peft folder", field="lora_path")
+            raise InvalidRequest(
+                f"lora_path={path!r} holds no adapter_config.json; give a peft folder", field="lora_path"
+            )
         try:
             config = PeftConfig.from_pretrained(path)
             weights = load_peft_weights(path, device=str(self._module.device))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InvalidRequest(f"lora_path={path!r} cannot be read: {error}", field="lora_path") from error
         if not isinstance(config, LoraConfig) or config.use_dora:
+            kind = type(config).__name__ + (" with DoRA" if isinstance(config, LoraConfig) else "")
             raise InvalidRequest(
-                f"lora_path={path!r} holds a {type(config).__name__}{' with DoRA' if isinstance(config, LoraConfig) else ''}; "
-                "only plain LoRA can be chosen per request",
+                f"lora_path={path!r} holds a {kind}; only plain LoRA can be chosen per request",
                 field="lora_path",
             )
         if self._largest_rank is not None and config.r > self._largest_rank:
@@ -72,10 +75,12 @@ class Adapters:
         except (ValueError, RuntimeError, KeyError) as error:
             self._remove(name)
             raise InvalidRequest(f"lora_path={path!r} does not fit the model: {error}", field="lora_path") from error
-        if outcome.unexpected_keys:
+        # peft annotates what it returns with the function namedtuple.
+        unexpected: list[str] = outcome.unexpected_keys  # type: ignore[attr-defined]
+        if unexpected:
             self._remove(name)
             raise InvalidRequest(
-                f"lora_path={path!r} has tensors that the model has no place for: {', '.join(outcome.unexpected_keys[:4])}",
+                f"lora_path={path!r} has tensors that the model has no place for: {', '.join(unexpected[:4])}",
                 field="lora_path",
             )
         self._module.requires_grad_(False)

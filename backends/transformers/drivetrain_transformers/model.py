@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
-from drivetrain.backend import ModelInfo
-from drivetrain.config import EngineConfig
-from drivetrain.errors import EngineStartError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.utils import logging as transformers_logging
 
+from drivetrain.backend import ModelInfo
+from drivetrain.config import EngineConfig
+from drivetrain.errors import EngineStartError
+from drivetrain_transformers.kv_cache import RunningCache, keys_and_values
 from drivetrain_transformers.lora import Adapters
-from drivetrain_transformers.kv_cache import RunningCache
 from drivetrain_transformers.translate import context_length, device_of, eos_token_ids, load_arguments
 
 
@@ -53,7 +53,7 @@ class LoadedModel:
         # which could not be given back while anything else lies in it.
         report(f"moving the model to {device_of(config)}")
         if not hasattr(module, "hf_device_map"):
-            module.to(device_of(config))
+            module.to(device_of(config))  # type: ignore[arg-type]  # transformers wraps `to` without its `self`
         module.eval()
         module.requires_grad_(False)
         _refuse_recurrent_state(module)
@@ -157,8 +157,8 @@ def _refuse_recurrent_state(module: PreTrainedModel) -> None:
     odd = {type(layer).__name__ for layer in cache.layers if type(layer).__mro__ and not _is_plain(layer)}
     if odd or getattr(module, "_is_stateful", False):
         raise EngineStartError(
-            f"{type(module).__name__} keeps recurrent or indexed state ({', '.join(sorted(odd)) or 'stateful'}), which the "
-            "transformers backend cannot batch yet; use another backend for this model"
+            f"{type(module).__name__} keeps recurrent or indexed state ({', '.join(sorted(odd)) or 'stateful'}), which "
+            "the transformers backend cannot batch yet; use another backend for this model"
         )
 
 
@@ -180,10 +180,10 @@ def _own_storages(module: PreTrainedModel) -> None:
 
 def _zero_padding(cache: Cache, mask: torch.Tensor) -> None:
     """Padding may have come out as NaN, which attention would spread even where it is masked."""
-    for layer in cache.layers:
-        padding = (mask == 0).to(layer.keys.device)[:, None, :, None]
-        layer.keys.masked_fill_(padding, 0)
-        layer.values.masked_fill_(padding, 0)
+    for keys, values in keys_and_values(cache):
+        padding = (mask == 0).to(keys.device)[:, None, :, None]
+        keys.masked_fill_(padding, 0)
+        values.masked_fill_(padding, 0)
 
 
 def _trim_heap() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from drivetrain.backend import Backend
 from drivetrain.hookspecs import hookimpl
-
 from drivetrain_transformers.engine import TransformersBackend
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from drivetrain.outputs import TopLogprobs
 from transformers.cache_utils import Cache, DynamicCache
 
+from drivetrain.outputs import TopLogprobs
 from drivetrain_transformers.model import LoadedModel
 from drivetrain_transformers.prefix_cache import PrefixCache
 from drivetrain_transformers.sampler import top_logprobs

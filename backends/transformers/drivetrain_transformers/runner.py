@@ -6,13 +6,13 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from drivetrain.backend import GenerateRequest
 from drivetrain.config import EngineConfig
 from drivetrain.errors import EngineInternalError
 from drivetrain.tokenizer import Tokenizer
-
 from drivetrain_transformers.model import LoadedModel
 from drivetrain_transformers.scheduler import Scheduler
 from drivetrain_transformers.sequences import Sink
@@ -111,7 +111,7 @@ class Runner:
             try:
                 value = function()
             except Exception as error:
-                self._outbox.setdefault(loop, []).append(lambda error=error: settle(None, error))
+                self._outbox.setdefault(loop, []).append(partial(settle, None, error))
             else:
                 self._outbox.setdefault(loop, []).append(lambda: settle(value, None))
 

@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
+
 from drivetrain.backend import GenerateRequest
 from drivetrain.outputs import TopLogprobs
 from drivetrain.sampling import LogprobsMode

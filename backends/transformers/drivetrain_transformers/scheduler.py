@@ -15,7 +15,6 @@ from drivetrain.errors import DrivetrainError, EngineOutOfMemory
 from drivetrain.outputs import FinishReason
 from drivetrain.stops import StopMatcher
 from drivetrain.tokenizer import Tokenizer
-
 from drivetrain_transformers.errors import as_engine_error
 from drivetrain_transformers.kv_cache import RunningCache
 from drivetrain_transformers.model import LoadedModel
@@ -33,7 +32,7 @@ class Scheduler:
         tokenizer: Decodes for stop strings and regexes.
         version: Label of the weights.
         max_rows: Most sequences that run at once.
-        max_prefill_tokens: Most prompt tokens computed in one forward pass, padding included (one prompt may be longer).
+        max_prefill_tokens: Most prompt tokens of one forward pass, padding included (one prompt may be longer).
         prefix_cache_bytes: Memory for the prefixes of ended sequences; 0 keeps none.
     """
 

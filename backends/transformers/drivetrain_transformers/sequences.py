@@ -9,7 +9,6 @@ from drivetrain.backend import GenerateRequest, GenerateResult, TokenDelta
 from drivetrain.errors import DrivetrainError
 from drivetrain.outputs import FinishReason, TopLogprobs, VersionSpan
 from drivetrain.stops import StopMatcher
-
 from drivetrain_transformers.sampler import Row
 
 Sink = Callable[[GenerateResult | TokenDelta | DrivetrainError], None]

@@ -42,9 +42,9 @@ def device_of(config: EngineConfig) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def load_arguments(config: EngineConfig) -> dict[str, Any]:
+def load_arguments(config: EngineConfig) -> dict[str, JsonValue]:
     """Keyword arguments of ``AutoModelForCausalLM.from_pretrained``."""
-    arguments: dict[str, Any] = {
+    arguments: dict[str, JsonValue] = {
         "dtype": config.dtype,
         "trust_remote_code": config.trust_remote_code,
     }
@@ -61,7 +61,7 @@ def load_arguments(config: EngineConfig) -> dict[str, Any]:
     return {**arguments, **config.engine_kwargs}
 
 
-def context_length(model_config: Any, config: EngineConfig) -> int:
+def context_length(model_config: PreTrainedConfig, config: EngineConfig) -> int:
     """Most tokens of prompt and output together: the configured limit, or the model's own.
 
     Raises:
@@ -81,7 +81,7 @@ def context_length(model_config: Any, config: EngineConfig) -> int:
     return config.context_length
 
 
-def eos_token_ids(*configs: Any) -> tuple[int, ...]:
+def eos_token_ids(*configs: object) -> tuple[int, ...]:
     """The EOS ids of the first of a model's configs (generation first) that names any."""
     for config in configs:
         value = getattr(config, "eos_token_id", None)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
+
 from drivetrain.errors import InvalidRequest
 from drivetrain.weights import TensorData, WeightManifest, WeightMessage, WeightReply, WeightReport
+from drivetrain_transformers.model import LoadedModel
 from drivetrain_weight_sync import ModuleTarget, Receiver
 from drivetrain_weight_sync.dtypes import spec_of
 from drivetrain_weight_sync.finite import non_finite
-
-from drivetrain_transformers.model import LoadedModel
 
 
 class Weights:

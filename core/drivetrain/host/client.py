@@ -187,7 +187,10 @@ class HostedBackend(Backend):
                 link.close()
                 await asyncio.shield(self._gone)
         except DrivetrainError as error:
-            failed = error
+            if self._gone.done():
+                _logger.warning("the host process %d %s before it was closed", host.pid, self._gone.result().reason)
+            else:
+                failed = error
         except TimeoutError:
             _logger.warning(
                 "the host process %d did not close within %g s (timeouts.close) and was killed",
@@ -198,7 +201,7 @@ class HostedBackend(Backend):
             host.condemn("did not close when asked")
         await asyncio.shield(self._gone)
         self._closed = True
-        if failed is not None and not isinstance(failed, EngineDied):
+        if failed is not None:
             raise failed
 
     def _trouble(self, reason: str) -> None:

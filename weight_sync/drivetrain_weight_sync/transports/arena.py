@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
+
 from drivetrain.errors import InvalidRequest
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+
 from drivetrain.weights import WeightManifest, WeightPlan, WeightSource, WeightUpdateRequest
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from drivetrain.errors import InvalidRequest
 from safetensors import SafetensorError, safe_open
 
+from drivetrain.errors import InvalidRequest
 from drivetrain_weight_sync.names import unwrapped
 
 _INDEXES: Final = ("model.safetensors.index.json", "pytorch_model.bin.index.json")

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from drivetrain.errors import InvalidWeights, WeightPlanMismatch, WeightSyncError
-from drivetrain.weights import DiskSource, TensorSpec, WeightManifest, WeightPlan, WeightUpdateRequest
 from safetensors.torch import save_file
 
+from drivetrain.errors import InvalidWeights, WeightPlanMismatch, WeightSyncError
+from drivetrain.weights import DiskSource, TensorSpec, WeightManifest, WeightPlan, WeightUpdateRequest
 from drivetrain_weight_sync.digest import digest
 from drivetrain_weight_sync.dtypes import dtype_of, spec_of
 from drivetrain_weight_sync.finite import non_finite

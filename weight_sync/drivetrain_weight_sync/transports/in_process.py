@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 import torch
+
 from drivetrain.errors import InvalidRequest
 from drivetrain.weights import InProcessSource, TensorSpec, WeightManifest, WeightPlan, WeightUpdateRequest
-
 from drivetrain_weight_sync.dtypes import dtype_of, spec_of
 from drivetrain_weight_sync.plan import check_plan
 from drivetrain_weight_sync.transports.base import Opened, Reader, Sender

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Final
 
 from drivetrain.errors import UnsupportedCapability
-
 from drivetrain_weight_sync.transports.base import Reader
 from drivetrain_weight_sync.transports.disk import DiskReader
 from drivetrain_weight_sync.transports.in_process import InProcessReader

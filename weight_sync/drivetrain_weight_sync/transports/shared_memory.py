@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+
 from drivetrain.errors import InvalidRequest
 from drivetrain.weights import PlacedTensor, SharedMemorySource, WeightManifest, WeightPlan, WeightUpdateRequest
-
 from drivetrain_weight_sync.dtypes import dtype_of
 from drivetrain_weight_sync.plan import ALIGNMENT, bucket_offsets, plan_nbytes
 from drivetrain_weight_sync.transports.arena import Arena, MappedArena

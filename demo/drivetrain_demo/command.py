@@ -1,0 +1,260 @@
+"""``drivetrain demo``: the main job, on any backend."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+import yaml
+from drivetrain.cli.output import err, out, print_error, print_json
+from drivetrain.config import Isolation
+from pydantic import JsonValue, TypeAdapter, ValidationError
+
+from drivetrain_demo.display import display
+from drivetrain_demo.loop import run
+from drivetrain_demo.report import document, summary, write_plot
+from drivetrain_demo.result import DemoResult
+from drivetrain_demo.settings import MIN_STEPS_TO_JUDGE, OTHER_POLICY, TINY_POLICY, Settings
+
+POLICY, ROLLOUT, TRAINING, CHECKS, OUTPUT = "Policy and engine", "Rollout", "Training", "Checks", "Output"
+INTERRUPTED = 130
+
+
+def _by_policy(text: str, name: str) -> str:
+    return f"{text} [default: {getattr(TINY_POLICY, name)}; with --model {getattr(OTHER_POLICY, name)}]"
+
+
+def demo(
+    backend: Annotated[
+        str, typer.Option(help="The engine: a backend's name, or a YAML file.", rich_help_panel=POLICY)
+    ] = "transformers",
+    isolation: Annotated[
+        Isolation | None,
+        typer.Option(help="Where the engine runs. [default: the backend's]", show_default=False, rich_help_panel=POLICY),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR_OR_ID",
+            help="Any causal language model. [default: a tiny one, made on the spot with random weights]",
+            show_default=False,
+            rich_help_panel=POLICY,
+        ),
+    ] = None,
+    engine_fields: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="FIELD=VALUE",
+            help="Any further field of the engine's configuration, as YAML; repeatable.",
+            rich_help_panel=POLICY,
+        ),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='One JSON object per line: {"prompt": "3 + 4 =", "answer": 7}. [default: a shipped file of sums]',
+            show_default=False,
+            rich_help_panel=ROLLOUT,
+        ),
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--text",
+            help="Send prompts as a user's message, or as text to go on with. "
+            "[default: chat, if --model is given and has a chat template]",
+            show_default=False,
+            rich_help_panel=ROLLOUT,
+        ),
+    ] = None,
+    prompts_per_step: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help=_by_policy("Prompts in one rollout.", "prompts_per_step"),
+            show_default=False,
+            rich_help_panel=ROLLOUT,
+        ),
+    ] = None,
+    n: Annotated[
+        int | None,
+        typer.Option(
+            "--n", min=2, help=_by_policy("Completions per prompt.", "n"), show_default=False, rich_help_panel=ROLLOUT
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help=_by_policy("Most tokens of one completion.", "max_new_tokens"),
+            show_default=False,
+            rich_help_panel=ROLLOUT,
+        ),
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(min=0.01, help="Divides the logits.", rich_help_panel=ROLLOUT)
+    ] = 1.0,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help=_by_policy("Rollouts that are trained on; one more follows.", "steps"),
+            show_default=False,
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    learning_rate: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, help=_by_policy("Of AdamW.", "learning_rate"), show_default=False, rich_help_panel=TRAINING
+        ),
+    ] = None,
+    minibatches: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help=_by_policy("Optimizer steps per rollout.", "minibatches"),
+            show_default=False,
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    micro_batch: Annotated[
+        int, typer.Option(min=1, help="Most completions in one forward pass.", rich_help_panel=TRAINING)
+    ] = 64,
+    entropy_weight: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help=_by_policy("Of the entropy in the loss; decays to 0.", "entropy_weight"),
+            show_default=False,
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**31 - 1, help="Of the policy, the prompts' order and the sampling.",
+                          rich_help_panel=TRAINING)
+    ] = 0,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="Where the trainer's copy of the model lies. [default: cuda if there is one, else cpu]",
+            show_default=False,
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Threads of torch in this process. [default: 1; with --model torch's own choice]",
+            show_default=False,
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    logprob_tolerance: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Most that engine and trainer may differ, in nats. "
+            "[default: 0.001 for a float32 engine, 0.2 for float16, 0.5 for bfloat16]",
+            show_default=False,
+            rich_help_panel=CHECKS,
+        ),
+    ] = None,
+    expect_rise: Annotated[
+        bool | None,
+        typer.Option(
+            "--expect-rise/--no-expect-rise",
+            help=f"Fail if the reward does not rise; needs {MIN_STEPS_TO_JUDGE} steps. "
+            "[default: expected, unless --model or --prompts is given]",
+            show_default=False,
+            rich_help_panel=CHECKS,
+        ),
+    ] = None,
+    min_rise: Annotated[
+        float, typer.Option(help="How much the mean reward is to rise.", rich_help_panel=CHECKS)
+    ] = 0.2,
+    out_directory: Annotated[
+        Path, typer.Option("--out", metavar="DIR", help="Where the plot is written.", rich_help_panel=OUTPUT)
+    ] = Path("drivetrain-demo"),
+    plot: Annotated[bool, typer.Option("--plot/--no-plot", help="Draw demo.png.", rich_help_panel=OUTPUT)] = True,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON document on stdout; progress on stderr.", rich_help_panel=OUTPUT)
+    ] = False,
+) -> None:
+    """Train a small policy with GRPO against an engine: roll out, score, train, sync, roll out again.
+
+    At each step it checks that every token carries the weight version just pushed, and that engine and trainer give
+    it the same logprob. Exit code 1 if a check fails, or if the reward does not rise where that is expected.
+    """
+    if plot and importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter(
+            "needs matplotlib: pip install 'drivetrain[demo]', or use --no-plot", param_hint="--plot"
+        )
+    defaults = TINY_POLICY if model is None else OTHER_POLICY
+    settings = Settings(
+        backend=backend,
+        isolation=isolation,
+        engine_fields=_fields(engine_fields or []),
+        model=model,
+        prompts=prompts,
+        chat=chat,
+        steps=defaults.steps if steps is None else steps,
+        prompts_per_step=prompts_per_step or defaults.prompts_per_step,
+        n=n or defaults.n,
+        max_new_tokens=max_new_tokens or defaults.max_new_tokens,
+        temperature=temperature,
+        learning_rate=defaults.learning_rate if learning_rate is None else learning_rate,
+        minibatches=minibatches or defaults.minibatches,
+        micro_batch=micro_batch,
+        entropy_weight=defaults.entropy_weight if entropy_weight is None else entropy_weight,
+        seed=seed,
+        device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        logprob_tolerance=logprob_tolerance,
+        min_rise=min_rise,
+        expect_rise=model is None and prompts is None if expect_rise is None else expect_rise,
+    )
+    if expect_rise and settings.steps < MIN_STEPS_TO_JUDGE:
+        raise typer.BadParameter(
+            f"a rise can only be judged in {MIN_STEPS_TO_JUDGE} steps or more, and --steps is {settings.steps}",
+            param_hint="--expect-rise",
+        )
+    if threads is not None or model is None:
+        torch.set_num_threads(threads or 1)
+    result = _run(settings)
+    path = write_plot(result, out_directory) if plot else None
+    if as_json:
+        print_json(document(result, path))
+        err.print(summary(result, path), soft_wrap=True)
+    else:
+        out.print(summary(result, path), soft_wrap=True)
+    if not result.ok:
+        raise typer.Exit(1)
+
+
+def _run(settings: Settings) -> DemoResult:
+    try:
+        with display(err, settings.steps) as shown:
+            return asyncio.run(run(settings, report=shown.stage, watch=shown.step))
+    except KeyboardInterrupt:
+        print_error("interrupted; the engine was shut down", "demo")
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _fields(settings: list[str]) -> dict[str, JsonValue]:
+    fields: dict[str, JsonValue] = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals or not name:
+            raise typer.BadParameter(f"{setting!r} is not FIELD=VALUE", param_hint="--set")
+        try:
+            fields[name] = TypeAdapter[JsonValue](JsonValue).validate_python(yaml.safe_load(value))
+        except (yaml.YAMLError, ValidationError) as error:
+            raise typer.BadParameter(f"the value of {setting!r} is not plain YAML: {error}", param_hint="--set") from None
+    return fields

@@ -1,0 +1,88 @@
+"""What one run of the demo is asked to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from drivetrain.config import Isolation
+from pydantic import JsonValue
+
+WINDOW: Final = 5
+"""The reward of the first and of the last this many rollouts is compared."""
+MIN_STEPS_TO_JUDGE: Final = 20
+"""A rise is only judged in runs of at least this many steps."""
+LOGPROB_TOLERANCE: Final[Mapping[str, float]] = {"float32": 1e-3, "float16": 0.2, "bfloat16": 0.5}
+"""Engine's dtype → largest allowed |trainer's logprob − engine's logprob| of a token, in nats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What is taken where the user says nothing, for one kind of policy."""
+
+    steps: int
+    prompts_per_step: int
+    n: int
+    max_new_tokens: int
+    learning_rate: float
+    minibatches: int
+    entropy_weight: float
+
+
+TINY_POLICY: Final = Defaults(
+    steps=80,
+    prompts_per_step=32,
+    n=16,
+    max_new_tokens=2,
+    learning_rate=2e-3,
+    minibatches=8,
+    entropy_weight=0.015,
+)
+"""For the policy that is made on the spot."""
+OTHER_POLICY: Final = Defaults(
+    steps=20, prompts_per_step=8, n=8, max_new_tokens=32, learning_rate=1e-6, minibatches=1, entropy_weight=0.0
+)
+"""For a model of the user's: the usual size of a step when a pretrained model is tuned."""
+
+TINY_CONFIG: Final[Mapping[str, int | float]] = {"num_hidden_layers": 1, "hidden_size": 64, "initializer_range": 0.15}
+"""What the policy that is made on the spot has other than ``tiny_model("qwen2")``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """One run, complete: nothing in it is left to a default that depends on something else."""
+
+    backend: str
+    isolation: Isolation | None
+    engine_fields: Mapping[str, JsonValue]
+    """Further fields of the engine's configuration."""
+    model: str | None
+    """Folder or hub id; None: a tiny policy is made on the spot."""
+    prompts: Path | None
+    """None: the shipped file."""
+    chat: bool | None
+    """Whether prompts are a user's message in a chat; None: if ``model`` is given and has a chat template."""
+    steps: int
+    prompts_per_step: int
+    n: int
+    max_new_tokens: int
+    temperature: float
+    learning_rate: float
+    minibatches: int
+    micro_batch: int
+    entropy_weight: float
+    seed: int
+    device: str
+    """Where the trainer's model lies."""
+    logprob_tolerance: float | None
+    """In nats; None: by the engine's dtype."""
+    min_rise: float
+    expect_rise: bool
+    """Whether the run fails if the reward does not rise by ``min_rise``."""
+
+    @property
+    def judges_rise(self) -> bool:
+        """Whether the rise is a check of this run."""
+        return self.expect_rise and self.steps >= MIN_STEPS_TO_JUDGE
