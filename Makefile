@@ -42,7 +42,7 @@ lint: $(READY) ## ruff, mypy, pyright and the import contracts
 	@$(BIN)/lint-imports
 
 docs: $(READY) ## run the code blocks of the docs and follow their links
-	@$(BIN)/python -m pytest tests/test_docs.py $(ARGS)
+	@$(BIN)/python -m pytest tests/docs $(ARGS)
 
 bench: $(READY) ## measure what drivetrain adds to the bare engine
 	@$(BIN)/python benchmarks/overhead.py $(ARGS)

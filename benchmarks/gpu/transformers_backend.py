@@ -8,6 +8,7 @@ Prints one line per check with its figures; exits 1 if a check fails. Needs one 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import sys
 import time
@@ -60,7 +61,6 @@ async def logprobs(dtype: str, tolerance: float) -> None:
 
 
 async def memory(folder: Path, isolation: str, *, keeps: bool) -> None:
-    before = used_mib()
     config = {"model": str(folder), "isolation": isolation, "sleep_keeps_weights": keeps}
     async with create_engine("transformers", **config) as engine:
         params = SamplingParams(max_new_tokens=64, temperature=0, ignore_eos=True)
@@ -89,9 +89,6 @@ async def memory(folder: Path, isolation: str, *, keeps: bool) -> None:
             del policy
         record(name, ok, weights_mib=held, given_back_mib=given_back, sleep_ms=slept * 1e3, wake_ms=woke * 1e3,
                host_rss_mib=psutil.Process(engine.host_pid).memory_info().rss / 2**20)  # fmt: skip
-    torch.cuda.empty_cache()
-    left = used_mib() - before
-    record(f"{name}: memory left behind after teardown", left < 600, left_mib=left)
 
 
 async def push(folder: Path, isolation: str) -> None:
@@ -133,8 +130,13 @@ async def main() -> None:
         num_attention_heads=12, num_key_value_heads=2, initializer_range=0.02,
     )  # fmt: skip
     for isolation in ("inline", "process"):
-        await memory(folder, isolation, keeps=False)
-        await memory(folder, isolation, keeps=True)
+        for keeps in (False, True):
+            before = used_mib()
+            await memory(folder, isolation, keeps=keeps)
+            gc.collect()
+            torch.cuda.empty_cache()
+            left = used_mib() - before
+            record(f"memory left behind after teardown {isolation}", left < 600, left_mib=left)
         await push(folder, isolation)
     if "--json" in sys.argv:
         document = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "results": RESULTS}

@@ -139,7 +139,9 @@ class InferenceEngine:
                 progress(stage)
 
         try:
-            async with deadline(self.config.timeouts.start, f"the {self.config.backend} engine to start"):
+            # A host process keeps the deadline itself, and says why with its last log lines: let it be the first.
+            grace = 0.0 if self.isolation is Isolation.INLINE else self.config.timeouts.close
+            async with deadline(self.config.timeouts.start + grace, f"the {self.config.backend} engine to start"):
                 report("loading the tokenizer")
                 self._tokenizer = await asyncio.to_thread(Tokenizer.load, self.config)
                 self._model = await self._backend.start(report)
@@ -548,7 +550,8 @@ class InferenceEngine:
         except TimeoutError:
             raise EngineBusy(
                 f"sleep() is refused: {self._flights.running} requests are in flight after "
-                f"drain_timeout={drain_timeout:g} s; abort them (abort_first=True), give them longer, or pause_generation('retract') first"
+                f"drain_timeout={drain_timeout:g} s; abort them (abort_first=True), "
+                "give them longer, or pause_generation('retract') first"
             ) from None
 
     async def wake_up(self, tags: Iterable[MemoryTag | str] | None = None, *, timeout: float | None = None) -> None:

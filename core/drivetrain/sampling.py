@@ -77,7 +77,7 @@ LogitProcessor = Annotated[ActionMask | DisallowedTokens | TemperatureSchedule, 
 
 
 class SamplingParams(_Frozen):
-    """How one prompt's completions are drawn. Frozen; unknown fields are refused, every other is honoured or refused."""
+    """How one prompt's completions are drawn. Frozen; unknown fields are refused, others honoured or refused."""
 
     n: StrictInt = Field(default=1, ge=1, description="Completions per prompt.")
     max_new_tokens: StrictInt | None = Field(

@@ -84,7 +84,8 @@ class EngineStatus:
             return f"{state.value} ({tags})" + (", weights dirty" if self.weights is WeightState.DIRTY else "")
         if state in (EngineState.DIRTY, EngineState.FAILED) and self.why:
             return f"{state.value} ({self.why})"
-        return state.value
+        value: str = state.value
+        return value
 
     # What may be asked -------------------------------------------------------------------------------------------
 

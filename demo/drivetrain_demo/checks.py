@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from drivetrain import Completion
-
 from drivetrain_demo.result import Check, StepRecord, mean_reward
 from drivetrain_demo.settings import WINDOW, Settings
 

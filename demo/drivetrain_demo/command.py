@@ -10,10 +10,10 @@ from typing import Annotated
 import torch
 import typer
 import yaml
-from drivetrain.cli.output import err, out, print_error, print_json
-from drivetrain.config import Isolation
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
+from drivetrain.cli.output import err, out, print_error, print_json
+from drivetrain.config import Isolation
 from drivetrain_demo.display import display
 from drivetrain_demo.loop import run
 from drivetrain_demo.report import document, summary, write_plot
@@ -34,7 +34,9 @@ def demo(
     ] = "transformers",
     isolation: Annotated[
         Isolation | None,
-        typer.Option(help="Where the engine runs. [default: the backend's]", show_default=False, rich_help_panel=POLICY),
+        typer.Option(
+            help="Where the engine runs. [default: the backend's]", show_default=False, rich_help_panel=POLICY
+        ),
     ] = None,
     model: Annotated[
         str | None,
@@ -97,9 +99,7 @@ def demo(
             rich_help_panel=ROLLOUT,
         ),
     ] = None,
-    temperature: Annotated[
-        float, typer.Option(min=0.01, help="Divides the logits.", rich_help_panel=ROLLOUT)
-    ] = 1.0,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Divides the logits.", rich_help_panel=ROLLOUT)] = 1.0,
     steps: Annotated[
         int | None,
         typer.Option(
@@ -136,9 +136,20 @@ def demo(
             rich_help_panel=TRAINING,
         ),
     ] = None,
+    max_grad_norm: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help=_by_policy("Longer gradients are shortened to this.", "max_grad_norm"),
+            show_default=False,
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, max=2**31 - 1, help="Of the policy, the prompts' order and the sampling.",
-                          rich_help_panel=TRAINING)
+        int,
+        typer.Option(
+            min=0, max=2**31 - 1, help="Of the policy, the prompts' order and the sampling.", rich_help_panel=TRAINING
+        ),
     ] = 0,
     device: Annotated[
         str | None,
@@ -177,9 +188,7 @@ def demo(
             rich_help_panel=CHECKS,
         ),
     ] = None,
-    min_rise: Annotated[
-        float, typer.Option(help="How much the mean reward is to rise.", rich_help_panel=CHECKS)
-    ] = 0.2,
+    min_rise: Annotated[float, typer.Option(help="How much the mean reward is to rise.", rich_help_panel=CHECKS)] = 0.2,
     out_directory: Annotated[
         Path, typer.Option("--out", metavar="DIR", help="Where the plot is written.", rich_help_panel=OUTPUT)
     ] = Path("drivetrain-demo"),
@@ -214,6 +223,7 @@ def demo(
         minibatches=minibatches or defaults.minibatches,
         micro_batch=micro_batch,
         entropy_weight=defaults.entropy_weight if entropy_weight is None else entropy_weight,
+        max_grad_norm=defaults.max_grad_norm if max_grad_norm is None else max_grad_norm,
         seed=seed,
         device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
         logprob_tolerance=logprob_tolerance,
@@ -256,5 +266,7 @@ def _fields(settings: list[str]) -> dict[str, JsonValue]:
         try:
             fields[name] = TypeAdapter[JsonValue](JsonValue).validate_python(yaml.safe_load(value))
         except (yaml.YAMLError, ValidationError) as error:
-            raise typer.BadParameter(f"the value of {setting!r} is not plain YAML: {error}", param_hint="--set") from None
+            raise typer.BadParameter(
+                f"the value of {setting!r} is not plain YAML: {error}", param_hint="--set"
+            ) from None
     return fields

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
+
 from drivetrain import (
     Capability,
     Completion,
@@ -23,16 +24,14 @@ from drivetrain import (
     SamplingParams,
     create_engine,
 )
-from drivetrain.testing import tiny_model
-from drivetrain_weight_sync import WeightSync
-
 from drivetrain_demo.checks import check_logprobs, check_rise, check_versions, versions_seen
 from drivetrain_demo.grpo import group_advantages
 from drivetrain_demo.prompts import Task, load_tasks
 from drivetrain_demo.result import Check, DemoResult, StepRecord, Training
 from drivetrain_demo.reward import grade, is_right
-from drivetrain_demo.settings import LOGPROB_TOLERANCE, MIN_STEPS_TO_JUDGE, TINY_CONFIG, Settings
+from drivetrain_demo.settings import LOGPROB_TOLERANCE, MIN_STEPS_TO_JUDGE, Settings, tiny_policy
 from drivetrain_demo.trainer import Recipe, Sample, Trainer
+from drivetrain_weight_sync import WeightSync
 
 KV_CACHE: Final = (MemoryTag.KV_CACHE,)
 
@@ -45,9 +44,7 @@ class _Rollout:
     seconds: float
 
 
-async def run(
-    settings: Settings, *, report: Callable[[str], None], watch: Callable[[StepRecord], None]
-) -> DemoResult:
+async def run(settings: Settings, *, report: Callable[[str], None], watch: Callable[[StepRecord], None]) -> DemoResult:
     """Run the whole loop.
 
     Args:
@@ -63,7 +60,7 @@ async def run(
     """
     begun = time.perf_counter()
     tasks = load_tasks(settings.prompts)
-    model = settings.model or str(await asyncio.to_thread(tiny_model, "qwen2", seed=settings.seed, **TINY_CONFIG))
+    model = settings.model or str(await asyncio.to_thread(tiny_policy, settings.seed))
     fields = {**settings.engine_fields, "model": model}
     if settings.isolation is not None:
         fields["isolation"] = settings.isolation.value
@@ -166,9 +163,7 @@ class _Loop:
         if self._sleeps:
             slept = await _timed(self._engine.sleep(KV_CACHE))
         begun = time.perf_counter()
-        entropy = await asyncio.to_thread(
-            self._trainer.step, samples, entropy_scale=1 - step / self._settings.steps
-        )
+        entropy = await asyncio.to_thread(self._trainer.step, samples, entropy_scale=1 - step / self._settings.steps)
         trained = time.perf_counter() - begun
         pushed = await self._sync.push(version=f"step-{step + 1}")
         if self._sleeps:
@@ -215,6 +210,7 @@ def _load_trainer(settings: Settings, model: str, dtype: str) -> Trainer:
         micro_batch=settings.micro_batch,
         entropy_weight=settings.entropy_weight,
         temperature=settings.temperature,
+        max_grad_norm=settings.max_grad_norm,
     )
     compute_dtype: torch.dtype = getattr(torch, dtype)
     return Trainer.load(model, recipe, compute_dtype=compute_dtype, device=settings.device, seed=settings.seed)

@@ -8,9 +8,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
 
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
+
 from drivetrain import ChatPrompt, InvalidRequest, Message, Prompt, TextPrompt
 from drivetrain.config import describe_validation_error
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
 
 SHIPPED = "prompts.jsonl"
 
@@ -53,8 +54,7 @@ def load_tasks(path: Path | None = None) -> tuple[Task, ...]:
     tasks = tuple(_parse(name, text))
     if not tasks:
         raise InvalidRequest(
-            f"{name!r} holds no prompt; give lines such as "
-            '{"prompt": "3 + 4 =", "answer": 7}',
+            f'{name!r} holds no prompt; give lines such as {{"prompt": "3 + 4 =", "answer": 7}}',
             field="prompts",
         )
     return tasks

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from drivetrain_demo.result import DemoResult, StepRecord
@@ -14,13 +13,10 @@ from drivetrain_demo.settings import WINDOW, Settings
 
 def summary(result: DemoResult, plot: Path | None) -> RenderableType:
     """Return the summary as a terminal shows it."""
-    facts = Table(box=None, pad_edge=False, show_header=False)
-    facts.add_column(style="bold")
-    facts.add_column(overflow="fold")
     sync = result.sync_seconds_median
     rows = {
         "backend": f"{result.backend}, {result.isolation}",
-        "policy": f"{result.model} ({result.parameters:,} parameters, {result.dtype})",
+        "policy": f"{result.settings.model or 'made on the spot'}, {result.parameters:,} parameters, {result.dtype}",
         "rollouts": f"{len(result.records)}, of {result.records[0].completions} completions each",
         "reward": f"{result.reward_first:.3f} → {result.reward_last:.3f} (first and last {WINDOW} rollouts)",
         "right answers": f"{result.records[0].accuracy:.1%} → {result.records[-1].accuracy:.1%}",
@@ -31,13 +27,15 @@ def summary(result: DemoResult, plot: Path | None) -> RenderableType:
     }
     if plot is not None:
         rows["plot"] = str(plot)
-    for name, value in rows.items():
-        facts.add_row(name, Text(value))
+    width = max(map(len, rows)) + 2
+    facts = [Text.assemble((name.ljust(width), "bold"), value) for name, value in rows.items()]
     checks = [
-        Text.assemble(("passed ", "green") if check.passed else ("FAILED ", "bold red"), f"{check.name}: {check.detail}")
+        Text.assemble(
+            ("passed ", "green") if check.passed else ("FAILED ", "bold red"), f"{check.name}: {check.detail}"
+        )
         for check in result.checks
     ]
-    return Group(facts, "", *checks, *(Text(f"note: {note}") for note in result.notes))
+    return Group(*facts, "", *checks, *(Text(f"note: {note}") for note in result.notes))
 
 
 def document(result: DemoResult, plot: Path | None) -> dict[str, object]:
@@ -119,6 +117,7 @@ def _config(settings: Settings) -> dict[str, object]:
         "minibatches": settings.minibatches,
         "micro_batch": settings.micro_batch,
         "entropy_weight": settings.entropy_weight,
+        "max_grad_norm": settings.max_grad_norm,
         "seed": settings.seed,
         "device": settings.device,
         "logprob_tolerance": settings.logprob_tolerance,

@@ -37,7 +37,7 @@ class StepRecord:
     accuracy: float
     """Share of completions with the right number."""
     logprob_gap: float
-    """Largest |trainer's − engine's| over the tokens, in nats."""
+    """Largest |trainer's - engine's| over the tokens, in nats."""
     completions: int
     tokens: int
     """Generated."""

@@ -7,15 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from drivetrain.config import Isolation
 from pydantic import JsonValue
+
+from drivetrain.config import Isolation
+from drivetrain.testing import tiny_model
 
 WINDOW: Final = 5
 """The reward of the first and of the last this many rollouts is compared."""
 MIN_STEPS_TO_JUDGE: Final = 20
 """A rise is only judged in runs of at least this many steps."""
 LOGPROB_TOLERANCE: Final[Mapping[str, float]] = {"float32": 1e-3, "float16": 0.2, "bfloat16": 0.5}
-"""Engine's dtype → largest allowed |trainer's logprob − engine's logprob| of a token, in nats."""
+"""Engine's dtype → largest allowed |trainer's logprob - engine's logprob| of a token, in nats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class Defaults:
     learning_rate: float
     minibatches: int
     entropy_weight: float
+    max_grad_norm: float
 
 
 TINY_POLICY: Final = Defaults(
@@ -38,16 +41,29 @@ TINY_POLICY: Final = Defaults(
     max_new_tokens=2,
     learning_rate=2e-3,
     minibatches=8,
-    entropy_weight=0.015,
+    entropy_weight=0.03,
+    max_grad_norm=0.3,
 )
 """For the policy that is made on the spot."""
 OTHER_POLICY: Final = Defaults(
-    steps=20, prompts_per_step=8, n=8, max_new_tokens=32, learning_rate=1e-6, minibatches=1, entropy_weight=0.0
+    steps=20,
+    prompts_per_step=8,
+    n=8,
+    max_new_tokens=32,
+    learning_rate=1e-6,
+    minibatches=1,
+    entropy_weight=0.0,
+    max_grad_norm=1.0,
 )
 """For a model of the user's: the usual size of a step when a pretrained model is tuned."""
 
-TINY_CONFIG: Final[Mapping[str, int | float]] = {"num_hidden_layers": 1, "hidden_size": 64, "initializer_range": 0.15}
-"""What the policy that is made on the spot has other than ``tiny_model("qwen2")``."""
+
+def tiny_policy(seed: int) -> Path:
+    """Make the policy that is trained when the user names no model, and return its folder.
+
+    One layer learns the shipped prompts as well as two, in half the time.
+    """
+    return tiny_model("qwen2", seed=seed, num_hidden_layers=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +89,7 @@ class Settings:
     minibatches: int
     micro_batch: int
     entropy_weight: float
+    max_grad_norm: float
     seed: int
     device: str
     """Where the trainer's model lies."""

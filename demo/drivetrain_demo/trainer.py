@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-from drivetrain import InvalidConfig
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
+from drivetrain import InvalidConfig
 from drivetrain_demo.grpo import clipped_objective, token_loss
 
 _T = TypeVar("_T")
@@ -41,9 +42,9 @@ class Recipe:
     """Most samples in one forward pass; bounds memory and changes nothing else."""
     entropy_weight: float
     temperature: float
+    max_grad_norm: float
     clip_low: float = 0.2
     clip_high: float = 0.28
-    max_grad_norm: float = 1.0
 
 
 class Trainer:
@@ -65,17 +66,19 @@ class Trainer:
             InvalidConfig: there is no causal language model there.
         """
         try:
-            policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+            with _no_progress_bars():
+                policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         except (OSError, ValueError) as error:
             raise InvalidConfig(
                 f"no causal language model could be loaded from {str(model)!r}: {error}", field="model"
             ) from error
         # Not .train(): with dropout, the trainer's logprobs could not agree with the engine's.
-        return cls(policy.to(torch.device(device)).eval(), recipe, compute_dtype=compute_dtype, seed=seed)
+        torch.nn.Module.to(policy, device)  # the annotations of transformers leave no way to call its own
+        return cls(policy.eval(), recipe, compute_dtype=compute_dtype, seed=seed)
 
     @torch.no_grad()
     def logprob_gap(self, samples: Sequence[Sample]) -> float:
-        """Return the largest |trainer's logprob − engine's logprob| over all tokens, in nats; 0 without samples."""
+        """Return the largest |trainer's logprob - engine's logprob| over all tokens, in nats; 0 without samples."""
         gaps = [
             (self.score(part)[0] - _flat(part, self.model.device)).abs().max().item()
             for part in _parts(samples, self.recipe.micro_batch)
@@ -149,6 +152,18 @@ class Trainer:
         if self._compute_dtype == torch.float32:
             return nullcontext()
         return torch.autocast(self.model.device.type, dtype=self._compute_dtype)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Transformers' own bars would be drawn over the table of the steps."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 def _flat(samples: Sequence[Sample], device: torch.device) -> Tensor:

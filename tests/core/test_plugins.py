@@ -15,6 +15,7 @@ from drivetrain import plugins
 from drivetrain.backend import Backend
 from drivetrain.capability import Capability
 from drivetrain.config import EngineConfig
+from drivetrain.create import create_engine
 from drivetrain.errors import (
     BackendError,
     BackendLoadError,
@@ -277,6 +278,8 @@ def test_a_missing_engine_is_named_with_what_to_install(site: Site) -> None:
     backend = load_backend("far")
     with pytest.raises(BackendUnavailable, match=re.escape("pip install 'dt-far[far]'")):
         plugins.require_engine(backend)
+    with pytest.raises(BackendUnavailable, match="an-engine-nobody-has"):
+        create_engine("far", model="organisation/name")
     info = described("far")
     assert info.status is BackendStatus.ENGINE_MISSING
     assert (info.engine_distribution, info.engine_version) == ("an-engine-nobody-has", None)

@@ -15,7 +15,9 @@ from drivetrain import Completion
 def load(path: Path) -> PreTrainedModel:
     """Load the model once."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    return model.eval().requires_grad_(False)
+    model.requires_grad_(False)
+    model.eval()
+    return model
 
 
 def logits_of(model: PreTrainedModel, prompt: list[int], output: list[int]) -> torch.Tensor:

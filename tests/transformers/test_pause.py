@@ -151,16 +151,17 @@ async def test_aborting_a_prompt_aborts_all_its_samples_frozen_or_waiting_ones_t
 
 
 async def test_a_cancelled_call_leaves_nothing_running(engine: InferenceEngine) -> None:
-    task = asyncio.create_task(engine.generate(["a", "b"], LONG))
+    endless = SamplingParams(max_new_tokens=1000, ignore_eos=True)
+    task = asyncio.create_task(engine.generate(["a", "b"], endless))
     await until_running(engine, 2)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await until_idle(engine)
-    stream = engine.generate_stream("c", LONG)
+    await until_idle(engine, within=0.5)
+    stream = engine.generate_stream("c", endless)
     await anext(stream)
     await stream.aclose()
-    await until_idle(engine)
+    await until_idle(engine, within=0.5)
 
 
 async def test_sleep_says_by_its_arguments_what_becomes_of_requests(engine: InferenceEngine) -> None:

@@ -43,7 +43,8 @@ def trained(model: Path, seed: int) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    return policy.eval()
+    policy.eval()
+    return policy
 
 
 async def assert_serves(engine: InferenceEngine, policy: PreTrainedModel, version: str) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import gc
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.utils import logging as transformers_logging
@@ -18,7 +20,7 @@ from drivetrain.config import EngineConfig
 from drivetrain.errors import EngineStartError
 from drivetrain_transformers.kv_cache import RunningCache, keys_and_values
 from drivetrain_transformers.lora import Adapters
-from drivetrain_transformers.translate import context_length, device_of, eos_token_ids, load_arguments
+from drivetrain_transformers.translate import context_length, device_of, eos_token_ids, load_arguments, version_warning
 
 
 class LoadedModel:
@@ -41,6 +43,9 @@ class LoadedModel:
             InvalidConfig: the configuration does not fit the model.
             EngineStartError: the model cannot be loaded, or keeps state that a batch cannot be made of.
         """
+        warning = version_warning(transformers.__version__)
+        if warning is not None:
+            warnings.warn(warning, stacklevel=2)
         report(f"loading the model {config.model}")
         try:
             with _no_progress_bars():

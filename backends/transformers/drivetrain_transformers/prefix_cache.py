@@ -53,16 +53,16 @@ class PrefixCache:
         prefixes = _prefixes(token_ids, adapter)
         return bool(prefixes) and prefixes[-1][1] in self._by_prefix
 
-    def insert(
-        self, token_ids: list[int], layers: list[tuple[torch.Tensor, torch.Tensor]], adapter: int = 0
-    ) -> None:
+    def insert(self, token_ids: list[int], layers: list[tuple[torch.Tensor, torch.Tensor]], adapter: int = 0) -> None:
         """Keep a sequence's keys and values; shape (1, heads, len(token_ids), head size) per layer."""
         nbytes = sum(keys.nbytes + values.nbytes for keys, values in layers)
         if nbytes > self._capacity:
             return
         while self.nbytes + nbytes > self._capacity:
             self._evict()
-        entry = _Entry(list(token_ids), adapter, layers, [prefix for _, prefix in _prefixes(token_ids, adapter)], nbytes)
+        entry = _Entry(
+            list(token_ids), adapter, layers, [prefix for _, prefix in _prefixes(token_ids, adapter)], nbytes
+        )
         self._entries[id(entry)] = entry
         self.nbytes += nbytes
         for prefix in entry.hashes:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from drivetrain.backend import GenerateRequest
+from drivetrain.backend import GenerateRequest, GenerateResult, TokenDelta
 from drivetrain.config import EngineConfig
-from drivetrain.errors import EngineInternalError
+from drivetrain.errors import DrivetrainError, EngineInternalError
 from drivetrain.tokenizer import Tokenizer
 from drivetrain_transformers.model import LoadedModel
 from drivetrain_transformers.scheduler import Scheduler
@@ -31,6 +31,7 @@ class Runner:
         self._stopping = False
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._outbox: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
+        self._submitted: list[tuple[GenerateRequest, Sink, bool]] = []
         self._thread = threading.Thread(target=self._run, name="drivetrain-transformers", daemon=True)
 
     @classmethod
@@ -57,7 +58,7 @@ class Runner:
         def stopping() -> None:
             self._stopping = True
 
-        self._inbox.put(stopping)
+        self._put(stopping)
         self._thread.join()
 
     # From the event loop -----------------------------------------------------------------------------------------
@@ -66,14 +67,34 @@ class Runner:
         """Hand a request to the scheduler; ``deliver`` is called in this event loop."""
         loop = asyncio.get_running_loop()
 
-        def sink(item: object) -> None:
-            self._outbox.setdefault(loop, []).append(lambda: deliver(item))  # type: ignore[arg-type]
+        def sink(item: GenerateResult | TokenDelta | DrivetrainError) -> None:
+            self._outbox.setdefault(loop, []).append(partial(deliver, item))
 
-        self._inbox.put(lambda: self.scheduler.submit(request, sink, streamed=streamed))
+        # All that one turn of the event loop submits is handed over at once: the batch then starts together, and the
+        # thread is not woken, nor the interpreter's lock fought over, a thousand times.
+        if not self._submitted:
+            loop.call_soon(self._hand_over)
+        self._submitted.append((request, sink, streamed))
 
     def abort(self, request_ids: list[str]) -> None:
         """End requests with what they have."""
-        self._inbox.put(lambda: self.scheduler.abort(request_ids))
+        self._put(lambda: self.scheduler.abort(request_ids))
+
+    def _put(self, command: Callable[[], None]) -> None:
+        """Queue a command behind everything submitted before it."""
+        self._hand_over()
+        self._inbox.put(command)
+
+    def _hand_over(self) -> None:
+        submitted, self._submitted = self._submitted, []
+        if not submitted:
+            return
+
+        def submit_all() -> None:
+            for request, sink, streamed in submitted:
+                self.scheduler.submit(request, sink, streamed=streamed)
+
+        self._inbox.put(submit_all)
 
     async def freeze(self, *, retract: bool) -> None:
         """Stop stepping, and with ``retract`` let the running sequences' caches go."""
@@ -115,7 +136,7 @@ class Runner:
             else:
                 self._outbox.setdefault(loop, []).append(lambda: settle(value, None))
 
-        self._inbox.put(run)
+        self._put(run)
         return await result
 
     # In the thread -----------------------------------------------------------------------------------------------

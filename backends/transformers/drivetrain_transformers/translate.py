@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
+
+from pydantic import JsonValue
 
 from drivetrain.config import EngineConfig
 from drivetrain.errors import InvalidConfig
@@ -31,6 +33,27 @@ DEFAULT_MAX_BATCHED_TOKENS: Final = 8192
 PREFIX_CACHE_BYTES: Final = 256 * 2**20
 UNKNOWN_CONTEXT: Final = 2**20
 """Taken for models that name no limit, such as those with relative positions."""
+
+
+SEEN_WORKING: Final = ("5.17", "5.23")
+"""Oldest and newest minor release that the tests were run on. Differences between them are found by looking for the
+feature: whether a model's ``forward`` takes ``position_ids`` and ``logits_to_keep``."""
+
+
+def version_warning(installed: str) -> str | None:
+    """Say that an installed version of transformers is outside what was tested; None if it is inside."""
+    oldest, newest = (_minor(version) for version in SEEN_WORKING)
+    if oldest <= _minor(installed) <= newest:
+        return None
+    return (
+        f"transformers {installed} is outside the versions that this backend was tested with "
+        f"({SEEN_WORKING[0]} to {SEEN_WORKING[1]}); it is used all the same"
+    )
+
+
+def _minor(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
 
 
 def device_of(config: EngineConfig) -> str:
@@ -61,7 +84,7 @@ def load_arguments(config: EngineConfig) -> dict[str, JsonValue]:
     return {**arguments, **config.engine_kwargs}
 
 
-def context_length(model_config: PreTrainedConfig, config: EngineConfig) -> int:
+def context_length(model_config: object, config: EngineConfig) -> int:
     """Most tokens of prompt and output together: the configured limit, or the model's own.
 
     Raises:

@@ -53,7 +53,8 @@ class Weights:
             raise InvalidRequest(
                 f"the model has no tensor {name!r}; 'engine.weight_manifest()' lists the names", field="name"
             )
-        tensor = self._target.read(own).cpu().contiguous()
+        # A copy: numpy() pins the storage that it looks at, which could then never give its memory back.
+        tensor = self._target.read(own).detach().to("cpu", copy=True).contiguous()
         return TensorData(spec_of(name, tensor), tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
 
     def validate(self) -> WeightReport:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import functools
 import logging
 import os
@@ -205,6 +206,9 @@ class Connection(asyncio.Protocol):
 
     async def _start(self, backend: Backend) -> ModelInfo:
         info = await backend.start(self._report)
+        # What was made while starting lives as long as the engine: a full collection would walk it again and again.
+        gc.collect()
+        gc.freeze()
         self._watch.engine_started(backend.child_processes())
         self._vigil = self._loop.create_task(self._await_death(backend))
         return info

@@ -1,0 +1,65 @@
+"""Translations between drivetrain's names and those of transformers: pure functions."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from drivetrain import EngineConfig, InvalidConfig
+from drivetrain_transformers.translate import (
+    SEEN_WORKING,
+    context_length,
+    eos_token_ids,
+    load_arguments,
+    version_warning,
+)
+
+
+def config(**fields: object) -> EngineConfig:
+    return EngineConfig.from_mapping({"backend": "transformers", "model": "x", "device": "cpu", **fields})
+
+
+def test_an_unknown_version_warns_and_runs() -> None:
+    for version in SEEN_WORKING:
+        assert version_warning(f"{version}.1") is None
+    for version in ("4.57.1", "5.16.9", "5.99.0", "6.0.0.dev0"):
+        assert version in str(version_warning(version))
+
+
+def test_fields_reach_from_pretrained_under_its_own_names() -> None:
+    arguments = load_arguments(
+        config(dtype="bfloat16", revision="abc", attention_backend="eager", engine_kwargs={"use_safetensors": True})
+    )
+    assert arguments == {
+        "dtype": "bfloat16",
+        "revision": "abc",
+        "attn_implementation": "eager",
+        "trust_remote_code": False,
+        "use_safetensors": True,
+    }
+
+
+def test_a_field_set_twice_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match="engine_kwargs holds dtype"):
+        load_arguments(config(engine_kwargs={"dtype": "float16"}))
+
+
+@pytest.mark.parametrize("name", ["max_position_embeddings", "n_positions"])
+def test_the_context_is_the_models_own_unless_less_is_asked_for(name: str) -> None:
+    model = SimpleNamespace(**{name: 512})
+    assert context_length(model, config()) == 512
+    assert context_length(model, config(context_length=100)) == 100
+    with pytest.raises(InvalidConfig, match="more than the model's 512"):
+        context_length(model, config(context_length=513))
+
+
+def test_eos_ids_come_from_the_first_config_that_names_any() -> None:
+    none, one, two = (
+        SimpleNamespace(eos_token_id=None),
+        SimpleNamespace(eos_token_id=3),
+        SimpleNamespace(eos_token_id=[4, 5]),
+    )
+    assert eos_token_ids(none, one) == (3,)
+    assert eos_token_ids(two, one) == (4, 5)
+    assert eos_token_ids(none) == ()
