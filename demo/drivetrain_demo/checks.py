@@ -41,7 +41,7 @@ def check_versions(records: Sequence[StepRecord]) -> Check:
                 f"expected {record.version} on every token",
             )
     tokens = sum(record.tokens for record in records)
-    return Check(VERSIONS, True, f"all {tokens} tokens of {len(records)} rollouts carry the version just pushed")
+    return Check(VERSIONS, True, f"all {tokens} tokens carry the version that was pushed just before them")
 
 
 def check_logprobs(records: Sequence[StepRecord], tolerance: float) -> Check:

@@ -24,8 +24,8 @@ POLICY, ROLLOUT, TRAINING, CHECKS, OUTPUT = "Policy and engine", "Rollout", "Tra
 INTERRUPTED = 130
 
 
-def _by_policy(text: str, name: str) -> str:
-    return f"{text} [default: {getattr(TINY_POLICY, name)}; with --model {getattr(OTHER_POLICY, name)}]"
+def _by_policy(name: str) -> str:
+    return f"{getattr(TINY_POLICY, name)}; with --model {getattr(OTHER_POLICY, name)}"
 
 
 def demo(
@@ -34,16 +34,14 @@ def demo(
     ] = "transformers",
     isolation: Annotated[
         Isolation | None,
-        typer.Option(
-            help="Where the engine runs. [default: the backend's]", show_default=False, rich_help_panel=POLICY
-        ),
+        typer.Option(help="Where the engine runs.", show_default="the backend's", rich_help_panel=POLICY),
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
             metavar="DIR_OR_ID",
-            help="Any causal language model. [default: a tiny one, made on the spot with random weights]",
-            show_default=False,
+            help="Any causal language model.",
+            show_default="a tiny one, made on the spot with random weights",
             rich_help_panel=POLICY,
         ),
     ] = None,
@@ -60,8 +58,8 @@ def demo(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help='One JSON object per line: {"prompt": "3 + 4 =", "answer": 7}. [default: a shipped file of sums]',
-            show_default=False,
+            help='One JSON object per line: {"prompt": "3 + 4 =", "answer": 7}.',
+            show_default="a shipped file of sums",
             rich_help_panel=ROLLOUT,
         ),
     ] = None,
@@ -69,9 +67,8 @@ def demo(
         bool | None,
         typer.Option(
             "--chat/--text",
-            help="Send prompts as a user's message, or as text to go on with. "
-            "[default: chat, if --model is given and has a chat template]",
-            show_default=False,
+            help="Send prompts as a user's message, or as text to go on with. ",
+            show_default="chat, if --model is given and has a chat template",
             rich_help_panel=ROLLOUT,
         ),
     ] = None,
@@ -79,23 +76,23 @@ def demo(
         int | None,
         typer.Option(
             min=1,
-            help=_by_policy("Prompts in one rollout.", "prompts_per_step"),
-            show_default=False,
+            help="Prompts in one rollout.",
+            show_default=_by_policy("prompts_per_step"),
             rich_help_panel=ROLLOUT,
         ),
     ] = None,
     n: Annotated[
         int | None,
         typer.Option(
-            "--n", min=2, help=_by_policy("Completions per prompt.", "n"), show_default=False, rich_help_panel=ROLLOUT
+            "--n", min=2, help="Completions per prompt.", show_default=_by_policy("n"), rich_help_panel=ROLLOUT
         ),
     ] = None,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help=_by_policy("Most tokens of one completion.", "max_new_tokens"),
-            show_default=False,
+            help="Most tokens of one completion.",
+            show_default=_by_policy("max_new_tokens"),
             rich_help_panel=ROLLOUT,
         ),
     ] = None,
@@ -104,23 +101,21 @@ def demo(
         int | None,
         typer.Option(
             min=0,
-            help=_by_policy("Rollouts that are trained on; one more follows.", "steps"),
-            show_default=False,
+            help="Rollouts that are trained on; one more follows.",
+            show_default=_by_policy("steps"),
             rich_help_panel=TRAINING,
         ),
     ] = None,
     learning_rate: Annotated[
         float | None,
-        typer.Option(
-            min=0.0, help=_by_policy("Of AdamW.", "learning_rate"), show_default=False, rich_help_panel=TRAINING
-        ),
+        typer.Option(min=0.0, help="Of AdamW.", show_default=_by_policy("learning_rate"), rich_help_panel=TRAINING),
     ] = None,
     minibatches: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help=_by_policy("Optimizer steps per rollout.", "minibatches"),
-            show_default=False,
+            help="Optimizer steps per rollout.",
+            show_default=_by_policy("minibatches"),
             rich_help_panel=TRAINING,
         ),
     ] = None,
@@ -131,8 +126,8 @@ def demo(
         float | None,
         typer.Option(
             min=0.0,
-            help=_by_policy("Of the entropy in the loss; decays to 0.", "entropy_weight"),
-            show_default=False,
+            help="Of the entropy in the loss; decays to 0.",
+            show_default=_by_policy("entropy_weight"),
             rich_help_panel=TRAINING,
         ),
     ] = None,
@@ -140,8 +135,8 @@ def demo(
         float | None,
         typer.Option(
             min=0.0,
-            help=_by_policy("Longer gradients are shortened to this.", "max_grad_norm"),
-            show_default=False,
+            help="Longer gradients are shortened to this.",
+            show_default=_by_policy("max_grad_norm"),
             rich_help_panel=TRAINING,
         ),
     ] = None,
@@ -154,8 +149,8 @@ def demo(
     device: Annotated[
         str | None,
         typer.Option(
-            help="Where the trainer's copy of the model lies. [default: cuda if there is one, else cpu]",
-            show_default=False,
+            help="Where the trainer's copy of the model lies.",
+            show_default="cuda if there is one, else cpu",
             rich_help_panel=TRAINING,
         ),
     ] = None,
@@ -163,8 +158,8 @@ def demo(
         int | None,
         typer.Option(
             min=1,
-            help="Threads of torch in this process. [default: 1; with --model torch's own choice]",
-            show_default=False,
+            help="Threads of torch in this process.",
+            show_default="1; with --model torch's own choice",
             rich_help_panel=TRAINING,
         ),
     ] = None,
@@ -172,9 +167,8 @@ def demo(
         float | None,
         typer.Option(
             min=0.0,
-            help="Most that engine and trainer may differ, in nats. "
-            "[default: 0.001 for a float32 engine, 0.2 for float16, 0.5 for bfloat16]",
-            show_default=False,
+            help="Most that engine and trainer may differ, in nats. ",
+            show_default="0.001 for a float32 engine, 0.2 for float16, 0.5 for bfloat16",
             rich_help_panel=CHECKS,
         ),
     ] = None,
@@ -182,9 +176,8 @@ def demo(
         bool | None,
         typer.Option(
             "--expect-rise/--no-expect-rise",
-            help=f"Fail if the reward does not rise; needs {MIN_STEPS_TO_JUDGE} steps. "
-            "[default: expected, unless --model or --prompts is given]",
-            show_default=False,
+            help=f"Fail if the reward does not rise; needs {MIN_STEPS_TO_JUDGE} steps. ",
+            show_default="expected, unless --model or --prompts is given",
             rich_help_panel=CHECKS,
         ),
     ] = None,
@@ -197,10 +190,11 @@ def demo(
         bool, typer.Option("--json", help="One JSON document on stdout; progress on stderr.", rich_help_panel=OUTPUT)
     ] = False,
 ) -> None:
-    """Train a small policy with GRPO against an engine: roll out, score, train, sync, roll out again.
+    """Train a small policy with GRPO against any engine: roll out, score, train, sync, roll out again.
 
-    At each step it checks that every token carries the weight version just pushed, and that engine and trainer give
-    it the same logprob. Exit code 1 if a check fails, or if the reward does not rise where that is expected.
+    Each step checks that all tokens carry the weight version just pushed, with the logprobs that the trainer finds.
+
+    Exit code 1 if a check fails, or if the reward does not rise where that is expected.
     """
     if plot and importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter(
@@ -225,7 +219,7 @@ def demo(
         entropy_weight=defaults.entropy_weight if entropy_weight is None else entropy_weight,
         max_grad_norm=defaults.max_grad_norm if max_grad_norm is None else max_grad_norm,
         seed=seed,
-        device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        device=_device(device),
         logprob_tolerance=logprob_tolerance,
         min_rise=min_rise,
         expect_rise=model is None and prompts is None if expect_rise is None else expect_rise,
@@ -257,12 +251,25 @@ def _run(settings: Settings) -> DemoResult:
         raise typer.Exit(INTERRUPTED) from None
 
 
+def _device(name: str | None) -> str:
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:  # the latter where torch was built without that device
+        reason = str(error).splitlines()[0]
+        raise typer.BadParameter(f"torch has no device {name!r} here: {reason}", param_hint="--device") from None
+    return name
+
+
 def _fields(settings: list[str]) -> dict[str, JsonValue]:
     fields: dict[str, JsonValue] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not equals or not name:
             raise typer.BadParameter(f"{setting!r} is not FIELD=VALUE", param_hint="--set")
+        if name in ("backend", "model", "isolation"):
+            raise typer.BadParameter(f"{setting!r} has an option of its own: --{name}", param_hint="--set")
         try:
             fields[name] = TypeAdapter[JsonValue](JsonValue).validate_python(yaml.safe_load(value))
         except (yaml.YAMLError, ValidationError) as error:

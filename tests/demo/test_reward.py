@@ -26,7 +26,7 @@ from drivetrain_demo.reward import EXACT, NOTHING, NUMBER, RIGHT, SAME_LENGTH, g
         ("10-7", 7, RIGHT),
         ("", 7, NOTHING),
         ("seven", 7, NOTHING),
-        ("٧", 7, NOTHING),
+        ("\u0667", 7, NOTHING),
     ],
 )
 def test_the_last_number_decides(text: str, answer: int, expected: float) -> None:
