@@ -37,6 +37,7 @@ test-fast: $(READY) ## run the tests but the slow ones
 
 lint: $(READY) ## ruff, mypy, pyright and the import contracts
 	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy
 	@$(BIN)/pyright
 	@$(BIN)/lint-imports

@@ -100,7 +100,7 @@ class Tokenizer:
                 tokenize=False,
                 **variables,
             )
-        except (TemplateError, ValueError) as error:
+        except (TemplateError, ValueError, TypeError) as error:
             raise InvalidRequest(f"the chat template refused the messages: {error}", field="prompts") from error
         assert isinstance(text, str)
         return list(self.inner(text, add_special_tokens=False)["input_ids"])

@@ -7,7 +7,6 @@ import importlib.util
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 import yaml
 from pydantic import JsonValue, TypeAdapter, ValidationError
@@ -15,7 +14,6 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 from drivetrain.cli.output import err, out, print_error, print_json
 from drivetrain.config import Isolation
 from drivetrain_demo.display import display
-from drivetrain_demo.loop import run
 from drivetrain_demo.report import document, summary, write_plot
 from drivetrain_demo.result import DemoResult
 from drivetrain_demo.settings import MIN_STEPS_TO_JUDGE, OTHER_POLICY, TINY_POLICY, Settings
@@ -229,6 +227,8 @@ def demo(
             f"a rise can only be judged in {MIN_STEPS_TO_JUDGE} steps or more, and --steps is {settings.steps}",
             param_hint="--expect-rise",
         )
+    import torch
+
     if threads is not None or model is None:
         torch.set_num_threads(threads or 1)
     result = _run(settings)
@@ -243,6 +243,8 @@ def demo(
 
 
 def _run(settings: Settings) -> DemoResult:
+    from drivetrain_demo.loop import run
+
     try:
         with display(err, settings.steps) as shown:
             return asyncio.run(run(settings, report=shown.stage, watch=shown.step))
@@ -252,6 +254,8 @@ def _run(settings: Settings) -> DemoResult:
 
 
 def _device(name: str | None) -> str:
+    import torch
+
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -10,7 +10,6 @@ from typing import Final
 from pydantic import JsonValue
 
 from drivetrain.config import Isolation
-from drivetrain.testing import tiny_model
 
 WINDOW: Final = 5
 """The reward of the first and of the last this many rollouts is compared."""
@@ -63,6 +62,9 @@ def tiny_policy(seed: int) -> Path:
 
     One layer learns the shipped prompts as well as two, in half the time.
     """
+    # Here, because it imports torch, and the command's help should not.
+    from drivetrain.testing import tiny_model
+
     return tiny_model("qwen2", seed=seed, num_hidden_layers=1)
 
 

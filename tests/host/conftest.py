@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from drivetrain import EngineConfig, GenerateRequest, LogprobsMode, SamplingParams, Timeouts
 from drivetrain.host import HostedBackend
 

@@ -7,6 +7,7 @@ import math
 
 import msgspec
 import pytest
+
 from drivetrain import (
     AudioInput,
     Backend,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 
 import psutil
 import pytest
+
 from drivetrain import EngineDied, GenerateRequest, GenerateResult
 from drivetrain.host import HostedBackend
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from drivetrain.host.methods import METHODS, Method
 from drivetrain.host.reap import MARK
 from drivetrain.host.wire import MESSAGES, WIRE_VERSION, Message

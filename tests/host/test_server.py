@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from drivetrain import EngineConfig, Timeouts
 from drivetrain.host.handshake import open_for, opened_config
 from drivetrain.host.process import Ending, HostProcess

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from drivetrain import (
     Capability,
     DeadlineExceeded,

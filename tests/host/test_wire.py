@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from drivetrain import StopKind, WireError
 from drivetrain.host.wire import (
     HANDSHAKE_LIMIT,
@@ -31,8 +34,6 @@ from drivetrain.host.wire import (
     from_watch,
     read,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 
 PACKED = msgspec.Raw(msgspec.msgpack.encode({"a": [1, 2.5, None]}))
 EXAMPLES: tuple[Message, ...] = (

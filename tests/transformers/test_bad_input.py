@@ -10,6 +10,7 @@ import pytest
 from drivetrain import (
     BackendError,
     Capability,
+    ChatPrompt,
     DrivetrainError,
     EngineStartError,
     EngineStateError,
@@ -91,6 +92,14 @@ async def test_one_bad_prompt_refuses_the_call_before_any_work(engine: Inference
     with pytest.raises(InvalidRequest, match=r"prompts\[2\]"):
         await engine.generate(["fine", "fine too", ""])
     assert (await engine.stats()).running == 0
+
+
+async def test_template_variables_that_are_not_the_templates_are_refused(engine: InferenceEngine) -> None:
+    prompt = ChatPrompt.model_validate(
+        {"messages": [{"role": "user", "content": "x"}], "template_kwargs": {"tools": []}}
+    )
+    with pytest.raises(InvalidRequest, match="tools"):
+        await engine.generate(prompt)
 
 
 async def test_request_ids_must_differ(engine: InferenceEngine) -> None:

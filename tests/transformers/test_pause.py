@@ -157,11 +157,11 @@ async def test_a_cancelled_call_leaves_nothing_running(engine: InferenceEngine) 
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await until_idle(engine, within=0.5)
+    await until_idle(engine, within=1.0)
     stream = engine.generate_stream("c", endless)
     await anext(stream)
     await stream.aclose()
-    await until_idle(engine, within=0.5)
+    await until_idle(engine, within=1.0)
 
 
 async def test_sleep_says_by_its_arguments_what_becomes_of_requests(engine: InferenceEngine) -> None:

@@ -281,6 +281,15 @@ async def test_tensors_are_read_back_by_name_and_validated(engine: InferenceEngi
     assert not (await engine.check_weight_sync_integrity("another")).ok
 
 
+async def test_a_tensor_that_was_read_can_still_sleep(open_engine: OpenEngine) -> None:
+    async with open_engine() as engine:
+        manifest = await engine.weight_manifest()
+        await engine.get_weights_by_name(manifest.tensors[0].name)
+        await engine.sleep_weights_only()
+        assert (await engine.stats()).weight_bytes < 1000
+        await engine.wake_up_weights_only()
+
+
 async def test_the_weights_can_be_given_another_label(engine: InferenceEngine) -> None:
     await engine.update_weight_version("renamed")
     output = await engine.generate("x", SamplingParams(max_new_tokens=2, ignore_eos=True))

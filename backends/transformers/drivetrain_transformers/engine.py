@@ -120,6 +120,7 @@ class TransformersBackend(Backend):
 
         def stop(runner: Runner, weights: Weights) -> None:
             runner.stop()
+            runner.scheduler.free_cache()
             weights.free()
             runner.model.release_unused_memory()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
@@ -137,7 +136,6 @@ class LoadedModel:
 
     def release_unused_memory(self) -> None:
         """Hand memory that nothing holds back to the operating system or the GPU."""
-        gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         else:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import functools
+import gc
 import logging
 import os
 import socket
