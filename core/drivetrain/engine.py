@@ -92,7 +92,10 @@ class WeightIntegrity:
 
 
 class InferenceEngine:
-    """One inference engine. Made by :func:`~drivetrain.create.create_engine`; used as ``async with engine:``."""
+    """One inference engine. Made by :func:`~drivetrain.create.create_engine`; used as ``async with engine:``.
+
+    It belongs to the event loop that it was started in. Any number of tasks of that loop may use it at once.
+    """
 
     def __init__(
         self,
@@ -113,6 +116,7 @@ class InferenceEngine:
         self._backend = backend
         self._status = EngineStatus()
         self._version = config.weight_version
+        self._backend_closed = False
         self._holds = 0
         self._loras: set[str] = set()
         self._control = asyncio.Lock()
@@ -175,6 +179,9 @@ class InferenceEngine:
         await self._close_backend()
 
     async def _close_backend(self) -> None:
+        if self._backend_closed:
+            return
+        self._backend_closed = True
         async with deadline(self.config.timeouts.close * 2, f"the {self.config.backend} engine to close"):
             await self._backend.close()
 
