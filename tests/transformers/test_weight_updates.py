@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -61,8 +63,8 @@ def assert_logprobs(completion: Completion, policy: PreTrainedModel) -> None:
     torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=2e-4)
 
 
-@pytest.fixture
-async def restored(engine: InferenceEngine, model: Path):  # type: ignore[no-untyped-def]
+@pytest_asyncio.fixture(loop_scope="session")
+async def restored(engine: InferenceEngine, model: Path) -> AsyncIterator[None]:
     """Leave the shared engine with the weights it began with."""
     yield
     await engine.load_weights_from_disk(str(model), "initial")
