@@ -12,7 +12,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(shell (cat pyproject.toml; echo '$(TORCH)') | sha256sum | cut -c1-16)
 
-.PHONY: help setup demo test test-fast lint docs bench clean
+# The backend that `make conformance` runs, and the environment that holds it: transformers is in the project's own.
+BACKEND ?= transformers
+ISOLATION ?=
+REPORT = build/conformance/$(BACKEND)$(if $(ISOLATION),-$(ISOLATION)).json
+ENVIRONMENT = $(if $(filter transformers,$(BACKEND)),$(VENV),.venvs/$(BACKEND))
+ECHO := examples/drivetrain-echo
+ECHO_READY := .venvs/echo/.ready-$(shell (cat pyproject.toml $(ECHO)/pyproject.toml; echo '$(TORCH)') | sha256sum | cut -c1-16)
+
+.PHONY: help setup demo test test-unit test-fast conformance conformance-all mutants matrix lint docs bench clean
+.PHONY: environment-transformers environment-echo
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -29,11 +38,44 @@ $(READY): | pyproject.toml
 demo: $(READY) ## train a small policy with GRPO against the embedded backend (two minutes)
 	@$(BIN)/drivetrain demo $(ARGS)
 
-test: $(READY) ## run all tests
+test: test-unit conformance-all ## run all tests, and the conformance suite on every backend
+
+test-unit: $(READY) ## run the project's own tests
 	@$(BIN)/python -m pytest $(ARGS)
 
 test-fast: $(READY) ## run the tests but the slow ones
 	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+conformance: environment-$(BACKEND) ## run the conformance suite on BACKEND, in an environment of its own
+	@$(ENVIRONMENT)/bin/drivetrain conformance $(BACKEND) $(if $(ISOLATION),--isolation $(ISOLATION)) --report $(REPORT) $(ARGS)
+
+environment-transformers: $(READY)
+
+environment-echo: $(ECHO_READY)
+	@.venvs/echo/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall ./$(ECHO)
+
+$(ECHO_READY): | pyproject.toml
+	@echo "setting up .venvs/echo with $(PYTHON)"
+	@[[ -x .venvs/echo/bin/python ]] || $(PYTHON) -m venv .venvs/echo
+	@.venvs/echo/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' -e '.[conformance]' ./$(ECHO)
+	@rm -f .venvs/echo/.ready-* && touch $@
+
+conformance-all: $(READY) ## the suite on every backend that runs here, its mutants, and whether the matrix is current
+	@rm -rf build/conformance
+	@$(MAKE) --no-print-directory conformance BACKEND=transformers
+	@$(MAKE) --no-print-directory conformance BACKEND=transformers ISOLATION=process
+	@$(MAKE) --no-print-directory conformance BACKEND=echo
+	@.venvs/echo/bin/python -m pytest -q $(ECHO)
+	@$(MAKE) --no-print-directory mutants
+	@$(BIN)/drivetrain matrix --check docs/reference/conformance build/conformance/*.json
+
+mutants: $(READY) ## spoil the transformers backend in many ways; the suite must catch each
+	@$(BIN)/drivetrain conformance --mutants $(ARGS)
+
+matrix: $(READY) ## keep the reports of build/conformance, and render them into the docs
+	@mkdir -p docs/reference/conformance
+	@cp build/conformance/*.json docs/reference/conformance/
+	@$(BIN)/drivetrain matrix docs/reference/conformance/*.json --output docs/reference/conformance
 
 lint: $(READY) ## ruff, mypy, pyright and the import contracts
 	@$(BIN)/ruff check .
@@ -49,4 +91,4 @@ bench: $(READY) ## measure what drivetrain adds to the bare engine
 	@$(BIN)/python benchmarks/overhead.py $(ARGS)
 
 clean: ## remove the environment and the caches
-	@rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf $(VENV) .venvs build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

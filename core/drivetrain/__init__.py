@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         TurnMode,
     )
     from drivetrain.capability import Capability
-    from drivetrain.config import EngineConfig, Isolation, Timeouts
+    from drivetrain.config import EngineConfig, Isolation, Task, Timeouts
     from drivetrain.create import create_engine
     from drivetrain.engine import InferenceEngine
     from drivetrain.errors import (
@@ -117,7 +117,7 @@ _EXPORTS = {
         "TurnMode",
     ),
     "capability": ("Capability",),
-    "config": ("EngineConfig", "Isolation", "Timeouts"),
+    "config": ("EngineConfig", "Isolation", "Task", "Timeouts"),
     "create": ("create_engine",),
     "engine": ("InferenceEngine",),
     "errors": (
@@ -260,6 +260,7 @@ __all__ = [
     "SharedMemorySource",
     "StopKind",
     "StructuredOutput",
+    "Task",
     "TemperatureSchedule",
     "TensorData",
     "TensorSpec",

@@ -189,9 +189,9 @@ class Backend(ABC):
         """Process ids whose end is this engine's end; None: every child that was alive when ``start`` returned."""
         return None
 
+    @abstractmethod
     async def stats(self) -> EngineStats:
         """Look at the engine as it is now."""
-        raise self._unsupported("stats")
 
     # Generation --------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, StrictInt, ValidationError, field_validator
 from pydantic import PositiveFloat as Seconds
@@ -22,6 +22,16 @@ class Isolation(Enum):
     """In this process."""
     PROCESS = "process"
     """In a host process of its own, which is watched; the default."""
+
+
+class Task(Enum):
+    """What the engine's model is for."""
+
+    GENERATE = "generate"
+    EMBED = "embed"
+    """Turn texts into vectors: ``encode``."""
+    REWARD = "reward"
+    """Score sequences with a reward model: ``score``."""
 
 
 class Timeouts(BaseModel):
@@ -55,6 +65,7 @@ class EngineConfig(BaseModel):
     model: str = Field(description="Folder or hub id of the model.")
     tokenizer: str | None = Field(default=None, description="Folder or hub id of the tokenizer; None: the model's.")
     revision: str | None = Field(default=None, description="Revision on the hub.")
+    task: Task = Field(default=Task.GENERATE, description="What the model is for.")
     trust_remote_code: bool = Field(default=False, description="Run code that comes with the model.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="Type of the weights; auto: the checkpoint's own."
@@ -156,16 +167,26 @@ def describe_validation_error(error: ValidationError, model: type[BaseModel], pr
     import difflib
 
     first = error.errors(include_url=False)[0]
-    field = ".".join(str(part) for part in first["loc"])
-    shown = f"{prefix}{field}" if field else (prefix.rstrip(".") or model.__name__)
+    where = ".".join(str(part) for part in first["loc"])
+    shown = f"{prefix}{where}" if where else (prefix.rstrip(".") or model.__name__)
     if first["type"] == "extra_forbidden":
-        known = list(model.model_fields)
+        fields = _model_at(model, first["loc"][:-1]).model_fields
+        known = [field.alias or name for name, field in fields.items()]
         close = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known fields: {', '.join(known)}"
         return shown, f"{shown}={first['input']!r}: there is no such field; {hint}"
     if first["type"] == "missing":
         return shown, f"{shown} is missing; it is required"
     message = first["msg"].removeprefix("Value error, ")
-    if not field:
+    if not where:
         return shown, f"{shown}: {message}"
     return shown, f"{shown}={first['input']!r}: {message}"
+
+
+def _model_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> type[BaseModel]:
+    """The model that a complaint is about: ``model``, or one in its fields."""
+    for part in loc:
+        field = model.model_fields.get(str(part))
+        kinds = (field.annotation, *get_args(field.annotation)) if field else ()
+        model = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), model)
+    return model

@@ -11,24 +11,27 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from drivetrain import openai_api
 from drivetrain.backend import Backend, EngineStats, ModelInfo, SessionTurn, TurnMode
 from drivetrain.capability import Capability
-from drivetrain.config import EngineConfig, Isolation
+from drivetrain.config import EngineConfig, Isolation, Task
 from drivetrain.deadlines import deadline
 from drivetrain.errors import (
     DrivetrainError,
     EngineBusy,
+    EngineStartError,
     EngineStateError,
     InvalidRequest,
 )
 from drivetrain.flights import Flights
 from drivetrain.memory import MemoryTag, PauseMode
+from drivetrain.openai_api import ChatCompletion, ChatCompletionChunk, TextCompletion, TextCompletionChunk
 from drivetrain.outputs import Completion, CompletionChunk, GenerationOutput
 from drivetrain.prompts import PromptLike
 from drivetrain.remote_version import remote_weight_version
@@ -37,7 +40,7 @@ from drivetrain.states import EngineState, EngineStatus, WeightState
 from drivetrain.tokenizer import Tokenizer
 from drivetrain.transfers import WeightTransferHandle
 from drivetrain.updates import SOURCE_CAPABILITY, WeightTransaction, as_transfer_error, failure_reason
-from drivetrain.validation import require
+from drivetrain.validation import check_seconds, require
 from drivetrain.weights import (
     AbortUpdate,
     CommunicatorSpec,
@@ -119,6 +122,7 @@ class InferenceEngine:
         self._backend_closed = False
         self._holds = 0
         self._loras: set[str] = set()
+        self._sessions: set[str] = set()
         self._control = asyncio.Lock()
         self._model: ModelInfo | None = None
         self._tokenizer: Tokenizer | None = None
@@ -152,6 +156,9 @@ class InferenceEngine:
         except BaseException as error:
             self._status = self._status.fail(f"it did not start: {error}")
             await self._close_backend()
+            if isinstance(error, Exception) and not isinstance(error, DrivetrainError):
+                what = f"the {self.config.backend} engine did not start: {type(error).__name__}: {error}"
+                raise EngineStartError(what) from error
             raise
         self._builder = RequestBuilder(self.config, self.capabilities, self._model, self._tokenizer)
         self._flights_ = Flights(self._backend, self._tokenizer, lambda: self._is_held)
@@ -163,7 +170,7 @@ class InferenceEngine:
         if self._status.state in (EngineState.CLOSED, EngineState.CREATED):
             self._status = self._status.close()
             return
-        if self._status.state is not EngineState.FAILED and self._flights_ is not None and self._flights.running:
+        if self._status.state is not EngineState.FAILED and self._flights_ is not None:
             try:
                 async with deadline(self.config.timeouts.close, "requests in flight to end"):
                     await self._flights.abort(None)
@@ -318,6 +325,7 @@ class InferenceEngine:
         timeout: float | None,
         session: SessionTurn | None,
     ) -> GenerationOutput:
+        seconds = check_seconds(timeout, self.config.timeouts.generate)
         flights = self._build(
             "generate()",
             prompts,
@@ -329,7 +337,7 @@ class InferenceEngine:
         )
         self._flights.register(flights)
         try:
-            async with deadline(timeout or self.config.timeouts.generate, f"{len(flights)} completions"):
+            async with deadline(seconds, f"{len(flights)} completions"):
                 completions = await _all(self._complete(flight) for flight in flights)
         finally:
             self._flights.forget(flights)
@@ -354,6 +362,7 @@ class InferenceEngine:
         the generator early aborts what is still being generated.
         """
         require(self.capabilities, Capability.STREAMING, "generate_stream()", self.config.backend)
+        seconds = check_seconds(timeout, self.config.timeouts.generate)
         flights = self._build(
             "generate_stream()", prompts, sampling_params, request_ids=request_ids, lora=lora, priority=priority
         )
@@ -369,7 +378,7 @@ class InferenceEngine:
                 queue.put_nowait(error)
 
         tasks = [asyncio.create_task(pump(flight)) for flight in flights]
-        ends = time.monotonic() + (timeout or self.config.timeouts.generate)
+        ends = time.monotonic() + seconds
         try:
             open_samples = len(flights)
             while open_samples:
@@ -398,6 +407,7 @@ class InferenceEngine:
     ) -> GenerationOutput:
         """Generate one turn of a session, going on from, branching from or replacing an earlier turn."""
         require(self.capabilities, Capability.SESSIONS, "generate_with_session()", self.config.backend)
+        self._require_session(session_id)
         session = SessionTurn(session_id, parent_request_id, turn)
         return await self._generate(prompts, sampling_params, request_ids, None, 0, timeout, session)
 
@@ -408,6 +418,31 @@ class InferenceEngine:
         require(self.capabilities, Capability.SCORE_TOKENS, "compute_logprobs()", self.config.backend)
         params: ParamsLike = {"max_new_tokens": 0, "prompt_logprobs": top_k}
         return await self.generate(sequences, params, timeout=timeout)
+
+    async def chat_completion(self, payload: Mapping[str, object], *, timeout: float | None = None) -> ChatCompletion:
+        """Answer a chat completion request of the OpenAI API, with token ids and weight versions as extra fields.
+
+        Args:
+            payload: The request, as it comes out of JSON; ``docs/how-to/openai-payloads.md`` lists its fields.
+            timeout: As in :meth:`generate`, whose errors these are too; they name the request's fields.
+        """
+        return await openai_api.chat_completion(self, payload, timeout)
+
+    def chat_completion_stream(
+        self, payload: Mapping[str, object], *, timeout: float | None = None
+    ) -> AsyncGenerator[ChatCompletionChunk, None]:
+        """Answer as :meth:`chat_completion` does, in chunks."""
+        return openai_api.chat_completion_stream(self, payload, timeout)
+
+    async def completion(self, payload: Mapping[str, object], *, timeout: float | None = None) -> TextCompletion:
+        """Answer a completion request of the OpenAI API; see :meth:`chat_completion`."""
+        return await openai_api.completion(self, payload, timeout)
+
+    def completion_stream(
+        self, payload: Mapping[str, object], *, timeout: float | None = None
+    ) -> AsyncGenerator[TextCompletionChunk, None]:
+        """Answer as :meth:`completion` does, in chunks."""
+        return openai_api.completion_stream(self, payload, timeout)
 
     async def abort(self, request_id: str) -> None:
         """End one request; its completions come back marked aborted, with what was generated so far."""
@@ -432,14 +467,21 @@ class InferenceEngine:
     async def open_session(self, capacity: int, *, session_id: str | None = None) -> str:
         """Open a session that keeps up to ``capacity`` tokens in the engine's cache; return its id."""
         self._require("open_session()", Capability.SESSIONS)
+        if type(capacity) is not int or capacity < 1:
+            raise InvalidRequest(f"capacity={capacity!r}: expected an integer of at least 1", field="capacity")
         session_id = session_id or uuid.uuid4().hex
+        if session_id in self._sessions:
+            raise InvalidRequest(f"session_id={session_id!r} is open already; close it first", field="session_id")
         async with self._bounded("the session to open"):
             await self._backend.open_session(session_id, capacity)
+        self._sessions.add(session_id)
         return session_id
 
     async def close_session(self, session_id: str) -> None:
-        """Close a session."""
+        """Close a session; turns that name it afterwards are refused."""
         self._require("close_session()", Capability.SESSIONS)
+        self._require_session(session_id)
+        self._sessions.discard(session_id)
         async with self._bounded("the session to close"):
             await self._backend.close_session(session_id)
 
@@ -459,11 +501,12 @@ class InferenceEngine:
             DeadlineExceeded: requests in flight did not end in time; the engine is not paused.
         """
         mode = _pause_mode(mode)
+        seconds = check_seconds(timeout, self.config.timeouts.control)
         self._require("pause_generation()", _PAUSE_CAPABILITY[mode])
         self._status.pause(mode)
         async with (
             self._controlling("pause_generation()"),
-            deadline(timeout or self.config.timeouts.control, f"generation to pause ({mode.value})"),
+            deadline(seconds, f"generation to pause ({mode.value})"),
         ):
             before = self._status
             self._refuse_waiting_for_frozen(mode)
@@ -494,11 +537,11 @@ class InferenceEngine:
                 await self._backend.freeze(mode)
 
     def _refuse_waiting_for_frozen(self, mode: PauseMode) -> None:
-        frozen = self._status.paused in (PauseMode.IN_PLACE, PauseMode.RETRACT) and self._flights.running
-        if mode is PauseMode.WAIT and frozen:
+        # Whatever holds requests at the gate (a pause, a sleep, a failed update) has frozen those that are in flight.
+        if mode is PauseMode.WAIT and self._status.holds_requests and self._flights.running:
             raise EngineStateError(
-                f"mode='wait' would wait for ever: {self._flights.running} requests in flight are frozen by an earlier "
-                "pause; use 'retract', 'in_place' or 'abort', or continue_generation() first",
+                f"mode='wait' would wait for ever: {self._flights.running} requests in flight are frozen, for the "
+                f"engine is {self._status.describe()}; use 'retract', 'in_place' or 'abort', or let them go on first",
                 state=self._status.state.value,
             )
 
@@ -531,6 +574,9 @@ class InferenceEngine:
             EngineBusy: requests are in flight, and the arguments leave them so; nothing changed.
         """
         chosen = self._sleep_tags(tags, "sleep()")
+        seconds = check_seconds(timeout, self.config.timeouts.control)
+        if drain_timeout != 0:
+            check_seconds(drain_timeout, 0.0, "drain_timeout")
         keeps = self.config.sleep_keeps_weights
         self._status.sleep(chosen, keeps_weights=keeps)
         async with self._controlling("sleep()"), self._shut_gate():
@@ -538,7 +584,7 @@ class InferenceEngine:
             after = self._status.sleep(chosen, keeps_weights=keeps)
             new = chosen - self._status.asleep
             if new:
-                async with deadline(timeout or self.config.timeouts.control, "the engine to fall asleep"):
+                async with deadline(seconds, "the engine to fall asleep"):
                     await self._backend.sleep(new)
             self._set(after)
 
@@ -564,12 +610,13 @@ class InferenceEngine:
     async def wake_up(self, tags: Iterable[MemoryTag | str] | None = None, *, timeout: float | None = None) -> None:
         """Take memory again. Weights that were not kept must be updated before the engine serves."""
         chosen = self._sleep_tags(tags, "wake_up()")
+        seconds = check_seconds(timeout, self.config.timeouts.control)
         self._status.wake(chosen)
         async with self._controlling("wake_up()"):
             after = self._status.wake(chosen)
             waking = chosen & self._status.asleep
             if waking:
-                async with deadline(timeout or self.config.timeouts.control, "the engine to wake up"):
+                async with deadline(seconds, "the engine to wake up"):
                     await self._backend.wake_up(waking)
             await self._unfreeze_if_free(after)
             self._set(after)
@@ -607,6 +654,8 @@ class InferenceEngine:
     async def weight_manifest(self) -> WeightManifest:
         """Every tensor that a complete update must bring."""
         self._status.require_open("weight_manifest()")
+        if self.capabilities.isdisjoint(SOURCE_CAPABILITY.values()):
+            require(self.capabilities, Capability.WEIGHTS_DISK, "weight_manifest()", self.config.backend)
         async with self._bounded("the engine's weight manifest"):
             return await self._backend.weight_manifest()
 
@@ -630,6 +679,7 @@ class InferenceEngine:
         self._status.require_updatable()
         async with self._controlling("a weight update"):
             self._status.require_updatable()
+            self._check_in_flight(request.mode)
             transaction = WeightTransaction(self._backend, request, self.config.timeouts.weight_update)
             await transaction.prepare()
             before = self._status
@@ -656,12 +706,20 @@ class InferenceEngine:
             await self._unfreeze_if_free(after)
             self._set(after)
 
+    def _check_in_flight(self, mode: PauseMode) -> None:
+        """Raise if there are requests in flight that cannot be dealt with as ``mode`` says."""
+        if self._flights.running:
+            self._require_in_flight(mode)
+            self._refuse_waiting_for_frozen(mode)
+
+    def _require_in_flight(self, mode: PauseMode) -> None:
+        require(self.capabilities, Capability.WEIGHT_UPDATE_IN_FLIGHT, "a weight update in flight", self.config.backend)
+        require(self.capabilities, _PAUSE_CAPABILITY[mode], f"mode={mode.value!r}", self.config.backend)
+
     async def _quiesce_for_update(self, mode: PauseMode) -> None:
         if not self._flights.running:
             return
-        require(self.capabilities, Capability.WEIGHT_UPDATE_IN_FLIGHT, "a weight update in flight", self.config.backend)
-        require(self.capabilities, _PAUSE_CAPABILITY[mode], f"mode={mode.value!r}", self.config.backend)
-        self._refuse_waiting_for_frozen(mode)
+        self._require_in_flight(mode)  # they may have arrived while the update was prepared
         async with deadline(self.config.timeouts.weight_update, f"requests in flight to be dealt with ({mode.value})"):
             await self._quiesce(mode)
 
@@ -686,12 +744,16 @@ class InferenceEngine:
     async def start_weight_transfer(self, request: WeightUpdateRequest) -> WeightTransferHandle:
         """Begin to stage an update in the background, while generation goes on; only its ``finish`` pauses."""
         self._require("start_weight_transfer()", Capability.WEIGHT_STAGING)
+        kind = request.source.kind
+        require(self.capabilities, SOURCE_CAPABILITY[kind], f"a weight update from {kind}", self.config.backend)
         return WeightTransferHandle(request, self._backend.stage_weights(request), self.update_named_weights)
 
     async def load_weights_from_disk(
         self, path: str, version: str, *, mode: PauseMode | str = PauseMode.RETRACT
     ) -> None:
         """Update the weights from a checkpoint folder, readable by the engine; its format is found by looking."""
+        if not version:
+            raise InvalidRequest("the version is empty; give a label such as 'step-1'", field="version")
         request = WeightUpdateRequest(version=version, source=DiskSource(path=path), mode=_pause_mode(mode))
         await self.update_named_weights(request)
 
@@ -702,8 +764,8 @@ class InferenceEngine:
     async def update_weight_version(self, version: str) -> None:
         """Give the weights another label, without changing them."""
         self._require("update_weight_version()", Capability.VERSION_SPANS)
-        if not version:
-            raise InvalidRequest("the version is empty; give a label that is not", field="version")
+        if not isinstance(version, str) or not version:
+            raise InvalidRequest(f"version={version!r}: expected a label that is not empty", field="version")
         async with self._controlling("update_weight_version()"):
             if self._status.weights is not WeightState.CLEAN:
                 raise EngineStateError(
@@ -763,21 +825,36 @@ class InferenceEngine:
     # LoRA --------------------------------------------------------------------------------------------------------
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str, *, pinned: bool = False) -> None:
-        """Load an adapter from a peft folder; ``pinned`` keeps it from being evicted."""
+        """Load an adapter from a peft folder; ``pinned`` keeps it from being evicted.
+
+        Raises:
+            InvalidRequest: the name is taken, ``max_loras`` or ``max_lora_rank`` is exceeded, or the folder holds no
+                adapter of this model.
+        """
         self._require("load_lora_adapter()", Capability.LORA)
         if not lora_name:
             raise InvalidRequest("lora_name is empty; give the adapter a name", field="lora_name")
         async with self._controlling("load_lora_adapter()"), self._bounded(f"the LoRA adapter {lora_name!r} to load"):
+            if lora_name in self._loras:
+                raise InvalidRequest(f"lora_name={lora_name!r} is loaded already; unload it first", field="lora_name")
+            if self.config.max_loras is not None and len(self._loras) >= self.config.max_loras:
+                raise InvalidRequest(
+                    f"{len(self._loras)} LoRA adapters are loaded and max_loras={self.config.max_loras}; unload one, "
+                    "or raise max_loras",
+                    field="lora_name",
+                )
             await self._backend.load_lora_adapter(lora_name, lora_path, pinned)
-        self._loras.add(lora_name)
+            self._loras.add(lora_name)
 
     async def unload_lora_adapter(self, lora_name: str) -> None:
         """Unload an adapter; requests that use it afterwards are refused.
 
         Raises:
+            InvalidRequest: it is not loaded.
             EngineBusy: requests that use it are under way.
         """
         self._require("unload_lora_adapter()", Capability.LORA)
+        self._require_lora(lora_name, "lora_name")
         users = self._flights.using_lora(lora_name)
         if users:
             raise EngineBusy(
@@ -794,9 +871,11 @@ class InferenceEngine:
     ) -> list[list[float]]:
         """Return one embedding per prompt; ``dimensions`` shortens it, for models trained for that."""
         self._require("encode()", Capability.EMBED)
-        flights = self._build("encode()", prompts, {"max_new_tokens": 0})
-        async with deadline(self.config.timeouts.generate, f"{len(flights)} embeddings"):
-            return await self._backend.embed([flight.request.prompt_token_ids for flight in flights], dimensions)
+        token_ids = self._builder_for(Task.EMBED, "encode()").prompt_token_ids(prompts)
+        if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
+            raise InvalidRequest(f"dimensions={dimensions!r}: expected an integer of at least 1", field="dimensions")
+        async with deadline(self.config.timeouts.generate, f"{len(token_ids)} embeddings"):
+            return await self._backend.embed(token_ids, dimensions)
 
     async def encode_single(self, prompt: PromptLike, *, dimensions: int | None = None) -> list[float]:
         """Return the embedding of one prompt."""
@@ -815,7 +894,8 @@ class InferenceEngine:
             raise InvalidRequest(
                 f"{len(input_ids)} inputs and {len(output_ids)} outputs; expected as many", field="output_ids"
             )
-        sequences = [[*given, *answer] for given, answer in zip(input_ids, output_ids, strict=True)]
+        builder = self._builder_for(Task.REWARD, "score()")
+        sequences = builder.prompt_token_ids([[*one, *other] for one, other in zip(input_ids, output_ids, strict=True)])
         async with deadline(self.config.timeouts.generate, f"{len(sequences)} scores"):
             return await self._backend.reward_score(sequences)
 
@@ -857,15 +937,33 @@ class InferenceEngine:
         priority: int = 0,
         session: SessionTurn | None = None,
     ) -> list[Flight]:
+        builder = self._builder_for(Task.GENERATE, action)
+        if lora is not None and Capability.LORA in self.capabilities:
+            self._require_lora(lora, "lora")
+        return builder.build(
+            prompts, sampling_params, request_ids=request_ids, lora=lora, priority=priority, session=session
+        )
+
+    def _require_lora(self, name: str, field: str) -> None:
+        if name not in self._loras:
+            loaded = ", ".join(sorted(self._loras)) or "none"
+            raise InvalidRequest(f"{field}={name!r} is not loaded; loaded: {loaded}", field=field)
+
+    def _require_session(self, session_id: str) -> None:
+        if session_id not in self._sessions:
+            raise InvalidRequest(f"session_id={session_id!r} is not open; open_session() gives one", field="session_id")
+
+    def _builder_for(self, task: Task, action: str) -> RequestBuilder:
         self._status.require_admission(action)
         if self._builder is None:
             raise self._not_started(action)
-        if lora is not None and Capability.LORA in self.capabilities and lora not in self._loras:
-            loaded = ", ".join(sorted(self._loras)) or "none"
-            raise InvalidRequest(f"lora={lora!r} is not loaded; loaded: {loaded}", field="lora")
-        return self._builder.build(
-            prompts, sampling_params, request_ids=request_ids, lora=lora, priority=priority, session=session
-        )
+        if self.config.task is not task:
+            raise InvalidRequest(
+                f"{action} needs an engine with task={task.value!r}; this one was created with "
+                f"task={self.config.task.value!r}",
+                field="task",
+            )
+        return self._builder
 
     def _require(self, action: str, capability: Capability) -> None:
         self._status.require_open(action)
@@ -907,7 +1005,9 @@ class InferenceEngine:
             if not able:
                 require(self.capabilities, Capability.SLEEP_KV_CACHE, action, self.config.backend)
             return able
-        chosen = frozenset(_memory_tag(tag) for tag in ([tags] if isinstance(tags, str | MemoryTag) else tags))
+        if isinstance(tags, str | MemoryTag) or not isinstance(tags, Iterable):
+            tags = [tags]
+        chosen = frozenset(_memory_tag(tag) for tag in tags)
         if not chosen:
             raise InvalidRequest(f"{action}: tags is empty; name some, or give None for all", field="tags")
         for tag in chosen:

@@ -62,16 +62,17 @@ class Flights:
         """Note the samples of a call.
 
         Raises:
-            InvalidRequest: an id is already under way.
+            InvalidRequest: an id is already under way, or two samples of the call have the same.
         """
-        flights = list(flights)
+        new: dict[str, Flight] = {}
         for flight in flights:
-            if flight.request.request_id in self._known:
+            request_id = flight.request.request_id
+            if request_id in self._known or request_id in new:
                 raise InvalidRequest(
-                    f"request id {flight.request.request_id!r} is already under way; ids must differ",
-                    field="request_ids",
+                    f"request id {request_id!r} is already under way; ids must differ", field="request_ids"
                 )
-        self._known.update((flight.request.request_id, flight) for flight in flights)
+            new[request_id] = flight
+        self._known.update(new)
 
     def forget(self, flights: Iterable[Flight]) -> None:
         """Strike the samples of a call that has ended."""
@@ -107,7 +108,7 @@ class Flights:
 
     async def _admitted(self, flight: Flight) -> bool:
         """Wait at the gate; False if the request was aborted there."""
-        while self._is_held() and not flight.aborted:
+        while not flight.aborted and self._is_held():
             await self._change()
         return not flight.aborted
 

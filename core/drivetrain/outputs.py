@@ -65,9 +65,11 @@ class Completion:
     cached_tokens: int = 0
     """Prompt tokens whose cache was found rather than computed."""
     hidden_states: list[list[float]] | None = None
-    """The last layer's hidden state of each token, shape (tokens, hidden size); None when not asked for."""
+    """The last layer's hidden state that each token was drawn from, after the final norm: what the language model's
+    head was given. Shape (tokens, hidden size); None when not asked for."""
     routed_experts: list[list[list[int]]] | None = None
-    """Experts of each token, shape (tokens, MoE layers, experts per token); None when not asked for."""
+    """Experts of the forward pass that each token was drawn from, shape (tokens, MoE layers, experts per token); None
+    when not asked for."""
 
     @property
     def weight_version(self) -> str | None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from drivetrain.sampling import TokenId
 
@@ -14,28 +14,31 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class ImageInput(_Frozen):
-    """An image beside the prompt; exactly one of its fields is given."""
+class _Media(_Frozen):
+    """Exactly one of its fields is given."""
 
     url: str | None = Field(default=None, description="http(s) URL or data URL.")
     path: str | None = Field(default=None, description="File on the engine's host.")
-    data: bytes | None = Field(default=None, description="Encoded image bytes (PNG, JPEG, …).")
+    data: bytes | None = Field(default=None, description="The file's bytes (PNG, JPEG, MP4, WAV, …).")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        given = [name for name in ("url", "path", "data") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of url, path and data; given: {', '.join(given) or 'none'}")
+        return self
 
 
-class VideoInput(_Frozen):
+class ImageInput(_Media):
+    """An image beside the prompt."""
+
+
+class VideoInput(_Media):
     """A video beside the prompt."""
 
-    url: str | None = None
-    path: str | None = None
-    data: bytes | None = None
 
-
-class AudioInput(_Frozen):
+class AudioInput(_Media):
     """A sound beside the prompt."""
-
-    url: str | None = None
-    path: str | None = None
-    data: bytes | None = None
 
 
 MediaInput = ImageInput | VideoInput | AudioInput

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from http.client import HTTPException
 from typing import Final
 from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
 from drivetrain.deadlines import deadline
-from drivetrain.errors import EngineError, InvalidRequest
+from drivetrain.errors import DeadlineExceeded, EngineError, InvalidRequest
 
 PATHS: Final = ("/weight_version", "/get_weight_version")
 """Where servers say it, newest first; each answers with JSON that has a ``weight_version``."""
@@ -38,8 +39,10 @@ def _ask(endpoint: str, timeout: float) -> str:
         except HTTPError as error:
             refusals.append(f"{path}: HTTP {error.code}")
         except (URLError, OSError) as error:
+            if isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError):
+                raise DeadlineExceeded(f"{endpoint} did not answer within {timeout:g} s") from error
             raise EngineError(f"{endpoint} cannot be reached: {error}; is the server up?") from error
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, HTTPException) as error:
             refusals.append(f"{path}: not the JSON expected ({error})")
         else:
             if isinstance(version, str):

@@ -82,6 +82,23 @@ class RequestBuilder:
             flights.extend(self._flights(index, prompt, one, request_id, lora, priority, session))
         return flights
 
+    def prompt_token_ids(self, prompts: PromptLike | Sequence[PromptLike]) -> list[list[int]]:
+        """Validate prompts from which nothing is generated, and return the ids of each.
+
+        Raises:
+            InvalidRequest: a prompt is wrong.
+            UnsupportedCapability: a prompt holds media that this engine does not take.
+        """
+        return [self._encode(index, prompt) for index, prompt in enumerate(as_prompts(prompts))]
+
+    def _encode(self, index: int, prompt: Prompt) -> list[int]:
+        where = f"prompts[{index}]"
+        if prompt.media:
+            check_media(prompt, where, self._config, self._capabilities)
+        token_ids = self._tokenizer.encode(prompt)
+        check_prompt_ids(token_ids, where, self._model)
+        return token_ids
+
     def _flights(
         self,
         index: int,
@@ -92,12 +109,8 @@ class RequestBuilder:
         priority: int,
         session: SessionTurn | None,
     ) -> list[Flight]:
-        where = f"prompts[{index}]"
-        if prompt.media:
-            check_media(prompt, where, self._config, self._capabilities)
-        token_ids = self._tokenizer.encode(prompt)
-        check_prompt_ids(token_ids, where, self._model)
-        max_new_tokens = resolve_max_new_tokens(params, len(token_ids), where, self._model)
+        token_ids = self._encode(index, prompt)
+        max_new_tokens = resolve_max_new_tokens(params, len(token_ids), f"prompts[{index}]", self._model)
         stop_ids = params.stop_token_ids
         if not params.ignore_eos:
             stop_ids += tuple(eos for eos in self._model.eos_token_ids if eos not in stop_ids)
@@ -153,15 +166,19 @@ class RequestBuilder:
             return [f"{call}-{index}" for index in range(prompts)]
         if isinstance(request_ids, str):
             request_ids = [request_ids]
+        if not isinstance(request_ids, Sequence):
+            raise InvalidRequest(
+                f"request_ids is a {type(request_ids).__name__}; expected a list of strings", field="request_ids"
+            )
         if len(request_ids) != prompts:
             raise InvalidRequest(
                 f"request_ids has {len(request_ids)} entries for {prompts} prompts; give one for each",
                 field="request_ids",
             )
         for request_id in request_ids:
-            if not isinstance(request_id, str) or not request_id:
+            if not isinstance(request_id, str) or not request_id or any("\ud800" <= c <= "\udfff" for c in request_id):
                 raise InvalidRequest(
-                    f"request id {request_id!r}: expected a string that is not empty", field="request_ids"
+                    f"request id {request_id!r}: expected a string of Unicode that is not empty", field="request_ids"
                 )
         if len(set(request_ids)) != len(request_ids):
             twice = next(item for item in request_ids if list(request_ids).count(item) > 1)

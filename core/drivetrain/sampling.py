@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from enum import Enum
 from typing import Annotated, Literal
 
@@ -32,6 +33,17 @@ class JsonSchema(_Frozen):
     kind: Literal["json_schema"] = "json_schema"
     json_schema: str = Field(description="The schema, as JSON text.")
 
+    @field_validator("json_schema")
+    @classmethod
+    def _is_a_schema(cls, value: str) -> str:
+        try:
+            schema = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"the schema is no JSON: {error}") from None
+        if not isinstance(schema, dict | bool):
+            raise ValueError(f"a JSON schema is an object; this is a {type(schema).__name__}")
+        return value
+
 
 class RegexGrammar(_Frozen):
     """Hold the whole output to a regular expression."""
@@ -39,12 +51,21 @@ class RegexGrammar(_Frozen):
     kind: Literal["regex"] = "regex"
     regex: str = Field(description="The expression that the whole output must match.")
 
+    @field_validator("regex")
+    @classmethod
+    def _compiles(cls, value: str) -> str:
+        try:
+            regex.compile(value)
+        except regex.error as error:
+            raise ValueError(f"the expression {value!r} does not compile: {error}") from None
+        return value
+
 
 class EbnfGrammar(_Frozen):
     """Hold the output to an EBNF grammar."""
 
     kind: Literal["ebnf"] = "ebnf"
-    ebnf: str = Field(description="The grammar's text.")
+    ebnf: str = Field(min_length=1, description="The grammar's text.")
 
 
 StructuredOutput = Annotated[JsonSchema | RegexGrammar | EbnfGrammar, Field(discriminator="kind")]
@@ -77,7 +98,11 @@ LogitProcessor = Annotated[ActionMask | DisallowedTokens | TemperatureSchedule, 
 
 
 class SamplingParams(_Frozen):
-    """How one prompt's completions are drawn. Frozen; unknown fields are refused, others honoured or refused."""
+    """How one prompt's completions are drawn. Frozen; unknown fields are refused, others honoured or refused.
+
+    What changes the distribution is applied in this order: logit processors, repetition, frequency and presence
+    penalty, logit bias, temperature, top-k, top-p over what top-k left, min-p over what top-p left.
+    """
 
     n: StrictInt = Field(default=1, ge=1, description="Completions per prompt.")
     max_new_tokens: StrictInt | None = Field(
@@ -145,6 +170,14 @@ class SamplingParams(_Frozen):
     def _stop_not_empty(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if "" in value:
             raise ValueError("an empty stop string would end generation at once; leave it out")
+        return value
+
+    @field_validator("stop", "stop_regex")
+    @classmethod
+    def _stop_is_unicode(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for text in value:
+            if any("\ud800" <= character <= "\udfff" for character in text):
+                raise ValueError(f"{text!r} holds half of a surrogate pair, which no text can; it could never match")
         return value
 
     @field_validator("stop_regex")

@@ -7,12 +7,13 @@ prefix of the sampled ids whose decoding holds the text that remains.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import regex
 
 from drivetrain.sampling import SamplingParams
-from drivetrain.tokenizer import Decoder, IncrementalDecoder
+from drivetrain.tokenizer import REPLACEMENT, Decoder, IncrementalDecoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class StopMatcher:
                 match = pattern.search(text, partial=True)
                 if match is not None:
                     sure = min(sure, match.start())
-        return sure, sum(1 for before in [0, *self._lengths[:-1]] if before < sure) if self._ids else 0
+        return sure, self._count_for(sure)
 
     def _search(self, before: int) -> StopMatch | None:
         for end in range(before + 1, len(self._decoder.text) + 1):
@@ -99,18 +100,25 @@ class StopMatcher:
                 start, stop = min(hits)
                 return stop, start, end
         for pattern in self._patterns:
-            for match in pattern.finditer(text, 0, end):
+            # Overlapped: a match that ends too early must not hide one that begins within it and ends in time.
+            for match in pattern.finditer(text, 0, end, overlapped=True):
                 if match.end() > self._armed_from:
                     return pattern.pattern, match.start(), match.end()
         return None
 
     def _cut(self, matched: str, length: int) -> StopMatch:
+        return StopMatch(matched=matched, text=self._decoder.text[:length], token_count=self._count_for(length))
+
+    def _count_for(self, length: int) -> int:
+        """How many ids it takes at least to hold the first ``length`` characters."""
+        if length == 0:
+            return 0
+        count = min(bisect_left(self._lengths, length) + 1, len(self._ids))
         kept = self._decoder.text[:length]
-        count = next((i for i, held in enumerate([0, *self._lengths]) if held >= length), len(self._ids))
-        # A character that looked unfinished may have been whole: its id already held all the text.
-        while count and self._holds(self._ids[: count - 1], kept):
+        # What looked like an unfinished character may have been all there was: its id already held the text.
+        while kept.endswith(REPLACEMENT) and count and self._holds(self._ids[: count - 1], kept):
             count -= 1
-        return StopMatch(matched=matched, text=kept, token_count=count)
+        return count
 
     def _holds(self, ids: list[int], text: str) -> bool:
         return self._decode(ids, skip_special_tokens=self._params.skip_special_tokens).startswith(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -71,13 +72,14 @@ class Tokenizer:
         """Turn any prompt into the ids that the model will see.
 
         Raises:
-            InvalidRequest: chat messages were given and there is no chat template, or it refuses them.
+            InvalidRequest: chat messages were given and there is no chat template, or it refuses them; or the text
+                is not Unicode.
         """
         match prompt:
             case TokenPrompt():
                 return list(prompt.token_ids)
             case TextPrompt():
-                return list(self.inner(prompt.text, add_special_tokens=prompt.add_special_tokens)["input_ids"])
+                return self._ids(prompt.text, prompt.add_special_tokens)
             case ChatPrompt():
                 return self._encode_chat(prompt)
 
@@ -103,7 +105,26 @@ class Tokenizer:
         except (TemplateError, ValueError, TypeError) as error:
             raise InvalidRequest(f"the chat template refused the messages: {error}", field="prompts") from error
         assert isinstance(text, str)
-        return list(self.inner(text, add_special_tokens=False)["input_ids"])
+        self._check_template_reads(prompt)
+        return self._ids(text, add_special_tokens=False)
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(
+                f"the text of a prompt holds {text[error.start]!r}, half of a surrogate pair, which is no character",
+                field="prompts",
+            ) from None
+        return list(self.inner(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+    def _check_template_reads(self, prompt: ChatPrompt) -> None:
+        """A template says nothing about variables that it does not read; they would be dropped in silence."""
+        template = self.inner.get_chat_template(tools=[dict(tool) for tool in prompt.tools] or None)
+        given = [("tools", "tools")] if prompt.tools else []
+        for field, name in [*given, *(("template_kwargs", name) for name in prompt.template_kwargs)]:
+            if not re.search(rf"\b{re.escape(name)}\b", template):
+                raise InvalidRequest(f"this model's chat template does not read {name!r}; leave it out", field=field)
 
 
 class IncrementalDecoder:

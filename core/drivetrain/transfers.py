@@ -21,18 +21,28 @@ class WeightTransferHandle:
         self.request = request
         self._staging = asyncio.create_task(staging)
         self._apply = apply
+        self._given_up = False
 
     @property
     def staged(self) -> bool:
-        """Whether every tensor lies ready in the engine's own memory."""
-        return self._staging.done() and not self._staging.cancelled() and self._staging.exception() is None
+        """Whether every tensor lies ready in the engine's own memory, to be applied by :meth:`finish`."""
+        staging = self._staging
+        return not self._given_up and staging.done() and not staging.cancelled() and staging.exception() is None
 
     async def wait(self) -> None:
-        """Wait until every tensor is staged; raises what went wrong."""
-        await asyncio.shield(self._staging)
+        """Wait until every tensor is staged; raises what went wrong.
+
+        Raises:
+            WeightSyncError: the transfer was cancelled.
+        """
+        await asyncio.wait({self._staging})
+        if self._given_up or self._staging.cancelled():
+            raise WeightSyncError(f"the transfer of {self.request.version!r} was cancelled; start another")
+        self._staging.result()
 
     async def cancel(self) -> None:
-        """Give the transfer up; the engine goes on with the weights it has."""
+        """Give the transfer up, staged or not; the engine goes on with the weights it has."""
+        self._given_up = True
         self._staging.cancel()
         await asyncio.gather(self._staging, return_exceptions=True)
 
@@ -42,7 +52,5 @@ class WeightTransferHandle:
         Raises:
             WeightSyncError: the transfer was cancelled.
         """
-        if self._staging.cancelled():
-            raise WeightSyncError(f"the transfer of {self.request.version!r} was cancelled; start another")
         await self.wait()
         await self._apply(self.request)

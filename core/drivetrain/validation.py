@@ -10,7 +10,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from drivetrain.backend import ModelInfo
 from drivetrain.capability import Capability
-from drivetrain.config import EngineConfig, describe_validation_error
+from drivetrain.config import EngineConfig, Task, describe_validation_error
 from drivetrain.errors import InvalidConfig, InvalidRequest, UnsupportedCapability
 from drivetrain.prompts import (
     AudioInput,
@@ -86,6 +86,19 @@ def require(capabilities: frozenset[Capability], capability: Capability, what: s
             f"({capability.meaning} 'engine.capabilities' lists what it can do.)",
             capability=capability.value,
         )
+
+
+def check_seconds(value: float | None, default: float, field: str = "timeout") -> float:
+    """Return ``value``, or ``default`` where none is given.
+
+    Raises:
+        InvalidRequest: it is no number above 0.
+    """
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise InvalidRequest(f"{field}={value!r}: expected a number of seconds above 0", field=field)
+    return value
 
 
 def check_sampling_params(value: object) -> SamplingParams:
@@ -292,6 +305,8 @@ _CONFIG_NEEDS: Final[tuple[tuple[str, Callable[[EngineConfig], bool], Capability
     ("pipeline_parallel_size", lambda c: c.pipeline_parallel_size > 1, Capability.PIPELINE_PARALLEL),
     ("data_parallel_size", lambda c: c.data_parallel_size > 1, Capability.DATA_PARALLEL),
     ("expert_parallel_size", lambda c: c.expert_parallel_size > 1, Capability.EXPERT_PARALLEL),
+    ("task", lambda c: c.task is Task.EMBED, Capability.EMBED),
+    ("task", lambda c: c.task is Task.REWARD, Capability.REWARD_SCORE),
     ("enable_lora", lambda c: c.enable_lora, Capability.LORA),
     ("deterministic", lambda c: c.deterministic, Capability.DETERMINISTIC),
     ("sleep_keeps_weights", lambda c: c.sleep_keeps_weights, Capability.SLEEP_KEEPS_WEIGHTS),
@@ -308,12 +323,12 @@ def check_config(config: EngineConfig, config_names: Mapping[str, str], capabili
     for field, is_used, capability in _CONFIG_NEEDS:
         if is_used(config):
             require(capabilities, capability, f"{field}={getattr(config, field)!r}", config.backend)
-    require(
-        capabilities,
-        MODE_CAPABILITY[config.logprobs_mode],
-        f"logprobs_mode={config.logprobs_mode.value!r}",
-        config.backend,
-    )
+    if "logprobs_mode" in config.model_fields_set:
+        mode = config.logprobs_mode
+        require(capabilities, MODE_CAPABILITY[mode], f"logprobs_mode={mode.value!r}", config.backend)
+    if config.seed is not None and "seed" not in config_names:
+        # The engine page seeds each request; a backend that names the field seeds its engine instead.
+        require(capabilities, Capability.SEED, f"seed={config.seed}", config.backend)
     handled = _CORE_FIELDS | {field for field, _, _ in _CONFIG_NEEDS} | set(config_names)
     for field in sorted(config.model_fields_set - handled):
         value = getattr(config, field)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -12,9 +12,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from drivetrain import InvalidConfig
+from drivetrain.progress_bars import no_progress_bars
 from drivetrain_demo.grpo import clipped_objective, token_loss
 
 _T = TypeVar("_T")
@@ -66,7 +66,7 @@ class Trainer:
             InvalidConfig: there is no causal language model there.
         """
         try:
-            with _no_progress_bars():
+            with no_progress_bars():
                 policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         except (OSError, ValueError) as error:
             raise InvalidConfig(
@@ -152,18 +152,6 @@ class Trainer:
         if self._compute_dtype == torch.float32:
             return nullcontext()
         return torch.autocast(self.model.device.type, dtype=self._compute_dtype)
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Transformers' own bars would be drawn over the table of the steps."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
 
 
 def _flat(samples: Sequence[Sample], device: torch.device) -> Tensor:

@@ -39,6 +39,7 @@ GOOD = """
         async def start(self, report): ...
         async def close(self): ...
         async def generate(self, request): ...
+        async def stats(self): ...
 
     @hookimpl
     def drivetrain_backends(): return [Echo]
@@ -112,6 +113,9 @@ class Fake(Backend):
         raise AssertionError("never started")
 
     async def generate(self, request: object) -> None:  # type: ignore[override]
+        raise AssertionError("never started")
+
+    async def stats(self) -> None:  # type: ignore[override]
         raise AssertionError("never started")
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from drivetrain.errors import InvalidRequest, WeightPlanMismatch, WeightSyncError
 from drivetrain_weight_sync.names import unwrapped
+from drivetrain_weight_sync.stacked import by_checkpoint_name
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 WeightInput = nn.Module | Mapping[str, torch.Tensor] | NamedTensors | Callable[[], NamedTensors]
@@ -68,7 +69,9 @@ class Source:
         given = self._given
         if isinstance(given, nn.Module):
             state = given.state_dict(keep_vars=True)
-            return [(name, tensor) for name, tensor in state.items() if isinstance(tensor, torch.Tensor)]
+            pairs = [(name, tensor) for name, tensor in state.items() if isinstance(tensor, torch.Tensor)]
+            named = {unwrapped(name): tensor for name, tensor in pairs}
+            return by_checkpoint_name(given, named).items() if len(named) == len(pairs) else pairs
         if isinstance(given, Mapping):
             return cast("Mapping[str, torch.Tensor]", given).items()
         if callable(given):

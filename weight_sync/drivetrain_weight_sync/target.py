@@ -12,6 +12,7 @@ from drivetrain.errors import EngineStateError, WeightTransferFailed
 from drivetrain.weights import WeightManifest
 from drivetrain_weight_sync.dtypes import spec_of
 from drivetrain_weight_sync.names import base_name
+from drivetrain_weight_sync.stacked import by_checkpoint_name
 
 
 class WeightTarget(Protocol):
@@ -50,13 +51,14 @@ class ModuleTarget:
     """Copies straight into the parameters and persistent buffers of a torch module.
 
     Storage never moves. Layers that peft wrapped keep their checkpoint names, and adapters are left out. Tied
-    parameters are named once; their other names are aliases.
+    parameters are named once; their other names are aliases. What transformers stacked is named piece by piece.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._tensors: dict[str, torch.Tensor] = {}
         self._aliases: dict[str, str] = {}
+        self._seen: dict[str, Hashable] = {}
         self._look()
 
     def manifest(self) -> WeightManifest:
@@ -112,12 +114,17 @@ class ModuleTarget:
         return tensor
 
     def _look(self) -> None:
-        self._tensors, self._aliases = {}, {}
+        state = {
+            name: tensor
+            for full_name, tensor in self._module.state_dict(keep_vars=True).items()
+            if isinstance(tensor, torch.Tensor) and (name := base_name(full_name)) is not None
+        }
+        seen = {name: place_of(tensor) for name, tensor in state.items()}
+        if seen == self._seen:
+            return
+        self._tensors, self._aliases, self._seen = {}, {}, seen
         names: dict[Hashable, str] = {}
-        for full_name, tensor in self._module.state_dict(keep_vars=True).items():
-            name = base_name(full_name)
-            if name is None or not isinstance(tensor, torch.Tensor):
-                continue
+        for name, tensor in by_checkpoint_name(self._module, state).items():
             first = names.setdefault(place_of(tensor), name)
             if first == name:
                 self._tensors[name] = tensor

@@ -5,18 +5,18 @@ from __future__ import annotations
 import ctypes
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
-from transformers.utils import logging as transformers_logging
 
 from drivetrain.backend import ModelInfo
 from drivetrain.config import EngineConfig
 from drivetrain.errors import EngineStartError
+from drivetrain.progress_bars import no_progress_bars
 from drivetrain_transformers.kv_cache import RunningCache, keys_and_values
 from drivetrain_transformers.lora import Adapters
 from drivetrain_transformers.translate import context_length, device_of, eos_token_ids, load_arguments, version_warning
@@ -47,7 +47,7 @@ class LoadedModel:
             warnings.warn(warning, stacklevel=2)
         report(f"loading the model {config.model}")
         try:
-            with _no_progress_bars():
+            with no_progress_bars():
                 module = AutoModelForCausalLM.from_pretrained(config.model, **load_arguments(config))
         except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
             raise EngineStartError(
@@ -140,18 +140,6 @@ class LoadedModel:
             torch.cuda.empty_cache()
         else:
             _trim_heap()
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Progress is reported in words; transformers' own bars would be drawn over the trainer's."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
 
 
 def _refuse_recurrent_state(module: PreTrainedModel) -> None:

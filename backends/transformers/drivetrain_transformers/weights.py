@@ -71,8 +71,9 @@ class Weights:
 
     def sleep(self) -> None:
         """Give back the memory of all that an update brings; buffers that no update brings stay."""
-        for spec in self._target.manifest().tensors:
-            tensor = self._target.read(spec.name)
+        tensors = [self._target.read(spec.name) for spec in self._target.manifest().tensors]
+        # Several may be pieces of one parameter, whose memory is given back once.
+        for tensor in {tensor.untyped_storage()._cdata: tensor for tensor in tensors}.values():
             storage = tensor.untyped_storage()
             kept = None
             if self._keep:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Final, cast
 
-from drivetrain.backend import Backend, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
+from drivetrain.backend import Backend, EngineStats, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
 from drivetrain.capability import Capability
 from drivetrain.config import EngineConfig
 from drivetrain.deadlines import deadline
@@ -32,6 +32,7 @@ from drivetrain.plugins import load_backend
 _logger = logging.getLogger("drivetrain.host")
 _GENERATE: Final = METHODS["generate"]
 _STREAM: Final = METHODS["stream"]
+_STATS: Final = METHODS["stats"]
 _START: Final = METHODS["start"]
 _CLOSE: Final = METHODS["close"]
 _LINES_SHOWN: Final = 40
@@ -90,6 +91,9 @@ class HostedBackend(Backend):
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         return cast(GenerateResult, await self._linked().call(_GENERATE, (request,)))
+
+    async def stats(self) -> EngineStats:
+        return cast(EngineStats, await self._linked().call(_STATS, ()))
 
     def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         return cast(AsyncGenerator[TokenDelta, None], self._linked().stream(_STREAM, (request,)))

@@ -12,8 +12,7 @@ import shutil
 import stat
 import tempfile
 import threading
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -21,9 +20,9 @@ from typing import Final
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
-from transformers.utils import logging as transformers_logging
 
 from drivetrain.errors import InvalidConfig
+from drivetrain.progress_bars import no_progress_bars
 from drivetrain.testing.byte_tokenizer import SPECIAL_TOKENS, VOCAB_SIZE, byte_tokenizer
 
 ConfigValue = str | int | float | bool | None | Sequence["ConfigValue"] | Mapping[str, "ConfigValue"]
@@ -143,21 +142,10 @@ def _write(folder: Path, architecture: str, seed: int, overrides: Mapping[str, C
     model.generation_config = GenerationConfig(
         bos_token_id=_ENDOFTEXT, eos_token_id=[_IM_END, _ENDOFTEXT], pad_token_id=_PAD
     )
-    with _no_progress_bar():
+    with no_progress_bars():
         model.save_pretrained(folder)
     length = getattr(config, "max_position_embeddings", None) or 1024
     byte_tokenizer(model_max_length=length).save_pretrained(folder)
-
-
-@contextmanager
-def _no_progress_bar() -> Generator[None]:
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
 
 
 def _does_not_work(architecture: str, overrides: Mapping[str, ConfigValue], error: Exception) -> InvalidConfig:

@@ -1,0 +1,322 @@
+"""``drivetrain conformance`` and ``drivetrain matrix``."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+import yaml
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from drivetrain.cli.output import err, out, print_error, print_json
+from drivetrain.config import Isolation
+from drivetrain.errors import DrivetrainError, InvalidConfig
+
+if TYPE_CHECKING:
+    from drivetrain_conformance.case import Case
+    from drivetrain_conformance.report import Report
+    from drivetrain_conformance.runner import CaseResult, Runner
+
+_NEEDED = ("hypothesis", "pytest", "scipy")
+
+
+def conformance(
+    backend: Annotated[
+        str | None, typer.Argument(help="The backend's name. With --mutants: the one that is spoiled; transformers.")
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="A model folder.", show_default="a tiny one, made on the spot"),
+    ] = None,
+    moe_model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A mixture of experts.", show_default="a tiny one")
+    ] = None,
+    isolation: Annotated[
+        Isolation | None, typer.Option(help="Where engines run.", show_default="the backend's choice")
+    ] = None,
+    engine_fields: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="FIELD=VALUE",
+            help="A field of the configuration of every engine, as YAML; repeatable.",
+        ),
+    ] = None,
+    group: Annotated[
+        list[str] | None, typer.Option(help="Run only this group; repeatable.", show_default="all of them")
+    ] = None,
+    case: Annotated[
+        list[str] | None, typer.Option(metavar="GROUP/NAME", help="Run only this case; repeatable.")
+    ] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="How much work: smoke, ci or gpu.", show_default="the suite's: ci")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of everything random.", show_default="the suite's: 0")] = None,
+    report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report there, as JSON.")] = None,
+    require_complete: Annotated[
+        bool, typer.Option("--require-complete", help="Fail if any case could not be run here.")
+    ] = False,
+    mutants: Annotated[
+        bool, typer.Option("--mutants", help="Spoil the backend in many ways, and check that each is caught.")
+    ] = False,
+    show: Annotated[bool, typer.Option("--list", help="List the cases and what they need; run nothing.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the report, or the list, on stdout.")] = False,
+) -> None:
+    """Run the conformance suite on a backend.
+
+    Claimed means it works, unclaimed means it refuses; anything else fails. Exits with 1 if anything failed, with 2
+    for a mistake in the arguments.
+    """
+    lacking = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if lacking:
+        print_error(f"the suite needs {', '.join(lacking)}; run: pip install 'drivetrain[conformance]'")
+        raise typer.Exit(2)
+    logging.getLogger("drivetrain").setLevel(logging.CRITICAL)  # cases provoke errors; their verdicts tell of them
+    try:
+        if mutants:
+            from drivetrain_conformance.mutants.run import run_mutants
+
+            passed = run_mutants(backend or "transformers", as_json=json)
+        elif show:
+            _list(_chosen(group, case), as_json=json)
+            passed = True
+        elif backend is None:
+            raise InvalidConfig("name a backend; 'drivetrain backends' lists them", field="BACKEND")
+        else:
+            runner = _runner(backend, isolation, engine_fields or [], profile, seed, model, moe_model)
+            made = _run(runner, _chosen(group, case), complete=not (group or case))
+            if report is not None:
+                from drivetrain_conformance.report import write_report
+
+                write_report(made, report)
+            passed = _tell(made, as_json=json, require_complete=require_complete)
+    except DrivetrainError as error:
+        print_error(str(error))
+        raise typer.Exit(2) from None
+    if not passed:
+        raise typer.Exit(1)
+
+
+def matrix(
+    reports: Annotated[list[Path] | None, typer.Argument(help="Reports of 'drivetrain conformance'.")] = None,
+    output: Annotated[Path | None, typer.Option(metavar="DIR", help="Write matrix.md and matrix.html there.")] = None,
+    check: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Fail unless matrix.md and matrix.html there are what the reports there give, and unless each "
+            "REPORT has the verdicts of the report of the same name there.",
+        ),
+    ] = None,
+) -> None:
+    """Put reports side by side: which backend was seen to do what."""
+    from drivetrain_conformance.matrix import render_html, render_markdown
+    from drivetrain_conformance.report import read_report
+
+    try:
+        if check is not None:
+            stale = _stale(check, reports or [])
+            for line in stale:
+                print_error(line, kind="stale")
+            if stale:
+                raise typer.Exit(1)
+            out.print(f"{check} is current")
+            return
+        if not reports:
+            raise InvalidConfig("give at least one report, or --check", field="REPORTS")
+        read = [read_report(path) for path in reports]
+    except DrivetrainError as error:
+        print_error(str(error))
+        raise typer.Exit(2) from None
+    if output is None:
+        out.print(Text(render_markdown(read)), soft_wrap=True)
+        return
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "matrix.md").write_text(render_markdown(read), encoding="utf-8")
+    (output / "matrix.html").write_text(render_html(read), encoding="utf-8")
+    out.print(f"wrote {output / 'matrix.md'} and {output / 'matrix.html'}", soft_wrap=True)
+
+
+# Running -------------------------------------------------------------------------------------------------------------
+
+
+def _chosen(groups: list[str] | None, ids: list[str] | None) -> list[Case]:
+    from drivetrain_conformance.groups import GROUPS, all_cases
+
+    unknown = [name for name in groups or [] if name not in GROUPS]
+    if unknown:
+        raise InvalidConfig(f"there is no group {unknown[0]!r}; groups: {', '.join(GROUPS)}", field="--group")
+    cases = all_cases(groups or GROUPS)
+    if not ids:
+        return cases
+    missing = set(ids) - {case.id for case in cases}
+    if missing:
+        raise InvalidConfig(f"there is no case {min(missing)!r}; --list shows them", field="--case")
+    return [case for case in cases if case.id in ids]
+
+
+def _runner(
+    backend: str,
+    isolation: Isolation | None,
+    assignments: Sequence[str],
+    profile: str | None,
+    seed: int | None,
+    model: Path | None,
+    moe_model: Path | None,
+) -> Runner:
+    from drivetrain_conformance.models import Models
+    from drivetrain_conformance.profile import PROFILES
+    from drivetrain_conformance.runner import Runner, gpu_count
+    from drivetrain_conformance.suite import suite_of
+
+    for option, folder in (("--model", model), ("--moe-model", moe_model)):
+        if folder is not None and not (folder / "config.json").is_file():
+            raise InvalidConfig(f"{option} {folder}: it holds no config.json; give a model's folder", field=option)
+    if profile is not None and profile not in PROFILES:
+        raise InvalidConfig(f"there is no profile {profile!r}; profiles: {', '.join(PROFILES)}", field="--profile")
+    suite = suite_of(backend)()
+    chosen = PROFILES[profile or suite.profile]
+    if chosen.needs_gpu and not gpu_count():
+        raise InvalidConfig(f"the profile {chosen.name!r} needs a GPU, and torch sees none", field="--profile")
+    suite.isolation = isolation or suite.isolation
+    suite.fields = {**suite.fields, **_fields(assignments)}
+    return Runner(suite, profile=chosen, seed=seed, models=Models(model, moe_model))
+
+
+def _fields(assignments: Sequence[str]) -> dict[str, object]:
+    fields: dict[str, object] = {}
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
+        if not equals:
+            raise InvalidConfig(f"--set {assignment!r}: expected FIELD=VALUE", field="--set")
+        try:
+            fields[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise InvalidConfig(f"--set {assignment!r}: the value is no YAML: {error}", field="--set") from None
+    return fields
+
+
+def _run(runner: Runner, cases: list[Case], *, complete: bool) -> Report:
+    from drivetrain_conformance.case import ModelKind
+    from drivetrain_conformance.report import make_report
+
+    begun = time.monotonic()
+    with runner:
+        model = runner.models.path(ModelKind.TEXT)
+        # Made before any case, so that a wrong name or a broken plugin is a mistake in the arguments, not 200 failures.
+        isolation = runner.suite.open_engine({"model": str(model)}).isolation.value
+        results = [result for result in _with_progress(runner, cases)]
+        return make_report(
+            runner,
+            results,
+            isolation=isolation,
+            model=model.name.rpartition("-")[0] or model.name,
+            seconds=time.monotonic() - begun,
+            complete=complete,
+        )
+
+
+def _with_progress(runner: Runner, cases: list[Case]) -> list[CaseResult]:
+    results: list[CaseResult] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as progress:
+        task = progress.add_task(runner.suite.backend, total=len(cases))
+        for case in cases:
+            progress.update(task, description=case.id)
+            result = runner.execute(case)
+            results.append(result)
+            progress.advance(task)
+            if result.verdict.is_failure:
+                err.print(Text(f"failed  {case.id}: {result.judgement.message}"), style="red", soft_wrap=True)
+            elif not err.is_terminal:
+                err.print(Text(f"{result.verdict.value:13} {result.seconds:6.2f} s  {case.id}"), soft_wrap=True)
+    return results
+
+
+# Telling -------------------------------------------------------------------------------------------------------------
+
+
+def _tell(report: Report, *, as_json: bool, require_complete: bool) -> bool:
+    """Print what was found; whether the run passed."""
+    from drivetrain_conformance.verdict import Verdict
+
+    if as_json:
+        import msgspec
+
+        print_json(msgspec.to_builtins(report))
+    else:
+        _print_groups(report)
+        counts = ", ".join(f"{count} {verdict.value}" for verdict, count in report.counts().items() if count)
+        out.print(Text(f"{report.title}: {counts}; {report.seconds:.0f} s"), soft_wrap=True)
+    failures = report.failures()
+    for line in failures if not as_json else ():
+        out.print(Text(f"✗ {line}"), style="red", soft_wrap=True)
+    incomplete = report.not_run() if require_complete else []
+    for line in incomplete:
+        print_error(f"not run: {line}", kind="incomplete")
+    return not failures and not incomplete and report.counts()[Verdict.FAILED] == 0
+
+
+def _print_groups(report: Report) -> None:
+    from drivetrain_conformance.verdict import Verdict
+
+    groups: dict[str, list[Verdict]] = {}
+    seconds: dict[str, float] = {}
+    for entry in report.cases:
+        name = entry.case.partition("/")[0]
+        groups.setdefault(name, []).append(entry.verdict)
+        seconds[name] = seconds.get(name, 0.0) + entry.seconds
+    table = Table(box=None, pad_edge=False)
+    table.add_column("group")
+    for verdict in Verdict:
+        table.add_column(verdict.value.replace("_", " "), justify="right")
+    table.add_column("seconds", justify="right")
+    for name, verdicts in groups.items():
+        counts = [verdicts.count(verdict) for verdict in Verdict]
+        table.add_row(name, *(str(count) if count else "" for count in counts), f"{seconds[name]:.1f}")
+    out.print(table)
+
+
+def _list(cases: list[Case], *, as_json: bool) -> None:
+    if as_json:
+        listed = [
+            {"case": case.id, "needs": sorted(need.value for need in case.needs), "summary": case.summary}
+            for case in cases
+        ]
+        print_json({"cases": listed})
+        return
+    for case in cases:
+        needs = ", ".join(sorted(need.value for need in case.needs)) or "nothing"
+        out.print(Text.assemble((case.id, "bold"), f"  (needs {needs})\n  {case.summary}"), soft_wrap=True)
+    out.print(f"{len(cases)} cases")
+
+
+def _stale(folder: Path, fresh: Sequence[Path]) -> list[str]:
+    """What is not current in a folder of kept reports, in words."""
+    from drivetrain_conformance.matrix import differences, render_html, render_markdown
+    from drivetrain_conformance.report import read_report
+
+    kept = {path.stem: read_report(path) for path in sorted(folder.glob("*.json"))}
+    if not kept:
+        raise InvalidConfig(f"{folder} holds no reports", field="--check")
+    found: list[str] = []
+    for name, rendered in (
+        ("matrix.md", render_markdown(list(kept.values()))),
+        ("matrix.html", render_html(list(kept.values()))),
+    ):
+        file = folder / name
+        if not file.is_file() or file.read_text(encoding="utf-8") != rendered:
+            found.append(f"{file}: the reports there give another; run: drivetrain matrix {folder}/*.json -o {folder}")
+    for path in fresh:
+        if path.stem not in kept:
+            found.append(f"{folder}/{path.name} is missing; copy {path} there")
+            continue
+        found += [f"{folder}/{path.name}: {line}" for line in differences(read_report(path), kept[path.stem])]
+    return found

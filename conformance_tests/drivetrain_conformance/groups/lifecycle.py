@@ -1,0 +1,414 @@
+"""An engine's life: how it starts, what it says of itself, how it ends, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from drivetrain.capability import Capability
+from drivetrain.engine import InferenceEngine
+from drivetrain.errors import (
+    DeadlineExceeded,
+    EngineError,
+    EngineStartError,
+    EngineStateError,
+    InvalidConfig,
+)
+from drivetrain.outputs import Completion, FinishReason
+from drivetrain.sampling import SamplingParams
+from drivetrain.states import EngineState
+from drivetrain_conformance.answers import check_same
+from drivetrain_conformance.bench import Bench
+from drivetrain_conformance.case import case
+from drivetrain_conformance.expect import refused
+from drivetrain_conformance.leftovers import Holdings, check_nothing_left, temporary_folder
+
+BOUND: Final = 60.0
+"""Seconds after which what is awaited counts as hanging, but for the start of an engine."""
+SHORT: Final = SamplingParams(max_new_tokens=4, temperature=0)
+
+
+# Starting -------------------------------------------------------------------------------------------------------------
+
+
+@case(own_engine=True)
+async def a_life(bench: Bench) -> None:
+    """From its making to its end an engine says truly which state it is in, and refuses what cannot be done in it."""
+    stages: list[tuple[str, str]] = []
+    engine = bench.create()
+    _check_state(engine, EngineState.CREATED)
+    await _everything_is_refused(engine, "created")
+    await engine.start(lambda stage: stages.append((stage, engine.describe().state)))
+    try:
+        assert stages, "the progress callback was never called"
+        assert all(stage for stage, _ in stages)
+        assert {state for _, state in stages} == {"starting"}
+        _check_state(engine, EngineState.READY)
+        assert not engine.is_paused
+        assert engine.status.asleep == frozenset()
+        assert engine.get_weight_version() == engine.config.weight_version
+        stats = await engine.stats()
+        assert (stats.running, stats.waiting) == (0, 0)
+        await _refused(engine.start(), "ready")
+        _check_state(engine, EngineState.READY)
+        (completion,) = await bench.greedy([bench.prompt(engine=engine)], 4, engine)
+        assert 0 < len(completion.token_ids) <= 4
+    finally:
+        async with asyncio.timeout(BOUND):
+            await engine.teardown()
+    for _ in range(2):
+        _check_state(engine, EngineState.CLOSED)
+        await _everything_is_refused(engine, "closed")
+        await _refused(engine.start(), "closed")
+        async with asyncio.timeout(BOUND):
+            await engine.teardown()
+
+
+@case()
+async def an_engine_that_was_never_started_can_be_closed(bench: Bench) -> None:
+    """Tearing down an engine that was made but not started is no error, and ends it."""
+    engine = bench.create()
+    await engine.teardown()
+    _check_state(engine, EngineState.CLOSED)
+    await _refused(engine.start(), "closed")
+
+
+@case()
+async def it_describes_itself(bench: Bench) -> None:
+    """The description is what the engine's own properties say, and can be written as JSON."""
+    engine = bench.engine
+    told = engine.describe()
+    assert told.backend == engine.config.backend
+    assert told.isolation == engine.isolation.value
+    assert told.state == "ready"
+    assert told.weight_version == engine.get_weight_version()
+    assert told.capabilities == tuple(item.value for item in Capability if engine.supports(item))
+    assert told.model == engine.model_info
+    assert {"drivetrain", "python"} <= set(told.versions)
+    assert all(told.versions.values())
+    assert told.config["model"] == engine.config.model
+    assert json.loads(json.dumps(told.config)) == told.config
+    assert engine.model_info.vocab_size > 0
+    assert engine.model_info.context_length > 0
+    sizes = (engine.tp_size, engine.pp_size, engine.dp_size, engine.ep_size)
+    assert all(type(size) is int and size >= 1 for size in sizes)
+    assert (engine.host_pid is not None) is bench.is_hosted
+    if engine.host_pid is not None:
+        assert engine.host_pid != os.getpid()
+        assert psutil.pid_exists(engine.host_pid)
+
+
+@case(own_engine=True)
+async def off_the_main_thread(bench: Bench) -> None:
+    """An engine starts and serves in a thread that is not the main one; signal handlers and GPU variables stay."""
+    numbers = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
+    handlers = [signal.getsignal(number) for number in numbers]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+
+    async def use() -> int:
+        async with bench.open() as engine:
+            (completion,) = await bench.greedy([bench.prompt(engine=engine)], 4, engine)
+            return len(completion.token_ids)
+
+    assert await asyncio.to_thread(lambda: asyncio.run(use())) > 0
+    changed = [
+        signal.Signals(number).name
+        for number, handler in zip(numbers, handlers, strict=True)
+        if signal.getsignal(number) != handler
+    ]
+    assert not changed, f"the handlers of {', '.join(changed)} were replaced"
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
+
+
+# Starts that fail -----------------------------------------------------------------------------------------------------
+
+
+@case(own_engine=True)
+async def a_model_that_is_cut_off_is_not_served(bench: Bench) -> None:
+    """A start from a checkpoint whose files are cut off fails by name and leaves nothing; it is never served."""
+    broken = _cut_off(bench)
+
+    async def start() -> None:
+        engine = bench.create(model=broken)
+        with suppress(EngineStartError):
+            await engine.start()
+            parameters = engine.model_info.parameters
+            await engine.teardown()
+            assert parameters == 0, f"it started, with {parameters} parameters, though two thirds of them are missing"
+            return
+        await _is_failed(engine)
+
+    await _leaves_nothing(bench, start)
+
+
+@case(own_engine=True)
+async def a_folder_without_a_model_is_refused(bench: Bench) -> None:
+    """A start from an empty folder fails, naming what is missing, and leaves nothing."""
+    empty = bench.folder("empty")
+
+    async def start() -> None:
+        engine = bench.create(model=empty)
+        with refused(InvalidConfig, field="tokenizer", naming=str(empty)):
+            await engine.start()
+        await _is_failed(engine)
+
+    await _leaves_nothing(bench, start)
+
+
+@case(own_engine=True)
+async def a_start_that_takes_too_long_is_given_up(bench: Bench) -> None:
+    """A start that does not end in time is DeadlineExceeded, saying what was waited for, and leaves nothing."""
+
+    async def start() -> None:
+        engine = bench.create(timeouts={"start": 0.001, "close": 1.0})
+        with refused(DeadlineExceeded, naming="to start", otherwise="it started in less than a millisecond"):
+            await engine.start()
+        await _is_failed(engine)
+
+    await _leaves_nothing(bench, start)
+
+
+@case(own_engine=True)
+async def a_start_that_is_cancelled_leaves_nothing(bench: Bench) -> None:
+    """A caller that gives a start up, sooner or later, leaves nothing behind."""
+    moments = iter((0.1, 0.0, 0.3))
+
+    async def start() -> None:
+        engine = bench.create()
+        starting = asyncio.create_task(engine.start())
+        await asyncio.wait([starting], timeout=next(moments))
+        starting.cancel()
+        await asyncio.wait([starting], timeout=BOUND)
+        assert starting.done(), "a start that was cancelled does not end"
+        if starting.cancelled():
+            await _is_failed(engine)
+        else:
+            await engine.teardown()
+
+    await _leaves_nothing(bench, start, times=3)
+
+
+# Ending ---------------------------------------------------------------------------------------------------------------
+
+
+@case(own_engine=True)
+async def two_in_a_row_leave_nothing(bench: Bench) -> None:
+    """Engines can follow each other in one process and answer alike; no process, thread, file, port or memory stays.
+
+    A child of this process that is none of the engine's lives on.
+    """
+    answers: list[list[Completion]] = []
+    prompts: list[list[int]] = []
+
+    async def live() -> None:
+        async with bench.open() as engine:
+            prompts.extend(() if prompts else bench.prompts(3, engine=engine))
+            answers.append(await bench.greedy(prompts, engine=engine))
+
+    bystander = await asyncio.create_subprocess_exec(sys.executable, "-c", "import time; time.sleep(600)")
+    try:
+        await _leaves_nothing(bench, live)
+        assert bystander.returncode is None, "the engine ended a process that was not its own"
+    finally:
+        if bystander.returncode is None:
+            bystander.kill()
+        await bystander.wait()
+    assert [c.token_ids for c in answers[0]] == [c.token_ids for c in answers[1]]
+
+
+@case(Capability.ABORT, own_engine=True)
+async def closing_returns_requests_in_flight(bench: Bench) -> None:
+    """Requests in flight when the engine is closed come back aborted with the tokens so far, and in bounded time."""
+    async with bench.open() as engine:
+        await engine.abort("an id that no request has")
+        params = SamplingParams(
+            max_new_tokens=800, temperature=0, ignore_eos=engine.supports(Capability.IGNORE_EOS), n=2
+        )
+        async with bench.in_flight(bench.prompts(2, engine=engine), params, engine) as task:
+            async with asyncio.timeout(BOUND):
+                await asyncio.gather(engine.teardown(), engine.teardown())
+            completions = (await asyncio.wait_for(task, BOUND)).completions
+    assert [completion.finish_reason for completion in completions] == [FinishReason.ABORT] * 4
+    assert all(0 < len(completion.token_ids) < 800 for completion in completions)
+    await _everything_is_refused(engine, "closed")
+
+
+@case(own_engine=True)
+async def closing_never_hangs(bench: Bench) -> None:
+    """Whatever was asked a moment before, closing ends in time, and so does each call: answered, or refused by name."""
+    async with bench.open() as engine:
+        prompts = bench.prompts(6, engine=engine)
+        tasks = [asyncio.create_task(engine.generate(prompt, SamplingParams(max_new_tokens=200))) for prompt in prompts]
+        await asyncio.sleep(0.01)
+        async with asyncio.timeout(BOUND):
+            await engine.teardown()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+    errors = [result for result in results if isinstance(result, BaseException)]
+    assert all(isinstance(error, EngineError) for error in errors), f"{errors}"
+
+
+# Profile --------------------------------------------------------------------------------------------------------------
+
+
+@case(Capability.PROFILE)
+async def a_profile_is_a_trace_that_a_viewer_opens(bench: Bench) -> None:
+    """A recording leaves a trace file in the folder that was named, with events in it, and can be made again."""
+    engine = bench.engine
+    prompts = bench.prompts(2)
+    before = await bench.greedy(prompts)
+    paths: set[Path] = set()
+    for _ in range(2):
+        folder = bench.folder("profile")
+        await engine.start_profile(str(folder))
+        during = await bench.greedy(prompts)
+        path = Path(await engine.stop_profile())
+        events = _trace_events(path, folder)
+        assert events > 10, f"the trace holds {events} events of {len(prompts)} requests"
+        paths.add(path)
+        check_same(bench, during, before)
+    assert len(paths) == 2
+    check_same(bench, await bench.greedy(prompts), before)
+
+
+# Saving ---------------------------------------------------------------------------------------------------------------
+
+
+@case(Capability.SAVE_SHARDED, own_engine=True)
+async def a_saved_folder_loads_again(bench: Bench) -> None:
+    """A folder that the engine saved its weights to is one that an engine can load, and gives the same answers."""
+
+    async def save(engine: InferenceEngine, folder: Path) -> None:
+        await engine.save_sharded_model(str(folder))
+
+    await _saved_and_loaded_again(bench, save)
+
+
+@case(Capability.SAVE_REMOTE, own_engine=True)
+async def a_model_saved_to_a_url_loads_again(bench: Bench) -> None:
+    """A model saved to an fsspec URL is complete: an engine that loads what lies there gives the same answers."""
+
+    async def save(engine: InferenceEngine, folder: Path) -> None:
+        await engine.save_remote_model(folder.as_uri())
+
+    await _saved_and_loaded_again(bench, save)
+
+
+@case(Capability.SAVE_SHARDED, Capability.WEIGHTS_DISK)
+async def what_is_saved_is_what_is_served(bench: Bench) -> None:
+    """After an update the new weights are saved, not those that were loaded at the start; saving disturbs nothing."""
+    engine = bench.engine
+    own, prompts = engine.get_weight_version(), bench.prompts(3)
+    folder = bench.folder("saved")
+    before = await bench.greedy(prompts)
+    await engine.save_sharded_model(str(bench.folder("saved")))
+    await engine.load_weights_from_disk(str(bench.other_weights()), "others")
+    others = await bench.greedy(prompts)
+    await engine.save_sharded_model(str(folder))
+    assert [c.token_ids for c in await bench.greedy(prompts)] == [c.token_ids for c in others]
+    await engine.load_weights_from_disk(str(bench.model), own)
+    check_same(bench, await bench.greedy(prompts), before)
+    await engine.load_weights_from_disk(str(folder), "saved")
+    check_same(bench, await bench.greedy(prompts), others, model=bench.other_weights())
+    await engine.load_weights_from_disk(str(bench.model), own)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _check_state(engine: InferenceEngine, state: EngineState) -> None:
+    assert engine.state is state
+    assert engine.status.state is state
+    assert engine.describe().state == state.value
+
+
+async def _refused(asked: Coroutine[object, object, object], state: str) -> None:
+    """What is asked must be refused in bounded time, by the state's name."""
+    done = f"an engine that is {state} did what it was asked to do"
+    with refused(EngineStateError, state=state, otherwise=done):
+        async with asyncio.timeout(BOUND):
+            await asked
+
+
+async def _everything_is_refused(engine: InferenceEngine, state: str) -> None:
+    """Whatever the engine claims, its state comes first."""
+    asked: list[Callable[[], Coroutine[object, object, object]]] = [
+        lambda: engine.generate([1, 2, 3], SHORT),
+        engine.stats,
+        lambda: engine.abort("a"),
+        engine.abort_generation,
+        engine.pause_generation,
+        engine.continue_generation,
+        engine.sleep,
+        engine.wake_up,
+        engine.reset_prefix_cache,
+        engine.weight_manifest,
+        lambda: engine.load_weights_from_disk("nowhere", "never"),
+        engine.validate_weights,
+        lambda: engine.update_weight_version("a label"),
+        lambda: engine.open_session(100),
+        lambda: engine.start_profile("nowhere"),
+        lambda: engine.save_sharded_model("nowhere"),
+    ]
+    for ask in asked:
+        await _refused(ask(), state)
+
+
+async def _is_failed(engine: InferenceEngine) -> None:
+    """It did not start, says so, and can be closed."""
+    assert engine.state is EngineState.FAILED
+    await _refused(engine.generate([1, 2, 3], SHORT), "failed")
+    async with asyncio.timeout(BOUND):
+        await engine.teardown()
+
+
+async def _leaves_nothing(bench: Bench, attempt: Callable[[], Coroutine[object, object, None]], times: int = 2) -> None:
+    """Run ``attempt`` more than once: what the first leaves may be a cache that others use again, the rest leaks."""
+    with temporary_folder(bench.folder("temporary")):
+        await attempt()
+        before = Holdings.now()
+        for _ in range(times - 1):
+            await attempt()
+        await check_nothing_left(before, within=BOUND)
+
+
+def _cut_off(bench: Bench) -> Path:
+    """A copy of the model, of whose weights only the first third is there."""
+    folder = bench.folder("cut") / bench.model.name
+    shutil.copytree(bench.model, folder, copy_function=shutil.copyfile)
+    for path in (folder, *folder.iterdir()):
+        path.chmod(0o755)
+    for file in folder.glob("*.safetensors"):
+        os.truncate(file, file.stat().st_size // 3)
+    return folder
+
+
+def _trace_events(path: Path, folder: Path) -> int:
+    """How many events a viewer finds in the trace: JSON, packed or not."""
+    assert path.resolve().is_relative_to(folder.resolve()), f"{path} is not in {folder}"
+    data = path.read_bytes()
+    trace = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+    return len(trace["traceEvents"])
+
+
+async def _saved_and_loaded_again(
+    bench: Bench, save: Callable[[InferenceEngine, Path], Coroutine[object, object, None]]
+) -> None:
+    folder = bench.folder("saved")
+    async with bench.open() as engine:
+        prompts = bench.prompts(4, engine=engine)
+        before = await bench.greedy(prompts, engine=engine)
+        await save(engine, folder)
+        check_same(bench, await bench.greedy(prompts, engine=engine), before, engine)
+    async with bench.open(model=folder, tokenizer=str(bench.model)) as engine:
+        check_same(bench, await bench.greedy(prompts, engine=engine), before, engine)

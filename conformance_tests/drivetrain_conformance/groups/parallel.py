@@ -1,0 +1,157 @@
+"""Engines that are spread over several devices: they answer as the model does, and sleep and update as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from drivetrain.capability import Capability
+from drivetrain.engine import InferenceEngine
+from drivetrain.memory import MemoryTag, PauseMode
+from drivetrain.outputs import FinishReason
+from drivetrain.sampling import SamplingParams
+from drivetrain.states import EngineState
+from drivetrain_conformance.answers import check_greedy
+from drivetrain_conformance.bench import Bench
+from drivetrain_conformance.case import Hardware, ModelKind, case
+from drivetrain_conformance.memory import held_by_device, parameter_bytes
+
+TOKENS: Final = 24
+"""Of each answer that is compared."""
+BOUND: Final = 120.0
+"""Seconds after which what is awaited counts as hanging."""
+BOTH: Final = [MemoryTag.WEIGHTS, MemoryTag.KV_CACHE]
+
+
+@case(Capability.TENSOR_PARALLEL, hardware=Hardware.TWO_GPUS, own_engine=True)
+async def layers_split_over_two_devices(bench: Bench) -> None:
+    """With every layer split over two devices the answers are the model's own."""
+    async with bench.open(tensor_parallel_size=2) as engine:
+        assert engine.tp_size == 2
+        await _answers_as_the_model(bench, engine)
+
+
+@case(Capability.PIPELINE_PARALLEL, hardware=Hardware.TWO_GPUS, own_engine=True)
+async def one_layer_after_another_on_two_devices(bench: Bench) -> None:
+    """With the first layers on one device and the last on another the answers are the model's own."""
+    async with bench.open(pipeline_parallel_size=2) as engine:
+        assert engine.pp_size == 2
+        await _answers_as_the_model(bench, engine)
+
+
+@case(Capability.DATA_PARALLEL, hardware=Hardware.TWO_GPUS, own_engine=True)
+async def two_replicas(bench: Bench) -> None:
+    """With a replica of the model on each of two devices every request is answered once, as the model does."""
+    async with bench.open(data_parallel_size=2) as engine:
+        assert engine.dp_size == 2
+        await _answers_as_the_model(bench, engine, prompts=32)
+
+
+@case(
+    Capability.TENSOR_PARALLEL,
+    Capability.EXPERT_PARALLEL,
+    model=ModelKind.MOE,
+    hardware=Hardware.TWO_GPUS,
+    own_engine=True,
+)
+async def experts_split_over_two_devices(bench: Bench) -> None:
+    """With half of a mixture's experts on each of two devices the answers are the model's own."""
+    async with bench.open(tensor_parallel_size=2, expert_parallel_size=2) as engine:
+        assert engine.ep_size == 2
+        await _answers_as_the_model(bench, engine)
+
+
+@case(Capability.TENSOR_PARALLEL, Capability.WEIGHTS_DISK, hardware=Hardware.TWO_GPUS, own_engine=True)
+async def an_update_reaches_every_device(bench: Bench) -> None:
+    """After an update an engine on two devices answers as the new weights do, and after one back as the first did."""
+    async with bench.open(tensor_parallel_size=2) as engine:
+        await _answers_as_the_model(bench, engine)
+        for folder, version in ((bench.other_weights(), "others"), (bench.model, "back")):
+            await engine.load_weights_from_disk(str(folder), version)
+            assert engine.get_weight_version() == version
+            for completion in await bench.greedy(bench.prompts(4, engine=engine), TOKENS, engine):
+                check_greedy(bench, completion, engine, folder)
+
+
+@case(
+    Capability.TENSOR_PARALLEL,
+    Capability.SLEEP_WEIGHTS,
+    Capability.SLEEP_KV_CACHE,
+    Capability.WEIGHTS_DISK,
+    model=ModelKind.LARGE,
+    hardware=Hardware.TWO_GPUS,
+    own_engine=True,
+)
+async def every_device_gives_its_memory_back(bench: Bench) -> None:
+    """Sleep gives memory back on each of two devices; woken step by step and updated the engine answers as before."""
+    async with bench.open(tensor_parallel_size=2) as engine:
+        share = parameter_bytes(engine) / 2
+        for turn in range(3):
+            awake = held_by_device()
+            await engine.sleep(BOTH)
+            given_back = [before - now for before, now in zip(awake, held_by_device(), strict=True)][:2]
+            assert min(given_back) >= share / 2, f"the devices gave {given_back} bytes back"
+            await engine.wake_up([MemoryTag.WEIGHTS])
+            _check_state(engine, EngineState.ASLEEP)
+            await engine.load_weights_from_disk(str(bench.model), f"turn-{turn}")
+            await engine.wake_up([MemoryTag.KV_CACHE])
+            _check_state(engine, EngineState.READY)
+            for completion in await bench.greedy(bench.prompts(4, engine=engine), TOKENS, engine):
+                check_greedy(bench, completion, engine, bench.model)
+
+
+@case(Capability.DATA_PARALLEL, Capability.PAUSE_WAIT, hardware=Hardware.TWO_GPUS, own_engine=True)
+async def a_pause_holds_every_replica(bench: Bench) -> None:
+    """A pause of two replicas waits for the requests of both; what arrives meanwhile is neither lost nor served."""
+    async with bench.open(data_parallel_size=2) as engine:
+        prompts = bench.prompts(16, engine=engine)
+        early = asyncio.create_task(bench.greedy(prompts, TOKENS, engine))
+        await asyncio.sleep(0.01)
+        pausing = asyncio.create_task(engine.pause_generation(PauseMode.WAIT))
+        async with asyncio.timeout(BOUND):
+            while not engine.is_paused:  # noqa: ASYNC110 - there is no event to wait for
+                await asyncio.sleep(0)
+            late = asyncio.create_task(bench.greedy(prompts, TOKENS, engine))
+            await pausing
+            answers = await early
+            await asyncio.sleep(0.1)
+            assert not late.done()
+            await engine.continue_generation()
+            answers += await late
+        for completion in answers:
+            check_greedy(bench, completion, engine, bench.model)
+
+
+@case(Capability.TENSOR_PARALLEL, Capability.ABORT, hardware=Hardware.TWO_GPUS, own_engine=True)
+async def an_abort_ends_a_request_on_every_device(bench: Bench) -> None:
+    """Aborting what runs on two devices returns it, and the devices agree on what goes on: the answers stay right."""
+    async with bench.open(tensor_parallel_size=2) as engine:
+        await engine.abort("an id that no request has")
+        params = SamplingParams(max_new_tokens=800, temperature=0, ignore_eos=engine.supports(Capability.IGNORE_EOS))
+        prompts = bench.prompts(4, engine=engine)
+        async with bench.in_flight(prompts, params, engine, request_ids=["a", "b", "c", "d"]) as task:
+            for request_id in ("b", "a", "d", "c"):
+                await engine.abort(request_id)
+            async with asyncio.timeout(BOUND):
+                completions = (await task).completions
+        for completion in completions:
+            assert completion.finish_reason is FinishReason.ABORT
+            check_greedy(bench, completion, engine, bench.model)
+        await _answers_as_the_model(bench, engine)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _check_state(engine: InferenceEngine, state: EngineState) -> None:
+    assert engine.state is state
+
+
+async def _answers_as_the_model(bench: Bench, engine: InferenceEngine, prompts: int = 6) -> None:
+    """One request alone, and several of unlike lengths together, take the oracle's most likely token at each step."""
+    asked = [bench.prompt(3 + 5 * (index % 7), engine) for index in range(prompts)]
+    answers = await bench.greedy(asked[:1], TOKENS, engine) + await bench.greedy(asked, TOKENS, engine)
+    assert [completion.prompt_token_ids for completion in answers] == [asked[0], *asked]
+    for completion in answers:
+        assert completion.token_ids
+        check_greedy(bench, completion, engine, bench.model)

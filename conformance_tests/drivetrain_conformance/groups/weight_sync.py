@@ -1,0 +1,1206 @@
+"""Weights from a trainer: what is served after an update, what a failed one leaves, what becomes of requests."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import shutil
+import socket
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Final
+
+import psutil
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+
+from drivetrain.capability import Capability
+from drivetrain.engine import InferenceEngine
+from drivetrain.errors import (
+    DeadlineExceeded,
+    EngineError,
+    EngineStateError,
+    InvalidRequest,
+    WeightPlanMismatch,
+    WeightSyncError,
+    WeightTransferFailed,
+    WeightVerifyFailed,
+)
+from drivetrain.memory import MemoryTag, PauseMode
+from drivetrain.outputs import Completion, FinishReason
+from drivetrain.sampling import LogprobsMode, SamplingParams
+from drivetrain.states import EngineState
+from drivetrain.testing import tiny_model
+from drivetrain.weights import (
+    BroadcastSource,
+    CommunicatorSpec,
+    CudaIpcSource,
+    InProcessSource,
+    SharedMemorySource,
+    WeightSource,
+    WeightUpdateRequest,
+)
+from drivetrain_conformance.answers import check_same
+from drivetrain_conformance.bench import Bench, until_idle
+from drivetrain_conformance.case import Hardware, ModelKind, case
+from drivetrain_conformance.leftovers import Holdings, check_nothing_left, temporary_folder
+from drivetrain_conformance.memory import held_bytes
+from drivetrain_conformance.weight_checks import (
+    NEW,
+    TOKENS,
+    Late,
+    check_boundary,
+    check_dirty,
+    check_late,
+    check_logprobs,
+    check_made_by,
+    check_recovers,
+    check_serves,
+    check_spans,
+    check_state,
+    from_disk,
+    load_all,
+    one,
+    one_by_one,
+    raises,
+    same_label_again,
+    same_weights_again,
+    unchanged,
+    update_in_flight,
+)
+from drivetrain_conformance.weight_sources import (
+    FAULTS,
+    FORMS,
+    Between,
+    a_matrix,
+    bad_folders,
+    in_form,
+    module_of,
+    moved_tensor,
+    nowhere,
+    raw_bytes,
+    tensors_of,
+    without_tensor,
+    write_checkpoint,
+)
+from drivetrain_weight_sync import Strategy, WeightInput, WeightSync, make_plan
+
+ONE_BUCKET: Final = 1 << 40
+LONG_PROMPT: Final = 320
+"""Tokens; caches find prefixes in whole blocks, of up to 128 tokens."""
+
+
+# Each way to send ------------------------------------------------------------------------------------------------
+
+
+@case(Capability.WEIGHTS_IN_PROCESS, changes_weights=True)
+async def weights_pushed_in_process_are_served(bench: Bench) -> None:
+    """After a push from tensors of its own process an engine answers as an independent pass over them does."""
+    await _push_and_serve(bench, Strategy.IN_PROCESS)
+
+
+@case(Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
+async def weights_pushed_through_shared_memory_are_served(bench: Bench) -> None:
+    """After a push through shared memory an engine answers as an independent pass over the weights does."""
+    await _push_and_serve(bench, Strategy.SHARED_MEMORY)
+
+
+@case(Capability.WEIGHTS_DISK, changes_weights=True)
+async def weights_pushed_through_a_folder_are_served(bench: Bench) -> None:
+    """After a push through a folder an engine answers as an independent pass over the weights does."""
+    await _push_and_serve(bench, Strategy.DISK)
+
+
+@case(Capability.WEIGHTS_CUDA_IPC, changes_weights=True, hardware=Hardware.GPU)
+async def weights_pushed_through_gpu_memory_are_served(bench: Bench) -> None:
+    """After a push through memory of the same GPU an engine answers as an independent pass over the weights does."""
+    tensors = tensors_of(bench.other_weights())
+    WeightSync.connect(tensors, bench.engine, Strategy.CUDA_IPC)  # refused before a GPU is asked for
+    on_gpu = {name: tensor.cuda() for name, tensor in tensors.items()}
+    await _push_and_serve(bench, Strategy.CUDA_IPC, on_gpu)
+
+
+@case(Capability.WEIGHTS_BROADCAST, changes_weights=True)
+async def weights_that_were_broadcast_are_served(bench: Bench) -> None:
+    """After a broadcast an engine answers as an independent pass over the weights does."""
+    await _push_and_serve(bench, Strategy.BROADCAST)
+
+
+async def _push_and_serve(bench: Bench, strategy: Strategy, source: WeightInput | None = None) -> None:
+    other = bench.other_weights()
+    async with WeightSync.connect(tensors_of(other) if source is None else source, bench.engine, strategy) as sync:
+        assert sync.strategy is strategy
+        result = await sync.push(version=NEW)
+    assert (result.version, result.strategy) == (NEW, strategy)
+    assert result.nbytes > 0
+    await check_serves(bench, other, NEW)
+
+
+@case(Capability.WEIGHTS_DISK, changes_weights=True)
+async def a_checkpoint_folder_is_served(bench: Bench) -> None:
+    """After load_weights_from_disk an engine answers as an independent pass over that folder does."""
+    other = bench.other_weights()
+    await bench.engine.load_weights_from_disk(str(other), NEW)
+    await check_serves(bench, other, NEW)
+
+
+@case(Capability.WEIGHTS_SHARED_MEMORY, Capability.WEIGHTS_DISK, changes_weights=True)
+async def auto_picks_a_way_that_works(bench: Bench) -> None:
+    """Strategy auto is one that the engine claims, and what it pushed is answered as after any other."""
+    engine, other = bench.engine, bench.other_weights()
+    old, new, prompts = tensors_of(bench.model), tensors_of(other), bench.prompts(2)
+    async with (
+        WeightSync.connect(new, engine, "shared_memory") as shared,
+        WeightSync.connect(old, engine, "disk") as disk,
+        WeightSync.connect(new, engine) as auto,
+    ):
+        assert auto.strategy is not Strategy.AUTO
+        assert f"weights_{auto.strategy.value}" in {capability.value for capability in engine.capabilities}
+        before = await one_by_one(bench, prompts)
+        await auto.push(version="auto")
+        by_auto = await one_by_one(bench, prompts)
+        await disk.push(version="disk")
+        check_same(bench, await one_by_one(bench, prompts), before)
+        await shared.push(version="shared")
+        check_same(bench, await one_by_one(bench, prompts), by_auto, model=other)
+    await check_serves(bench, other, "shared")
+
+
+# As if freshly loaded --------------------------------------------------------------------------------------------
+
+
+@case(Capability.WEIGHTS_IN_PROCESS, Capability.LOGPROBS_RAW, own_engine=True)
+async def a_push_in_process_equals_a_fresh_load(bench: Bench) -> None:
+    """Answers and logprobs after an in-process push are exactly those of an engine that was opened on the weights."""
+    await _equals_a_fresh_load(bench, [Strategy.IN_PROCESS])
+
+
+@case(Capability.WEIGHTS_SHARED_MEMORY, Capability.WEIGHTS_DISK, Capability.LOGPROBS_RAW, own_engine=True)
+async def a_push_on_one_host_equals_a_fresh_load(bench: Bench) -> None:
+    """Answers and logprobs after shared-memory and disk pushes are exactly those of an engine opened on the weights."""
+    await _equals_a_fresh_load(bench, [Strategy.SHARED_MEMORY, Strategy.DISK])
+
+
+@case(Capability.WEIGHTS_CUDA_IPC, Capability.LOGPROBS_RAW, own_engine=True, hardware=Hardware.GPU)
+async def a_push_through_gpu_memory_equals_a_fresh_load(bench: Bench) -> None:
+    """Answers and logprobs after a push through GPU memory are exactly those of an engine opened on the weights."""
+    await _equals_a_fresh_load(bench, [Strategy.CUDA_IPC], device="cuda")
+
+
+@case(Capability.WEIGHTS_BROADCAST, Capability.LOGPROBS_RAW, own_engine=True)
+async def a_broadcast_equals_a_fresh_load(bench: Bench) -> None:
+    """Answers and logprobs after a broadcast are exactly those of an engine that was opened on the weights."""
+    await _equals_a_fresh_load(bench, [Strategy.BROADCAST])
+
+
+async def _equals_a_fresh_load(bench: Bench, strategies: Sequence[Strategy], device: str = "cpu") -> None:
+    other, prompts = bench.other_weights(), [[17, 42, 99, 7], list(range(33, 73))]
+    old, new = tensors_of(bench.model), tensors_of(other)
+    pushed = bench.create()
+    there = [WeightSync.connect(new, pushed, strategy) for strategy in strategies]
+    back = [WeightSync.connect(old, pushed, strategy) for strategy in strategies]
+    for tensors in (old, new):
+        tensors.update({name: tensor.to(device) for name, tensor in tensors.items()})
+    async with bench.open(model=other) as fresh:
+        expected = await _numbers(fresh, prompts)
+    async with pushed:
+        before = await _numbers(pushed, prompts)
+        assert before != expected
+        for to_new, to_old in zip(there, back, strict=True):
+            async with to_new, to_old:
+                await to_new.push(version=NEW)
+                assert await _numbers(pushed, prompts) == expected, f"{to_new.strategy.value}: not as freshly loaded"
+                await to_old.push(version="old")
+                assert await _numbers(pushed, prompts) == before, f"{to_old.strategy.value}: not as freshly loaded"
+
+
+async def _numbers(engine: InferenceEngine, prompts: Sequence[list[int]]) -> list[tuple[list[int], list[float] | None]]:
+    """Greedy token ids and logprobs of each prompt, from an empty cache, each alone in the engine."""
+    params = SamplingParams(max_new_tokens=16, temperature=0, logprobs=0, logprobs_mode=LogprobsMode.RAW)
+    completions = [(await engine.generate(prompt, params)).completions[0] for prompt in prompts]
+    return [(completion.token_ids, completion.logprobs) for completion in completions]
+
+
+# Buckets, order, forms -------------------------------------------------------------------------------------------
+
+
+@case(Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
+async def small_buckets_serve_the_same(bench: Bench) -> None:
+    """Weights that come in as many small buckets as there are layers give the answers of those that come in one."""
+    engine, other = bench.engine, bench.other_weights()
+    old, new, prompts = tensors_of(bench.model), tensors_of(other), bench.prompts(2)
+    answers: list[list[Completion]] = []
+    buckets: list[int] = []
+    for bucket_bytes in (ONE_BUCKET, 1, 100_000):
+        await _push(engine, old, "back")
+        async with WeightSync.connect(new, engine, "shared_memory", bucket_bytes=bucket_bytes) as sync:
+            buckets.append((await sync.push(version=NEW)).buckets)
+        answers.append(await one_by_one(bench, prompts))
+        check_same(bench, answers[-1], answers[0], model=other)
+    assert buckets[0] == 1
+    assert buckets[1] > 2
+    await check_serves(bench, other, NEW)
+
+
+@case(Capability.WEIGHTS_SHARED_MEMORY, model=ModelKind.MOE, changes_weights=True)
+async def a_mixture_of_experts_is_served_as_pushed(bench: Bench) -> None:
+    """Experts and routers arrive whole, in one bucket and in many, from a checkpoint's tensors and from a module."""
+    engine, other = bench.engine, bench.other_weights()
+    old, new = tensors_of(bench.model), tensors_of(other)
+    for source in (new, module_of(other)):
+        for bucket_bytes in (ONE_BUCKET, 1):
+            await _push(engine, source, NEW, bucket_bytes)
+            await check_serves(bench, other, NEW)
+            await _push(engine, old, "back", bucket_bytes)
+            await check_serves(bench, bench.model, "back")
+
+
+@case(Capability.WEIGHTS_DISK, model=ModelKind.MOE, changes_weights=True)
+async def a_mixture_of_experts_is_served_as_on_disk(bench: Bench) -> None:
+    """Experts and routers of a checkpoint folder arrive whole."""
+    other = bench.other_weights()
+    await bench.engine.load_weights_from_disk(str(other), NEW)
+    await check_serves(bench, other, NEW)
+
+
+@case(Capability.WEIGHTS_SHARED_MEMORY, own_engine=True)
+async def tied_weights_are_pushed_once_and_used_twice(bench: Bench) -> None:
+    """A model whose output matrix is its embedding takes it under either name, and uses the new one in both places."""
+    folder = tiny_model("qwen2", tie_word_embeddings=True)
+    other = bench.models.with_other_weights(folder)
+    engine = bench.create(model=folder)
+    WeightSync.connect({}, engine, "shared_memory")  # refused before the engine is started
+    async with engine:
+        for source in (module_of(other), tensors_of(other)):
+            await _push(engine, tensors_of(folder), "back")
+            await _push(engine, source, NEW)
+            completions = await bench.greedy(bench.prompts(3, engine=engine), engine=engine)
+            check_made_by(bench, completions, other, engine)
+
+
+@case(Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
+async def a_trainer_pushes_after_every_step(bench: Bench) -> None:
+    """One connection sends what its tensors hold at the time of each push, not what they held at the first."""
+    policy = tensors_of(bench.model)
+    async with WeightSync.connect(policy, bench.engine, "shared_memory", bucket_bytes=100_000) as sync:
+        for step in (1, 2, 1):
+            for name, tensor in tensors_of(bench.other_weights(step)).items():
+                policy[name].copy_(tensor)
+            await sync.push(version=f"step-{step}")
+            await check_serves(bench, bench.other_weights(step), f"step-{step}")
+
+
+@case(Capability.WEIGHTS_DISK, changes_weights=True)
+async def going_back_to_earlier_weights_gives_their_answers(bench: Bench) -> None:
+    """Other weights and then the first again give the first answers again."""
+    prompts = bench.prompts(3)
+    before = await one_by_one(bench, prompts)
+    await bench.engine.load_weights_from_disk(str(bench.other_weights()), NEW)
+    await check_serves(bench, bench.other_weights(), NEW)
+    await bench.engine.load_weights_from_disk(str(bench.model), "back")
+    check_same(bench, await one_by_one(bench, prompts), before)
+    await check_serves(bench, bench.model, "back")
+
+
+@case(Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
+async def every_form_of_source_is_served(bench: Bench) -> None:
+    """A mapping, pairs, a function that yields from a buffer it uses again, and a torch module all arrive the same."""
+    engine, other = bench.engine, bench.other_weights()
+    old, backwards = tensors_of(bench.model), dict(reversed(tensors_of(other).items()))
+    for form in FORMS:
+        await _push(engine, old, "back")
+        await _push(engine, in_form(form, backwards, other), form)
+        await check_serves(bench, other, form)
+
+
+@case(Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
+def any_buckets_order_and_form_serve_the_same(bench: Bench) -> None:
+    """Whatever the size of the buckets and the order and form of the source, the answers afterwards are the same."""
+    engine, other, prompts = bench.engine, bench.other_weights(), bench.prompts(2)
+    old, new = tensors_of(bench.model), tensors_of(other)
+
+    async def answers(source: WeightInput, bucket_bytes: int) -> list[Completion]:
+        await _push(engine, old, "back")
+        await _push(engine, source, NEW, bucket_bytes)
+        return await one_by_one(bench, prompts)
+
+    expected = bench.run(answers(new, ONE_BUCKET))  # a refusal comes here, not as a counterexample
+
+    @seed(bench.seed)
+    @settings(
+        max_examples=min(bench.profile.examples, 8),
+        deadline=None,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    @given(
+        order=st.permutations(sorted(new)),
+        form=st.sampled_from([form for form in FORMS if form != "module"]),
+        bucket_bytes=st.integers(1, 2 * sum(tensor.nbytes for tensor in new.values())),
+    )
+    def holds(order: list[str], form: str, bucket_bytes: int) -> None:
+        shuffled = {name: new[name] for name in order}
+        check_same(bench, bench.run(answers(in_form(form, shuffled, other), bucket_bytes)), expected, model=other)
+
+    holds()
+
+
+async def _push(engine: InferenceEngine, source: WeightInput, version: str, bucket_bytes: int = ONE_BUCKET) -> None:
+    async with WeightSync.connect(source, engine, "shared_memory", bucket_bytes=bucket_bytes) as sync:
+        await sync.push(version=version)
+
+
+@case(Capability.WEIGHTS_DISK)
+async def the_manifest_names_the_checkpoint(bench: Bench) -> None:
+    """weight_manifest lists every tensor of the checkpoint once, under its name there, with its shape and dtype."""
+    await same_weights_again(bench)
+    manifest = await bench.engine.weight_manifest()
+    stored = tensors_of(bench.model)
+    named = {spec.name: spec for spec in manifest.tensors}
+    assert len(named) == len(manifest.tensors), "a tensor is listed twice"
+    assert {manifest.aliases.get(name, name) for name in stored} == set(named)
+    assert set(manifest.aliases.values()) <= set(named)
+    for name, tensor in stored.items():
+        spec = named[manifest.aliases.get(name, name)]
+        assert spec.shape == tuple(tensor.shape), name
+        held = {str(tensor.dtype).removeprefix("torch."), bench.engine.model_info.dtype}
+        assert spec.dtype in held, f"{name} is {spec.dtype}"
+
+
+# What is refused -------------------------------------------------------------------------------------------------
+
+
+@case(Capability.WEIGHTS_SHARED_MEMORY)
+async def wrong_tensors_are_refused_by_name(bench: Bench) -> None:
+    """A push of missing, extra, misshapen, mistyped or non-finite tensors names them and changes nothing."""
+    engine, tensors = bench.engine, tensors_of(bench.other_weights())
+    WeightSync.connect(tensors, engine, "shared_memory")  # refused before the manifest is asked for
+    async with unchanged(bench):
+        name = a_matrix(await engine.weight_manifest())
+        for fault in FAULTS:
+            wrong = dict(tensors)
+            fault.spoil(wrong, name)
+            for source in (wrong, list(wrong.items())):
+                with raises(fault.kind, fault.what) as refusal:
+                    await _push(engine, source, "bad")
+                fault.check_named(refusal.error, name)
+                check_state(engine, EngineState.READY, fault.what)
+
+
+@case(Capability.WEIGHTS_DISK)
+async def a_wrong_checkpoint_is_refused_by_name(bench: Bench) -> None:
+    """A folder with missing, extra, misshapen, mistyped or non-finite tensors is refused by name, nothing changed."""
+    engine, tensors = bench.engine, tensors_of(bench.other_weights())
+    await same_weights_again(bench)
+    async with unchanged(bench):
+        name = a_matrix(await engine.weight_manifest())
+        for fault in FAULTS:
+            wrong = dict(tensors)
+            fault.spoil(wrong, name)
+            folder = write_checkpoint(bench.folder("wrong"), bench.model, wrong)
+            with raises(fault.kind, fault.what) as refusal:
+                await engine.load_weights_from_disk(str(folder), "bad")
+            fault.check_named(refusal.error, name)
+            check_state(engine, EngineState.READY, fault.what)
+
+
+@case(Capability.WEIGHTS_DISK)
+async def a_bad_folder_is_refused_and_the_engine_serves_on(bench: Bench) -> None:
+    """A folder that is missing, empty, truncated or garbage is a typed error that names it, and changes nothing."""
+    engine = bench.engine
+    await same_weights_again(bench)
+    async with unchanged(bench):
+        for what, folder in bad_folders(bench.models, bench.model).items():
+            with raises((InvalidRequest, WeightSyncError), what) as refusal:
+                await engine.load_weights_from_disk(str(folder), "bad")
+            assert folder.name in str(refusal.error), what
+            check_state(engine, EngineState.READY, what)
+
+
+@case(Capability.WEIGHTS_DISK)
+async def a_wrong_argument_of_an_update_is_refused(bench: Bench) -> None:
+    """An empty version, an unknown pause mode and digests of other files are refused before anything changes."""
+    engine, other = bench.engine, bench.other_weights()
+    await same_weights_again(bench)
+    async with unchanged(bench):
+        with raises(InvalidRequest, "an empty version") as refusal:
+            await engine.load_weights_from_disk(str(other), "")
+        assert refusal.error.field == "version"
+        with raises(InvalidRequest, "an unknown mode") as refusal:
+            await engine.load_weights_from_disk(str(other), NEW, mode="later")
+        assert refusal.error.field == "mode"
+        names = [spec.name for spec in (await engine.weight_manifest()).tensors]
+        with raises(WeightSyncError, "digests of other files"):
+            await engine.update_named_weights(from_disk(other, digests=dict.fromkeys(names, 1)))
+
+
+@case(Capability.WEIGHTS_IN_PROCESS)
+async def tensors_that_nobody_registered_are_refused(bench: Bench) -> None:
+    """An in-process update under a key that no sender registered is a typed error and changes nothing."""
+    await _refuse_source(bench, InProcessSource(key="nobody"))
+
+
+@case(Capability.WEIGHTS_SHARED_MEMORY)
+async def shared_memory_that_is_not_there_is_refused(bench: Bench) -> None:
+    """A shared-memory update whose arena is gone is a typed error and changes nothing."""
+    path = str(nowhere(bench.models))
+    await _refuse_source(bench, SharedMemorySource(path=path, nbytes=1 << 40, bucket_offsets=(0,)))
+
+
+@case(Capability.WEIGHTS_CUDA_IPC, hardware=Hardware.GPU)
+async def gpu_memory_that_is_not_there_is_refused(bench: Bench) -> None:
+    """An update whose handle belongs to no GPU of the engine is a typed error and changes nothing."""
+    await _refuse_source(bench, CudaIpcSource(handles={"GPU-0": bytes(64)}, nbytes=1 << 40, bucket_offsets=(0,)))
+
+
+@case(Capability.WEIGHTS_BROADCAST)
+async def a_group_that_was_not_formed_is_refused(bench: Bench) -> None:
+    """A broadcast in a group that the engine did not join is a typed error, in bounded time, and changes nothing."""
+    await _refuse_source(bench, BroadcastSource(group_name="nobody"))
+
+
+async def _refuse_source(bench: Bench, source: WeightSource) -> None:
+    engine = bench.engine
+    refusals = (InvalidRequest, WeightSyncError, EngineStateError)
+    async with unchanged(bench), asyncio.timeout(60):
+        request = WeightUpdateRequest(version=NEW, source=source, plan=make_plan([]), digests={})
+        with raises(refusals, "an update of no tensor at all"):
+            await engine.update_named_weights(request)
+        plan = make_plan((await engine.weight_manifest()).tensors, ONE_BUCKET)
+        digests = {spec.name: 0 for spec in plan.tensors}
+        with raises(refusals, f"a source ({source.kind}) that is not there"):
+            await engine.update_named_weights(request.model_copy(update={"plan": plan, "digests": digests}))
+        check_state(engine, EngineState.READY)
+
+
+@case(Capability.WEIGHTS_BROADCAST, own_engine=True)
+async def a_group_that_nobody_joins_does_not_hang(bench: Bench) -> None:
+    """Waiting for a trainer that never joins the group ends in a typed error by its deadline; the engine serves on."""
+    engine = bench.create(timeouts={"weight_update": 5})
+    WeightSync.connect({}, engine, "broadcast")  # refused before the engine is started
+    spec = CommunicatorSpec(
+        master_address="127.0.0.1",
+        master_port=_free_port(),
+        rank_offset=1,
+        world_size=2,
+        group_name="nobody",
+        backend="gloo",
+    )
+    refusals = (DeadlineExceeded, EngineError, WeightSyncError, InvalidRequest)
+    async with engine:
+        prompts = bench.prompts(2, engine=engine)
+        before = await bench.greedy(prompts, engine=engine)
+        async with asyncio.timeout(60):
+            with raises(refusals, "a group that nobody else joined"):
+                await engine.init_weight_update_communicator(spec)
+            with raises(refusals, "leaving a group that never was"):
+                await engine.destroy_weight_update_communicator("nobody")
+        check_state(engine, EngineState.READY)
+        check_same(bench, await bench.greedy(prompts, engine=engine), before, engine)
+
+
+@case(Capability.WEIGHTS_SHARED_MEMORY)
+async def a_wrong_plan_is_refused_by_the_engine(bench: Bench) -> None:
+    """An engine checks plan, geometry, digests and arena itself before it changes anything, whoever sends them."""
+    engine = bench.engine
+    between = Between(engine)
+    async with (
+        WeightSync.connect(tensors_of(bench.other_weights()), between, "shared_memory") as sync,
+        unchanged(bench),
+    ):
+        name = a_matrix(await engine.weight_manifest())
+
+        def undigested(request: WeightUpdateRequest) -> WeightUpdateRequest:
+            digests = {other: value for other, value in (request.digests or {}).items() if other != name}
+            return request.model_copy(update={"digests": digests})
+
+        def short(request: WeightUpdateRequest) -> WeightUpdateRequest:
+            return request.model_copy(update={"source": request.source.model_copy(update={"nbytes": 256})})
+
+        between.change = lambda request: without_tensor(request, name)
+        with raises(WeightPlanMismatch, "a plan without a tensor") as refusal:
+            await sync.push(version="bad")
+        assert refusal.error.missing == (name,)
+        between.change = lambda request: moved_tensor(request, name)
+        with raises(WeightPlanMismatch, "a tensor at an odd place") as refusal:
+            await sync.push(version="bad")
+        assert refusal.error.mismatched == (name,)
+        for change in (undigested, short):
+            between.change = change
+            with raises(InvalidRequest, change.__name__):
+                await sync.push(version="bad")
+
+
+# What a failed update leaves -------------------------------------------------------------------------------------
+
+
+@case(Capability.WEIGHTS_DISK, changes_weights=True)
+async def an_update_that_breaks_off_leaves_the_engine_dirty(bench: Bench) -> None:
+    """When the sender is lost between two buckets the engine refuses to serve until a full update is committed."""
+    engine = bench.engine
+    version = engine.get_weight_version()
+    await same_weights_again(bench)
+    plan = make_plan((await engine.weight_manifest()).tensors, 1)
+    with raises(WeightTransferFailed, "half of an update") as failure:
+        async with engine.weight_update(from_disk(bench.other_weights(), plan=plan)) as update:
+            await update.load(range(update.buckets // 2))
+            raise ConnectionError("the trainer was lost")
+    assert "the trainer was lost" in str(failure.error)
+    await check_dirty(bench, version)
+    await check_recovers(bench)
+
+
+@case(Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
+async def the_push_after_one_that_broke_off_just_works(bench: Bench) -> None:
+    """A sync whose push broke between two buckets leaves the engine dirty, and mends it by pushing again."""
+    engine, other = bench.engine, bench.other_weights()
+    version = engine.get_weight_version()
+    between = Between(engine, buckets=1)
+    async with WeightSync.connect(tensors_of(other), between, "shared_memory", bucket_bytes=1) as sync:
+        with raises(WeightTransferFailed, "a part of an update"):
+            await sync.push(version="broken")
+        await check_dirty(bench, version)
+        between.buckets = None
+        await sync.push(version=NEW)
+    await check_serves(bench, other, NEW)
+
+
+@case(Capability.WEIGHTS_DISK, changes_weights=True)
+async def a_cancelled_update_leaves_the_engine_dirty(bench: Bench) -> None:
+    """When the trainer's task is cancelled in the middle of an update the engine is dirty, and a full push mends it."""
+    engine = bench.engine
+    version = engine.get_weight_version()
+    await same_weights_again(bench)
+    begun = asyncio.Event()
+
+    async def stuck() -> None:
+        async with engine.weight_update(from_disk(bench.other_weights())):
+            begun.set()
+            await asyncio.Event().wait()
+
+    update = asyncio.create_task(stuck())
+    async with asyncio.timeout(60):
+        await begun.wait()
+    update.cancel()
+    with raises(asyncio.CancelledError, "a cancelled update"):
+        await update
+    await check_dirty(bench, version)
+    await check_recovers(bench)
+
+
+@case(Capability.WEIGHTS_DISK, changes_weights=True)
+async def an_incomplete_update_is_not_committed(bench: Bench) -> None:
+    """An update that ends without having loaded every bucket, or asks for one that is not there, leaves it dirty."""
+    engine = bench.engine
+    version = engine.get_weight_version()
+    with raises(WeightTransferFailed, "an update without any bucket"):
+        async with engine.weight_update(from_disk(bench.other_weights())):
+            pass
+    await check_dirty(bench, version)
+    with raises(WeightTransferFailed, "a bucket that is not in the plan"):
+        async with engine.weight_update(from_disk(bench.other_weights())) as update:
+            await load_all(update)
+            await update.load([update.buckets])
+    await check_dirty(bench, version)
+    await check_recovers(bench)
+
+
+@case(Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
+async def what_arrives_otherwise_than_sent_is_found(bench: Bench) -> None:
+    """A tensor whose digest is not the sender's is named, its version is not published, and the engine is dirty."""
+    engine, other = bench.engine, bench.other_weights()
+    version = engine.get_weight_version()
+    between = Between(engine)
+    async with WeightSync.connect(tensors_of(other), between, "shared_memory") as sync:
+        name = a_matrix(await engine.weight_manifest())
+
+        def changed(request: WeightUpdateRequest) -> WeightUpdateRequest:
+            digests = dict(request.digests or {})
+            return request.model_copy(update={"digests": {**digests, name: digests[name] ^ 1}})
+
+        between.change = changed
+        with raises(WeightVerifyFailed, "a tensor that is not what was sent") as failure:
+            await sync.push(version="bad")
+        assert failure.error.tensors == (name,)
+        assert name in str(failure.error)
+        await check_dirty(bench, version)
+        between.change = lambda request: request
+        await sync.push(version=NEW)
+    await check_serves(bench, other, NEW)
+
+
+@case(Capability.WEIGHTS_IN_PROCESS, changes_weights=True)
+async def a_source_that_is_written_to_during_a_push_is_found(bench: Bench) -> None:
+    """A trainer that goes on training while its tensors are being read is told so, by the tensor's name."""
+    engine, other = bench.engine, bench.other_weights()
+    version = engine.get_weight_version()
+    tensors, between = tensors_of(other), Between(engine)
+    async with WeightSync.connect(tensors, between, "in_process") as sync:
+        name = a_matrix(await engine.weight_manifest())
+
+        def trains_on(request: WeightUpdateRequest) -> WeightUpdateRequest:
+            tensors[name][0, 0] += 1
+            return request
+
+        between.change = trains_on
+        with raises(WeightVerifyFailed, "a tensor that changed on the way") as failure:
+            await sync.push(version="bad")
+        assert failure.error.tensors == (name,)
+        await check_dirty(bench, version)
+        tensors[name].copy_(tensors_of(other)[name])
+        between.change = lambda request: request
+        await sync.push(version=NEW)
+    await check_serves(bench, other, NEW)
+
+
+@case(Capability.WEIGHTS_DISK, Capability.WEIGHT_UPDATE_IN_FLIGHT, Capability.PAUSE_WAIT, own_engine=True)
+async def every_step_of_an_update_has_a_deadline(bench: Bench) -> None:
+    """A step beyond timeouts.weight_update is DeadlineExceeded: dirty if the update had begun, else nothing changed."""
+    limit, other = 0.4, bench.other_weights()
+    async with bench.open(timeouts={"weight_update": limit}) as engine:
+        version, prompts = engine.get_weight_version(), bench.prompts(4, engine=engine)
+        long = SamplingParams(
+            max_new_tokens=engine.model_info.context_length - len(prompts[0]),
+            temperature=0,
+            ignore_eos=engine.supports(Capability.IGNORE_EOS),
+        )
+        async with bench.in_flight(prompts, long, engine) as running:
+            with raises(DeadlineExceeded, "a wait beyond its deadline"):
+                await engine.load_weights_from_disk(str(other), "late", mode="wait")
+            check_state(engine, EngineState.READY)
+            assert engine.get_weight_version() == version
+            assert not running.done(), "the requests ended, so nothing was waited for"
+            check_made_by(bench, (await running).completions[:1], bench.model, engine)
+        with raises(DeadlineExceeded, "a step beyond its deadline"):
+            async with engine.weight_update(from_disk(other)) as update:
+                begun = time.monotonic()
+                await load_all(update)
+                often = math.ceil(3 * limit / (time.monotonic() - begun))
+                await update.load(list(range(update.buckets)) * often)
+        check_state(engine, EngineState.DIRTY)
+        assert engine.get_weight_version() == version
+        await engine.load_weights_from_disk(str(other), NEW)
+        check_state(engine, EngineState.READY)
+        assert engine.get_weight_version() == NEW
+        check_made_by(bench, await bench.greedy(prompts[:3], engine=engine), other, engine)
+
+
+@case(
+    Capability.WEIGHTS_DISK,
+    Capability.WEIGHT_UPDATE_IN_FLIGHT,
+    Capability.PAUSE_RETRACT,
+    Capability.VERSION_SPANS,
+    changes_weights=True,
+)
+async def requests_outlive_an_update_that_breaks_off(bench: Bench) -> None:
+    """Requests in flight and at the gate wait while the engine is dirty, and end well once an update is committed."""
+    engine, other = bench.engine, bench.other_weights()
+    version = engine.get_weight_version()
+    await same_weights_again(bench)
+    await same_label_again(engine)
+    async with bench.in_flight(bench.prompts(2), bench.long(TOKENS)) as running, Late(bench) as late:
+        with raises(WeightTransferFailed, "an update that broke off"):
+            async with engine.weight_update(from_disk(other)):
+                late.arrive()
+                assert await late.is_held(), "a request was served in the middle of an update"
+                raise ConnectionError("the trainer was lost")
+        await check_dirty(bench, version)
+        assert await late.is_held(), "a request was served by weights of no version"
+        assert not running.done(), "requests went on with weights of no version"
+        await engine.load_weights_from_disk(str(other), "recovered")
+        for completion in (await running).completions:
+            check_spans(completion, version, "recovered")
+            check_boundary(bench, completion, bench.model, other)
+        check_made_by(bench, [await late.completion()], other)
+    await check_serves(bench, other, "recovered")
+
+
+# Versions --------------------------------------------------------------------------------------------------------
+
+
+@case(Capability.WEIGHTS_DISK, changes_weights=True)
+async def a_version_is_published_at_commit(bench: Bench) -> None:
+    """Until an update is committed the engine names the old version, is updating, and lets arriving requests wait."""
+    engine, other = bench.engine, bench.other_weights()
+    version = engine.get_weight_version()
+    async with Late(bench) as late:
+        async with engine.weight_update(from_disk(other)) as update:
+            check_state(engine, EngineState.UPDATING)
+            assert engine.is_paused
+            assert engine.get_weight_version() == version
+            late.arrive()
+            await load_all(update)
+            assert await late.is_held(), "a request was served in the middle of an update"
+            assert engine.get_weight_version() == version, "the version was published before the commit"
+        assert engine.get_weight_version() == NEW
+        check_made_by(bench, [await late.completion()], other)
+    await check_serves(bench, other, NEW)
+
+
+@case(Capability.WEIGHTS_DISK, changes_weights=True)
+async def updates_come_one_after_another(bench: Bench) -> None:
+    """Of two updates asked for at once one waits for the other and both are committed; none opens within another."""
+    engine, first, second = bench.engine, bench.other_weights(1), bench.other_weights(2)
+    await asyncio.gather(
+        engine.load_weights_from_disk(str(first), "first"),
+        engine.load_weights_from_disk(str(second), "second"),
+    )
+    await check_serves(bench, second, "second")
+    async with engine.weight_update(from_disk(first, "outer")) as outer:
+        with raises(EngineStateError, "an update within another") as refusal:
+            await engine.load_weights_from_disk(str(second), "inner")
+        assert refusal.error.state == "updating"
+        await load_all(outer)
+    await check_serves(bench, first, "outer")
+
+
+@case(Capability.WEIGHTS_DISK, changes_weights=True)
+async def a_bucket_after_the_end_of_an_update_is_refused(bench: Bench) -> None:
+    """Loading a bucket outside of an update is a typed error, and the engine serves on with what was committed."""
+    engine, other = bench.engine, bench.other_weights()
+    async with engine.weight_update(from_disk(other)) as update:
+        await load_all(update)
+    with raises((EngineStateError, WeightSyncError), "a bucket of an update that has ended"):
+        await update.load([0])
+    await check_serves(bench, other, NEW)
+
+
+@case(Capability.VERSION_SPANS)
+async def a_new_label_changes_no_answer(bench: Bench) -> None:
+    """update_weight_version gives the same weights another name; completions carry it from there on."""
+    engine, prompts = bench.engine, bench.prompts(2)
+    version = engine.get_weight_version()
+    before = await one_by_one(bench, prompts)
+    await engine.update_weight_version("renamed")
+    assert engine.get_weight_version() == "renamed"
+    after = await one_by_one(bench, prompts)
+    check_same(bench, after, before)
+    for completion in after:
+        check_spans(completion, "renamed")
+    with raises(InvalidRequest, "an empty version") as refusal:
+        await engine.update_weight_version("")
+    assert refusal.error.field == "version"
+    assert engine.get_weight_version() == "renamed", "a refused label changed the version"
+    await engine.update_weight_version(version)
+    check_spans(await one(bench, prompts[0]), version)
+
+
+@case(Capability.VERSION_SPANS)
+async def a_new_label_divides_what_is_in_flight(bench: Bench) -> None:
+    """Tokens sampled before a new label carry the old one, those after it the new one, and all are as without it."""
+    engine = bench.engine
+    version = engine.get_weight_version()
+    await same_label_again(engine)
+    async with bench.in_flight(bench.prompts(2), bench.long(TOKENS)) as running:
+        await engine.update_weight_version("renamed")
+        completions = (await running).completions
+    await engine.update_weight_version(version)
+    for completion in completions:
+        check_spans(completion, version, "renamed")
+    check_made_by(bench, completions, bench.model)
+
+
+@case()
+async def a_remote_version_is_asked_for_in_bounded_time(bench: Bench) -> None:
+    """get_remote_weight_version returns what a server says, and is a typed error when none answers."""
+    ask = bench.engine.get_remote_weight_version
+    async with asyncio.timeout(30):
+        with raises(InvalidRequest, "an address that is none"):
+            await ask("nowhere")
+        with raises(EngineError, "a server that is not there"):
+            await ask(f"http://127.0.0.1:{_free_port()}", timeout=5)
+        async with _server("") as silent:
+            with raises(DeadlineExceeded, "a server that does not answer"):
+                await ask(silent, timeout=0.2)
+        async with _server(_OK + '{"weight_version": "step-7"}') as speaking:
+            assert await ask(speaking) == "step-7"
+        others = ("no JSON", "[]", '{"weight_version": 7}', "{}")
+        for answer in (*(_OK + body for body in others), "220 mail.example ready\r\n"):
+            async with _server(answer) as confused:
+                with raises(EngineError, f"the answer {answer!r}"):
+                    await ask(confused)
+
+
+_OK: Final = "HTTP/1.1 200 OK\r\n\r\n"
+
+
+@asynccontextmanager
+async def _server(answer: str) -> AsyncIterator[str]:
+    """The address of a server that answers every request so, or never if there is nothing to say."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer.encode())
+        if not answer:
+            await reader.read()
+        writer.close()
+
+    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with listening:
+        yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+# Requests in flight ----------------------------------------------------------------------------------------------
+
+_SPANS_IN_FLIGHT: Final = (
+    Capability.WEIGHTS_DISK,
+    Capability.WEIGHT_UPDATE_IN_FLIGHT,
+    Capability.VERSION_SPANS,
+    Capability.LOGPROBS_RAW,
+)
+
+
+@case(*_SPANS_IN_FLIGHT, Capability.PAUSE_RETRACT, changes_weights=True)
+async def retracted_requests_go_on_with_the_new_weights(bench: Bench) -> None:
+    """Requests retracted for an update go on as if the new weights had read all their tokens; spans say from where."""
+    updated = await update_in_flight(bench, PauseMode.RETRACT)
+    for completion in updated.completions:
+        check_spans(completion, updated.old, NEW)
+        check_boundary(bench, completion, bench.model, bench.other_weights())
+        before, after = completion.weight_versions
+        check_logprobs(bench, completion, bench.model, before)
+        check_logprobs(bench, completion, bench.other_weights(), after)
+    check_late(bench, updated)
+
+
+@case(*_SPANS_IN_FLIGHT, Capability.PAUSE_IN_PLACE, changes_weights=True)
+async def frozen_requests_go_on_where_they_were(bench: Bench) -> None:
+    """Requests frozen in place for an update go on with their cache; spans say from where the weights are new."""
+    updated = await update_in_flight(bench, PauseMode.IN_PLACE)
+    for completion in updated.completions:
+        check_spans(completion, updated.old, NEW)
+        check_boundary(bench, completion, bench.model, bench.other_weights(), recomputed=False)
+        check_logprobs(bench, completion, bench.model, completion.weight_versions[0])
+    check_late(bench, updated)
+
+
+@case(*_SPANS_IN_FLIGHT, Capability.PAUSE_ABORT, changes_weights=True)
+async def aborted_requests_are_of_the_old_weights_alone(bench: Bench) -> None:
+    """Requests aborted for an update come back with what they have, all of it by the old weights and labelled so."""
+    updated = await update_in_flight(bench, PauseMode.ABORT)
+    for completion in updated.completions:
+        assert completion.finish_reason is FinishReason.ABORT
+        check_spans(completion, updated.old)
+        check_logprobs(bench, completion, bench.model, completion.weight_versions[0])
+    check_late(bench, updated)
+
+
+@case(*_SPANS_IN_FLIGHT, Capability.PAUSE_WAIT, changes_weights=True)
+async def awaited_requests_end_before_the_weights_change(bench: Bench) -> None:
+    """Requests that an update waits for run to their end, all of it by the old weights and labelled so."""
+    updated = await update_in_flight(bench, PauseMode.WAIT)
+    for completion in updated.completions:
+        assert completion.finish_reason is not FinishReason.ABORT
+        check_spans(completion, updated.old)
+        check_logprobs(bench, completion, bench.model, completion.weight_versions[0])
+    check_late(bench, updated)
+
+
+@case(
+    Capability.WEIGHTS_DISK,
+    Capability.WEIGHT_UPDATE_IN_FLIGHT,
+    Capability.VERSION_SPANS,
+    Capability.PAUSE_RETRACT,
+    changes_weights=True,
+)
+async def requests_frozen_by_a_pause_go_on_after_it(bench: Bench) -> None:
+    """An update while requests are frozen by a pause leaves them so; continuing takes them on with the new weights."""
+    engine, other = bench.engine, bench.other_weights()
+    version = engine.get_weight_version()
+    await same_weights_again(bench)
+    await same_label_again(engine)
+    async with bench.in_flight(bench.prompts(2), bench.long(TOKENS)) as running:
+        await engine.pause_generation("retract")
+        await engine.load_weights_from_disk(str(other), NEW)
+        check_state(engine, EngineState.PAUSED)
+        done, _ = await asyncio.wait([running], timeout=0.05)
+        assert not done, "the update let requests go on that a pause had frozen"
+        await engine.continue_generation()
+        for completion in (await running).completions:
+            check_spans(completion, version, NEW)
+            check_boundary(bench, completion, bench.model, other)
+    await check_serves(bench, other, NEW)
+
+
+@case(Capability.WEIGHTS_DISK, Capability.PAUSE_WAIT, changes_weights=True)
+async def an_update_while_paused_leaves_the_engine_paused(bench: Bench) -> None:
+    """Two updates during a pause leave the pause as it is; what waited is served by the last when it ends."""
+    engine, first, second = bench.engine, bench.other_weights(2), bench.other_weights(1)
+    await same_weights_again(bench)
+    await engine.pause_generation("wait")
+    async with Late(bench) as late:
+        late.arrive()
+        await engine.load_weights_from_disk(str(first), "first")
+        await engine.load_weights_from_disk(str(second), "second")
+        check_state(engine, EngineState.PAUSED)
+        assert await late.is_held(), "the update ended the pause"
+        await engine.continue_generation()
+        check_made_by(bench, [await late.completion()], second)
+    await check_serves(bench, second, "second")
+
+
+# Prefix cache ----------------------------------------------------------------------------------------------------
+
+
+@case(Capability.WEIGHTS_DISK, Capability.PREFIX_CACHE, changes_weights=True)
+async def no_prefix_of_older_weights_is_used(bench: Bench) -> None:
+    """A prompt cached under older weights is computed again after an update, and cached again under the new ones."""
+    engine, other = bench.engine, bench.other_weights()
+    await engine.reset_prefix_cache()
+    prompt = bench.prompt(LONG_PROMPT)
+    await one(bench, prompt)
+    assert (await one(bench, prompt)).cached_tokens > 0, "the prompt was not cached, so the rest shows nothing"
+    await engine.load_weights_from_disk(str(other), NEW)
+    after = await one(bench, prompt)
+    assert after.cached_tokens == 0
+    again = await one(bench, prompt)
+    assert again.cached_tokens > 0
+    check_made_by(bench, [after, again], other)
+
+
+@case(Capability.WEIGHTS_DISK, Capability.PREFIX_CACHE, changes_weights=True)
+async def a_prefix_of_older_weights_is_kept_by_name(bench: Bench) -> None:
+    """keep_prefix_cache=True, and nothing else, lets prompts go on using what older weights cached."""
+    engine, other = bench.engine, bench.other_weights()
+    await engine.reset_prefix_cache()
+    prompt = bench.prompt(LONG_PROMPT)
+    await one(bench, prompt)
+    await engine.update_named_weights(from_disk(other, keep_prefix_cache=True))
+    assert (await one(bench, prompt)).cached_tokens > 0
+    await engine.load_weights_from_disk(str(other), "again")
+    assert (await one(bench, prompt)).cached_tokens == 0
+
+
+@case(
+    Capability.WEIGHTS_DISK,
+    Capability.PREFIX_CACHE,
+    Capability.WEIGHT_UPDATE_IN_FLIGHT,
+    Capability.PAUSE_IN_PLACE,
+    changes_weights=True,
+)
+async def a_frozen_request_leaves_no_stale_prefix(bench: Bench) -> None:
+    """What a request frozen in place through an update still holds of the old weights is of no use to later ones."""
+    first, second = await _prefix_of_a_request_in_flight(bench, PauseMode.IN_PLACE)
+    assert first.cached_tokens == 0
+    check_made_by(bench, [first, second], bench.other_weights())
+
+
+@case(
+    Capability.WEIGHTS_DISK,
+    Capability.PREFIX_CACHE,
+    Capability.WEIGHT_UPDATE_IN_FLIGHT,
+    Capability.PAUSE_RETRACT,
+    changes_weights=True,
+)
+async def a_retracted_request_leaves_no_stale_prefix(bench: Bench) -> None:
+    """What later requests share with one that was retracted for an update was computed by the new weights."""
+    completions = await _prefix_of_a_request_in_flight(bench, PauseMode.RETRACT)
+    check_made_by(bench, completions, bench.other_weights())
+
+
+async def _prefix_of_a_request_in_flight(bench: Bench, mode: PauseMode) -> tuple[Completion, Completion]:
+    """Update in ``mode`` while a request with a long prompt runs; ask for its prompt when it has ended, twice."""
+    engine = bench.engine
+    await same_weights_again(bench)
+    await engine.reset_prefix_cache()
+    prompt = bench.prompt(LONG_PROMPT)
+    async with bench.in_flight([prompt], bench.long(TOKENS, prompt_length=LONG_PROMPT)) as running:
+        await engine.load_weights_from_disk(str(bench.other_weights()), NEW, mode=mode)
+        assert not running.done(), "the request ended before the update, so this shows nothing"
+        await running
+    await until_idle(engine)
+    return await one(bench, prompt), await one(bench, prompt)
+
+
+# Sleep -----------------------------------------------------------------------------------------------------------
+
+
+@case(Capability.WEIGHTS_SHARED_MEMORY, Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, changes_weights=True)
+async def rollouts_after_a_sleep_are_of_the_pushed_policy(bench: Bench) -> None:
+    """Sleep, wake the weights, push, wake the cache, generate: what answers is the policy pushed in that very step."""
+    engine, policy = bench.engine, tensors_of(bench.model)
+    async with WeightSync.connect(policy, engine, "shared_memory", bucket_bytes=100_000) as sync:
+        await sync.push(version=engine.get_weight_version())  # the same weights: it changes nothing
+        both = [MemoryTag.WEIGHTS, MemoryTag.KV_CACHE]
+        for step in (1, 2, 1):
+            for name, tensor in tensors_of(bench.other_weights(step)).items():
+                policy[name].copy_(tensor)
+            await engine.sleep(both)
+            with raises(EngineStateError, "a push to weights that have no memory") as refusal:
+                await sync.push(version="too-early")
+            assert refusal.error.state == "asleep"
+            await engine.wake_up([MemoryTag.WEIGHTS])
+            await sync.push(version=f"step-{step}")
+            check_state(engine, EngineState.ASLEEP)
+            await engine.wake_up([MemoryTag.KV_CACHE])
+            await check_serves(bench, bench.other_weights(step), f"step-{step}")
+
+
+# Reading back ----------------------------------------------------------------------------------------------------
+
+
+@case(Capability.READ_WEIGHTS, Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
+async def tensors_read_back_are_those_that_were_pushed(bench: Bench) -> None:
+    """get_weights_by_name returns, for every name of the manifest, bit for bit what the last push brought."""
+    engine, pushed = bench.engine, tensors_of(bench.other_weights())
+    async with WeightSync.connect(pushed, engine, "shared_memory", bucket_bytes=1) as sync:
+        with raises(InvalidRequest, "a tensor that the model has not") as refusal:
+            await engine.get_weights_by_name("model.ghost.weight")
+        assert "model.ghost.weight" in str(refusal.error)
+        for name in pushed:  # what is read after the push must not be what was read before it
+            await engine.get_weights_by_name(name)
+        await sync.push(version=NEW)
+    manifest = await engine.weight_manifest()
+    names = [*(spec.name for spec in manifest.tensors), *manifest.aliases]
+    by_main_name = {manifest.aliases.get(name, name): tensor for name, tensor in pushed.items()}
+    for name in names:
+        read, tensor = await engine.get_weights_by_name(name), by_main_name[manifest.aliases.get(name, name)]
+        assert read.spec.shape == tuple(tensor.shape), name
+        assert read.data == raw_bytes(tensor), f"{name} is not what was pushed"
+
+
+@case(Capability.READ_WEIGHTS, Capability.WEIGHTS_DISK)
+async def weights_are_validated_where_they_lie(bench: Bench) -> None:
+    """validate_weights looks at every tensor; the integrity check holds for the right version and for no other."""
+    engine = bench.engine
+    await same_weights_again(bench)
+    report = await engine.validate_weights()
+    assert report.ok, f"NaN in {report.nan}, infinity in {report.infinite}"
+    assert report.checked == len((await engine.weight_manifest()).tensors)
+    version = engine.get_weight_version()
+    right = await engine.check_weight_sync_integrity(version)
+    assert right.ok
+    assert right.actual_version == version
+    wrong = await engine.check_weight_sync_integrity("of-no-step")
+    assert not wrong.ok
+    assert wrong.actual_version == version
+
+
+@case(Capability.READ_WEIGHTS, Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
+async def a_tensor_of_zeros_is_reported(bench: Bench) -> None:
+    """validate_weights names tensors that hold zeros only, and does not call that wrong."""
+    engine, tensors = bench.engine, tensors_of(bench.other_weights())
+    async with WeightSync.connect(tensors, engine, "shared_memory") as sync:
+        before = set((await engine.validate_weights()).all_zero)
+        name = a_matrix(await engine.weight_manifest())
+        tensors[name].zero_()
+        await sync.push(version=NEW)
+    report = await engine.validate_weights()
+    assert set(report.all_zero) - before == {name}
+    assert report.ok
+
+
+@case(Capability.READ_WEIGHTS, Capability.WEIGHTS_DISK, Capability.SLEEP_WEIGHTS, changes_weights=True)
+async def weights_asleep_are_not_read(bench: Bench) -> None:
+    """Reading a tensor whose memory was given back is a typed error, and the engine lives on."""
+    engine, other = bench.engine, bench.other_weights()
+    await same_weights_again(bench)
+    name = a_matrix(await engine.weight_manifest())
+    await engine.get_weights_by_name(name)
+    await engine.sleep([MemoryTag.WEIGHTS])
+    with raises(EngineStateError, "reading a tensor that has no memory"):
+        await engine.get_weights_by_name(name)
+    with raises(EngineStateError, "validating tensors that have no memory"):
+        await engine.validate_weights()
+    await engine.wake_up([MemoryTag.WEIGHTS])
+    await engine.load_weights_from_disk(str(other), NEW)
+    await check_serves(bench, other, NEW)
+
+
+# In the background -----------------------------------------------------------------------------------------------
+
+
+@case(Capability.WEIGHT_STAGING, Capability.WEIGHTS_DISK, changes_weights=True)
+async def weights_are_staged_while_generation_goes_on(bench: Bench) -> None:
+    """A staged transfer leaves the old weights serving until it is finished, and then serves what it staged."""
+    engine, other = bench.engine, bench.other_weights()
+    version = engine.get_weight_version()
+    staged = write_checkpoint(bench.folder("staged"), bench.model, tensors_of(other))
+    handle = await engine.start_weight_transfer(from_disk(staged))
+    await check_serves(bench, bench.model, version)
+    async with asyncio.timeout(60):
+        await handle.wait()
+    assert handle.staged
+    shutil.rmtree(staged)  # what lies ready is what is applied, whatever became of the source since
+    await check_serves(bench, bench.model, version)
+    await handle.finish()
+    await check_serves(bench, other, NEW)
+
+
+@case(Capability.WEIGHT_STAGING, Capability.WEIGHTS_DISK)
+async def a_cancelled_transfer_changes_nothing(bench: Bench) -> None:
+    """A transfer that was cancelled, staged or not, cannot be finished; one of a bad folder fails with its name."""
+    engine, other = bench.engine, bench.other_weights()
+    early = await engine.start_weight_transfer(from_disk(other))
+    async with unchanged(bench):
+        await early.cancel()
+        late = await engine.start_weight_transfer(from_disk(other))
+        await late.wait()
+        await late.cancel()
+        for handle in (early, late):
+            assert not handle.staged
+            with raises(WeightSyncError, "a transfer that was given up"):
+                await handle.finish()
+        bad = await engine.start_weight_transfer(from_disk(nowhere(bench.models)))
+        with raises((InvalidRequest, WeightSyncError), "a folder that is not there") as refusal:
+            await bad.finish()
+        assert "nowhere" in str(refusal.error)
+
+
+# What many pushes leave behind -----------------------------------------------------------------------------------
+
+
+@case(Capability.WEIGHTS_IN_PROCESS, own_engine=True)
+async def many_pushes_in_process_leave_nothing_behind(bench: Bench) -> None:
+    """In-process pushes one after another take no memory, descriptors or files."""
+    await _push_many(bench, [Strategy.IN_PROCESS])
+
+
+@case(Capability.WEIGHTS_SHARED_MEMORY, Capability.WEIGHTS_DISK, own_engine=True)
+async def many_pushes_on_one_host_leave_nothing_behind(bench: Bench) -> None:
+    """Pushes through shared memory and folders one after another take no memory, descriptors or files."""
+    await _push_many(bench, [Strategy.SHARED_MEMORY, Strategy.DISK])
+
+
+@case(Capability.WEIGHTS_CUDA_IPC, own_engine=True, hardware=Hardware.GPU)
+async def many_pushes_through_gpu_memory_leave_nothing_behind(bench: Bench) -> None:
+    """Pushes through GPU memory one after another take no memory of either side, descriptors or files."""
+    await _push_many(bench, [Strategy.CUDA_IPC], device="cuda")
+
+
+async def _push_many(bench: Bench, strategies: Sequence[Strategy], device: str = "cpu") -> None:
+    """Push a model of some megabytes over and over, and look at what is held."""
+    folder = tiny_model("qwen2", hidden_size=128, intermediate_size=1024)
+    tensors, cycles = tensors_of(folder), max(20, bench.profile.cycles)
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    engine = bench.create(model=folder)
+    syncs = [WeightSync.connect(tensors, engine, strategy, bucket_bytes=1 << 20) for strategy in strategies]
+    tensors.update({name: tensor.to(device) for name, tensor in tensors.items()})
+    with temporary_folder(bench.folder("pushes")):
+        at_first = Holdings.now()
+        async with engine:
+            for sync in syncs:
+                async with sync:
+                    for _ in range(5):
+                        await sync.push(version="warm-up")
+                    held, before, weights = Holdings.now(), _memory(engine), (await engine.stats()).weight_bytes
+                    for step in range(cycles):
+                        await sync.push(version=f"step-{step}")
+                    await check_nothing_left(held)
+                    grown = _memory(engine) - before
+                    assert grown < nbytes * cycles / 4, f"{cycles} pushes of {nbytes} bytes took {grown} more"
+                    assert (await engine.stats()).weight_bytes == weights
+        await check_nothing_left(at_first)
+
+
+def _memory(engine: InferenceEngine) -> int:
+    """Memory of the engine and, where that is in another process, of the trainer."""
+    return held_bytes(engine) + psutil.Process().memory_info().rss

@@ -1,0 +1,1 @@
+"""Wrong engines, each of which the suite must catch."""

@@ -1,0 +1,233 @@
+"""Engines that say one thing and do another: claims, refusals, configuration, what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from drivetrain.backend import Backend, ModelInfo
+from drivetrain.capability import Capability
+from drivetrain.config import EngineConfig
+from drivetrain.engine import InferenceEngine
+from drivetrain.errors import EngineInternalError
+from drivetrain.memory import MemoryTag, PauseMode
+from drivetrain.outputs import GenerationOutput
+from drivetrain.prompts import PromptLike, TokenPrompt
+from drivetrain.requests import ParamsLike, RequestBuilder
+from drivetrain.sampling import SamplingParams
+from drivetrain.validation import as_prompts
+from drivetrain_conformance.mutants.registry import spoiled_backend, spoiled_engine
+from drivetrain_conformance.mutants.spoil import SoundBackend, claiming, mixed
+
+
+@spoiled_backend(
+    caught_by="hidden_states/there_is_one_state_for_each_token", says="assert completion.hidden_states is not None"
+)
+def claims_hidden_states_and_has_none(backend: type[Backend]) -> type[Backend]:
+    """It claims hidden states and returns completions without them."""
+    return claiming(backend, Capability.HIDDEN_STATES)
+
+
+@spoiled_backend(caught_by="structured_output/json_follows_the_schema", says="JSONDecodeError")
+def claims_json_and_ignores_the_schema(backend: type[Backend]) -> type[Backend]:
+    """It claims structured output and samples as if no schema had been given."""
+    return claiming(backend, Capability.STRUCTURED_JSON)
+
+
+@spoiled_backend(caught_by="abort/ids_that_are_not_running_are_passed_over", says="claims abort, and refuses it")
+def claims_abort_and_refuses_it(backend: type[Backend]) -> type[Backend]:
+    """It claims to abort requests, and its primitive was never written."""
+
+    class Wrong(SoundBackend):
+        """Has the primitive of the abstract page."""
+
+        async def abort(self, request_ids: list[str]) -> None:
+            raise self._unsupported(Capability.ABORT)
+
+    return mixed(backend, Wrong)
+
+
+@spoiled_engine(
+    caught_by="errors/logit_processors_outside_the_vocabulary_are_refused",
+    says="works though unclaimed: logit_processors",
+)
+def passes_on_what_it_does_not_claim(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+    """Requests for what is unclaimed reach the backend, which knows nothing of them and drops them in silence."""
+
+    class Wrong(InferenceEngine):
+        """Builds requests as if everything were claimed."""
+
+        async def start(self, progress: Callable[[str], None] | None = None) -> None:
+            await super().start(progress)
+            self._builder = RequestBuilder(self.config, frozenset(Capability), self.model_info, self.tokenizer)
+
+    return mixed(engine, Wrong)
+
+
+@spoiled_engine(
+    caught_by="sleep/the_memory_of_cuda_graphs_comes_back",
+    says="expected UnsupportedCapability for one of sleep_cuda_graph",
+)
+def refuses_vaguely(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+    """What is unclaimed fails with an error that does not say so."""
+
+    class Wrong(InferenceEngine):
+        """Fails somewhere below."""
+
+        async def sleep(self, tags: Iterable[MemoryTag | str] | None = None, **options: Any) -> None:
+            if Capability.SLEEP_CUDA_GRAPH not in self.capabilities:
+                raise EngineInternalError("'NoneType' object has no attribute 'graphs'")
+            await super().sleep(tags, **options)
+
+    return mixed(engine, Wrong)
+
+
+@spoiled_engine(
+    caught_by="lifecycle/a_model_saved_to_a_url_loads_again",
+    says="refused for save_sharded, which this case does not need",
+)
+def refuses_for_the_wrong_capability(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+    """It refuses to save to a URL, and names the capability to save to a folder."""
+
+    class Wrong(InferenceEngine):
+        """Has a slip of copy and paste."""
+
+        async def save_remote_model(self, url: str) -> None:
+            await self.save_sharded_model(url)
+
+    return mixed(engine, Wrong)
+
+
+@spoiled_engine(
+    caught_by="sleep/the_memory_of_cuda_graphs_comes_back",
+    says="refused, but left something changed: state was 'ready' and is 'paused'",
+)
+def refuses_after_work(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+    """It pauses before it finds out that it cannot do what it was asked for."""
+
+    class Wrong(InferenceEngine):
+        """Works first, and checks afterwards."""
+
+        async def sleep(self, tags: Iterable[MemoryTag | str] | None = None, **options: Any) -> None:
+            await self.pause_generation(PauseMode.WAIT)
+            await super().sleep(tags, **options)
+            await self.continue_generation()
+
+    return mixed(engine, Wrong)
+
+
+@spoiled_backend(caught_by="lora/no_larger_rank_than_the_limit", says="expected InvalidRequest, but nothing was raised")
+def swallows_a_configured_limit(backend: type[Backend]) -> type[Backend]:
+    """The configured max_lora_rank is taken and not passed on to its engine."""
+
+    class Wrong(SoundBackend):
+        """Forgets a field."""
+
+        def __init__(self, config: EngineConfig) -> None:
+            super().__init__(config.model_copy(update={"max_lora_rank": None}))
+
+    return mixed(backend, Wrong)
+
+
+@spoiled_backend(caught_by="generate/eos_ends_a_completion", says="the model has no EOS id")
+def does_not_know_the_models_eos(backend: type[Backend]) -> type[Backend]:
+    """It says that the model has no EOS ids, so that generation runs on past them."""
+
+    class Wrong(SoundBackend):
+        """Reads the wrong configuration file."""
+
+        async def start(self, report: Callable[[str], None]) -> ModelInfo:
+            return dataclasses.replace(await super().start(report), eos_token_ids=())
+
+    return mixed(backend, Wrong)
+
+
+@spoiled_backend(caught_by="lifecycle/a_life", says="are left behind")
+def leaves_a_process_behind(backend: type[Backend]) -> type[Backend]:
+    """A process that it started outlives its teardown."""
+
+    class Wrong(SoundBackend):
+        """Starts a helper and forgets it."""
+
+        async def start(self, report: Callable[[str], None]) -> ModelInfo:
+            command = [sys.executable, "-c", "import time; time.sleep(60)"]
+            self.helper = await asyncio.to_thread(subprocess.Popen, command)
+            return await super().start(report)
+
+    return mixed(backend, Wrong)
+
+
+@spoiled_engine(
+    caught_by="errors/an_unknown_sampling_param_is_refused_with_its_likely_name",
+    says="expected InvalidRequest for sampling_params.max_new_tokesn, but nothing was raised",
+)
+def ignores_misspelt_params(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+    """Sampling params that there are not are ignored."""
+
+    class Wrong(InferenceEngine):
+        """Takes what it knows of a mapping."""
+
+        async def generate(
+            self,
+            prompts: PromptLike | Sequence[PromptLike],
+            sampling_params: ParamsLike | Sequence[ParamsLike] | None = None,
+            **options: Any,
+        ) -> GenerationOutput:
+            if isinstance(sampling_params, Mapping):
+                known = SamplingParams.model_fields
+                sampling_params = {name: value for name, value in sampling_params.items() if name in known}
+            return await super().generate(prompts, sampling_params, **options)
+
+    return mixed(engine, Wrong)
+
+
+@spoiled_engine(
+    caught_by="generate/a_prompt_that_fills_the_context_is_refused",
+    says="expected InvalidRequest for prompts[0], but nothing was raised",
+)
+def truncates_long_prompts(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+    """A prompt that does not fit is cut to what does, in silence."""
+
+    class Wrong(InferenceEngine):
+        """Keeps the end of a prompt, as chat servers do."""
+
+        async def generate(
+            self,
+            prompts: PromptLike | Sequence[PromptLike],
+            sampling_params: ParamsLike | Sequence[ParamsLike] | None = None,
+            **options: Any,
+        ) -> GenerationOutput:
+            room = self.model_info.context_length - 1
+            shorter = [
+                TokenPrompt(token_ids=tuple(prompt.token_ids[-room:])) if isinstance(prompt, TokenPrompt) else prompt
+                for prompt in as_prompts(prompts)
+            ]
+            return await super().generate(shorter, sampling_params, **options)
+
+    return mixed(engine, Wrong)
+
+
+@spoiled_engine(
+    caught_by="generate/a_timeout_is_a_typed_error_and_the_engine_serves_on",
+    says="expected DeadlineExceeded, but nothing was raised",
+)
+def ignores_timeouts(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+    """A call's own timeout is taken and not kept."""
+
+    class Wrong(InferenceEngine):
+        """Knows the configured deadline only."""
+
+        async def generate(
+            self,
+            prompts: PromptLike | Sequence[PromptLike],
+            sampling_params: ParamsLike | Sequence[ParamsLike] | None = None,
+            **options: Any,
+        ) -> GenerationOutput:
+            options["timeout"] = None
+            return await super().generate(prompts, sampling_params, **options)
+
+    return mixed(engine, Wrong)

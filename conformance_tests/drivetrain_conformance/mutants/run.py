@@ -1,0 +1,164 @@
+"""Runs the case meant for each mutant, on the working engine and on the spoiled one: it must pass, then fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from drivetrain import plugins
+from drivetrain.backend import Backend
+from drivetrain.cli.output import err, out, print_json
+from drivetrain.config import Isolation
+from drivetrain.create import create_engine
+from drivetrain.engine import InferenceEngine
+from drivetrain.hookspecs import hookimpl
+from drivetrain_conformance.case import Case
+from drivetrain_conformance.groups import all_cases
+from drivetrain_conformance.mutants.registry import Mutant, registered_mutants
+from drivetrain_conformance.profile import PROFILES, Profile
+from drivetrain_conformance.runner import CaseResult, Runner
+from drivetrain_conformance.suite import Suite, suite_of
+from drivetrain_conformance.verdict import Verdict
+
+FAMILIES: Final = ("claims", "fields", "generation", "streams", "logprobs", "control", "weights")
+"""Modules of mutants."""
+_PROFILE: Final[Profile] = dataclasses.replace(
+    PROFILES["ci"], name="mutants", samples=1024, case_timeout=20.0, cycles=20
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MutantResult:
+    """What became of one mutant."""
+
+    mutant: Mutant
+    caught: bool
+    message: str
+
+
+def all_mutants() -> list[Mutant]:
+    """Every mutant, family by family."""
+    for family in FAMILIES:
+        importlib.import_module(f"drivetrain_conformance.mutants.{family}")
+    return list(registered_mutants().values())
+
+
+def run_mutants(backend: str, *, as_json: bool) -> bool:
+    """Try every mutant of ``backend`` and tell of it; whether all were caught."""
+    results: list[MutantResult] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as progress:
+        mutants = all_mutants()
+        task = progress.add_task(backend, total=len(mutants))
+        for result in try_mutants(backend, mutants):
+            results.append(result)
+            progress.update(task, advance=1, description=result.mutant.name)
+            if not as_json:
+                mark, style = ("caught ", "") if result.caught else ("MISSED ", "red")
+                line = f"{mark} {result.mutant.name}: {result.mutant.wrong} [{result.mutant.caught_by}]"
+                out.print(Text(line if result.caught else f"{line}\n  {result.message}"), style=style, soft_wrap=True)
+    caught = sum(result.caught for result in results)
+    if as_json:
+        print_json(
+            {
+                "backend": backend,
+                "mutants": [
+                    {
+                        "name": result.mutant.name,
+                        "wrong": result.mutant.wrong,
+                        "caught_by": result.mutant.caught_by,
+                        "caught": result.caught,
+                        "message": result.message,
+                    }
+                    for result in results
+                ],
+            }
+        )
+    else:
+        out.print(f"{caught} of {len(results)} mutants caught")
+    return caught == len(results)
+
+
+def try_mutants(backend: str, mutants: Sequence[Mutant]) -> Iterator[MutantResult]:
+    """Yield the result of each mutant."""
+    cases = {case.id: case for case in all_cases()}
+    unknown = {mutant.caught_by for mutant in mutants} - cases.keys()
+    if unknown:
+        raise LookupError(f"mutants are meant for cases that there are not: {', '.join(sorted(unknown))}")
+    sound = _verdicts_of_the_sound_engine(backend, [cases[mutant.caught_by] for mutant in mutants])
+    for mutant in mutants:
+        before = sound[mutant.caught_by]
+        if before.verdict not in (Verdict.PASSED, Verdict.REFUSED):
+            yield MutantResult(mutant, False, f"the sound engine does not pass either: {before.judgement.message}")
+            continue
+        yield _judge(mutant, _execute(_suite_of_mutant(backend, mutant), cases[mutant.caught_by]))
+
+
+def _judge(mutant: Mutant, result: CaseResult) -> MutantResult:
+    message = result.judgement.message
+    if result.verdict is not Verdict.FAILED:
+        return MutantResult(mutant, False, f"its case ended as {result.verdict.value}")
+    if mutant.says not in message:
+        return MutantResult(mutant, False, f"its case failed, but not with {mutant.says!r}: {message}")
+    return MutantResult(mutant, True, message)
+
+
+def _verdicts_of_the_sound_engine(backend: str, cases: Sequence[Case]) -> Mapping[str, CaseResult]:
+    suite = suite_of(backend)()
+    suite.isolation = Isolation.INLINE
+    with Runner(suite, profile=_PROFILE) as runner:
+        return {case.id: runner.execute(case) for case in {case.id: case for case in cases}.values()}
+
+
+def _execute(suite: type[Suite], case: Case) -> CaseResult:
+    with Runner(suite(), profile=_PROFILE) as runner:
+        return runner.execute(case)
+
+
+def _suite_of_mutant(backend: str, mutant: Mutant) -> type[Suite]:
+    sound = suite_of(backend)
+
+    class MutantSuite(sound):  # type: ignore[valid-type, misc]
+        """The suite of a backend that is spoiled in one way."""
+
+        isolation = Isolation.INLINE
+
+        def open_engine(self, fields: Mapping[str, object]) -> InferenceEngine:
+            if mutant.spoil_backend is not None:
+                with _registered(mutant.spoil_backend(plugins.load_backend(backend))) as name:
+                    return create_engine({"isolation": self.isolation, **fields, "backend": name})
+            engine: InferenceEngine = super().open_engine(fields)
+            if mutant.spoil_engine is not None:
+                # The page is concrete and made in one place, so a spoiled one is the sound one with another class.
+                engine.__class__ = mutant.spoil_engine(type(engine))
+            return engine
+
+    return MutantSuite
+
+
+@contextmanager
+def _registered(spoiled: type[Backend]) -> Iterator[str]:
+    """Let ``create_engine`` find the spoiled class under a name of its own."""
+    spoiled.name = f"{spoiled.name}-spoiled"
+    plugin = _Plugin(spoiled)
+    plugins.register(plugin)
+    try:
+        yield spoiled.name
+    finally:
+        plugins.unregister(plugin)
+
+
+class _Plugin:
+    def __init__(self, backend: type[Backend]) -> None:
+        self._backend = backend
+
+    @hookimpl
+    def drivetrain_backends(self) -> list[type[Backend]]:
+        return [self._backend]

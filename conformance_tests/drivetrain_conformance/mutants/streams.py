@@ -1,0 +1,179 @@
+"""Streams that lose, repeat, hold back or show too much."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from drivetrain.backend import Backend, GenerateRequest, TokenDelta
+from drivetrain.config import EngineConfig
+from drivetrain.engine import InferenceEngine
+from drivetrain.outputs import CompletionChunk
+from drivetrain.prompts import PromptLike
+from drivetrain.requests import ParamsLike
+from drivetrain.validation import as_prompts, check_sampling_params
+from drivetrain_conformance.mutants.registry import spoiled_backend, spoiled_engine
+from drivetrain_conformance.mutants.spoil import SoundBackend, mixed
+
+
+@spoiled_backend(caught_by="streaming/a_stream_equals_generate", says="is shown, but its ids make")
+def loses_a_delta(backend: type[Backend]) -> type[Backend]:
+    """A stream's third step is not shown."""
+
+    class Wrong(SoundBackend):
+        """Loses a race with its reader."""
+
+        async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+            step = 0
+            async with aclosing(super().stream(request)) as deltas:
+                async for delta in deltas:
+                    step += 1
+                    if step != 3 or delta.result is not None:
+                        yield delta
+
+    return mixed(backend, Wrong)
+
+
+@spoiled_backend(caught_by="streaming/a_stream_equals_generate", says="is shown, but its ids make")
+def repeats_a_delta(backend: type[Backend]) -> type[Backend]:
+    """A stream's third step is shown twice."""
+
+    class Wrong(SoundBackend):
+        """Retries what had arrived."""
+
+        async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+            step = 0
+            async with aclosing(super().stream(request)) as deltas:
+                async for delta in deltas:
+                    step += 1
+                    if step == 3 and delta.result is None:
+                        yield delta
+                    yield delta
+
+    return mixed(backend, Wrong)
+
+
+@spoiled_backend(
+    caught_by="streaming/tokens_come_while_others_are_generated", says="the first chunk came when all was generated"
+)
+def streams_all_at_the_end(backend: type[Backend]) -> type[Backend]:
+    """A stream is silent until everything was generated."""
+
+    class Wrong(SoundBackend):
+        """Streams in name only."""
+
+        async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+            async with aclosing(super().stream(request)) as deltas:
+                for delta in [delta async for delta in deltas]:
+                    yield delta
+
+    return mixed(backend, Wrong)
+
+
+@spoiled_backend(
+    caught_by="streaming/each_streamed_token_has_its_logprob", says="assert logprobs == completion.logprobs"
+)
+def streams_logprobs_of_the_token_before(backend: type[Backend]) -> type[Backend]:
+    """While a stream runs, each logprob is that of the step before."""
+
+    class Wrong(SoundBackend):
+        """Sends what it had when the token was drawn."""
+
+        async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+            before: list[float] | None = None
+            async with aclosing(super().stream(request)) as deltas:
+                async for delta in deltas:
+                    late, before = before, delta.logprobs
+                    yield dataclasses.replace(delta, logprobs=delta.logprobs and (late or [0.0]))
+
+    return mixed(backend, Wrong)
+
+
+@spoiled_backend(
+    caught_by="streaming/closing_a_stream_ends_its_requests",
+    says="requests of a stream that was closed are still there",
+)
+def goes_on_after_a_stream_is_closed(backend: type[Backend]) -> type[Backend]:
+    """Closing a stream early leaves its request running in the engine."""
+
+    class Wrong(SoundBackend):
+        """Reads the engine's stream in a task of its own."""
+
+        def __init__(self, config: EngineConfig) -> None:
+            super().__init__(config)
+            self._left: set[asyncio.Task[None]] = set()
+
+        async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+            deltas: asyncio.Queue[TokenDelta] = asyncio.Queue()
+            sound = super().stream(request)
+
+            async def read() -> None:
+                async for delta in sound:
+                    deltas.put_nowait(delta)
+
+            task = asyncio.create_task(read())
+            self._left.add(task)
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())
+            while True:
+                delta = await deltas.get()
+                yield delta
+                if delta.result is not None:
+                    return
+
+    return mixed(backend, Wrong)
+
+
+@spoiled_engine(caught_by="streaming/no_character_is_shown_half", says="�")
+def streams_half_characters(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+    """Each streamed token is decoded by itself, so that characters of several tokens come in pieces."""
+
+    class Wrong(InferenceEngine):
+        """Makes a chunk of each token."""
+
+        async def generate_stream(
+            self,
+            prompts: PromptLike | Sequence[PromptLike],
+            sampling_params: ParamsLike | Sequence[ParamsLike] | None = None,
+            **options: Any,
+        ) -> AsyncGenerator[CompletionChunk, None]:
+            async with aclosing(super().generate_stream(prompts, sampling_params, **options)) as chunks:
+                async for chunk in chunks:
+                    for token_id in chunk.token_ids[:-1]:
+                        text = self.decode([token_id])
+                        yield dataclasses.replace(chunk, token_ids=[token_id], text=text, completion=None)
+                    last = chunk.token_ids[-1:]
+                    yield dataclasses.replace(chunk, token_ids=last, text=self.decode(last))
+
+    return mixed(engine, Wrong)
+
+
+@spoiled_engine(caught_by="streaming/a_stream_shows_nothing_past_a_stop_string", says="shown: '")
+def streams_past_a_stop(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+    """A stop string's beginning is shown before it is known that it is one, and is not in the completion."""
+
+    class Wrong(InferenceEngine):
+        """Holds nothing back."""
+
+        async def generate_stream(
+            self,
+            prompts: PromptLike | Sequence[PromptLike],
+            sampling_params: ParamsLike | Sequence[ParamsLike] | None = None,
+            **options: Any,
+        ) -> AsyncGenerator[CompletionChunk, None]:
+            each = (
+                sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(as_prompts(prompts))
+            )
+            asked = [check_sampling_params(one) for one in each]
+            showing = [one.model_copy(update={"include_stop_str_in_output": bool(one.stop)}) for one in asked]
+            async with aclosing(super().generate_stream(prompts, showing, **options)) as chunks:
+                async for chunk in chunks:
+                    whole = chunk.completion
+                    cuts = not asked[chunk.prompt_index].include_stop_str_in_output
+                    if cuts and whole is not None and isinstance(whole.matched_stop, str):
+                        whole = dataclasses.replace(whole, text=whole.text.removesuffix(whole.matched_stop))
+                    yield dataclasses.replace(chunk, completion=whole)
+
+    return mixed(engine, Wrong)

@@ -1,0 +1,374 @@
+"""Weight updates and adapters: half of one, another one, too early, never ended."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+from drivetrain.backend import Backend, GenerateRequest, GenerateResult
+from drivetrain.config import EngineConfig
+from drivetrain.engine import InferenceEngine
+from drivetrain.errors import DrivetrainError, InvalidWeights, WeightPlanMismatch
+from drivetrain.memory import PauseMode
+from drivetrain.outputs import VersionSpan
+from drivetrain.states import WeightState
+from drivetrain.updates import WeightTransaction
+from drivetrain.weights import (
+    AbortUpdate,
+    CommitUpdate,
+    LoadBuckets,
+    PrepareUpdate,
+    TensorData,
+    VerifyUpdate,
+    WeightMessage,
+    WeightReply,
+    WeightUpdateRequest,
+)
+from drivetrain_conformance.mutants.registry import spoiled_backend, spoiled_engine
+from drivetrain_conformance.mutants.spoil import SoundBackend, answering, asking, mixed
+
+# What is loaded ------------------------------------------------------------------------------------------------------
+
+
+class _Unverified(SoundBackend):
+    """Commits what its engine does not: it withdraws the update there, and labels what lies in memory."""
+
+    async def receive_weights(self, message: WeightMessage) -> WeightReply:
+        match message:
+            case VerifyUpdate():
+                return WeightReply()
+            case CommitUpdate(version):
+                await super().receive_weights(AbortUpdate())
+                await super().set_weight_version(version)
+                return WeightReply()
+            case _:
+                return await super().receive_weights(message)
+
+
+@spoiled_backend(caught_by="weight_sync/tensors_read_back_are_those_that_were_pushed", says="is not what was pushed")
+def serves_half_an_update(backend: type[Backend]) -> type[Backend]:
+    """The last bucket is not loaded, and verification finds nothing."""
+
+    class Wrong(_Unverified):
+        """Is one short, and does not look."""
+
+        async def receive_weights(self, message: WeightMessage) -> WeightReply:
+            match message:
+                case PrepareUpdate():
+                    reply = await super().receive_weights(message)
+                    self._last = reply.buckets - 1
+                    return reply
+                case LoadBuckets(indices):
+                    return await super().receive_weights(LoadBuckets(tuple(i for i in indices if i != self._last)))
+                case _:
+                    return await super().receive_weights(message)
+
+    return mixed(backend, Wrong)
+
+
+@spoiled_backend(
+    caught_by="weight_sync/what_arrives_otherwise_than_sent_is_found",
+    says="a tensor that is not what was sent was accepted",
+)
+def accepts_wrong_digests(backend: type[Backend]) -> type[Backend]:
+    """What arrived is not compared with what was sent."""
+    return mixed(backend, _Unverified)
+
+
+def _waving_through(backend: type[Backend], *errors: type[DrivetrainError]) -> type[Backend]:
+    """A backend that acknowledges the updates which its engine refuses with these errors."""
+
+    class Wrong(SoundBackend):
+        """Logs the error, and goes on."""
+
+        waves = False
+
+        async def receive_weights(self, message: WeightMessage) -> WeightReply:
+            if isinstance(message, PrepareUpdate):
+                self.waves = False
+                try:
+                    return await super().receive_weights(message)
+                except errors:
+                    self.waves = True
+            if not self.waves:
+                return await super().receive_weights(message)
+            if isinstance(message, CommitUpdate):
+                await super().set_weight_version(message.version)
+            return WeightReply()
+
+    return mixed(backend, Wrong)
+
+
+@spoiled_backend(caught_by="weight_sync/a_wrong_checkpoint_is_refused_by_name", says="a missing tensor was accepted")
+def accepts_an_incomplete_update(backend: type[Backend]) -> type[Backend]:
+    """An update that lacks a tensor is committed."""
+    return _waving_through(backend, WeightPlanMismatch)
+
+
+@spoiled_backend(caught_by="weight_sync/a_wrong_checkpoint_is_refused_by_name", says="a tensor with a NaN was accepted")
+def accepts_nan(backend: type[Backend]) -> type[Backend]:
+    """A checkpoint that holds NaN is committed."""
+    return _waving_through(backend, InvalidWeights)
+
+
+@spoiled_backend(
+    caught_by="weight_sync/going_back_to_earlier_weights_gives_their_answers", says="nats below the most likely one"
+)
+def updates_nothing(backend: type[Backend]) -> type[Backend]:
+    """An update is acknowledged step by step, and its version published; the weights stay what they were."""
+
+    class Wrong(SoundBackend):
+        """Loads into a copy that nobody uses."""
+
+        async def receive_weights(self, message: WeightMessage) -> WeightReply:
+            match message:
+                case PrepareUpdate():
+                    return await super().receive_weights(message)
+                case CommitUpdate(version):
+                    await super().set_weight_version(version)
+            return WeightReply()
+
+    return mixed(backend, Wrong)
+
+
+@spoiled_backend(caught_by="weight_sync/no_prefix_of_older_weights_is_used", says="assert after.cached_tokens == 0")
+def uses_stale_prefixes(backend: type[Backend]) -> type[Backend]:
+    """Cache entries made by older weights are used after an update."""
+
+    class Wrong(SoundBackend):
+        """Resets nothing."""
+
+        async def reset_prefix_cache(self) -> None:
+            pass
+
+    return mixed(backend, Wrong)
+
+
+@spoiled_backend(caught_by="weight_sync/tensors_read_back_are_those_that_were_pushed", says="is not what was pushed")
+def reads_old_tensors(backend: type[Backend]) -> type[Backend]:
+    """A tensor that was read once is returned as it was then."""
+
+    class Wrong(SoundBackend):
+        """Has a cache."""
+
+        def __init__(self, config: EngineConfig) -> None:
+            super().__init__(config)
+            self._read: dict[str, TensorData] = {}
+
+        async def read_weight(self, name: str) -> TensorData:
+            if name not in self._read:
+                self._read[name] = await super().read_weight(name)
+            return self._read[name]
+
+    return mixed(backend, Wrong)
+
+
+# Versions ------------------------------------------------------------------------------------------------------------
+
+
+@spoiled_backend(
+    caught_by="weight_sync/a_new_label_divides_what_is_in_flight",
+    says="the spans are (VersionSpan(version='renamed', start=0, end=300),)",
+)
+def labels_all_tokens_with_the_last_version(backend: type[Backend]) -> type[Backend]:
+    """Tokens made before an update are said to be made by the weights after it."""
+
+    def change(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
+        spans = [VersionSpan(span.version, 0, span.end) for span in result.weight_versions[-1:]]
+        return dataclasses.replace(result, weight_versions=spans)
+
+    return answering(backend, change)
+
+
+@spoiled_backend(
+    caught_by="weight_sync/a_new_label_divides_what_is_in_flight",
+    says="the spans are (VersionSpan(version='initial', start=0, end=300),)",
+)
+def labels_all_tokens_with_the_first_version(backend: type[Backend]) -> type[Backend]:
+    """Tokens made after an update are said to be made by the weights before it."""
+
+    def change(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
+        count = len(result.token_ids)
+        spans = [VersionSpan(span.version, 0, count) for span in result.weight_versions[:1]]
+        return dataclasses.replace(result, weight_versions=spans)
+
+    return answering(backend, change)
+
+
+@spoiled_backend(
+    caught_by="weight_sync/a_new_label_changes_no_answer", says="the spans are (VersionSpan(version='initial', start=0"
+)
+def labels_tokens_with_no_new_version(backend: type[Backend]) -> type[Backend]:
+    """A new label of the weights does not reach the tokens."""
+
+    class Wrong(SoundBackend):
+        """Takes the label and drops it."""
+
+        async def set_weight_version(self, version: str) -> None:
+            pass
+
+    return mixed(backend, Wrong)
+
+
+@spoiled_engine(
+    caught_by="weight_sync/a_version_is_published_at_commit", says="assert engine.get_weight_version() == version"
+)
+def publishes_before_commit(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+    """The version is the new one from the beginning of an update."""
+
+    class Wrong(InferenceEngine):
+        """Is early."""
+
+        @asynccontextmanager
+        async def weight_update(self, request: WeightUpdateRequest) -> AsyncGenerator[WeightTransaction, None]:
+            async with super().weight_update(request) as transaction:
+                before, self._version = self._version, request.version
+                try:
+                    yield transaction
+                except BaseException:
+                    self._version = before
+                    raise
+
+    return mixed(engine, Wrong)
+
+
+@spoiled_engine(
+    caught_by="weight_sync/an_update_that_breaks_off_leaves_the_engine_dirty",
+    says="a version was published whose weights are not there",
+)
+def publishes_what_failed(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+    """A failed update leaves its version published."""
+
+    class Wrong(InferenceEngine):
+        """Publishes in any case."""
+
+        @asynccontextmanager
+        async def weight_update(self, request: WeightUpdateRequest) -> AsyncGenerator[WeightTransaction, None]:
+            begun = False
+            try:
+                async with super().weight_update(request) as transaction:
+                    begun = True
+                    yield transaction
+            finally:
+                if begun:
+                    self._version = request.version
+
+    return mixed(engine, Wrong)
+
+
+# States --------------------------------------------------------------------------------------------------------------
+
+
+@spoiled_engine(
+    caught_by="weight_sync/an_update_that_breaks_off_leaves_the_engine_dirty", says="it is ready, not dirty"
+)
+def serves_after_a_failed_update(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+    """After an update that broke on its way it is ready, with weights of both."""
+
+    class Wrong(InferenceEngine):
+        """Is back where it was."""
+
+        @asynccontextmanager
+        async def weight_update(self, request: WeightUpdateRequest) -> AsyncGenerator[WeightTransaction, None]:
+            try:
+                async with super().weight_update(request) as transaction:
+                    yield transaction
+            finally:
+                self._set(dataclasses.replace(self._status, weights=WeightState.CLEAN, why=""))
+
+    return mixed(engine, Wrong)
+
+
+@spoiled_engine(
+    caught_by="weight_sync/going_back_to_earlier_weights_gives_their_answers", says="it is paused, not ready"
+)
+def stays_paused_after_an_update(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+    """An update pauses, and does not go on."""
+
+    class Wrong(InferenceEngine):
+        """Leaves that to its caller."""
+
+        @asynccontextmanager
+        async def weight_update(self, request: WeightUpdateRequest) -> AsyncGenerator[WeightTransaction, None]:
+            async with super().weight_update(request) as transaction:
+                yield transaction
+            await self.pause_generation(PauseMode.WAIT)
+
+    return mixed(engine, Wrong)
+
+
+@spoiled_engine(caught_by="weight_sync/an_update_while_paused_leaves_the_engine_paused", says="it is ready, not paused")
+def ends_a_pause_by_an_update(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+    """An update lets requests go on, though the engine was paused before it."""
+
+    class Wrong(InferenceEngine):
+        """Always goes on."""
+
+        @asynccontextmanager
+        async def weight_update(self, request: WeightUpdateRequest) -> AsyncGenerator[WeightTransaction, None]:
+            async with super().weight_update(request) as transaction:
+                yield transaction
+            await self.continue_generation()
+
+    return mixed(engine, Wrong)
+
+
+@spoiled_engine(
+    caught_by="weight_sync/retracted_requests_go_on_with_the_new_weights",
+    says="the spans are (VersionSpan(version='initial', start=0",
+)
+def aborts_requests_to_update(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+    """An update that should only freeze requests ends them."""
+
+    class Wrong(InferenceEngine):
+        """Knows one way."""
+
+        async def _quiesce_for_update(self, mode: PauseMode) -> None:
+            await super()._quiesce_for_update(PauseMode.ABORT)
+
+    return mixed(engine, Wrong)
+
+
+# LoRA ----------------------------------------------------------------------------------------------------------------
+
+
+@spoiled_backend(caught_by="lora/an_adapter_adds_its_product", says="nats below the most likely one")
+def ignores_adapters(backend: type[Backend]) -> type[Backend]:
+    """Requests that name an adapter are answered by the model without it."""
+    return asking(backend, lambda request: dataclasses.replace(request, lora=None))
+
+
+@spoiled_backend(caught_by="lora/requests_in_flight_use_different_adapters", says="nats below the most likely one")
+def uses_an_adapter_for_all(backend: type[Backend]) -> type[Backend]:
+    """Once an adapter was used, requests that name none are answered with it too."""
+
+    class Wrong(SoundBackend):
+        """Switches the model, and not back."""
+
+        active: str | None = None
+
+        async def generate(self, request: GenerateRequest) -> GenerateResult:
+            self.active = request.lora or self.active
+            return await super().generate(dataclasses.replace(request, lora=self.active))
+
+        async def unload_lora_adapter(self, lora_name: str) -> None:
+            self.active = None
+            await super().unload_lora_adapter(lora_name)
+
+    return mixed(backend, Wrong)
+
+
+@spoiled_engine(
+    caught_by="lora/an_unloaded_adapter_is_refused", says="expected InvalidRequest for lora, but nothing was raised"
+)
+def serves_unloaded_adapters(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+    """An adapter that was unloaded is still served."""
+
+    class Wrong(InferenceEngine):
+        """Leaves it to be evicted some time."""
+
+        async def unload_lora_adapter(self, lora_name: str) -> None:
+            pass
+
+    return mixed(engine, Wrong)

@@ -1,0 +1,65 @@
+"""The suite as a pytest class: subclass it, say which backend, and pytest runs every case."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from drivetrain_conformance.case import Case
+from drivetrain_conformance.groups import all_cases
+from drivetrain_conformance.runner import Runner
+from drivetrain_conformance.suite import Suite
+from drivetrain_conformance.verdict import Verdict
+
+_OURS = ("test_case", "test_every_claim_was_seen_to_work", "pytest_generate_tests", "conformance_runner")
+
+
+class ConformanceTests(Suite):
+    """Every case of the suite as one test.
+
+    A subclass named ``Test…`` sets :attr:`backend`::
+
+        class TestMyEngine(ConformanceTests):
+            backend = "my-engine"
+
+    It may change :meth:`open_engine` and :meth:`oracle`. It cannot change, replace or leave out a test: what a backend
+    cannot do it does not claim, and what is broken stands in :attr:`known_failures`.
+    """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        changed = [name for name in vars(cls) if name in _OURS or name.startswith("test")]
+        if changed:
+            raise TypeError(
+                f"{cls.__name__} defines {', '.join(changed)}; the suite's tests are the same for every backend. "
+                "Put tests of your own into a class of their own"
+            )
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Make one test of each case."""
+        if "case" in metafunc.fixturenames:
+            cases = all_cases()
+            metafunc.parametrize("case", cases, ids=[case.id for case in cases])
+
+    @pytest.fixture(scope="class")
+    def conformance_runner(self) -> Iterator[Runner]:
+        """One runner, and one engine at a time, for the class."""
+        suite: type[Suite] = type(self)
+        with Runner(suite()) as runner:
+            yield runner
+
+    def test_case(self, case: Case, conformance_runner: Runner) -> None:
+        """Claimed means it works; unclaimed means it refuses."""
+        result = conformance_runner.execute(case)
+        if result.verdict is Verdict.NOT_RUN:
+            pytest.skip(f"not run: {result.judgement.message}")
+        if result.verdict.is_failure:
+            raise AssertionError(f"{case.summary}\n{result.judgement.message}") from result.error
+
+    def test_every_claim_was_seen_to_work(self, conformance_runner: Runner) -> None:
+        """Every case ran, and every claimed capability has one that passed."""
+        left_out = {case.id for case in all_cases()} - conformance_runner.ledger.cases
+        assert not left_out, f"these cases did not run: {', '.join(sorted(left_out))}"
+        failed = [item for item in conformance_runner.ledger.conclude(complete=True) if item.verdict.is_failure]
+        assert not failed, "\n".join(f"{item.capability.value}: {item.message}" for item in failed)

@@ -1,0 +1,176 @@
+"""What a run of the suite found, as JSON: versions, hardware, seed, and a verdict for each case and capability."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import psutil
+
+from drivetrain.errors import InvalidConfig
+from drivetrain_conformance.ledger import CapabilityResult
+from drivetrain_conformance.runner import CaseResult, Runner
+from drivetrain_conformance.verdict import Verdict
+
+FORMAT: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """The machine of a run."""
+
+    cpu: str
+    cores: int
+    memory_gib: float
+    gpus: list[str]
+
+    def __str__(self) -> str:
+        if not self.gpus:
+            return f"CPU, {self.cores} cores"
+        name, count = self.gpus[0], len(self.gpus)
+        return name if count == 1 else f"{count} x {name}"
+
+
+@dataclass(frozen=True, slots=True)
+class CaseEntry:
+    """One case of a report."""
+
+    case: str
+    verdict: Verdict
+    needs: list[str]
+    summary: str
+    seconds: float
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class CapabilityEntry:
+    """One capability of a report."""
+
+    capability: str
+    claimed: bool
+    verdict: Verdict
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One run of the suite."""
+
+    format: int
+    backend: str
+    isolation: str
+    model: str
+    profile: str
+    seed: int
+    date: str
+    seconds: float
+    complete: bool
+    """Every group was run."""
+    versions: dict[str, str]
+    hardware: Hardware
+    capabilities: list[CapabilityEntry]
+    cases: list[CaseEntry]
+
+    @property
+    def title(self) -> str:
+        """Backend, where it ran, and on what."""
+        return f"{self.backend}, {self.isolation}, {self.hardware}"
+
+    def counts(self) -> dict[Verdict, int]:
+        """How many cases ended how."""
+        counted = Counter(entry.verdict for entry in self.cases)
+        return {verdict: counted[verdict] for verdict in Verdict}
+
+    def failures(self) -> list[str]:
+        """Every failed case and, if the suite was run whole, every claim that was not seen to work."""
+        found = [f"{entry.case}: {entry.message}" for entry in self.cases if entry.verdict.is_failure]
+        if self.complete:
+            found += [
+                f"{entry.capability}: {entry.message}"
+                for entry in self.capabilities
+                if entry.verdict.is_failure and not self._has_failed_case(entry)
+            ]
+        return found
+
+    def not_run(self) -> list[str]:
+        """Every case that this machine could not run."""
+        return [f"{entry.case}: {entry.message}" for entry in self.cases if entry.verdict is Verdict.NOT_RUN]
+
+    def _has_failed_case(self, capability: CapabilityEntry) -> bool:
+        return any(entry.verdict.is_failure and capability.capability in entry.needs for entry in self.cases)
+
+
+def make_report(
+    runner: Runner, results: Sequence[CaseResult], *, isolation: str, model: str, seconds: float, complete: bool
+) -> Report:
+    """Put a run into a report."""
+    return Report(
+        format=FORMAT,
+        backend=runner.suite.backend,
+        isolation=isolation,
+        model=model,
+        profile=runner.profile.name,
+        seed=runner.seed,
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        seconds=round(seconds, 1),
+        complete=complete,
+        versions=dict(sorted(runner.versions.items())),
+        hardware=_hardware(),
+        capabilities=[_capability(item) for item in runner.ledger.conclude(complete=complete)],
+        cases=[_case(result) for result in results],
+    )
+
+
+def write_report(report: Report, path: Path) -> None:
+    """Write it as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+
+
+def read_report(path: Path) -> Report:
+    """Read what :func:`write_report` wrote.
+
+    Raises:
+        InvalidConfig: the file cannot be read or holds no report.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Report)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise InvalidConfig(f"{path} is no report of 'drivetrain conformance --report': {error}") from error
+
+
+def _case(result: CaseResult) -> CaseEntry:
+    case = result.case
+    needs = sorted(capability.value for capability in case.needs)
+    return CaseEntry(case.id, result.verdict, needs, case.summary, round(result.seconds, 2), result.judgement.message)
+
+
+def _capability(item: CapabilityResult) -> CapabilityEntry:
+    return CapabilityEntry(item.capability.value, item.claimed, item.verdict, item.message)
+
+
+def _hardware() -> Hardware:
+    import torch
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return Hardware(
+        cpu=_cpu_name(),
+        cores=len(psutil.Process().cpu_affinity() or []) or psutil.cpu_count() or 1,
+        memory_gib=round(psutil.virtual_memory().total / 2**30, 1),
+        gpus=gpus,
+    )
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,0 +1,268 @@
+"""Where the cases of weight sync take their weights from: right ones, wrong ones, and a trainer that fails midway."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence, Set
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from drivetrain.capability import Capability
+from drivetrain.config import Isolation
+from drivetrain.engine import InferenceEngine
+from drivetrain.errors import DrivetrainError, InvalidWeights, WeightPlanMismatch
+from drivetrain.progress_bars import no_progress_bars
+from drivetrain.weights import PlacedTensor, WeightManifest, WeightPlan, WeightUpdateRequest
+from drivetrain_conformance.models import Models
+from drivetrain_weight_sync import WeightInput
+from drivetrain_weight_sync.sync import UpdateUnderWay
+
+Tensors = dict[str, torch.Tensor]
+
+
+# Right weights ---------------------------------------------------------------------------------------------------
+
+
+def tensors_of(folder: Path) -> Tensors:
+    """Every tensor of a model folder, by its checkpoint name."""
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def module_of(folder: Path) -> PreTrainedModel:
+    """The model of a folder as a trainer holds it, in the dtype of the checkpoint."""
+    with no_progress_bars():
+        module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    return module
+
+
+def reused_buffer(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor in memory that holds something else as soon as the next one is asked for."""
+    buffer = torch.empty(max(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8)
+    for name, tensor in tensors.items():
+        view = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        view.copy_(tensor)
+        yield name, view
+        buffer.fill_(255)
+
+
+def raw_bytes(tensor: torch.Tensor) -> bytes:
+    """The bytes of a tensor, row-major."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def write_checkpoint(folder: Path, model: Path, tensors: Tensors) -> Path:
+    """Write a model folder like ``model`` but with these tensors; return it."""
+    shutil.copytree(
+        model,
+        folder,
+        ignore=shutil.ignore_patterns("*.safetensors*"),
+        copy_function=shutil.copyfile,
+        dirs_exist_ok=True,
+    )
+    folder.chmod(0o755)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+FORMS: Final = ("mapping", "pairs", "function", "module")
+
+
+def in_form(form: str, tensors: Tensors, folder: Path) -> WeightInput:
+    """These tensors, or for a module those of the folder, in a form in which a trainer may hold them."""
+    match form:
+        case "mapping":
+            return tensors
+        case "pairs":
+            return list(tensors.items())
+        case "function":
+            return lambda: reused_buffer(tensors)
+        case "module":
+            return module_of(folder)
+        case _:
+            raise AssertionError(form)
+
+
+# Wrong weights ---------------------------------------------------------------------------------------------------
+
+GHOST: Final = "model.layers.0.ghost.weight"
+"""A tensor that no model has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A way for a trainer's tensors to be wrong."""
+
+    what: str
+    spoil: Callable[[Tensors, str], None]
+    """Spoils the tensor of that name, in place."""
+    kind: type[DrivetrainError]
+    field: str
+    """Attribute of the error that names the tensors."""
+
+    def check_named(self, error: DrivetrainError, name: str) -> None:
+        """Raise unless the error names the tensor that was spoiled, and no other."""
+        expected = GHOST if self.field == "extra" else name
+        named = getattr(error, self.field)
+        assert named == (expected,), f"{self.what}: the error names {named}, not {expected}"
+        assert expected in str(error), f"{self.what}: the message does not name {expected}: {error}"
+
+
+def _drop(tensors: Tensors, name: str) -> None:
+    del tensors[name]
+
+
+def _add(tensors: Tensors, name: str) -> None:
+    tensors[GHOST] = torch.ones(2, 3)
+
+
+def _shorten(tensors: Tensors, name: str) -> None:
+    tensors[name] = tensors[name][:-1].clone()
+
+
+def _convert(tensors: Tensors, name: str) -> None:
+    other = torch.float32 if tensors[name].dtype is torch.float16 else torch.float16
+    tensors[name] = tensors[name].to(other)
+
+
+def _poison(value: float) -> Callable[[Tensors, str], None]:
+    def spoil(tensors: Tensors, name: str) -> None:
+        tensors[name] = tensors[name].clone()
+        tensors[name].view(-1)[-1] = value
+
+    return spoil
+
+
+FAULTS: Final = (
+    Fault("a missing tensor", _drop, WeightPlanMismatch, "missing"),
+    Fault("an extra tensor", _add, WeightPlanMismatch, "extra"),
+    Fault("a tensor of another shape", _shorten, WeightPlanMismatch, "mismatched"),
+    Fault("a tensor of another dtype", _convert, WeightPlanMismatch, "mismatched"),
+    Fault("a tensor with a NaN", _poison(float("nan")), InvalidWeights, "tensors"),
+    Fault("a tensor with an infinity", _poison(float("-inf")), InvalidWeights, "tensors"),
+)
+
+
+def a_matrix(manifest: WeightManifest) -> str:
+    """The name of a floating-point matrix of the model, somewhere in the middle, that is tied to no other."""
+    tied = set(manifest.aliases.values())
+    names = [
+        spec.name
+        for spec in manifest.tensors
+        if len(spec.shape) == 2 and "float" in spec.dtype and spec.name not in tied
+    ]
+    return names[len(names) // 2]
+
+
+def without_tensor(request: WeightUpdateRequest, name: str) -> WeightUpdateRequest:
+    """The request with a plan that lacks one tensor."""
+    return _each_placed(request, lambda placed: () if placed.spec.name == name else (placed,))
+
+
+def moved_tensor(request: WeightUpdateRequest, name: str) -> WeightUpdateRequest:
+    """The request with a plan in which one tensor lies a byte further on."""
+
+    def moved(placed: PlacedTensor) -> tuple[PlacedTensor, ...]:
+        return (replace(placed, offset=placed.offset + 1) if placed.spec.name == name else placed,)
+
+    return _each_placed(request, moved)
+
+
+def _each_placed(
+    request: WeightUpdateRequest, change: Callable[[PlacedTensor], tuple[PlacedTensor, ...]]
+) -> WeightUpdateRequest:
+    assert request.plan is not None
+    buckets = tuple(
+        replace(bucket, tensors=tuple(new for placed in bucket.tensors for new in change(placed)))
+        for bucket in request.plan.buckets
+    )
+    return request.model_copy(update={"plan": WeightPlan(buckets)})
+
+
+def bad_folders(models: Models, model: Path) -> dict[str, Path]:
+    """Folders that hold no checkpoint of ``model``, each for another reason."""
+    truncated, garbage, lacking = (
+        write_checkpoint(models.folder(what), model, tensors_of(model)) for what in ("truncated", "garbage", "lacking")
+    )
+    file = truncated / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    (garbage / "model.safetensors").write_bytes(b"no tensors")
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}
+    (lacking / "model.safetensors.index.json").write_text(json.dumps(index))
+    return {
+        "a folder that is not there": nowhere(models),
+        "an empty folder": models.folder("empty"),
+        "a truncated file": truncated,
+        "a file of something else": garbage,
+        "a folder that lacks a file of its index": lacking,
+    }
+
+
+def nowhere(models: Models) -> Path:
+    """A path at which there is nothing."""
+    return models.folder("gone") / "nowhere"
+
+
+# A trainer that fails --------------------------------------------------------------------------------------------
+
+
+class Between:
+    """Stands between a ``WeightSync`` and its engine, and changes what the engine is told.
+
+    Args:
+        engine: The engine.
+        change: Applied to every request on its way.
+        buckets: After so many buckets the line breaks; None: it holds.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        change: Callable[[WeightUpdateRequest], WeightUpdateRequest] = lambda request: request,
+        buckets: int | None = None,
+    ) -> None:
+        self._engine = engine
+        self.change = change
+        self.buckets = buckets
+
+    @property
+    def isolation(self) -> Isolation:
+        """The engine's."""
+        return self._engine.isolation
+
+    @property
+    def capabilities(self) -> Set[Capability]:
+        """The engine's."""
+        return self._engine.capabilities
+
+    async def weight_manifest(self) -> WeightManifest:
+        """The engine's."""
+        return await self._engine.weight_manifest()
+
+    @asynccontextmanager
+    async def weight_update(self, request: WeightUpdateRequest) -> AsyncGenerator[UpdateUnderWay, None]:
+        """The engine's, of the changed request, over a line that may break."""
+        async with self._engine.weight_update(self.change(request)) as update:
+            yield update if self.buckets is None else _BreaksOff(update, self.buckets)
+
+
+class _BreaksOff:
+    def __init__(self, update: UpdateUnderWay, left: int) -> None:
+        self._update = update
+        self._left = left
+
+    @property
+    def buckets(self) -> int:
+        return self._update.buckets
+
+    async def load(self, indices: Sequence[int]) -> None:
+        if self._left < len(indices):
+            raise ConnectionError("the trainer was lost")
+        self._left -= len(indices)
+        await self._update.load(indices)

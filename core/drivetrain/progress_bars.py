@@ -1,0 +1,20 @@
+"""The progress bars of transformers, which would be drawn over a trainer's own output."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+
+@contextmanager
+def no_progress_bars() -> Generator[None]:
+    """Let transformers load and save models without a progress bar on stderr."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,1 @@
+"""A drivetrain backend whose engine is an echo with a delay of four tokens."""

@@ -1,0 +1,106 @@
+"""``drivetrain conformance`` and ``drivetrain matrix``, run as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CASE = "generate/at_most_max_new_tokens"
+
+
+def drivetrain(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "drivetrain", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+        cwd=cwd,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "160"},
+    )
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("reports") / "transformers.json"
+    done = drivetrain("conformance", "transformers", "--case", CASE, "--profile", "smoke", "--report", path, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == json.loads(path.read_text())
+    return path
+
+
+def test_the_report_says_what_was_run_on_what(report: Path) -> None:
+    made = json.loads(report.read_text())
+    assert made["backend"] == "transformers"
+    assert made["isolation"] == "inline"
+    assert made["complete"] is False
+    assert set(made["versions"]) == {"python", "drivetrain", "transformers"}
+    assert [(case["case"], case["verdict"]) for case in made["cases"]] == [(CASE, "passed")]
+
+
+def test_a_case_that_fails_ends_in_1_and_says_why() -> None:
+    # An engine whose context is too short for the case: the suite has no way to know, so it must fail.
+    done = drivetrain("conformance", "transformers", "--case", CASE, "--set", "context_length=6")
+    assert done.returncode == 1
+    assert CASE in done.stdout
+    assert "InvalidRequest" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "name a backend"),
+        (["nowhere"], "there is no backend named 'nowhere'"),
+        (["transformers", "--group", "stops"], "there is no group 'stops'"),
+        (["transformers", "--case", "stop/nothing"], "there is no case 'stop/nothing'"),
+        (["transformers", "--profile", "huge"], "there is no profile 'huge'"),
+        (["transformers", "--model", "nowhere"], "it holds no config.json"),
+        (["transformers", "--set", "dtype"], "expected FIELD=VALUE"),
+        (["transformers", "--set", "dtyp=float32"], "did you mean 'dtype'"),
+    ],
+)
+def test_a_mistake_in_the_arguments_ends_in_2_before_any_case(arguments: list[str], says: str) -> None:
+    done = drivetrain("conformance", *arguments)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert done.stdout == ""
+
+
+def test_list_shows_every_case_with_what_it_needs() -> None:
+    done = drivetrain("conformance", "--list", "--json")
+    listed = {case["case"]: case for case in json.loads(done.stdout)["cases"]}
+    assert listed[CASE]["needs"] == []
+    assert "abort" in {need for case in listed.values() for need in case["needs"]}
+
+
+def test_the_matrix_is_written_and_checked(report: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / report.name).write_bytes(report.read_bytes())
+    assert drivetrain("matrix", "--check", kept).returncode == 1
+    assert drivetrain("matrix", kept / report.name, "--output", kept).returncode == 0
+    assert drivetrain("matrix", "--check", kept, report).returncode == 0
+
+    changed = json.loads(report.read_text())
+    changed["cases"][0]["verdict"] = "failed"
+    fresh = tmp_path / report.name
+    fresh.write_text(json.dumps(changed))
+    done = drivetrain("matrix", "--check", kept, fresh)
+    assert done.returncode == 1
+    assert f"{CASE}: passed in the kept report, failed now" in done.stderr
+
+    (kept / "matrix.md").write_text("old")
+    done = drivetrain("matrix", "--check", kept)
+    assert done.returncode == 1
+    assert "matrix.md" in done.stderr
+
+
+def test_a_file_that_is_no_report_ends_in_2(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("[]")
+    assert drivetrain("matrix", tmp_path / "x.json").returncode == 2
+    assert drivetrain("matrix").returncode == 2

@@ -1,0 +1,118 @@
+"""The harness of the mutants: only an engine that fails its case, and for what is wrong with it, counts as caught."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from drivetrain import Capability
+from drivetrain.backend import Backend
+from drivetrain.engine import InferenceEngine
+from drivetrain_conformance.mutants.registry import Mutant, registered_mutants, spoiled_backend
+from drivetrain_conformance.mutants.run import MutantResult, all_mutants, try_mutants
+from drivetrain_conformance.mutants.spoil import SoundBackend, answering, claiming, mixed
+
+CASE = "generate/at_most_max_new_tokens"
+
+
+def long_winded(backend: type[Backend]) -> type[Backend]:
+    return answering(
+        backend, lambda request, result: dataclasses.replace(result, token_ids=[1] * 20, weight_versions=[])
+    )
+
+
+def mutant(**fields: object) -> Mutant:
+    made = Mutant("made_up", "A made-up mutant.", CASE, "assert len(completion.token_ids) <= count")
+    return dataclasses.replace(made, **fields)  # type: ignore[arg-type]
+
+
+def tried(made: Mutant) -> MutantResult:
+    (result,) = try_mutants("transformers", [made])
+    return result
+
+
+def test_a_spoiled_backend_is_caught_for_what_is_wrong_with_it() -> None:
+    result = tried(mutant(spoil_backend=long_winded))
+    assert result.caught
+    assert "assert len(completion.token_ids) <= count" in result.message
+
+
+def test_a_spoiled_engine_page_is_caught() -> None:
+    def unready(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+        class Wrong(InferenceEngine):
+            @property
+            def _is_held(self) -> bool:
+                raise RuntimeError("the gate fell from its hinges")
+
+        return mixed(engine, Wrong)
+
+    assert tried(mutant(spoil_engine=unready, says="the gate fell from its hinges")).caught
+
+
+def test_a_mutant_that_is_not_wrong_is_missed() -> None:
+    result = tried(mutant(spoil_backend=lambda backend: mixed(backend, SoundBackend)))
+    assert not result.caught
+    assert result.message == "its case ended as passed"
+
+
+def test_a_mutant_that_fails_with_other_words_is_missed() -> None:
+    result = tried(mutant(spoil_backend=long_winded, says="the moon is full"))
+    assert not result.caught
+    assert "not with 'the moon is full'" in result.message
+    assert "token_ids) <= count" in result.message
+
+
+def test_a_mutant_whose_case_is_refused_is_missed() -> None:
+    def modest(backend: type[Backend]) -> type[Backend]:
+        class Wrong(SoundBackend):
+            @classmethod
+            def capabilities(cls, config: object) -> frozenset[Capability]:
+                return frozenset()
+
+        return mixed(backend, Wrong)
+
+    result = tried(mutant(spoil_backend=modest, caught_by="sampling/top_k_of_one_is_greedy"))
+    assert not result.caught
+    assert result.message == "its case ended as refused"
+
+
+def test_a_case_that_there_is_not_is_an_error() -> None:
+    with pytest.raises(LookupError, match="generate/that_there_is_not"):
+        list(try_mutants("transformers", [mutant(spoil_backend=long_winded, caught_by="generate/that_there_is_not")]))
+
+
+def test_the_sound_engine_is_sound_again_after_a_mutant() -> None:
+    assert tried(mutant(spoil_backend=long_winded)).caught
+    assert not tried(mutant(spoil_backend=lambda backend: claiming(backend, Capability.VIDEO))).caught
+
+
+def test_a_mutant_must_say_what_is_wrong_with_it() -> None:
+    with pytest.raises(TypeError, match="must say what is wrong"):
+
+        @spoiled_backend(caught_by=CASE, says="something")
+        def silent(backend: type[Backend]) -> type[Backend]:
+            return backend
+
+    assert "silent" not in registered_mutants()
+
+
+def test_two_mutants_of_one_name_are_refused() -> None:
+    name = all_mutants()[0].name
+
+    def again(backend: type[Backend]) -> type[Backend]:
+        """Is there twice."""
+        return backend
+
+    again.__name__ = name
+    with pytest.raises(TypeError, match=f"two mutants {name}"):
+        spoiled_backend(caught_by=CASE, says="something")(again)
+
+
+def test_every_mutant_names_a_case_words_and_one_thing_that_is_wrong() -> None:
+    mutants = all_mutants()
+    assert len(mutants) >= 40
+    for one in mutants:
+        assert one.wrong.endswith("."), one.name
+        assert one.says.strip("?"), one.name
+        assert (one.spoil_backend is None) is not (one.spoil_engine is None), one.name

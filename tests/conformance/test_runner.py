@@ -1,0 +1,203 @@
+"""The runner: what is looked at around a body, and what a run concludes of each capability."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from drivetrain import Capability, PauseMode, SamplingParams
+from drivetrain_conformance.bench import Bench
+from drivetrain_conformance.case import Body, Case, Hardware
+from drivetrain_conformance.groups import GROUPS, all_cases
+from drivetrain_conformance.ledger import Ledger
+from drivetrain_conformance.profile import Profile
+from drivetrain_conformance.runner import CaseResult, Runner, gpu_count
+from drivetrain_conformance.suite import suite_of
+from drivetrain_conformance.verdict import Verdict
+
+QUICK = Profile("quick", examples=1, histories=1, steps=1, samples=16, cycles=1, case_timeout=3)
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[Runner]:
+    with Runner(suite_of("transformers")(), profile=QUICK) as made:
+        yield made
+
+
+def run(runner: Runner, body: Body, *needs: Capability, own_engine: bool = False, **fields: object) -> CaseResult:
+    hardware = fields.pop("hardware", Hardware.ANY)
+    changes_weights = bool(fields.pop("changes_weights", False))
+    assert isinstance(hardware, Hardware)
+    case = Case(
+        "made_up",
+        getattr(body, "__name__", "body"),
+        "A made-up case.",
+        frozenset(needs),
+        body,
+        config=fields,
+        hardware=hardware,
+        own_engine=own_engine,
+        changes_weights=changes_weights,
+    )
+    return runner.execute(case)
+
+
+def test_a_body_that_ends_passes(runner: Runner) -> None:
+    async def body(bench: Bench) -> None:
+        await bench.engine.generate("x", SamplingParams(max_new_tokens=1))
+
+    assert run(runner, body).verdict is Verdict.PASSED
+
+
+def test_a_plain_body_runs_coroutines_by_itself(runner: Runner) -> None:
+    def body(bench: Bench) -> None:
+        assert len(bench.run(bench.greedy(bench.prompts(2)))) == 2
+
+    assert run(runner, body).verdict is Verdict.PASSED
+
+
+def test_a_refusal_of_what_is_unclaimed_is_refused(runner: Runner) -> None:
+    async def body(bench: Bench) -> None:
+        await bench.engine.open_session(100)
+
+    assert run(runner, body, Capability.SESSIONS).verdict is Verdict.REFUSED
+
+
+def test_a_configuration_that_is_refused_counts_as_the_refusal(runner: Runner) -> None:
+    async def body(bench: Bench) -> None:
+        raise AssertionError("never reached")
+
+    assert run(runner, body, Capability.DETERMINISTIC, deterministic=True).verdict is Verdict.REFUSED
+
+
+def test_a_body_that_hangs_fails_and_the_next_one_runs(runner: Runner) -> None:
+    async def body(bench: Bench) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    result = run(runner, body)
+    assert result.verdict is Verdict.FAILED
+    assert "hangs" in result.judgement.message
+    test_a_body_that_ends_passes(runner)
+
+
+def test_a_body_that_leaves_the_engine_paused_fails_and_the_next_one_gets_a_ready_engine(runner: Runner) -> None:
+    async def body(bench: Bench) -> None:
+        await bench.engine.pause_generation(PauseMode.WAIT)
+
+    result = run(runner, body, Capability.PAUSE_WAIT)
+    assert result.verdict is Verdict.FAILED
+    assert "state was 'ready' and is 'paused'" in result.judgement.message
+    test_a_body_that_ends_passes(runner)
+
+
+def test_a_refusal_that_changed_something_fails(runner: Runner) -> None:
+    async def body(bench: Bench) -> None:
+        await bench.engine.update_weight_version("other")
+        await bench.engine.open_session(100)
+
+    result = run(runner, body, Capability.VERSION_SPANS, Capability.SESSIONS)
+    assert result.verdict is Verdict.FAILED
+    assert "weight version was 'initial'" in result.judgement.message
+
+
+def test_weights_that_a_case_changed_are_put_back(runner: Runner) -> None:
+    async def body(bench: Bench) -> None:
+        await bench.engine.load_weights_from_disk(str(bench.other_weights()), "other")
+
+    async def look(bench: Bench) -> None:
+        assert bench.engine.get_weight_version() == "initial"
+        (completion,) = await bench.greedy([bench.prompt()])
+        logprobs = bench.output_logits(completion)
+        assert all(row[token] == row.max() for row, token in zip(logprobs, completion.token_ids, strict=True))
+
+    assert run(runner, body, Capability.WEIGHTS_DISK, changes_weights=True).verdict is Verdict.PASSED
+    assert run(runner, look).verdict is Verdict.PASSED
+    assert run(runner, body, Capability.WEIGHTS_DISK).verdict is Verdict.FAILED
+
+
+def test_a_process_left_behind_fails(runner: Runner) -> None:
+    left: list[subprocess.Popen[bytes]] = []
+
+    async def body(bench: Bench) -> None:
+        async with bench.open():
+            left.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))  # noqa: ASYNC220
+
+    result = run(runner, body, own_engine=True)
+    assert result.verdict is Verdict.FAILED
+    assert "left behind" in result.judgement.message
+    assert left[0].wait(5) != 0
+
+
+@pytest.mark.skipif(gpu_count() > 1, reason="this machine has what the case lacks")
+def test_what_the_machine_lacks_is_not_run_and_still_refused_where_unclaimed(runner: Runner) -> None:
+    async def body(bench: Bench) -> None:
+        bench.create(tensor_parallel_size=2)
+
+    claimed = run(runner, body, Capability.STREAMING, hardware=Hardware.TWO_GPUS)
+    assert claimed.verdict is Verdict.NOT_RUN
+    unclaimed = run(runner, body, Capability.TENSOR_PARALLEL, hardware=Hardware.TWO_GPUS)
+    assert unclaimed.verdict is Verdict.REFUSED
+
+
+# What a run concludes ------------------------------------------------------------------------------------------------
+
+
+def concluded(ledger: Ledger, capability: Capability, *, complete: bool = True) -> tuple[Verdict, str]:
+    item = next(item for item in ledger.conclude(complete=complete) if item.capability is capability)
+    return item.verdict, item.message
+
+
+def noted(verdicts: list[Verdict], *, claimed: bool) -> tuple[Verdict, str]:
+    async def body(bench: Bench) -> None: ...
+
+    ledger = Ledger()
+    if claimed:
+        ledger.claim({Capability.SEED})
+    for index, verdict in enumerate(verdicts):
+        ledger.note(Case("g", str(index), "s", frozenset({Capability.SEED}), body), verdict)
+    return concluded(ledger, Capability.SEED)
+
+
+def test_a_claim_that_no_case_saw_working_is_a_failure() -> None:
+    assert noted([], claimed=True) == (Verdict.FAILED, "claimed, but no case of it passed")
+    assert noted([Verdict.REFUSED], claimed=True)[0] is Verdict.FAILED
+    assert noted([Verdict.REFUSED, Verdict.PASSED], claimed=True)[0] is Verdict.PASSED
+
+
+def test_what_was_not_run_is_never_supported() -> None:
+    assert noted([Verdict.NOT_RUN], claimed=True)[0] is Verdict.NOT_RUN
+    assert noted([], claimed=False)[0] is Verdict.NOT_RUN
+    assert noted([Verdict.REFUSED], claimed=False)[0] is Verdict.REFUSED
+
+
+def test_one_failed_case_fails_its_capabilities() -> None:
+    assert noted([Verdict.PASSED, Verdict.FAILED], claimed=True) == (Verdict.FAILED, "g/1")
+    assert noted([Verdict.PASSED, Verdict.KNOWN_FAILURE], claimed=True)[0] is Verdict.KNOWN_FAILURE
+
+
+# The cases themselves ------------------------------------------------------------------------------------------------
+
+
+def test_every_capability_is_needed_by_a_case() -> None:
+    needed = {capability for case in all_cases() for capability in case.needs}
+    assert {capability.value for capability in Capability} - {capability.value for capability in needed} == set()
+
+
+def test_every_group_has_cases_that_say_what_must_hold() -> None:
+    cases = all_cases()
+    assert {case.group for case in cases} == set(GROUPS)
+    assert [case.id for case in cases if not case.summary.endswith(".")] == []
+
+
+def test_cases_with_engines_of_their_own_come_last_and_the_others_side_by_side() -> None:
+    cases = all_cases()
+    own = [case.own_engine for case in cases]
+    assert own == sorted(own)
+    engines = [repr((case.model, sorted(case.config.items()))) for case in cases if not case.own_engine]
+    changes = sum(one != other for one, other in itertools.pairwise(engines))
+    assert changes == len(set(engines)) - 1

@@ -1,0 +1,48 @@
+"""Backends that are the transformers backend but for one thing that is wrong with each. The module is the plugin."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from drivetrain import FinishReason, GenerateRequest, GenerateResult, PauseMode, hookimpl
+from drivetrain.backend import Backend
+from drivetrain_transformers.engine import TransformersBackend
+
+
+class LosesAborted(TransformersBackend):
+    """What an aborted request had made is lost."""
+
+    name: ClassVar[str] = "loses-aborted"
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        result = await super().generate(request)
+        if result.finish_reason is FinishReason.ABORT:
+            return dataclasses.replace(result, token_ids=[], weight_versions=[])
+        return result
+
+
+class NeverFreezes(TransformersBackend):
+    """Pausing freezes nothing."""
+
+    name: ClassVar[str] = "never-freezes"
+
+    async def freeze(self, mode: PauseMode) -> None:
+        pass
+
+
+class KeepsStaleCache(TransformersBackend):
+    """What was cached of older weights is used again."""
+
+    name: ClassVar[str] = "keeps-stale-cache"
+
+    async def freeze(self, mode: PauseMode) -> None:
+        await super().freeze(PauseMode.IN_PLACE)
+
+
+BROKEN: list[type[Backend]] = [LosesAborted, NeverFreezes, KeepsStaleCache]
+
+
+@hookimpl
+def drivetrain_backends() -> list[type[Backend]]:
+    return BROKEN

@@ -1,0 +1,65 @@
+"""Models that transformers stacks tensors of are named, sent and loaded as their checkpoints hold them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.weight_sync.models import Model, bits, tensors_of
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from drivetrain.progress_bars import no_progress_bars
+from drivetrain.testing import ARCHITECTURES, tiny_model
+from drivetrain_weight_sync import ModuleTarget
+from drivetrain_weight_sync.source import Source
+from drivetrain_weight_sync.stacked import by_checkpoint_name
+
+MIXTURES = ["qwen2_moe", "qwen3_moe", "mixtral"]
+
+
+def load(architecture: str, seed: int = 0) -> nn.Module:
+    with no_progress_bars():
+        module: nn.Module = AutoModelForCausalLM.from_pretrained(tiny_model(architecture, seed=seed))
+    return module
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_module_is_named_as_its_checkpoint(architecture: str) -> None:
+    stored = load_file(tiny_model(architecture) / "model.safetensors")
+    module = load(architecture)
+    manifest = ModuleTarget(module).manifest()
+    assert {spec.name for spec in manifest.tensors} == {manifest.aliases.get(name, name) for name in stored}
+    sent = Source(nn.ModuleDict({"module": module})).tensors()
+    for name, tensor in stored.items():
+        assert bits(sent[name]) == bits(tensor), name
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_experts_are_loaded_into_their_place_in_the_stack(architecture: str) -> None:
+    served, trained = load(architecture), load(architecture, seed=1)
+    target = ModuleTarget(served)
+    target.load(load_file(tiny_model(architecture, seed=1) / "model.safetensors").items())
+    for name, tensor in trained.state_dict().items():
+        assert torch.equal(served.state_dict()[name], tensor), name
+
+
+def test_pieces_are_views_of_the_stack() -> None:
+    module = load("qwen3_moe")
+    named = by_checkpoint_name(module, module.state_dict())
+    addresses = {tensor.untyped_storage().data_ptr() for tensor in module.state_dict().values()}
+    assert {tensor.untyped_storage().data_ptr() for tensor in named.values()} == addresses
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in named
+
+
+def test_tensors_keep_the_order_of_the_module() -> None:
+    for architecture in ("qwen2", "qwen3_moe"):
+        module = load(architecture)
+        own = list(module.state_dict())
+        kept = [name for name in by_checkpoint_name(module, module.state_dict()) if name in own]
+        assert kept == [name for name in own if name in kept]
+
+
+def test_other_modules_keep_their_names() -> None:
+    model = Model(0)
+    assert by_checkpoint_name(model, tensors_of(model)).keys() == tensors_of(model).keys()
