@@ -47,7 +47,7 @@ test-fast: $(READY) ## run the tests but the slow ones
 	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
 conformance: environment-$(BACKEND) ## run the conformance suite on BACKEND, in an environment of its own
-	@$(ENVIRONMENT)/bin/drivetrain conformance $(BACKEND) $(if $(ISOLATION),--isolation $(ISOLATION)) --report $(REPORT) $(ARGS)
+	@OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/drivetrain conformance $(BACKEND) $(if $(ISOLATION),--isolation $(ISOLATION)) --report $(REPORT) $(ARGS)
 
 environment-transformers: $(READY)
 
@@ -57,7 +57,7 @@ environment-echo: $(ECHO_READY)
 $(ECHO_READY): | pyproject.toml
 	@echo "setting up .venvs/echo with $(PYTHON)"
 	@[[ -x .venvs/echo/bin/python ]] || $(PYTHON) -m venv .venvs/echo
-	@.venvs/echo/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' -e '.[conformance]' ./$(ECHO)
+	@.venvs/echo/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' -e '.[conformance]'
 	@rm -f .venvs/echo/.ready-* && touch $@
 
 conformance-all: $(READY) ## the suite on every backend that runs here, its mutants, and whether the matrix is current
@@ -70,7 +70,7 @@ conformance-all: $(READY) ## the suite on every backend that runs here, its muta
 	@$(BIN)/drivetrain matrix --check docs/reference/conformance build/conformance/*.json
 
 mutants: $(READY) ## spoil the transformers backend in many ways; the suite must catch each
-	@$(BIN)/drivetrain conformance --mutants $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/drivetrain conformance --mutants $(ARGS)
 
 matrix: $(READY) ## keep the reports of build/conformance, and render them into the docs
 	@mkdir -p docs/reference/conformance

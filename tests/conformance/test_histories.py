@@ -24,14 +24,12 @@ from drivetrain.errors import EngineBusy, EngineStateError, UnsupportedCapabilit
 from drivetrain.plugins import register, unregister
 from drivetrain.testing import tiny_model
 from drivetrain.validation import as_prompts, check_params_supported
-from drivetrain_conformance.contract import Contract, Fate, InFlight, Refusal, Ruling, Weights
-from drivetrain_conformance.history import (
+from drivetrain_conformance.actions import (
     LONG,
     Abort,
     Action,
     Ask,
     BrokenUpdate,
-    Checker,
     Continue,
     Family,
     Generate,
@@ -43,9 +41,11 @@ from drivetrain_conformance.history import (
     WakeUp,
     steps,
 )
+from drivetrain_conformance.contract import Contract, Fate, InFlight, Refusal, Ruling, Weights
+from drivetrain_conformance.history import Checker
 from drivetrain_conformance.models import Models
+from drivetrain_conformance.noted import Answers
 from drivetrain_conformance.oracle import TransformersOracle
-from drivetrain_conformance.replay import Answers
 from drivetrain_conformance.strategies import (
     AbortPoint,
     Batch,
@@ -252,7 +252,7 @@ def run_script(error: BaseException, folder: Path, backend: str, path: str = "")
 
 def test_random_histories_hold(models: Models) -> None:
     with checking(models) as checker:
-        checker.check_random(any_step(*Family), count=3, steps=8, seeded_by=3)
+        checker.check_random(any_step(*Family), examples=3, steps=8, seeded_by=3)
 
 
 LONG_REQUEST = Generate(0, long=True)
@@ -305,7 +305,7 @@ def test_a_difference_is_shrunk_and_its_script_shows_it(models: Models, tmp_path
         checking(models, contract=ServesAsleep) as checker,
         pytest.raises(EngineStateError, match="asleep") as caught,
     ):
-        checker.check_random(any_step(Family.REQUESTS, Family.SLEEPS), count=50, steps=8, seeded_by=0)
+        checker.check_random(any_step(Family.REQUESTS, Family.SLEEPS), examples=50, steps=8, seeded_by=0)
     note = caught.value.__notes__[0]
     assert note.count("\n        # ") <= 3, f"the history was not shrunk: {note}"
     shown = run_script(caught.value, tmp_path, "transformers")

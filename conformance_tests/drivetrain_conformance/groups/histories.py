@@ -11,15 +11,11 @@ from drivetrain.capability import Capability
 from drivetrain.memory import MemoryTag, PauseMode
 from drivetrain.sampling import SamplingParams
 from drivetrain.tokenizer import REPLACEMENT
-from drivetrain_conformance.bench import Bench, ordinary_ids
-from drivetrain_conformance.case import case
-from drivetrain_conformance.contract import InFlight
-from drivetrain_conformance.history import (
+from drivetrain_conformance.actions import (
     Abort,
     AbortAll,
     Action,
     BrokenUpdate,
-    Checker,
     Continue,
     Ending,
     Family,
@@ -30,10 +26,12 @@ from drivetrain_conformance.history import (
     Sleep,
     Update,
     WakeUp,
-    prepare,
-    property_settings,
     steps,
 )
+from drivetrain_conformance.bench import Bench, ordinary_ids
+from drivetrain_conformance.case import case
+from drivetrain_conformance.contract import InFlight
+from drivetrain_conformance.history import Checker, prepare, property_settings
 from drivetrain_conformance.honoured import Repeats, check_honoured
 from drivetrain_conformance.strategies import AbortPoint, Batch, batches
 
@@ -59,7 +57,7 @@ def _keeps_the_contract(bench: Bench, *families: Family, begins: tuple[Action, .
         weight_bytes=sum(file.stat().st_size for file in bench.model.glob("*.safetensors")),
         keeps_weights=engine.config.sleep_keeps_weights,
     )
-    checker.check_random(step, count=bench.profile.histories, steps=bench.profile.steps, seeded_by=bench.seed)
+    checker.check_random(step, examples=bench.profile.histories, steps=bench.profile.steps, seeded_by=bench.seed)
 
 
 @case(Capability.STREAMING, Capability.ABORT)

@@ -1202,5 +1202,6 @@ async def _push_many(bench: Bench, strategies: Sequence[Strategy], device: str =
 
 
 def _memory(engine: InferenceEngine) -> int:
-    """Memory of the engine and, where that is in another process, of the trainer."""
-    return held_bytes(engine) + psutil.Process().memory_info().rss
+    """Memory of the engine and, where that is not this process's, of the trainer."""
+    is_here = engine.host_pid is None and not engine.model_info.device.startswith("cuda")
+    return held_bytes(engine) + (0 if is_here else psutil.Process().memory_info().rss)
