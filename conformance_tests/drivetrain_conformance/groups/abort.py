@@ -7,7 +7,7 @@ from typing import Final
 
 from drivetrain.capability import Capability
 from drivetrain.outputs import CompletionChunk, FinishReason, VersionSpan
-from drivetrain.sampling import LogprobsMode
+from drivetrain.sampling import LogprobsMode, SamplingParams
 from drivetrain_conformance.answers import check_prefix, check_same
 from drivetrain_conformance.bench import Bench, end_requests, until_idle, until_running
 from drivetrain_conformance.case import case
@@ -93,10 +93,12 @@ async def all_end_and_new_requests_are_served(bench: Bench) -> None:
     check_same(bench, await bench.greedy(prompts), before)
 
 
-@case(Capability.ABORT, config={"max_num_seqs": 1})
+# An engine that knows priorities has a queue, and a limit that makes it queue.
+@case(Capability.ABORT, Capability.PRIORITY, config={"max_num_seqs": 1})
 async def what_waits_its_turn_can_be_aborted(bench: Bench) -> None:
     """Requests that wait in an engine that runs one at a time end without a token, by id and all at once."""
     engine = bench.engine
+    await engine.generate(bench.prompt(), SamplingParams(max_new_tokens=1), priority=1)
     await engine.abort(NOBODY)
     prompts = bench.prompts(3)
     before = await bench.greedy(prompts)
