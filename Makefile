@@ -20,8 +20,15 @@ ENVIRONMENT = $(if $(filter transformers,$(BACKEND)),$(VENV),.venvs/$(BACKEND))
 ECHO := examples/drivetrain-echo
 ECHO_READY := .venvs/echo/.ready-$(shell (cat pyproject.toml $(ECHO)/pyproject.toml; echo '$(TORCH)') | sha256sum | cut -c1-16)
 
+# SGLang with all that it installs, and a platform that runs it in plain torch where there is no GPU.
+SGLANG ?= sglang==0.5.23
+SGLANG_PYTHON ?= $(shell for p in python3.12 $(HOME)/.pyenv/versions/3.12*/bin/python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null && command -v $$p && break; done)
+SGLANG_PLATFORM := tests/support/sglang-torch-cpu
+SGLANG_READY := .venvs/sglang/.ready-$(shell (cat pyproject.toml $(SGLANG_PLATFORM)/*; echo '$(SGLANG)') | sha256sum | cut -c1-16)
+
 .PHONY: help setup demo test test-unit test-fast conformance conformance-all mutants matrix lint docs bench clean
-.PHONY: environment-transformers environment-echo
+.PHONY: environment-transformers environment-echo environment-sglang
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -60,11 +67,22 @@ $(ECHO_READY): | pyproject.toml
 	@.venvs/echo/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' -e '.[conformance]'
 	@rm -f .venvs/echo/.ready-* && touch $@
 
+environment-sglang: $(SGLANG_READY)
+
+$(SGLANG_READY): | pyproject.toml
+	@[[ -n "$(SGLANG_PYTHON)" ]] || { echo "SGLang needs Python 3.12; install it, or: make SGLANG_PYTHON=/path/to/python" >&2; exit 1; }
+	@echo "setting up .venvs/sglang with $(SGLANG_PYTHON): 11 GB, a few minutes"
+	@[[ -x .venvs/sglang/bin/python ]] || $(SGLANG_PYTHON) -m venv .venvs/sglang
+	@.venvs/sglang/bin/python -m pip install --quiet --disable-pip-version-check --retries 10 '$(SGLANG)' -e '.[conformance,demo]'
+	@.venvs/sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall ./$(SGLANG_PLATFORM)
+	@rm -f .venvs/sglang/.ready-* && touch $@
+
 conformance-all: $(READY) ## the suite on every backend that runs here, its mutants, and whether the matrix is current
 	@rm -rf build/conformance
 	@$(MAKE) --no-print-directory conformance BACKEND=transformers
 	@$(MAKE) --no-print-directory conformance BACKEND=transformers ISOLATION=process
 	@$(MAKE) --no-print-directory conformance BACKEND=echo
+	@$(MAKE) --no-print-directory conformance BACKEND=sglang
 	@.venvs/echo/bin/python -m pytest -q $(ECHO)
 	@$(MAKE) --no-print-directory mutants
 	@$(BIN)/drivetrain matrix --check docs/reference/conformance build/conformance/*.json

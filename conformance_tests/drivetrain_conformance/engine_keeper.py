@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from drivetrain.config import Task
 from drivetrain.engine import InferenceEngine
 from drivetrain.errors import DrivetrainError
 from drivetrain.sampling import SamplingParams
-from drivetrain_conformance.bench import Opener, ordinary_ids
+from drivetrain_conformance.bench import Opener, ordinary_ids, until_idle
 
+_SETTLE = 2.0
+"""Seconds in which requests that a case left aborted must be gone."""
 _PROBE = SamplingParams(max_new_tokens=8, temperature=0)
 
 
@@ -42,6 +45,8 @@ class Vitals:
 async def take_vitals(engine: InferenceEngine) -> Vitals:
     """Look at an engine, and ask it a fixed question if it serves and generates."""
     status = engine.status.describe()
+    with suppress(TimeoutError):
+        await until_idle(engine, within=_SETTLE)  # what was aborted last may still be in its last step
     stats = await engine.stats()
     answer: tuple[int, ...] = ()
     if status == "ready" and engine.config.task is Task.GENERATE:

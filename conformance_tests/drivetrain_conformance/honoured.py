@@ -245,7 +245,7 @@ async def _check_repeats(bench: Bench, batch: Batch, completions: Sequence[Compl
 
 
 def _without_stops(params: SamplingParams) -> SamplingParams:
-    fields = params.model_dump(exclude_unset=True)
+    fields = params.model_dump(include=params.model_fields_set)
     # Before min_new_tokens a stop id is not drawn, so there it changes more than the end.
     named = (
         "stop",

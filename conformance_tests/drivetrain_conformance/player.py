@@ -436,5 +436,5 @@ def _names(tags: frozenset[MemoryTag]) -> str:
 
 
 def _code(params: SamplingParams) -> str:
-    fields = params.model_dump(exclude_unset=True)
+    fields = params.model_dump(include=params.model_fields_set)
     return f"SamplingParams({', '.join(f'{name}={value!r}' for name, value in fields.items())})"

@@ -14,10 +14,8 @@ if TYPE_CHECKING:
         GenerateRequest,
         GenerateResult,
         ModelInfo,
-        SessionTurn,
         StopKind,
         TokenDelta,
-        TurnMode,
     )
     from drivetrain.capability import Capability
     from drivetrain.config import EngineConfig, Isolation, Task, Timeouts
@@ -84,6 +82,7 @@ if TYPE_CHECKING:
         StructuredOutput,
         TemperatureSchedule,
     )
+    from drivetrain.sessions import TurnMode
     from drivetrain.states import EngineState
     from drivetrain.weights import (
         BroadcastSource,
@@ -111,10 +110,8 @@ _EXPORTS = {
         "GenerateRequest",
         "GenerateResult",
         "ModelInfo",
-        "SessionTurn",
         "StopKind",
         "TokenDelta",
-        "TurnMode",
     ),
     "capability": ("Capability",),
     "config": ("EngineConfig", "Isolation", "Task", "Timeouts"),
@@ -181,6 +178,7 @@ _EXPORTS = {
         "StructuredOutput",
         "TemperatureSchedule",
     ),
+    "sessions": ("TurnMode",),
     "states": ("EngineState",),
     "weights": (
         "BroadcastSource",
@@ -256,7 +254,6 @@ __all__ = [
     "PromptLike",
     "RegexGrammar",
     "SamplingParams",
-    "SessionTurn",
     "SharedMemorySource",
     "StopKind",
     "StructuredOutput",

@@ -67,23 +67,6 @@ class EngineStats:
     """Memory held for weights."""
 
 
-class TurnMode(Enum):
-    """How a turn relates to an earlier one of its session."""
-
-    CONTINUE = "continue"
-    BRANCH = "branch"
-    REPLACE = "replace"
-
-
-@dataclass(frozen=True, slots=True)
-class SessionTurn:
-    """The session that a request belongs to, and the earlier turn it builds on."""
-
-    session_id: str
-    parent_request_id: str | None = None
-    mode: TurnMode = TurnMode.CONTINUE
-
-
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One sample to generate, complete and validated: a backend looks nothing up and fills nothing in."""
@@ -102,7 +85,6 @@ class GenerateRequest:
     lora: str | None = None
     priority: int = 0
     """Higher is sooner."""
-    session: SessionTurn | None = None
     media: tuple[MediaInput, ...] = ()
 
 
@@ -300,16 +282,6 @@ class Backend(ABC):
         """Unload an adapter."""
         raise self._unsupported(Capability.LORA)
 
-    # Sessions ----------------------------------------------------------------------------------------------------
-
-    async def open_session(self, session_id: str, capacity: int) -> None:
-        """Open a session that keeps up to ``capacity`` tokens."""
-        raise self._unsupported(Capability.SESSIONS)
-
-    async def close_session(self, session_id: str) -> None:
-        """Close a session and let its cache go."""
-        raise self._unsupported(Capability.SESSIONS)
-
     # Models that do not generate ---------------------------------------------------------------------------------
 
     async def embed(self, prompts: list[list[int]], dimensions: int | None) -> list[list[float]]:
@@ -346,8 +318,6 @@ __all__ = [
     "GenerateResult",
     "ModelInfo",
     "ReportProgress",
-    "SessionTurn",
     "StopKind",
     "TokenDelta",
-    "TurnMode",
 ]

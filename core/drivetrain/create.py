@@ -98,6 +98,8 @@ def _added_by_the_engine_page(
     added = {Capability.PAUSE_WAIT}
     if Capability.ABORT in claimed:
         added.add(Capability.PAUSE_ABORT)
+    if Capability.PREFIX_CACHE in claimed:
+        added.add(Capability.SESSIONS)
     can_watch_text = {Capability.STREAMING, Capability.ABORT} <= claimed
     if can_watch_text or StopKind.STRING in native_stops:
         added.add(Capability.STOP_STRINGS)

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from drivetrain import openai_api
-from drivetrain.backend import Backend, EngineStats, ModelInfo, SessionTurn, TurnMode
+from drivetrain.backend import Backend, EngineStats, ModelInfo
 from drivetrain.capability import Capability
 from drivetrain.config import EngineConfig, Isolation, Task
 from drivetrain.deadlines import deadline
@@ -36,11 +36,12 @@ from drivetrain.outputs import Completion, CompletionChunk, GenerationOutput
 from drivetrain.prompts import PromptLike
 from drivetrain.remote_version import remote_weight_version
 from drivetrain.requests import Flight, ParamsLike, RequestBuilder, to_completion
+from drivetrain.sessions import Session, TurnMode
 from drivetrain.states import EngineState, EngineStatus, WeightState
 from drivetrain.tokenizer import Tokenizer
 from drivetrain.transfers import WeightTransferHandle
 from drivetrain.updates import SOURCE_CAPABILITY, WeightTransaction, as_transfer_error, failure_reason
-from drivetrain.validation import check_seconds, require
+from drivetrain.validation import as_prompts, check_seconds, require
 from drivetrain.weights import (
     AbortUpdate,
     CommunicatorSpec,
@@ -122,7 +123,7 @@ class InferenceEngine:
         self._backend_closed = False
         self._holds = 0
         self._loras: set[str] = set()
-        self._sessions: set[str] = set()
+        self._sessions: dict[str, Session] = {}
         self._control = asyncio.Lock()
         self._model: ModelInfo | None = None
         self._tokenizer: Tokenizer | None = None
@@ -313,7 +314,7 @@ class InferenceEngine:
             EngineDied: the engine's process ended.
             DeadlineExceeded: it took too long; the requests were aborted.
         """
-        return await self._generate(prompts, sampling_params, request_ids, lora, priority, timeout, None)
+        return await self._generate(prompts, sampling_params, request_ids, lora, priority, timeout)
 
     async def _generate(
         self,
@@ -323,7 +324,6 @@ class InferenceEngine:
         lora: str | None,
         priority: int,
         timeout: float | None,
-        session: SessionTurn | None,
     ) -> GenerationOutput:
         seconds = check_seconds(timeout, self.config.timeouts.generate)
         flights = self._build(
@@ -333,7 +333,6 @@ class InferenceEngine:
             request_ids=request_ids,
             lora=lora,
             priority=priority,
-            session=session,
         )
         self._flights.register(flights)
         try:
@@ -405,11 +404,33 @@ class InferenceEngine:
         request_ids: Sequence[str] | None = None,
         timeout: float | None = None,
     ) -> GenerationOutput:
-        """Generate one turn of a session, going on from, branching from or replacing an earlier turn."""
+        """Generate one turn of a session, going on from, branching from or replacing an earlier turn.
+
+        Args:
+            session_id: As ``open_session`` returned it.
+            prompts: What is new in this turn. The model sees the turn that it builds on, that turn's answer, and then
+                this; so does ``prompt_token_ids`` of the completion.
+            sampling_params: As in :meth:`generate`.
+            parent_request_id: Request id of the completion that the turn builds on; None: it begins afresh.
+            turn: How it relates to that one.
+            request_ids: As in :meth:`generate`; later turns name this one by the completion's id.
+            timeout: As in :meth:`generate`.
+        """
         require(self.capabilities, Capability.SESSIONS, "generate_with_session()", self.config.backend)
-        self._require_session(session_id)
-        session = SessionTurn(session_id, parent_request_id, turn)
-        return await self._generate(prompts, sampling_params, request_ids, None, 0, timeout, session)
+        session = self._session(session_id)
+        prompts = as_prompts(prompts)
+        if any(prompt.media for prompt in prompts):
+            raise InvalidRequest(
+                "turns of a session hold no images, video or audio yet; use generate()", field="prompts"
+            )
+        whole = [
+            session.prompt(token_ids, parent_request_id, turn)
+            for token_ids in self._builder_for(Task.GENERATE, "generate_with_session()").prompt_token_ids(prompts)
+        ]
+        output = await self._generate(whole, sampling_params, request_ids, None, 0, timeout)
+        for completion in output.completions:
+            session.add(completion, parent_request_id, turn)
+        return output
 
     async def compute_logprobs(
         self, sequences: Sequence[Sequence[int]], *, top_k: int = 0, timeout: float | None = None
@@ -465,25 +486,21 @@ class InferenceEngine:
     # Sessions ----------------------------------------------------------------------------------------------------
 
     async def open_session(self, capacity: int, *, session_id: str | None = None) -> str:
-        """Open a session that keeps up to ``capacity`` tokens in the engine's cache; return its id."""
+        """Open a session whose turns have up to ``capacity`` tokens, with all that they build on; return its id."""
         self._require("open_session()", Capability.SESSIONS)
         if type(capacity) is not int or capacity < 1:
             raise InvalidRequest(f"capacity={capacity!r}: expected an integer of at least 1", field="capacity")
         session_id = session_id or uuid.uuid4().hex
         if session_id in self._sessions:
             raise InvalidRequest(f"session_id={session_id!r} is open already; close it first", field="session_id")
-        async with self._bounded("the session to open"):
-            await self._backend.open_session(session_id, capacity)
-        self._sessions.add(session_id)
+        self._sessions[session_id] = Session(session_id, capacity)
         return session_id
 
     async def close_session(self, session_id: str) -> None:
         """Close a session; turns that name it afterwards are refused."""
         self._require("close_session()", Capability.SESSIONS)
-        self._require_session(session_id)
-        self._sessions.discard(session_id)
-        async with self._bounded("the session to close"):
-            await self._backend.close_session(session_id)
+        self._session(session_id)
+        del self._sessions[session_id]
 
     # Pause -------------------------------------------------------------------------------------------------------
 
@@ -935,23 +952,21 @@ class InferenceEngine:
         request_ids: Sequence[str] | None = None,
         lora: str | None = None,
         priority: int = 0,
-        session: SessionTurn | None = None,
     ) -> list[Flight]:
         builder = self._builder_for(Task.GENERATE, action)
         if lora is not None and Capability.LORA in self.capabilities:
             self._require_lora(lora, "lora")
-        return builder.build(
-            prompts, sampling_params, request_ids=request_ids, lora=lora, priority=priority, session=session
-        )
+        return builder.build(prompts, sampling_params, request_ids=request_ids, lora=lora, priority=priority)
 
     def _require_lora(self, name: str, field: str) -> None:
         if name not in self._loras:
             loaded = ", ".join(sorted(self._loras)) or "none"
             raise InvalidRequest(f"{field}={name!r} is not loaded; loaded: {loaded}", field=field)
 
-    def _require_session(self, session_id: str) -> None:
+    def _session(self, session_id: str) -> Session:
         if session_id not in self._sessions:
             raise InvalidRequest(f"session_id={session_id!r} is not open; open_session() gives one", field="session_id")
+        return self._sessions[session_id]
 
     def _builder_for(self, task: Task, action: str) -> RequestBuilder:
         self._status.require_admission(action)

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from drivetrain.backend import GenerateRequest, GenerateResult, ModelInfo, SessionTurn
+from drivetrain.backend import GenerateRequest, GenerateResult, ModelInfo
 from drivetrain.capability import Capability
 from drivetrain.config import EngineConfig
 from drivetrain.errors import EngineInternalError, InvalidRequest
@@ -60,7 +60,6 @@ class RequestBuilder:
         request_ids: Sequence[str] | None = None,
         lora: str | None = None,
         priority: int = 0,
-        session: SessionTurn | None = None,
     ) -> list[Flight]:
         """Validate a call and return one flight per sample, prompt by prompt.
 
@@ -79,7 +78,7 @@ class RequestBuilder:
             require(self._capabilities, Capability.PRIORITY, f"priority={priority}", self._config.backend)
         flights: list[Flight] = []
         for index, (prompt, one, request_id) in enumerate(zip(checked, params, ids, strict=True)):
-            flights.extend(self._flights(index, prompt, one, request_id, lora, priority, session))
+            flights.extend(self._flights(index, prompt, one, request_id, lora, priority))
         return flights
 
     def prompt_token_ids(self, prompts: PromptLike | Sequence[PromptLike]) -> list[list[int]]:
@@ -107,7 +106,6 @@ class RequestBuilder:
         request_id: str,
         lora: str | None,
         priority: int,
-        session: SessionTurn | None,
     ) -> list[Flight]:
         token_ids = self._encode(index, prompt)
         max_new_tokens = resolve_max_new_tokens(params, len(token_ids), f"prompts[{index}]", self._model)
@@ -127,7 +125,6 @@ class RequestBuilder:
                     seed=self._seed(params, sample),
                     lora=lora,
                     priority=priority,
-                    session=session,
                     media=prompt.media,
                 ),
                 prompt_index=index,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from drivetrain_weight_sync.digest import digest, digests
 from drivetrain_weight_sync.plan import check_plan, make_plan
 from drivetrain_weight_sync.receiver import Phase, Receiver
+from drivetrain_weight_sync.recorded import RecordedTarget
 from drivetrain_weight_sync.source import WeightInput
 from drivetrain_weight_sync.strategy import Strategy
 from drivetrain_weight_sync.sync import UpdatableEngine, WeightSync, WeightSyncResult
@@ -14,6 +15,7 @@ __all__ = [
     "ModuleTarget",
     "Phase",
     "Receiver",
+    "RecordedTarget",
     "Strategy",
     "UpdatableEngine",
     "WeightInput",

@@ -48,6 +48,7 @@ _ALWAYS = frozenset(
         Capability.FREQUENCY_PENALTY,
         Capability.PRESENCE_PENALTY,
         Capability.LOGIT_BIAS,
+        Capability.LOGIT_PROCESSORS,
         Capability.SEED,
         Capability.PRIORITY,
         Capability.PAUSE_IN_PLACE,

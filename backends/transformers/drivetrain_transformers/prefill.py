@@ -8,9 +8,9 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache
 
 from drivetrain.outputs import TopLogprobs
+from drivetrain_sampling import top_logprobs
 from drivetrain_transformers.model import LoadedModel
 from drivetrain_transformers.prefix_cache import PrefixCache
-from drivetrain_transformers.sampler import top_logprobs
 from drivetrain_transformers.sequences import Sequence
 
 

@@ -15,12 +15,12 @@ from drivetrain.errors import DrivetrainError, EngineOutOfMemory
 from drivetrain.outputs import FinishReason
 from drivetrain.stops import StopMatcher
 from drivetrain.tokenizer import Tokenizer
+from drivetrain_sampling import Drawn, Row, Sampler
 from drivetrain_transformers.errors import as_engine_error
 from drivetrain_transformers.kv_cache import RunningCache
 from drivetrain_transformers.model import LoadedModel
 from drivetrain_transformers.prefill import Prefill
 from drivetrain_transformers.prefix_cache import BLOCK, PrefixCache
-from drivetrain_transformers.sampler import Drawn, Row, Sampler
 from drivetrain_transformers.sequences import Sequence, Sink
 
 
@@ -91,7 +91,7 @@ class Scheduler:
         params = request.params
         sequence = Sequence(
             request=request,
-            row=Row(request, seed, []),
+            row=Row(request.params, request.logprobs_mode, request.prompt_token_ids, request.stop_token_ids, seed),
             sink=sink,
             streamed=streamed,
             arrival=next(self._arrivals),

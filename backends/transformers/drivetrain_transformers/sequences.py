@@ -9,7 +9,7 @@ from drivetrain.backend import GenerateRequest, GenerateResult, TokenDelta
 from drivetrain.errors import DrivetrainError
 from drivetrain.outputs import FinishReason, TopLogprobs, VersionSpan
 from drivetrain.stops import StopMatcher
-from drivetrain_transformers.sampler import Row
+from drivetrain_sampling import Row
 
 Sink = Callable[[GenerateResult | TokenDelta | DrivetrainError], None]
 """Where a sequence's result goes (or its error), and its deltas if it is streamed. Called in the runner's thread."""

@@ -13,7 +13,7 @@ from typing import Final, Union, get_args, get_origin
 import msgspec
 from pydantic import BaseModel
 
-from drivetrain.backend import GenerateRequest, SessionTurn
+from drivetrain.backend import GenerateRequest
 from drivetrain.errors import WireError
 from drivetrain.prompts import MediaInput
 from drivetrain.sampling import LogprobsMode, SamplingParams
@@ -140,7 +140,6 @@ class _Request(msgspec.Struct, array_like=True, frozen=True, gc=False):
     seed: int | None
     lora: str | None
     priority: int
-    session: SessionTurn | None
     media: tuple[msgspec.Raw, ...]
 
 
@@ -182,7 +181,6 @@ class _RequestCodec(Codec):
                 value.seed,
                 value.lora,
                 value.priority,
-                value.session,
                 tuple(map(_media.encode, value.media)) if value.media else (),
             )
         )
@@ -210,7 +208,6 @@ class _RequestCodec(Codec):
             request.seed,
             request.lora,
             request.priority,
-            request.session,
             tuple(_decode_media(item) for item in request.media),
         )
 

@@ -1,20 +1,27 @@
 """Draws one token for each row of a batch, each row with its own params and its own random stream.
 
-The order is: logit bias and penalties, ``min_new_tokens``, temperature, top-k, top-p over what is left, min-p. The
-random number for a row is a function of its seed and of how many tokens it has, so that what else is in the
-batch, a pause, or a retraction changes nothing.
+The order is: logit processors, penalties, logit bias, ``min_new_tokens``, temperature, top-k, top-p over what is left,
+min-p. The random number for a row is a function of its seed and of how many tokens it has, so that what else is in
+the batch, a pause, or a retraction changes nothing.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from drivetrain.backend import GenerateRequest
 from drivetrain.outputs import TopLogprobs
-from drivetrain.sampling import LogprobsMode
+from drivetrain.sampling import (
+    ActionMask,
+    DisallowedTokens,
+    LogitProcessor,
+    LogprobsMode,
+    SamplingParams,
+    TemperatureSchedule,
+)
 
 _GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -51,9 +58,27 @@ def _shift_right(bits: torch.Tensor, by: int) -> torch.Tensor:
 class Row:
     """What the sampler needs to know of one sample."""
 
-    request: GenerateRequest
+    params: SamplingParams
+    """How it is drawn; ``seed`` and ``max_new_tokens`` are not looked at."""
+    logprobs_mode: LogprobsMode
+    prompt_token_ids: Sequence[int]
+    stop_token_ids: Sequence[int]
+    """Ids that may not be drawn before ``min_new_tokens``."""
     seed: int
-    generated: list[int]
+    generated: list[int] = field(default_factory=list)
+    """The ids drawn so far; whoever draws adds to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One step's tokens, and the logits that they were drawn from, all on the batch's device."""
+
+    token_ids: torch.Tensor
+    """int64, shape (rows,)."""
+    raw: torch.Tensor
+    """The model's own, float32, shape (rows, vocabulary)."""
+    processed: torch.Tensor
+    """After everything, minus infinity where a token could not be drawn; of greedy rows the largest is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +98,7 @@ class Sampler:
     def __init__(self, rows: list[Row], device: torch.device) -> None:
         self._rows = rows
         self._device = device
-        params = [row.request.params for row in rows]
+        params = [row.params for row in rows]
         self.steps = self._long([len(row.generated) for row in rows])
         self._seeds = self._long([row.seed for row in rows])
         self._greedy = self._mask([p.temperature == 0 for p in params])
@@ -88,9 +113,8 @@ class Sampler:
         self._repetition = [i for i, p in enumerate(params) if p.repetition_penalty != 1]
         self._counted = [i for i, p in enumerate(params) if p.frequency_penalty or p.presence_penalty]
         self._held_back = [i for i, p in enumerate(params) if p.min_new_tokens]
-        self._modes = [
-            row.request.logprobs_mode if p.logprobs is not None else None for row, p in zip(rows, params, strict=True)
-        ]
+        self._processed = [i for i, p in enumerate(params) if p.logit_processors]
+        self._modes = [row.logprobs_mode if row.params.logprobs is not None else None for row in rows]
         self._top = [(i, p.logprobs) for i, p in enumerate(params) if p.logprobs]
 
     def draw(self, logits: torch.Tensor) -> Drawn:
@@ -99,14 +123,42 @@ class Sampler:
         Args:
             logits: The model's own, shape (rows, vocabulary), any float type. Not changed.
         """
-        raw = logits.float()
-        adjusted = self._adjust(raw)
+        choice = self.choose(logits)
+        return Drawn(choice.token_ids.tolist(), *self._describe(choice))
+
+    def choose(self, logits: torch.Tensor, raw: torch.Tensor | None = None) -> Choice:
+        """Draw one token for each row, and leave everything on the device.
+
+        Args:
+            logits: Shape (rows, vocabulary), any float type. Not changed.
+            raw: The model's own logits, where ``logits`` hold something more, such as a grammar's mask.
+        """
+        logits = logits.float()
+        adjusted = self._adjust(logits)
         scaled = adjusted if self._plain_temperature else adjusted / self._temperature[:, None]
         processed = self._truncate(scaled)
-        chosen = self._choose(adjusted, processed)
-        drawn = Drawn(chosen.tolist(), *self._describe(raw, processed, chosen))
+        token_ids = self._choose(adjusted, processed)
         self.steps += 1
-        return drawn
+        return Choice(token_ids, logits if raw is None else raw.float(), processed)
+
+    def logprobs(self, choice: Choice) -> torch.Tensor:
+        """Logprobs of every token, each row in its own mode; raw for rows that want none.
+
+        Returns:
+            float32, shape (rows, vocabulary).
+        """
+        logprobs = choice.raw.log_softmax(-1)
+        for mode in {mode for mode in self._modes if mode not in (None, LogprobsMode.RAW)}:
+            rows = self._long([i for i, own in enumerate(self._modes) if own is mode])
+            logprobs[rows] = self._logits_of(mode, choice)[rows].log_softmax(-1)
+        certain = [i for i, mode in enumerate(self._modes) if mode is LogprobsMode.PROCESSED and self._is_greedy(i)]
+        if certain:
+            logprobs[self._long(certain)] = -torch.inf
+            logprobs[self._long(certain), choice.token_ids[self._long(certain)]] = 0.0
+        return logprobs
+
+    def _is_greedy(self, row: int) -> bool:
+        return self._rows[row].params.temperature == 0
 
     def _choose(self, adjusted: torch.Tensor, processed: torch.Tensor) -> torch.Tensor:
         if self._all_greedy:
@@ -120,28 +172,44 @@ class Sampler:
         return torch.where(self._greedy, adjusted.argmax(-1), drawn) if self._any_greedy else drawn
 
     def _adjust(self, raw: torch.Tensor) -> torch.Tensor:
-        if not (self._biased or self._repetition or self._counted or self._held_back):
+        if not (self._processed or self._biased or self._repetition or self._counted or self._held_back):
             return raw
         logits = raw.clone()
+        for i in self._processed:
+            row = self._rows[i]
+            for processor in row.params.logit_processors:
+                self._process(logits[i], processor, len(row.generated))
         for i in self._repetition:
             row = self._rows[i]
-            seen = self._long(sorted({*row.request.prompt_token_ids, *row.generated}))
-            penalty, values = row.request.params.repetition_penalty, logits[i, seen]
+            seen = self._long(sorted({*row.prompt_token_ids, *row.generated}))
+            penalty, values = row.params.repetition_penalty, logits[i, seen]
             logits[i, seen] = torch.where(values > 0, values / penalty, values * penalty)
         for i in self._counted:
             counts = Counter(self._rows[i].generated)
             if counts:
-                params = self._rows[i].request.params
+                params = self._rows[i].params
                 lowered = [params.frequency_penalty * count + params.presence_penalty for count in counts.values()]
                 logits[i, self._long(list(counts))] -= self._float(lowered)
         for i in self._biased:
-            bias = self._rows[i].request.params.logit_bias
+            bias = self._rows[i].params.logit_bias
             logits[i, self._long(list(bias))] += self._float(list(bias.values()))
         for i in self._held_back:
             row = self._rows[i]
-            if len(row.generated) < row.request.params.min_new_tokens and row.request.stop_token_ids:
-                logits[i, self._long(list(row.request.stop_token_ids))] = -torch.inf
+            if len(row.generated) < row.params.min_new_tokens and row.stop_token_ids:
+                logits[i, self._long(list(row.stop_token_ids))] = -torch.inf
         return logits
+
+    def _process(self, logits: torch.Tensor, processor: LogitProcessor, step: int) -> None:
+        """Change one row's logits in place."""
+        match processor:
+            case ActionMask(allowed_token_ids=ids):
+                allowed = torch.zeros_like(logits, dtype=torch.bool)
+                allowed[self._long(list(ids))] = True
+                logits.masked_fill_(~allowed, -torch.inf)
+            case DisallowedTokens(token_ids=ids):
+                logits[self._long(list(ids))] = -torch.inf
+            case TemperatureSchedule():
+                logits /= _scheduled_temperature(processor, step)
 
     def _truncate(self, scaled: torch.Tensor) -> torch.Tensor:
         if self._top_k is None and self._top_p is None and self._min_p is None:
@@ -159,39 +227,37 @@ class Sampler:
             ordered = ordered.masked_fill(share < self._min_p[:, None] * share[:, :1], -torch.inf)
         return torch.empty_like(scaled).scatter_(-1, order, ordered)
 
-    def _describe(
-        self, raw: torch.Tensor, processed: torch.Tensor, chosen: torch.Tensor
-    ) -> tuple[list[float] | None, dict[int, TopLogprobs]]:
+    def _describe(self, choice: Choice) -> tuple[list[float] | None, dict[int, TopLogprobs]]:
         wanted = {mode for mode in self._modes if mode is not None}
         if not wanted:
             return None, {}
         by_mode: dict[LogprobsMode, list[float]] = {}
         top: dict[int, TopLogprobs] = {}
         for mode in wanted:
-            logits = self._logits_of(mode, raw, processed)
+            logits = self._logits_of(mode, choice)
             normaliser = logits.logsumexp(-1)
-            values = logits.gather(-1, chosen[:, None])[:, 0] - normaliser
+            values = logits.gather(-1, choice.token_ids[:, None])[:, 0] - normaliser
             if mode is LogprobsMode.PROCESSED and self._any_greedy:
                 values = values.masked_fill(self._greedy, 0.0)
             by_mode[mode] = values.tolist()
             for i, count in self._top:
                 if self._modes[i] is mode and count:
-                    if mode is LogprobsMode.PROCESSED and self._rows[i].request.params.temperature == 0:
-                        top[i] = [(int(chosen[i]), 0.0)]
+                    if mode is LogprobsMode.PROCESSED and self._is_greedy(i):
+                        top[i] = [(int(choice.token_ids[i]), 0.0)]
                     else:
                         top[i] = top_logprobs(logits[i] - normaliser[i], count)
         if len(wanted) == 1:
             return next(iter(by_mode.values())), top
         return [by_mode[mode][i] if mode is not None else 0.0 for i, mode in enumerate(self._modes)], top
 
-    def _logits_of(self, mode: LogprobsMode, raw: torch.Tensor, processed: torch.Tensor) -> torch.Tensor:
+    def _logits_of(self, mode: LogprobsMode, choice: Choice) -> torch.Tensor:
         match mode:
             case LogprobsMode.RAW:
-                return raw
+                return choice.raw
             case LogprobsMode.TEMPERATURE:
-                return raw if self._plain_temperature else raw / self._temperature[:, None]
+                return choice.raw if self._plain_temperature else choice.raw / self._temperature[:, None]
             case LogprobsMode.PROCESSED:
-                return processed
+                return choice.processed
 
     def _long(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.long, device=self._device)
@@ -201,6 +267,12 @@ class Sampler:
 
     def _mask(self, values: list[bool]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.bool, device=self._device)
+
+
+def _scheduled_temperature(schedule: TemperatureSchedule, step: int) -> float:
+    last = schedule.steps - 1
+    share = min(step, last) / last if last else 1.0
+    return schedule.start + (schedule.end - schedule.start) * share
 
 
 def top_logprobs(logprobs: torch.Tensor, count: int) -> TopLogprobs:

@@ -1,0 +1,427 @@
+# pyright: reportMissingImports=false
+"""The SGLang backend: ``sglang.Engine`` here, its scheduler in a process of its own, and what reaches both."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import itertools
+import os
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, ClassVar, Final, cast
+
+from drivetrain.backend import Backend, EngineStats, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
+from drivetrain.capability import Capability
+from drivetrain.config import EngineConfig, Isolation, Task
+from drivetrain.errors import EngineBusy, EngineInternalError, EngineStartError, InvalidConfig, InvalidRequest
+from drivetrain.memory import MemoryTag, PauseMode
+from drivetrain.sampling import LogprobsMode, SamplingParams
+from drivetrain.weights import CommitUpdate, TensorData, WeightManifest, WeightMessage, WeightReply, WeightReport
+from drivetrain_sglang.errors import as_engine_error
+from drivetrain_sglang.inside import SWITCH
+from drivetrain_sglang.translate import (
+    CONFIG_NAMES,
+    Collected,
+    context_length_of,
+    device_of,
+    engine_arguments,
+    fitting,
+    labels_tokens,
+    request_fields,
+    shortened,
+)
+
+_ALWAYS: Final = frozenset(
+    {
+        Capability.STREAMING,
+        Capability.ABORT,
+        Capability.LOGPROBS_RAW,
+        Capability.LOGPROBS_TEMPERATURE,
+        Capability.LOGPROBS_PROCESSED,
+        Capability.TOP_LOGPROBS,
+        Capability.PROMPT_LOGPROBS,
+        Capability.SCORE_TOKENS,
+        Capability.STOP_TOKEN_IDS,
+        Capability.IGNORE_EOS,
+        Capability.MIN_NEW_TOKENS,
+        Capability.TOP_K,
+        Capability.TOP_P,
+        Capability.MIN_P,
+        Capability.REPETITION_PENALTY,
+        Capability.FREQUENCY_PENALTY,
+        Capability.PRESENCE_PENALTY,
+        Capability.LOGIT_BIAS,
+        Capability.LOGIT_PROCESSORS,
+        Capability.SEED,
+        Capability.PRIORITY,
+        Capability.STRUCTURED_JSON,
+        Capability.STRUCTURED_REGEX,
+        Capability.STRUCTURED_EBNF,
+        Capability.PAUSE_IN_PLACE,
+        Capability.PAUSE_RETRACT,
+        Capability.SLEEP_WEIGHTS,
+        Capability.SLEEP_KV_CACHE,
+        Capability.WEIGHTS_SHARED_MEMORY,
+        Capability.WEIGHTS_DISK,
+        Capability.WEIGHT_UPDATE_IN_FLIGHT,
+        Capability.VERSION_SPANS,
+        Capability.READ_WEIGHTS,
+        Capability.PROFILE,
+        Capability.EMBED,
+        Capability.REWARD_SCORE,
+    }
+)
+_ABORT_AGAIN_S: Final = 0.1
+_LAST_STEP_S: Final = 10.0
+
+
+class SGLangBackend(Backend):
+    """Any model that SGLang serves. It belongs in a host process: SGLang ends its process, and that one's children."""
+
+    name: ClassVar[str] = "sglang"
+    engine_distribution: ClassVar[str] = "sglang"
+    config_names: ClassVar[Mapping[str, str]] = CONFIG_NAMES
+    default_isolation: ClassVar[Isolation] = Isolation.PROCESS
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._engine: Any = None
+        self._calls = ThreadPoolExecutor(1, thread_name_prefix="drivetrain-sglang-rpc")
+        self._numbers = itertools.count()
+        self._prefix = uuid.uuid4().hex[:12]
+        self._rids: dict[str, str] = {}
+        self._version = config.weight_version
+        self._cache_epoch = 0
+        self._expert_shape = (0, 0)
+        """MoE layers, and experts of one token in each."""
+        self._profile: tuple[Path, set[Path]] = (Path(), set())
+
+    @classmethod
+    def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
+        """What SGLang does here, together with what runs inside it."""
+        claimed = set(_ALWAYS)
+        if config.enable_prefix_caching:
+            claimed.add(Capability.PREFIX_CACHE)
+        if not labels_tokens():
+            claimed.discard(Capability.WEIGHT_UPDATE_IN_FLIGHT)
+        if config.enable_lora:
+            claimed.add(Capability.LORA)
+        if config.engine_kwargs.get("enable_return_hidden_states"):
+            claimed.add(Capability.HIDDEN_STATES)
+        if config.engine_kwargs.get("enable_return_routed_experts"):
+            claimed.add(Capability.ROUTED_EXPERTS)
+        if device_of(config) != "cpu":
+            claimed.add(Capability.SLEEP_KEEPS_WEIGHTS)
+            if not config.enable_sleep or importlib.util.find_spec("torch_memory_saver") is None:
+                claimed -= {Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, Capability.SLEEP_KEEPS_WEIGHTS}
+        return frozenset(claimed)
+
+    # Lifecycle ---------------------------------------------------------------------------------------------------
+
+    async def start(self, report: Callable[[str], None]) -> ModelInfo:
+        """Start SGLang; its event loop is this one from here on."""
+        report("importing SGLang")
+        os.environ[SWITCH] = "1"
+        os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+        try:
+            info = self._start(report)
+        except (InvalidConfig, EngineStartError):
+            raise
+        except Exception as error:
+            raise EngineStartError(f"SGLang does not start: {type(error).__name__}: {error}") from error
+        report("warming up")
+        await self._warm_up(info)
+        return info
+
+    def _start(self, report: Callable[[str], None]) -> ModelInfo:
+        # In this thread: SGLang takes signals, which only the main thread can.
+        from transformers import AutoConfig
+
+        config = self.config
+        device = device_of(config)
+        model_config = AutoConfig.from_pretrained(
+            config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+        text = model_config.get_text_config()
+        own = getattr(text, "max_position_embeddings", None) or 2**20
+        context_length = context_length_of(own, config.context_length)
+        report(f"starting SGLang {version(self.engine_distribution)} on {device}")
+        dtype = str(getattr(text, "dtype", None) or "auto").removeprefix("torch.")
+        self._engine = _engine_class()(**engine_arguments(config, device, dtype, context_length))
+        started = self._engine._scheduler_init_result.scheduler_infos[0]
+        served = self._manager.model_config
+        self._expert_shape = (int(text.num_hidden_layers), int(getattr(text, "num_experts_per_tok", None) or 0))
+        from drivetrain_sglang.inside.model import eos_token_ids
+
+        return ModelInfo(
+            vocab_size=served.vocab_size,
+            context_length=fitting(context_length, started.get("max_total_num_tokens", float("inf"))),
+            eos_token_ids=eos_token_ids(served),
+            dtype=str(served.dtype).removeprefix("torch."),
+            architecture=(model_config.architectures or [type(model_config).__name__])[0],
+            parameters=_parameters(model_config),
+            device=device,
+        )
+
+    async def _warm_up(self, info: ModelInfo) -> None:
+        """The first request finds everything cold, and one that is aborted meanwhile would have no token."""
+        if self.config.task is not Task.GENERATE:
+            await self._pooled([[0, 0]])
+            return
+        for params in (SamplingParams(temperature=0), SamplingParams(min_p=0.1, top_k=2)):
+            request = GenerateRequest("warm-up", [0, 0], params, 2, (), LogprobsMode.TEMPERATURE)
+            await self.generate(request)
+        await self.reset_prefix_cache()
+
+    async def close(self) -> None:
+        """End SGLang's processes."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await asyncio.to_thread(engine.shutdown)
+        self._calls.shutdown(wait=False, cancel_futures=True)
+
+    async def stats(self) -> EngineStats:
+        """Requests and memory, as the scheduler counts them."""
+        return cast(EngineStats, await self._ask("stats"))
+
+    # Generation --------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Generate one sample."""
+        collected = Collected(request, self._expert_shape)
+        async for output in self._outputs(request, stream=False):
+            collected.add(output)
+        return collected.result(self._version)
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        """Generate one sample, a delta a step."""
+        collected = Collected(request, self._expert_shape)
+        async for output in self._outputs(request, stream=True):
+            ids, logprobs, top = collected.add(output)
+            ended = output["meta_info"].get("finish_reason") is not None
+            if ids or ended:
+                yield TokenDelta(ids, logprobs, top, collected.result(self._version) if ended else None)
+
+    async def _outputs(self, request: GenerateRequest, *, stream: bool) -> AsyncGenerator[Mapping[str, Any], None]:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        # SGLang aborts whatever begins like the id that it is given: none of these is the beginning of another.
+        rid = f"{self._prefix}-{next(self._numbers)}."
+        self._rids[request.request_id] = rid
+        wanted = GenerateReqInput(**request_fields(request, rid, f"drivetrain-{self._cache_epoch}", stream=stream))
+        try:
+            async with aclosing(self._manager.generate_request(wanted)) as outputs:
+                try:
+                    async for output in outputs:
+                        yield output
+                except (asyncio.CancelledError, GeneratorExit):
+                    self._abort(request.request_id, rid)
+                    raise
+        except Exception as error:
+            raise as_engine_error(error) from error
+        finally:
+            self._rids.pop(request.request_id, None)
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """End requests, running, waiting or frozen."""
+        for request_id in request_ids:
+            rid = self._rids.get(request_id)
+            if rid is not None:
+                self._abort(request_id, rid)
+
+    def _abort(self, request_id: str, rid: str) -> None:
+        if self._engine is None or self._rids.get(request_id) != rid:
+            return
+        from sglang.srt.managers.io_struct import AbortReq
+
+        # Not by abort_request, which speaks for a request only once, and not at all for one that nobody waits for.
+        self._manager._dispatch_to_scheduler(AbortReq(rid=rid))
+        # It may have overtaken the request on its way to the scheduler.
+        asyncio.get_running_loop().call_later(_ABORT_AGAIN_S, self._abort, request_id, rid)
+
+    # Pause and memory --------------------------------------------------------------------------------------------
+
+    async def freeze(self, mode: PauseMode) -> None:
+        """Stop stepping; ``RETRACT`` lets the caches go."""
+        await self._ask("freeze", mode)
+
+    async def unfreeze(self) -> None:
+        """Step again."""
+        await self._ask("unfreeze")
+
+    async def sleep(self, tags: frozenset[MemoryTag]) -> None:
+        """Give back memory, through SGLang's memory saver on a GPU."""
+        if MemoryTag.KV_CACHE in tags:
+            self._cache_epoch += 1
+        # A request whose caller went away takes one step more, of which nobody outside the scheduler knows.
+        ends = asyncio.get_running_loop().time() + _LAST_STEP_S
+        while True:
+            try:
+                await self._ask("sleep", tags)
+            except EngineBusy:
+                if asyncio.get_running_loop().time() > ends:
+                    raise
+                await asyncio.sleep(0.01)
+            else:
+                return
+
+    async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
+        """Take it again."""
+        await self._ask("wake_up", tags)
+
+    async def reset_prefix_cache(self) -> None:
+        """Ask for no earlier prefix any more, and let go of those that no frozen request holds."""
+        self._cache_epoch += 1
+        await self._ask("reset_prefix_cache")
+
+    # Weights -----------------------------------------------------------------------------------------------------
+
+    async def weight_manifest(self) -> WeightManifest:
+        """Tensors by their checkpoint names."""
+        return cast(WeightManifest, await self._ask("weight_manifest"))
+
+    async def receive_weights(self, message: WeightMessage) -> WeightReply:
+        """Take one step of an update, between two steps of the batch."""
+        reply = cast(WeightReply, await self._ask("receive_weights", message))
+        if isinstance(message, CommitUpdate):
+            self._version = message.version
+        return reply
+
+    async def set_weight_version(self, version: str) -> None:
+        """Label the weights."""
+        await self._ask("set_weight_version", version)
+        self._version = version
+
+    async def read_weight(self, name: str) -> TensorData:
+        """Copy one tensor out."""
+        return cast(TensorData, await self._ask("read_weight", name))
+
+    async def validate_weights(self) -> WeightReport:
+        """Look at every tensor where it lies."""
+        return cast(WeightReport, await self._ask("validate_weights"))
+
+    # LoRA --------------------------------------------------------------------------------------------------------
+
+    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
+        """Load an adapter from a peft folder."""
+        from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput
+
+        wanted = LoadLoRAAdapterReqInput(lora_name=lora_name, lora_path=lora_path, pinned=pinned)
+        _require_success("lora_path", await self._manager.load_lora_adapter(wanted, None))
+
+    async def unload_lora_adapter(self, lora_name: str) -> None:
+        """Unload an adapter."""
+        from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
+
+        wanted = UnloadLoRAAdapterReqInput(lora_name=lora_name)
+        _require_success("lora_name", await self._manager.unload_lora_adapter(wanted, None))
+
+    # Models that do not generate ---------------------------------------------------------------------------------
+
+    async def embed(self, prompts: list[list[int]], dimensions: int | None) -> list[list[float]]:
+        """Return one vector of length 1 per prompt."""
+        vectors = await self._pooled(prompts)
+        return vectors if dimensions is None else [shortened(vector, dimensions) for vector in vectors]
+
+    async def reward_score(self, sequences: list[list[int]]) -> list[float]:
+        """Return the model's first score per sequence."""
+        return [scores[0] for scores in await self._pooled(sequences)]
+
+    async def _pooled(self, sequences: list[list[int]]) -> list[list[float]]:
+        from sglang.srt.managers.io_struct import EmbeddingReqInput
+
+        try:
+            async with aclosing(self._manager.generate_request(EmbeddingReqInput(input_ids=sequences))) as outputs:
+                async for output in outputs:
+                    return [list(one["embedding"]) for one in output]
+        except Exception as error:
+            raise as_engine_error(error) from error
+        raise EngineInternalError("SGLang ended a request for embeddings without a result")
+
+    # Profile -----------------------------------------------------------------------------------------------------
+
+    async def start_profile(self, directory: str) -> None:
+        """Begin to record the scheduler with torch's profiler."""
+        from sglang.srt.managers import io_struct
+
+        activities = ["CPU"] if device_of(self.config) == "cpu" else ["CPU", "GPU"]
+        request = io_struct.ProfileReq(output_dir=directory, activities=activities, with_stack=False)
+        self._profile = Path(directory), await asyncio.to_thread(_files_in, Path(directory))
+        await self._manager.start_profile(request)
+
+    async def stop_profile(self) -> str:
+        """Write the trace file."""
+        await self._manager.stop_profile()
+        directory, before = self._profile
+        after = await asyncio.to_thread(_files_in, directory)
+        written = sorted(path for path in after - before if ".json" in path.name)
+        if not written:
+            raise EngineInternalError(f"SGLang wrote no trace file into {directory}")
+        return str(written[0])
+
+    # ---------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _manager(self) -> Any:
+        if self._engine is None:
+            raise EngineInternalError("the SGLang backend is not running")
+        return self._engine.tokenizer_manager
+
+    async def _ask(self, method: str, *arguments: object) -> object:
+        """Call the worker in the scheduler's process."""
+        from drivetrain_sglang.inside import control
+
+        engine = self._engine
+        if engine is None:
+            raise EngineInternalError("the SGLang backend is not running")
+        question = control.ask(method, arguments)
+
+        def call() -> str:
+            from sglang.srt.managers.io_struct import RpcReqInput, sock_recv, sock_send
+
+            sock_send(engine.send_to_rpc, RpcReqInput(method=control.CALL, parameters={"question": question}))
+            answer = sock_recv(engine.send_to_rpc)
+            if not answer.success:
+                raise control.failed(answer.message)
+            return str(answer.message)
+
+        return control.result_of(method, await asyncio.get_running_loop().run_in_executor(self._calls, call))
+
+
+def _files_in(directory: Path) -> set[Path]:
+    directory.mkdir(parents=True, exist_ok=True)
+    return set(directory.iterdir())
+
+
+def _require_success(field: str, result: Any) -> None:
+    if not result.success:
+        raise InvalidRequest(f"SGLang refused it: {result.error_message}", field=field)
+
+
+def _engine_class() -> Any:
+    """``sglang.Engine`` without a detokenizer: its requests and results are token ids."""
+    from sglang.srt.entrypoints.engine import Engine
+
+    class TokenEngine(Engine):
+        @classmethod
+        def _launch_detokenizer_subprocesses(cls, *arguments: object, **named: object) -> tuple[list[Any], list[str]]:
+            return [], []
+
+    return TokenEngine
+
+
+def _parameters(model_config: Any) -> int:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    scores = any("SequenceClassification" in name for name in model_config.architectures or ())
+    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = kind.from_config(model_config)  # type: ignore[no-untyped-call]
+    model.tie_weights()
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,24 @@
+"""From SGLang's errors to drivetrain's."""
+
+from __future__ import annotations
+
+from drivetrain.errors import DrivetrainError, EngineInternalError, EngineOutOfMemory, InvalidRequest
+
+OUT_OF_MEMORY = ("out of memory", "not enough memory", "kv cache pool is full", "cannot allocate memory")
+"""Words by which SGLang's errors are known to mean it."""
+
+
+def as_engine_error(error: BaseException) -> DrivetrainError:
+    """Return ``error`` as a member of drivetrain's tree; out of memory is told from everything else."""
+    if isinstance(error, DrivetrainError):
+        return error
+    words = str(error).lower()
+    mapped: DrivetrainError
+    if any(known in words for known in OUT_OF_MEMORY):
+        mapped = EngineOutOfMemory(f"{type(error).__name__}: {error}")
+    elif isinstance(error, ValueError):
+        mapped = InvalidRequest(f"SGLang refused the request: {error}", field="sampling_params")
+    else:
+        mapped = EngineInternalError(f"{type(error).__name__}: {error}")
+    mapped.__cause__ = error
+    return mapped

@@ -1,0 +1,23 @@
+"""What runs inside SGLang's own processes, by its public seams: general plugins, sampler backends, method hooks.
+
+SGLang loads :func:`activate` in each process that it starts, through the entry-point group ``sglang.srt.plugins``.
+Engines that drivetrain did not start are left as they are.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+SWITCH: Final = "DRIVETRAIN_SGLANG"
+"""Environment variable that the backend sets for the processes of its engine."""
+
+
+def activate() -> None:
+    """Register the sampler and the hooks, in engines that drivetrain started."""
+    if os.environ.get(SWITCH) != "1":
+        return
+    from drivetrain_sglang.inside import control, sampling
+
+    sampling.register()
+    control.register()

@@ -1,0 +1,301 @@
+# pyright: reportMissingImports=false
+"""The primitives of the ``Backend`` page that are a scheduler's to do: in its process, between two steps."""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from drivetrain.backend import EngineStats
+from drivetrain.errors import EngineBusy, EngineStateError, InvalidRequest
+from drivetrain.memory import MemoryTag, PauseMode
+from drivetrain.weights import (
+    CommitUpdate,
+    PrepareUpdate,
+    TensorData,
+    WeightManifest,
+    WeightMessage,
+    WeightReply,
+    WeightReport,
+)
+from drivetrain_sglang.inside.memory import HostMemory
+from drivetrain_sglang.inside.model import checkpoint_of, eos_token_ids
+from drivetrain_weight_sync import Receiver, RecordedTarget
+from drivetrain_weight_sync.dtypes import spec_of
+from drivetrain_weight_sync.finite import non_finite
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+
+class Worker:
+    """One scheduler, of one rank. Methods are named as on the ``Backend`` page and mean the same."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._asleep: set[MemoryTag] = set()
+
+    @property
+    def group(self) -> Any:
+        """The ranks that take each call together; None when there is one."""
+        group = self._scheduler.tp_group
+        return group.cpu_group if group.world_size > 1 else None
+
+    @cached_property
+    def eos_token_ids(self) -> set[int]:
+        """The model's EOS ids, which a grammar ends with."""
+        return set(eos_token_ids(self._scheduler.model_config))
+
+    @property
+    def _model(self) -> torch.nn.Module:
+        model: torch.nn.Module = self._scheduler.tp_worker.model_runner.model
+        return model
+
+    @cached_property
+    def _target(self) -> RecordedTarget:
+        return RecordedTarget(self._model.load_weights, checkpoint_of(self._scheduler.model_config))  # type: ignore[arg-type]
+
+    @cached_property
+    def _receiver(self) -> Receiver:
+        return Receiver(self._target)
+
+    @cached_property
+    def _memory(self) -> HostMemory | None:
+        """Only on a CPU: on a GPU SGLang's memory saver gives memory back, at the same addresses."""
+        if next(self._model.parameters()).device.type != "cpu":
+            return None
+        cache = self._scheduler.token_to_kv_pool_allocator.get_kvcache()
+        return HostMemory(self._target.storages, cache)
+
+    def _dispatch(self, request: Any) -> Any:
+        return self._scheduler._request_dispatcher(request)
+
+    # Looking -----------------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """Count requests and memory."""
+        scheduler = self._scheduler
+        running = {req.rid for req in self._in_batch() if not req.finished()}
+        waiting = [req for req in scheduler.waiting_queue if not req.finished()]
+        cache = scheduler.token_to_kv_pool_allocator.get_kvcache()
+        weights = {
+            tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in self._model.parameters()
+        }
+        return EngineStats(
+            running=len(running),
+            waiting=len(waiting) + len(scheduler.grammar_manager.grammar_queue),
+            kv_cache_bytes=0 if MemoryTag.KV_CACHE in self._asleep else sum(_nbytes(t) for t in kv_tensors(cache)),
+            weight_bytes=0 if MemoryTag.WEIGHTS in self._asleep else sum(weights.values()),
+        )
+
+    def _in_batch(self) -> set[Req]:
+        scheduler = self._scheduler
+        batches = [scheduler.running_batch, scheduler.last_batch]
+        found = {req for batch in batches if batch is not None for req in batch.reqs}
+        if scheduler.chunked_req is not None:
+            found.add(scheduler.chunked_req)
+        return found
+
+    # Pausing -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_paused(self) -> bool:
+        return bool(self._scheduler._engine_paused)
+
+    def freeze(self, mode: PauseMode) -> None:
+        """Freeze requests, keeping their cache or not."""
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        if mode is PauseMode.IN_PLACE:
+            if self._is_paused:
+                return
+            self._settle()
+        self._scheduler.pause_generation(PauseGenerationReqInput(mode=mode.value))
+
+    def _settle(self) -> None:
+        """Take the results of steps that were launched: later they could not be told from those of newer weights."""
+        scheduler = self._scheduler
+        if not scheduler.enable_overlap or scheduler.last_batch is None:
+            return
+        while scheduler.result_queue:
+            scheduler.process_batch_result(*scheduler.result_queue.popleft())
+        last, running = scheduler.last_batch, scheduler.running_batch
+        # The loop takes a last batch to have a result in the queue: what it would do with it is done here.
+        if last.forward_mode.is_extend() and last is not running:
+            last.filter_batch(reqs_to_exclude=[req for req in (scheduler.chunked_req, last.chunked_req) if req])
+            if not last.is_empty():
+                if running.is_empty():
+                    scheduler.running_batch = last
+                else:
+                    running.merge_batch(last)
+        scheduler.last_batch = None
+
+    def unfreeze(self) -> None:
+        """Let frozen requests go on."""
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        if self._is_paused:
+            self._scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+
+    def end(self, rid: str) -> bool:
+        """End a request that takes no further step by itself; False if SGLang's own way will do."""
+        scheduler = self._scheduler
+        for req in scheduler.waiting_queue:
+            if req.rid == rid:
+                if not req.output_ids:
+                    return False
+                scheduler.waiting_queue.remove(req)
+                self._finish(req)
+                return True
+        if not self._is_paused:
+            return False
+        frozen = next((req for req in self._in_batch() if req.rid == rid and not req.finished()), None)
+        if frozen is None:
+            return False
+        self._finish(frozen)
+        self._release(frozen)
+        if scheduler.chunked_req is frozen:
+            scheduler.chunked_req = None
+        for batch in (scheduler.running_batch, scheduler.last_batch):
+            if batch is not None and frozen in batch.reqs:
+                batch.filter_batch()
+        return True
+
+    def _finish(self, req: Req) -> None:
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+        req.finished_reason = FINISH_ABORT()
+        self._scheduler.output_streamer.stream_output([req], req.return_logprob)
+
+    def _release(self, req: Req) -> None:
+        from sglang.srt.mem_cache.common import release_kv_cache
+
+        keeps = {"checkpoint", "is_insert"} & set(inspect.signature(release_kv_cache).parameters)
+        release_kv_cache(req, self._scheduler.tree_cache, **{name: False for name in keeps})
+
+    # Memory and cache --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _without_waiting(self) -> Iterator[None]:
+        """Frozen requests that wait hold no cache, but older versions refuse what wants an idle engine."""
+        scheduler = self._scheduler
+        waiting, scheduler.waiting_queue = scheduler.waiting_queue, []
+        try:
+            yield
+        finally:
+            scheduler.waiting_queue = waiting
+
+    def sleep(self, tags: frozenset[MemoryTag]) -> None:
+        """Give memory back."""
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        if MemoryTag.WEIGHTS in tags:
+            self._receiver  # noqa: B018  # its ways through the model are found while there are weights
+        with self._without_waiting():
+            if not self._scheduler.is_fully_idle():
+                raise EngineBusy("requests hold cache: abort them, or pause_generation('retract') first")
+            if self._memory is None:
+                names = sorted(tag.value for tag in tags)
+                self._dispatch(ReleaseMemoryOccupationReqInput(tags=names))
+                self._asleep |= tags
+                return
+            if MemoryTag.KV_CACHE in tags:
+                self._scheduler.flush_cache()
+        self._memory.sleep(tags)
+        self._asleep |= tags
+        _trim_heap()
+
+    def wake_up(self, tags: frozenset[MemoryTag]) -> None:
+        """Take memory again."""
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        if self._memory is None:
+            self._dispatch(ResumeMemoryOccupationReqInput(tags=sorted(tag.value for tag in tags)))
+        else:
+            self._memory.wake_up(tags)
+        self._asleep -= tags
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes that no running request holds; the backend never asks for the others again."""
+        with self._without_waiting():
+            self._scheduler.flush_cache()
+
+    # Weights -----------------------------------------------------------------------------------------------------
+
+    def _require_weights(self) -> None:
+        if MemoryTag.WEIGHTS in self._asleep:
+            raise EngineStateError(
+                "the memory of the weights was given back by sleep; call wake_up(tags=[MemoryTag.WEIGHTS]) first",
+                state="asleep",
+            )
+
+    def weight_manifest(self) -> WeightManifest:
+        """Tensors by their checkpoint names."""
+        return self._target.manifest()
+
+    def receive_weights(self, message: WeightMessage) -> WeightReply:
+        """Take one step of an update."""
+        if isinstance(message, PrepareUpdate):
+            self._require_weights()
+        reply = self._receiver.handle(message)
+        if isinstance(message, CommitUpdate):
+            self.set_weight_version(message.version)
+        return reply
+
+    def set_weight_version(self, version: str) -> None:
+        """Label the weights."""
+        # Releases that do not have it give tokens no labels: there the backend's host labels whole completions.
+        if hasattr(self._scheduler, "record_weight_version_change"):
+            self._scheduler.record_weight_version_change(new_version=version)
+
+    def read_weight(self, name: str) -> TensorData:
+        """Copy one tensor out."""
+        self._require_weights()
+        manifest = self._target.manifest()
+        own = manifest.aliases.get(name, name)
+        if own not in {spec.name for spec in manifest.tensors}:
+            raise InvalidRequest(
+                f"the model has no tensor {name!r}; 'engine.weight_manifest()' lists the names", field="name"
+            )
+        tensor = self._target.read(own).to("cpu", copy=True).contiguous()
+        return TensorData(spec_of(name, tensor), tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+
+    def validate_weights(self) -> WeightReport:
+        """Look at every tensor where it lies."""
+        self._require_weights()
+        names = [spec.name for spec in self._target.manifest().tensors]
+        nan, infinite, zero = [], [], []
+        for name in names:
+            tensor = self._target.read(name)
+            what = non_finite({name: tensor}).get(name)
+            nan += [name] if what == "NaN" else []
+            infinite += [name] if what == "infinite" else []
+            zero += [name] if tensor.numel() and not bool(tensor.any()) else []
+        return WeightReport(len(names), tuple(nan), tuple(infinite), tuple(zero))
+
+
+def kv_tensors(cache: Any) -> list[torch.Tensor]:
+    """The tensors of a pool of keys and values, whatever it is made of."""
+    found: list[torch.Tensor] = []
+    for value in vars(cache).values():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += [item for item in value if isinstance(item, torch.Tensor) and item.is_floating_point()]
+    return list({tensor.untyped_storage()._cdata: tensor for tensor in found}.values())
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
+def _trim_heap() -> None:
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

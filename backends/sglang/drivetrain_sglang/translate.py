@@ -1,0 +1,374 @@
+"""Between drivetrain's names and those of SGLang. Pure functions over plain values."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import math
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from drivetrain.backend import GenerateRequest, GenerateResult
+from drivetrain.config import EngineConfig, Task
+from drivetrain.errors import EngineInternalError, InvalidConfig, InvalidRequest
+from drivetrain.outputs import FinishReason, TopLogprobs, VersionSpan
+from drivetrain.sampling import EbnfGrammar, JsonSchema, LogprobsMode, RegexGrammar, SamplingParams
+from drivetrain_sglang.inside.sampling import KEY, Drawing
+
+CONFIG_NAMES: Final[Mapping[str, str]] = {
+    "revision": "revision",
+    "trust_remote_code": "trust_remote_code",
+    "dtype": "dtype",
+    "device": "device",
+    "gpu_memory_utilization": "mem_fraction_static",
+    "max_num_batched_tokens": "chunked_prefill_size",
+    "max_num_seqs": "max_running_requests",
+    "context_length": "context_length",
+    "enable_prefix_caching": "disable_radix_cache",
+    "attention_backend": "attention_backend",
+    "task": "is_embedding",
+    "enable_lora": "enable_lora",
+    "max_loras": "max_loras_per_batch",
+    "max_lora_rank": "max_lora_rank",
+    "enable_sleep": "enable_memory_saver",
+    "sleep_keeps_weights": "enable_weights_cpu_backup",
+    "engine_kwargs": "Engine(**)",
+}
+"""Field of EngineConfig → what honours it here."""
+
+SEEN_WORKING: Final = ("0.5.23", "0.5.23")
+"""Oldest and newest release that the conformance suite was run on."""
+
+ROOM: Final = 8
+"""Tokens by which SGLang's limits are above ours: it would cut what fits exactly short by one."""
+
+CPU_POOL: Final = 65536
+"""Tokens in the pool of keys and values on a CPU, unless ``engine_kwargs`` says."""
+
+LORA_RANK: Final = 64
+"""Largest rank of an adapter, unless ``max_lora_rank`` says."""
+
+_ON_A_CPU: Final[Mapping[str, object]] = {
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "disable_cuda_graph": True,
+    "disable_overlap_schedule": True,
+    "mem_fraction_static": 0.1,
+    "max_total_tokens": CPU_POOL,
+    "lora_backend": "torch_native",
+}
+
+
+def labels_tokens() -> bool:
+    """Whether the installed SGLang says which weights made which token. Looked up without importing it."""
+    found = importlib.util.find_spec("sglang")
+    roots = found.submodule_search_locations if found is not None else None
+    return any((Path(root) / "srt" / "utils" / "weight_versions.py").is_file() for root in roots or ())
+
+
+def device_of(config: EngineConfig) -> str:
+    """The kind of device: the configured one, or a GPU when there is one."""
+    if config.device is not None:
+        return config.device.partition(":")[0]
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def engine_arguments(config: EngineConfig, device: str, dtype: str, context_length: int) -> dict[str, object]:
+    """Keyword arguments of ``sglang.Engine``.
+
+    Args:
+        config: The configuration.
+        device: The kind of device.
+        dtype: Of the checkpoint: what SGLang takes for "auto" is another.
+        context_length: Most tokens of prompt and output together.
+
+    Raises:
+        InvalidConfig: ``engine_kwargs`` sets what the configuration has a field for, or what the backend relies on.
+    """
+    relied_on: dict[str, object] = {
+        "model_path": config.model,
+        "tokenizer_path": config.tokenizer or config.model,
+        "device": device,
+        "dtype": dtype if config.dtype == "auto" else config.dtype,
+        "trust_remote_code": config.trust_remote_code,
+        "context_length": context_length + ROOM,
+        "skip_tokenizer_init": True,
+        "incremental_streaming_output": True,
+        "sleep_on_idle": True,
+        "weight_version": config.weight_version,
+        "enable_priority_scheduling": True,
+        "priority_scheduling_preemption_threshold": 2**31,
+        "disable_radix_cache": not config.enable_prefix_caching,
+    }
+    optional: dict[str, object | None] = {
+        "revision": config.revision,
+        "mem_fraction_static": config.gpu_memory_utilization,
+        "chunked_prefill_size": config.max_num_batched_tokens,
+        "max_running_requests": config.max_num_seqs,
+        "attention_backend": config.attention_backend,
+    }
+    relied_on |= {name: value for name, value in optional.items() if value is not None}
+    if config.task is not Task.GENERATE:
+        relied_on["is_embedding"] = True
+    if config.enable_lora:
+        relied_on["enable_lora"] = True
+        relied_on["lora_target_modules"] = ["all"]
+        relied_on["max_lora_rank"] = config.max_lora_rank or LORA_RANK
+        if config.max_loras is not None:
+            relied_on["max_loaded_loras"] = relied_on["max_loras_per_batch"] = config.max_loras + 1
+    if device != "cpu" and config.enable_sleep:
+        relied_on["enable_memory_saver"] = True
+        if config.sleep_keeps_weights:
+            relied_on["enable_weights_cpu_backup"] = True
+    if ":" in (config.device or ""):
+        relied_on["base_gpu_id"] = int((config.device or "").rpartition(":")[2])
+    both = sorted(relied_on.keys() & config.engine_kwargs.keys())
+    if both:
+        raise InvalidConfig(
+            f"engine_kwargs holds {', '.join(both)}, which the backend sets itself; use the fields of the "
+            "configuration, or leave it out",
+            field="engine_kwargs",
+        )
+    defaults: Mapping[str, object] = _ON_A_CPU if device == "cpu" else {}
+    return {"log_level": "warning", **defaults, **relied_on, **config.engine_kwargs}
+
+
+# Requests ---------------------------------------------------------------------------------------------------------
+
+
+def drawn_by_sglang(request: GenerateRequest) -> bool:
+    """Whether SGLang's own sampler and logprobs do exactly what this request asks for."""
+    params = request.params
+    adjusted = bool(
+        params.repetition_penalty != 1
+        or params.frequency_penalty
+        or params.presence_penalty
+        or params.logit_bias
+        or params.logit_processors
+        or (params.min_new_tokens and request.stop_token_ids)
+    )
+    limits = (params.top_k > 0) + (params.top_p < 1) + (params.min_p > 0)
+    if adjusted or limits > 1 or request.seed is not None:
+        return False
+    if params.logprobs is None:
+        return True
+    if params.structured_output is not None:
+        return False  # its logprobs are those of the masked distribution
+    same_as_tempered = request.logprobs_mode is LogprobsMode.RAW and params.temperature in (0.0, 1.0)
+    return same_as_tempered or request.logprobs_mode is LogprobsMode.TEMPERATURE
+
+
+_DRAWING: Final = frozenset(
+    {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"}
+    | {"logit_bias", "logit_processors", "min_new_tokens", "logprobs"}
+)
+
+
+def own_params(request: GenerateRequest) -> str:
+    """What ``drivetrain_sglang.inside.sampling`` needs to draw this request, as text."""
+    params = request.params.model_dump(include=set(_DRAWING))
+    seed = request.seed if request.seed is not None else random.getrandbits(63)
+    return base64.b64encode(msgspec.msgpack.encode(Drawing(params, request.logprobs_mode, seed))).decode()
+
+
+def sampling_params(request: GenerateRequest) -> dict[str, object]:
+    """SGLang's ``sampling_params`` of a request."""
+    params = request.params
+    native: dict[str, object] = {
+        "max_new_tokens": request.max_new_tokens,
+        "stop_token_ids": list(request.stop_token_ids),
+        "skip_special_tokens": params.skip_special_tokens,
+    }
+    match params.structured_output:
+        case JsonSchema(json_schema=schema):
+            native["json_schema"] = schema
+        case RegexGrammar(regex=expression):
+            native["regex"] = expression
+        case EbnfGrammar(ebnf=grammar):
+            native["ebnf"] = grammar
+        case None:
+            pass
+    if drawn_by_sglang(request):
+        native["temperature"] = params.temperature
+        native["top_p"] = params.top_p
+        native["top_k"] = params.top_k or -1
+        native["min_p"] = params.min_p
+    else:
+        native["temperature"] = 1.0
+        native["custom_params"] = {KEY: own_params(request)}
+    return native
+
+
+def request_fields(request: GenerateRequest, rid: str, cache_key: str, *, stream: bool) -> dict[str, object]:
+    """Fields of SGLang's ``GenerateReqInput``."""
+    params = request.params
+    wants_prompt = params.prompt_logprobs is not None
+    fields: dict[str, object] = {
+        "rid": rid,
+        "input_ids": request.prompt_token_ids,
+        "sampling_params": sampling_params(request),
+        "stream": stream,
+        "priority": request.priority,
+        "extra_key": cache_key,
+    }
+    if params.logprobs is not None or wants_prompt:
+        fields["return_logprob"] = True
+        fields["logprob_start_len"] = 0 if wants_prompt else -1
+        fields["top_logprobs_num"] = max(params.logprobs or 0, params.prompt_logprobs or 0)
+    if params.return_hidden_states:
+        fields["return_hidden_states"] = True
+    if params.return_routed_experts:
+        fields["return_routed_experts"] = True
+    if request.lora is not None:
+        fields["lora_path"] = request.lora
+    return fields
+
+
+# Results ----------------------------------------------------------------------------------------------------------
+
+
+class Collected:
+    """What SGLang has said of one sample so far, chunk by chunk."""
+
+    def __init__(self, request: GenerateRequest, expert_shape: tuple[int, int] = (0, 0)) -> None:
+        self._params: SamplingParams = request.params
+        self._expert_shape = expert_shape
+        self._request = request
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._top: list[TopLogprobs] = []
+        self._hidden: list[list[float]] = []
+        self._meta: dict[str, Any] = {}
+
+    def add(self, output: Mapping[str, Any]) -> tuple[list[int], list[float] | None, list[TopLogprobs] | None]:
+        """Take a chunk; return its ids, their logprobs and the likeliest tokens beside them."""
+        meta: dict[str, Any] = output["meta_info"]
+        self._meta |= meta
+        ids: list[int] = list(output.get("output_ids") or ())
+        logprobs, top = None, None
+        if self._params.logprobs is not None:
+            logprobs = [pair[0] for pair in (meta.get("output_token_logprobs") or ())[: len(ids)]]
+            self._logprobs += logprobs
+            if self._params.logprobs:
+                top = [_top(entries, self._params.logprobs) for entries in meta.get("output_top_logprobs") or ()]
+                top = top[: len(ids)]
+                self._top += top
+        self._ids += ids
+        if self._params.return_hidden_states:
+            self._hidden += _hidden_states(meta.get("hidden_states") or ())
+        return ids, logprobs, top
+
+    def result(self, version: str) -> GenerateResult:
+        """The whole sample.
+
+        Args:
+            version: Of the weights, for releases of SGLang that do not say it token by token.
+        """
+        params, meta, count = self._params, self._meta, len(self._ids)
+        reason, matched = _finish(meta.get("finish_reason"), self._request)
+        wants_prompt = params.prompt_logprobs is not None
+        prompt = meta.get("input_token_logprobs") if wants_prompt else None
+        prompt_top = meta.get("input_top_logprobs") if params.prompt_logprobs else None
+        return GenerateResult(
+            token_ids=self._ids,
+            finish_reason=reason,
+            weight_versions=_spans(meta.get("weight_versions"), version, count),
+            matched_stop=matched,
+            logprobs=self._logprobs if params.logprobs is not None else None,
+            top_logprobs=self._top if params.logprobs else None,
+            prompt_logprobs=[None, *(entry[0] for entry in prompt[1:])] if prompt else None,
+            prompt_top_logprobs=_prompt_top(prompt_top, params.prompt_logprobs),
+            cached_tokens=meta.get("cached_tokens") or 0,
+            hidden_states=self._hidden[:count] if params.return_hidden_states else None,
+            routed_experts=self._experts(count) if params.return_routed_experts else None,
+        )
+
+    def _experts(self, count: int) -> list[list[list[int]]]:
+        """Experts of the pass that each token was drawn from; SGLang gives those of every token but the last."""
+        encoded = self._meta.get("routed_experts")
+        if encoded is None or not count:
+            return []
+        layers, chosen = self._expert_shape
+        every = np.frombuffer(base64.b64decode(encoded), dtype=np.int32).reshape(-1, layers, chosen)
+        experts: list[list[list[int]]] = every[-count:].tolist()
+        return experts
+
+
+def _top(entries: Sequence[Any] | None, count: int) -> TopLogprobs:
+    # What cannot be drawn comes as the least number there is.
+    return [(int(entry[1]), entry[0]) for entry in (entries or ())[:count] if entry[0] > -1e30]
+
+
+def _prompt_top(positions: Sequence[Any] | None, count: int | None) -> list[TopLogprobs | None] | None:
+    if not positions or not count:
+        return None
+    return [None, *(_top(entries, count) for entries in positions[1:])]
+
+
+def _finish(reason: Mapping[str, Any] | None, request: GenerateRequest) -> tuple[FinishReason, int | None]:
+    match (reason or {}).get("type"):
+        case "stop":
+            assert reason is not None
+            matched = reason.get("matched")
+            return FinishReason.STOP, int(matched) if matched in request.stop_token_ids else None
+        case "length":
+            return FinishReason.LENGTH, None
+        case "abort":
+            return FinishReason.ABORT, None
+        case other:
+            raise EngineInternalError(f"request {request.request_id}: SGLang ended it with finish_reason {other!r}")
+
+
+def _spans(spans: Sequence[Mapping[str, Any]] | None, version: str, count: int) -> list[VersionSpan]:
+    if spans is None:
+        return [VersionSpan(version, 0, count)] if count else []
+    found = [VersionSpan(str(span["version"]), int(span["start"]), min(int(span["end"]), count)) for span in spans]
+    return [span for span in found if span.end > span.start]
+
+
+def _hidden_states(steps: Sequence[Any]) -> list[list[float]]:
+    """The state that each token was drawn from: of the prompt's pass the last one."""
+    return [step[-1] if step and isinstance(step[0], list | tuple) else step for step in steps]
+
+
+def shortened(vector: list[float], dimensions: int) -> list[float]:
+    """The first numbers of an embedding, at length 1 again, as Matryoshka models are used.
+
+    Raises:
+        InvalidRequest: it has fewer.
+    """
+    if dimensions > len(vector):
+        raise InvalidRequest(
+            f"dimensions={dimensions} is more than the model's {len(vector)}; ask for fewer", field="dimensions"
+        )
+    kept = vector[:dimensions]
+    norm = math.sqrt(math.fsum(value * value for value in kept)) or 1.0
+    return [value / norm for value in kept]
+
+
+def context_length_of(own: int, configured: int | None) -> int:
+    """Most tokens of prompt and output together: the configured limit, or the model's own.
+
+    Raises:
+        InvalidConfig: more is asked for than the model has.
+    """
+    if configured is None:
+        return own
+    if configured > own:
+        raise InvalidConfig(
+            f"context_length={configured} is more than the model's {own}; lower it or leave it out",
+            field="context_length",
+        )
+    return configured
+
+
+def fitting(context_length: int, pool: float) -> int:
+    """The context length, or less where the pool of keys and values does not hold as many tokens."""
+    return context_length if math.isinf(pool) else min(context_length, int(pool) - ROOM)

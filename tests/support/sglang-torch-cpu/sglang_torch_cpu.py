@@ -1,0 +1,44 @@
+# pyright: reportMissingImports=false
+"""Entry points of the platform: active on machines without a GPU. Import nothing of SGLang before they are called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def activate() -> str | None:
+    """Name the platform's class, or None where there is a GPU to run on."""
+    import torch
+
+    return None if torch.cuda.is_available() else "sglang_torch_cpu_platform.TorchCpuPlatform"
+
+
+def mend() -> None:
+    """Let SGLang's LoRA modules do without pinned memory, which only a GPU's driver has to give."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    from sglang.srt.lora import layers
+    from sglang.srt.lora.backend import torch_backend
+
+    unpinned = _WithoutPins()
+    for module in (layers, torch_backend):
+        vars(module)["torch"] = unpinned
+    torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign]
+
+
+class _WithoutPins:
+    """torch, whose factories pass over ``pin_memory``. Only for the modules above: elsewhere nothing is changed."""
+
+    def __getattr__(self, name: str) -> Any:
+        import torch
+
+        found = getattr(torch, name)
+        if name not in ("tensor", "zeros", "empty"):
+            return found
+
+        def make(*arguments: Any, pin_memory: bool = False, **named: Any) -> Any:
+            return found(*arguments, **named)
+
+        return make

@@ -1,0 +1,184 @@
+"""An engine's model whose own loader was watched once: from each checkpoint tensor to where its values go.
+
+An engine keeps other tensors than the checkpoint: fused, sharded, under other names. Its model's ``load_weights``
+knows the way. :func:`record` runs it on tensors without memory and notes each copy that it would make, so that the same
+copies can be made again at the speed of a copy, and made backwards, to read what the engine holds by checkpoint name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from drivetrain.errors import EngineStateError, WeightSyncError, WeightTransferFailed
+from drivetrain.weights import TensorSpec, WeightManifest
+from drivetrain_weight_sync.dtypes import dtype_name
+from drivetrain_weight_sync.names import listed
+
+LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+"""A model's loader: takes (checkpoint name, tensor) pairs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Part of a checkpoint tensor, and the part of an engine's tensor that it is copied to."""
+
+    destination: torch.Tensor
+    """A view of the engine's tensor."""
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    """The part, as ``torch.as_strided`` names it on a contiguous checkpoint tensor that has its storage for itself."""
+
+    def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of a contiguous tensor of the checkpoint's shape."""
+        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes copies from the given tensors instead of making them."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = names
+        self.copies: dict[str, list[Copy]] = {}
+        self.strange: set[str] = set()
+        """Operations on something made of the given tensors: the engine transforms them on the way."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
+            destination, source = args[:2]
+            name = self._names.get(source.untyped_storage()._cdata)
+            if name is None:
+                self.strange.add("a copy of something computed from it")
+            else:
+                source = source.expand(destination.shape)
+                copy = Copy(
+                    destination.detach(), tuple(source.shape), tuple(source.stride()), int(source.storage_offset())
+                )
+                self.copies.setdefault(name, []).append(copy)
+            return destination
+        return func(*args, **(kwargs or {}))
+
+
+def record(load_weights: LoadWeights, specs: Iterable[TensorSpec]) -> dict[str, list[Copy]]:
+    """Return, by checkpoint name, the copies that ``load_weights`` makes; tensors that it leaves out are not there.
+
+    Raises:
+        WeightSyncError: the engine transforms weights while it loads them.
+    """
+    tensors = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in specs}
+    recorder = _Recorder({tensor.untyped_storage()._cdata: name for name, tensor in tensors.items()})
+    try:
+        with torch.no_grad(), recorder:
+            load_weights(iter(tensors.items()))
+    except Exception as error:
+        raise _cannot(f"{type(error).__name__}: {error}") from error
+    if recorder.strange:
+        raise _cannot(", ".join(sorted(recorder.strange)))
+    return recorder.copies
+
+
+def _cannot(why: str) -> WeightSyncError:
+    return WeightSyncError(
+        f"the engine transforms weights while it loads them ({why}), which weight sync cannot follow yet; for "
+        "this model, configure the engine to keep weights as the checkpoint has them: no quantisation, no packing"
+    )
+
+
+class RecordedTarget:
+    """Copies into an engine's tensors along recorded ways. A :class:`~drivetrain_weight_sync.target.WeightTarget`.
+
+    Args:
+        load_weights: The loader of the engine's model.
+        checkpoint: Names, shapes and aliases of the checkpoint's tensors, as a trainer has them. Dtypes are the
+            engine's own, whatever is said here.
+    """
+
+    def __init__(self, load_weights: LoadWeights, checkpoint: WeightManifest) -> None:
+        self._copies = record(load_weights, checkpoint.tensors)
+        tensors = [
+            replace(spec, dtype=dtype_name(self._copies[spec.name][0].destination.dtype))
+            for spec in checkpoint.tensors
+            if spec.name in self._copies
+        ]
+        self._specs = {spec.name: spec for spec in tensors}
+        aliases = {name: main for name, main in checkpoint.aliases.items() if main in self._specs}
+        self._manifest = WeightManifest(tuple(tensors), aliases)
+        partial = [name for name, copies in self._copies.items() if not self._is_whole(name, copies)]
+        if partial:
+            raise WeightSyncError(
+                f"the engine's loader takes only parts of {listed(partial)}; weights that are split over several "
+                "ranks cannot be synchronised yet"
+            )
+
+    def _is_whole(self, name: str, copies: list[Copy]) -> bool:
+        # Several copies of the same part, as of tied tensors, count once.
+        parts = {(copy.size, copy.stride, copy.offset) for copy in copies}
+        covered = sum(torch.Size(size).numel() for size, _, _ in parts)
+        return covered >= torch.Size(self._specs[name].shape).numel()
+
+    @property
+    def storages(self) -> list[torch.UntypedStorage]:
+        """The memory of all that an update brings, each piece once."""
+        found = {
+            copy.destination.untyped_storage()._cdata: copy.destination.untyped_storage()
+            for copies in self._copies.values()
+            for copy in copies
+        }
+        return list(found.values())
+
+    def manifest(self) -> WeightManifest:
+        """Name every tensor that a complete update must bring, in the engine's dtypes."""
+        return self._manifest
+
+    def check_ready(self) -> None:
+        """Raise :class:`EngineStateError` if memory was given back."""
+        for storage in self.storages:
+            if storage.nbytes() == 0:
+                raise EngineStateError(
+                    "the memory of the weights was given back by sleep; call wake_up(tags=[MemoryTag.WEIGHTS]) first",
+                    state="asleep",
+                )
+
+    def begin(self) -> None:
+        """Nothing to prepare: storage never moves."""
+
+    @torch.no_grad()
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Make the recorded copies of these tensors."""
+        for name, tensor in tensors:
+            own = self._manifest.aliases.get(name, name)
+            if own not in self._copies:
+                raise WeightTransferFailed(f"the model has no tensor {name!r}; names are those of weight_manifest()")
+            whole = tensor.contiguous()
+            for copy in self._copies[own]:
+                copy.destination.copy_(copy.part_of(whole))
+
+    def finish(self) -> None:
+        """Wait until copies to a GPU have been made."""
+        for device in {copy.destination.device for copies in self._copies.values() for copy in copies}:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+    def cancel(self) -> None:
+        """Nothing to undo."""
+
+    @torch.no_grad()
+    def read(self, name: str) -> torch.Tensor:
+        """Return what the engine holds of a checkpoint tensor: a view where it lies in one piece, else a copy."""
+        own = self._manifest.aliases.get(name, name)
+        spec, copies = self._specs[own], self._copies[own]
+        first = copies[0].destination
+        if first.shape == torch.Size(spec.shape) and copies[0].offset == 0 and first.is_contiguous():
+            return first
+        whole = torch.empty(spec.shape, dtype=first.dtype, device=first.device)
+        for copy in copies:
+            copy.part_of(whole).copy_(copy.destination)
+        return whole
