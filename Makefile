@@ -17,6 +17,8 @@ BACKEND ?= transformers
 ISOLATION ?=
 REPORT = build/conformance/$(BACKEND)$(if $(ISOLATION),-$(ISOLATION)).json
 ENVIRONMENT = $(if $(filter transformers,$(BACKEND)),$(VENV),.venvs/$(BACKEND))
+# What SGLang does only if it is told so when it starts.
+SETTINGS = $(if $(filter sglang,$(BACKEND)),--set 'engine_kwargs={enable_return_hidden_states: true}')
 ECHO := examples/drivetrain-echo
 ECHO_READY := .venvs/echo/.ready-$(shell (cat pyproject.toml $(ECHO)/pyproject.toml; echo '$(TORCH)') | sha256sum | cut -c1-16)
 
@@ -54,7 +56,7 @@ test-fast: $(READY) ## run the tests but the slow ones
 	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
 conformance: environment-$(BACKEND) ## run the conformance suite on BACKEND, in an environment of its own
-	@OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/drivetrain conformance $(BACKEND) $(if $(ISOLATION),--isolation $(ISOLATION)) --report $(REPORT) $(ARGS)
+	@OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/drivetrain conformance $(BACKEND) $(if $(ISOLATION),--isolation $(ISOLATION)) $(SETTINGS) --report $(REPORT) $(ARGS)
 
 environment-transformers: $(READY)
 

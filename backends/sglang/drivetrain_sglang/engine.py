@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import itertools
+import math
 import os
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -22,10 +23,12 @@ from drivetrain.errors import EngineBusy, EngineInternalError, EngineStartError,
 from drivetrain.memory import MemoryTag, PauseMode
 from drivetrain.sampling import LogprobsMode, SamplingParams
 from drivetrain.weights import CommitUpdate, TensorData, WeightManifest, WeightMessage, WeightReply, WeightReport
+from drivetrain_sglang.adapters import check_adapter
 from drivetrain_sglang.errors import as_engine_error
 from drivetrain_sglang.inside import SWITCH
 from drivetrain_sglang.translate import (
     CONFIG_NAMES,
+    LORA_RANK,
     Collected,
     context_length_of,
     device_of,
@@ -97,6 +100,8 @@ class SGLangBackend(Backend):
         self._rids: dict[str, str] = {}
         self._version = config.weight_version
         self._cache_epoch = 0
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        """Of the model's tensors, by checkpoint name."""
         self._expert_shape = (0, 0)
         """MoE layers, and experts of one token in each."""
         self._profile: tuple[Path, set[Path]] = (Path(), set())
@@ -156,15 +161,16 @@ class SGLangBackend(Backend):
         started = self._engine._scheduler_init_result.scheduler_infos[0]
         served = self._manager.model_config
         self._expert_shape = (int(text.num_hidden_layers), int(getattr(text, "num_experts_per_tok", None) or 0))
-        from drivetrain_sglang.inside.model import eos_token_ids
+        from drivetrain_sglang.inside.model import checkpoint_of, eos_token_ids
 
+        self._shapes = {spec.name: spec.shape for spec in checkpoint_of(served).tensors}
         return ModelInfo(
             vocab_size=served.vocab_size,
             context_length=fitting(context_length, started.get("max_total_num_tokens", float("inf"))),
             eos_token_ids=eos_token_ids(served),
             dtype=str(served.dtype).removeprefix("torch."),
             architecture=(model_config.architectures or [type(model_config).__name__])[0],
-            parameters=_parameters(model_config),
+            parameters=sum(map(math.prod, self._shapes.values())),
             device=device,
         )
 
@@ -311,6 +317,7 @@ class SGLangBackend(Backend):
         """Load an adapter from a peft folder."""
         from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput
 
+        check_adapter(lora_path, self.config.max_lora_rank or LORA_RANK, self._shapes)
         wanted = LoadLoRAAdapterReqInput(lora_name=lora_name, lora_path=lora_path, pinned=pinned)
         _require_success("lora_path", await self._manager.load_lora_adapter(wanted, None))
 
@@ -413,15 +420,3 @@ def _engine_class() -> Any:
             return [], []
 
     return TokenEngine
-
-
-def _parameters(model_config: Any) -> int:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    scores = any("SequenceClassification" in name for name in model_config.architectures or ())
-    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
-    with torch.device("meta"):
-        model = kind.from_config(model_config)  # type: ignore[no-untyped-call]
-    model.tie_weights()
-    return sum(parameter.numel() for parameter in model.parameters())

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import atexit
 import collections
+import getpass
 import logging
 import os
 import selectors
+import shutil
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import psutil
@@ -25,7 +29,7 @@ import psutil
 from drivetrain.config import Timeouts
 from drivetrain.errors import WireError
 from drivetrain.host.interpreter import cannot_run, command
-from drivetrain.host.reap import MARK, ending, kill_family
+from drivetrain.host.reap import MARK, SCRATCH, ending, kill_family
 from drivetrain.host.wire import Fatal, FrameReader, from_watch, read
 
 _logger = logging.getLogger("drivetrain.host")
@@ -67,6 +71,8 @@ class HostProcess:
         self.socket, theirs = socket.socketpair()
         self._watch_socket, watch_theirs = socket.socketpair()
         period = min(1.0, timeouts.heartbeat / 4)
+        # Engines leave temporary files behind when they are killed.
+        self._scratch = tempfile.mkdtemp(prefix="drivetrain-host-")
         arguments = ["--fd", str(theirs.fileno()), "--watch-fd", str(watch_theirs.fileno()), "--period", str(period)]
         try:
             self._process = subprocess.Popen(
@@ -75,13 +81,14 @@ class HostProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 bufsize=0,
-                env={**os.environ, MARK: self._mark},
+                env=_environment(self._mark, self._scratch),
                 pass_fds=(theirs.fileno(), watch_theirs.fileno()),
                 start_new_session=True,
             )
         except OSError as error:
             self.socket.close()
             self._watch_socket.close()
+            shutil.rmtree(self._scratch, ignore_errors=True)
             raise cannot_run(python, error) from error
         finally:
             theirs.close()
@@ -122,6 +129,7 @@ class HostProcess:
         finally:
             kill_family(self.pid, self._mark)
             returncode = self._process.wait()
+            shutil.rmtree(self._scratch, ignore_errors=True)
             self._read_log()
             with self._lock:
                 self._over = True
@@ -208,6 +216,14 @@ class HostProcess:
             if not data:
                 return False
         return True
+
+
+def _environment(mark: str, scratch: str) -> dict[str, str]:
+    """The host's environment: ours, with a mark and a temporary folder of its own."""
+    # Compiled kernels are kept from one engine to the next.
+    cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+    ours = {"TORCHINDUCTOR_CACHE_DIR": str(cache), **os.environ}
+    return {**ours, MARK: mark, SCRATCH: scratch, "TMPDIR": scratch}
 
 
 _running: Final[set[HostProcess]] = set()

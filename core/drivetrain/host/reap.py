@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import time
 from typing import Final
@@ -12,6 +13,9 @@ import psutil
 
 MARK: Final = "DRIVETRAIN_HOST"
 """Environment variable that the host and all that descends from it carry; its value names the host."""
+
+SCRATCH: Final = "DRIVETRAIN_HOST_FOLDER"
+"""Environment variable with the host's temporary folder, which goes when the host goes."""
 
 _logger = logging.getLogger("drivetrain.host")
 _PATIENCE_S: Final = 3.0
@@ -68,7 +72,10 @@ def end_own_family() -> None:
         while os.waitpid(-1, os.WNOHANG)[0]:
             continue
     except ChildProcessError:
-        return  # none left
+        pass  # none left
+    scratch = os.environ.get(SCRATCH)
+    if scratch is not None:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def ending(returncode: int) -> str:
@@ -95,4 +102,4 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
-__all__ = ["MARK", "end_own_family", "ending", "family", "kill_family", "signal_name"]
+__all__ = ["MARK", "SCRATCH", "end_own_family", "ending", "family", "kill_family", "signal_name"]

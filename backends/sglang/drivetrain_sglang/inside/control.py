@@ -8,6 +8,7 @@ collective RPCs. Nothing that goes wrong here may reach SGLang, which would end 
 from __future__ import annotations
 
 import base64
+import importlib.util
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from drivetrain.errors import DrivetrainError, EngineInternalError
 from drivetrain.host.failures import exception, failure
 from drivetrain.host.methods import METHODS
 from drivetrain.host.wire import Failure
+from drivetrain_sglang.inside.model import checkpoint_of
 from drivetrain_sglang.inside.worker import Worker
 
 CALL: Final = "drivetrain"
@@ -25,6 +27,7 @@ CALL: Final = "drivetrain"
 
 _SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
 _GRAMMARS: Final = "sglang.srt.constrained.grammar_manager.GrammarManager"
+_LOADS: Final = "sglang.srt.managers.load_snapshot"
 _WORKER: Final = "_drivetrain_worker"
 
 
@@ -98,9 +101,12 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(f"{_SCHEDULER}.init_tokenizer", _only_our_stops, HookType.AFTER)
+    HookRegistry.register(f"{_SCHEDULER}.init_model_worker", _no_invented_bias, HookType.AFTER)
     HookRegistry.register(f"{_SCHEDULER}.handle_rpc_request", _rpc, HookType.AROUND)
     HookRegistry.register(f"{_SCHEDULER}.abort_request", _abort, HookType.AROUND)
     HookRegistry.register(f"{_GRAMMARS}.__init__", _make_grammars, HookType.AFTER)
+    if importlib.util.find_spec(_LOADS) is not None:
+        HookRegistry.register(f"{_LOADS}.create_load_snapshot_writer", _no_snapshots, HookType.REPLACE)
 
 
 def _worker(scheduler: Any) -> Worker:
@@ -131,6 +137,20 @@ def _abort(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
 def _only_our_stops(_: None, scheduler: Any) -> None:
     # A request names every id that ends it, EOS included unless it goes on past EOS.
     scheduler.model_config.hf_eos_token_id = set()
+
+
+def _no_invented_bias(_: None, scheduler: Any) -> None:
+    """SGLang's reward models have a bias that checkpoints lack, and leave it as memory happened to be."""
+    model = scheduler.tp_worker.model_runner.model
+    bias = dict(model.named_parameters()).get("score.bias")
+    if bias is not None:
+        names = {spec.name for spec in checkpoint_of(scheduler.model_config).tensors}
+        if "score.bias" not in names:
+            bias.data.zero_()
+
+
+def _no_snapshots(*_: object, **__: object) -> None:
+    """SGLang's router reads them from a file in shared memory, which outlives the engine."""
 
 
 def _make_grammars(_: None, manager: Any, scheduler: Any) -> None:
