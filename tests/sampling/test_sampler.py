@@ -1,0 +1,59 @@
+"""The sampler's two faces agree: one gathers what was asked for, the other leaves every logprob on the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from drivetrain import LogprobsMode, SamplingParams
+from drivetrain_sampling import Row, Sampler
+
+VOCABULARY = 16
+
+
+def rows(mode: LogprobsMode) -> list[Row]:
+    wanted = [
+        SamplingParams(logprobs=3),
+        SamplingParams(logprobs=3, temperature=0),
+        SamplingParams(logprobs=3, temperature=0.5, top_k=4, top_p=0.9),
+        SamplingParams(logprobs=3, repetition_penalty=1.3, logit_bias={2: 1.0}, min_new_tokens=3),
+        SamplingParams(logprobs=3, logit_processors=[{"kind": "disallowed_tokens", "token_ids": [1]}]),
+        SamplingParams(),
+    ]
+    return [Row(params, mode, [1, 2], [5], seed, []) for seed, params in enumerate(wanted)]
+
+
+@pytest.mark.parametrize("mode", LogprobsMode)
+def test_both_faces_agree(mode: LogprobsMode) -> None:
+    logits = torch.randn(6, VOCABULARY, generator=torch.Generator().manual_seed(1))
+    drawn = Sampler(rows(mode), torch.device("cpu")).draw(logits)
+    sampler = Sampler(rows(mode), torch.device("cpu"))
+    choice = sampler.choose(logits)
+    every = sampler.logprobs(choice)
+    assert choice.token_ids.tolist() == drawn.token_ids
+    assert drawn.logprobs is not None
+    for row in range(5):
+        assert every[row, drawn.token_ids[row]].item() == pytest.approx(drawn.logprobs[row], abs=1e-5)
+        for token, logprob in drawn.top_logprobs[row]:
+            assert every[row, token].item() == pytest.approx(logprob, abs=1e-5)
+
+
+def test_raw_logits_beneath_a_mask_are_the_models() -> None:
+    logits = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(2))
+    masked = logits.clone()
+    masked[0, 3:] = -torch.inf
+    sampler = Sampler([Row(SamplingParams(logprobs=0), LogprobsMode.RAW, [1], [], 0)], torch.device("cpu"))
+    choice = sampler.choose(masked, logits)
+    assert choice.token_ids.item() < 3
+    assert torch.allclose(sampler.logprobs(choice), logits.log_softmax(-1))
+
+
+def test_a_rows_stream_depends_on_its_seed_and_length_alone() -> None:
+    logits = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(3))
+    params, mode = SamplingParams(temperature=2.0), LogprobsMode.RAW
+    alone = Sampler([Row(params, mode, [1], [], 7, [4, 4])], torch.device("cpu")).choose(logits)
+    others = [Row(params, mode, [2], [], seed, []) for seed in range(3)]
+    together = Sampler([*others, Row(params, mode, [9], [], 7, [8, 8])], torch.device("cpu")).choose(
+        logits.expand(4, -1)
+    )
+    assert together.token_ids[3] == alone.token_ids[0]

@@ -1,0 +1,196 @@
+"""Translations to and from SGLang's words, with no SGLang installed."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import math
+
+import msgspec
+import numpy as np
+import pytest
+
+from drivetrain import (
+    EngineConfig,
+    FinishReason,
+    GenerateRequest,
+    InvalidConfig,
+    InvalidRequest,
+    LogprobsMode,
+    SamplingParams,
+    VersionSpan,
+)
+from drivetrain.errors import EngineInternalError, EngineOutOfMemory
+from drivetrain_sglang import translate
+from drivetrain_sglang.adapters import check_adapter
+from drivetrain_sglang.errors import as_engine_error
+from drivetrain_sglang.inside.sampling import KEY, Drawing
+
+
+def request(
+    params: SamplingParams | None = None,
+    mode: LogprobsMode = LogprobsMode.TEMPERATURE,
+    seed: int | None = None,
+    stops: tuple[int, ...] = (9,),
+) -> GenerateRequest:
+    return GenerateRequest("r", [1, 2, 3], params or SamplingParams(), 8, stops, mode, seed)
+
+
+def config(**fields: object) -> EngineConfig:
+    return EngineConfig.from_mapping({"backend": "sglang", "model": "m", **fields})
+
+
+@pytest.mark.parametrize(
+    ("params", "mode", "seed", "native"),
+    [
+        ({}, "temperature", None, True),
+        ({"temperature": 0, "logprobs": 3}, "raw", None, True),
+        ({"temperature": 0.7, "logprobs": 0}, "temperature", None, True),
+        ({"temperature": 0.7, "logprobs": 0}, "raw", None, False),
+        ({"logprobs": 0}, "processed", None, False),
+        ({"top_p": 0.9}, "temperature", None, True),
+        ({"top_p": 0.9, "top_k": 5}, "temperature", None, False),
+        ({"min_p": 0.1, "top_k": 5}, "temperature", None, False),
+        ({}, "temperature", 4, False),
+        ({"repetition_penalty": 1.1}, "temperature", None, False),
+        ({"frequency_penalty": 0.1}, "temperature", None, False),
+        ({"logit_bias": {3: 1.0}}, "temperature", None, False),
+        ({"min_new_tokens": 2}, "temperature", None, False),
+        ({"logit_processors": [{"kind": "disallowed_tokens", "token_ids": [3]}]}, "temperature", None, False),
+        ({"structured_output": {"kind": "regex", "regex": "a"}}, "temperature", None, True),
+        ({"structured_output": {"kind": "regex", "regex": "a"}, "logprobs": 0}, "temperature", None, False),
+    ],
+)
+def test_only_what_sglang_draws_right_is_left_to_it(
+    params: dict[str, object], mode: str, seed: int | None, native: bool
+) -> None:
+    asked = request(SamplingParams.model_validate(params), LogprobsMode(mode), seed)
+    assert translate.drawn_by_sglang(asked) is native
+    assert ("custom_params" in translate.sampling_params(asked)) is not native
+
+
+def test_what_is_drawn_by_us_arrives_whole() -> None:
+    params = SamplingParams(
+        temperature=0.5,
+        top_k=3,
+        top_p=0.9,
+        logit_bias={300: -1.5},
+        logprobs=2,
+        logit_processors=[{"kind": "action_mask", "allowed_token_ids": [1, 300]}],
+    )
+    native = translate.sampling_params(request(params, LogprobsMode.PROCESSED, seed=2**62 + 1))
+    carried = native["custom_params"]
+    assert isinstance(carried, dict)
+    drawing = msgspec.msgpack.decode(base64.b64decode(carried[KEY]), type=Drawing)
+    assert drawing.seed == 2**62 + 1
+    assert drawing.mode is LogprobsMode.PROCESSED
+    assert SamplingParams.model_validate(drawing.params) == params
+    assert {"top_k", "top_p", "min_p"}.isdisjoint(native), "SGLang must not truncate as well"
+
+
+def test_requests_without_a_seed_have_different_ones() -> None:
+    asked = request(SamplingParams(top_k=3, top_p=0.5))
+    assert translate.own_params(asked) != translate.own_params(asked)
+
+
+def test_every_stop_is_a_stop_of_the_request() -> None:
+    native = translate.sampling_params(request(SamplingParams(ignore_eos=True), stops=(7,)))
+    assert native["stop_token_ids"] == [7]
+    assert "ignore_eos" not in native, "it would switch stop ids off"
+
+
+def test_prompt_logprobs_begin_at_the_first_token() -> None:
+    fields = translate.request_fields(request(SamplingParams(logprobs=1, prompt_logprobs=4)), "rid", "k", stream=False)
+    assert (fields["logprob_start_len"], fields["top_logprobs_num"]) == (0, 4)
+    assert "return_logprob" not in translate.request_fields(request(), "rid", "k", stream=True)
+
+
+def test_chunks_make_a_result() -> None:
+    collected = translate.Collected(request(SamplingParams(logprobs=1)))
+    first = {"output_token_logprobs": [(-0.5, 4, None)], "output_top_logprobs": [[(-0.1, 6, None), (-0.5, 4, None)]]}
+    last = {
+        "output_token_logprobs": [(-0.25, 9, None)],
+        "output_top_logprobs": [[(-3.4e38, 5, None)]],
+        "finish_reason": {"type": "stop", "matched": 9},
+        "weight_versions": [{"version": "a", "start": 0, "end": 1}, {"version": "b", "start": 1, "end": 2}],
+        "cached_tokens": 2,
+    }
+    assert collected.add({"output_ids": [4], "meta_info": first}) == ([4], [-0.5], [[(6, -0.1)]])
+    collected.add({"output_ids": [9], "meta_info": last})
+    result = collected.result("unused")
+    assert result.token_ids == [4, 9]
+    assert result.logprobs == [-0.5, -0.25]
+    assert result.top_logprobs == [[(6, -0.1)], []], "what cannot be drawn has no logprob"
+    assert (result.finish_reason, result.matched_stop) == (FinishReason.STOP, 9)
+    assert result.weight_versions == [VersionSpan("a", 0, 1), VersionSpan("b", 1, 2)]
+    assert result.cached_tokens == 2
+
+
+def test_a_release_without_labels_labels_the_whole() -> None:
+    collected = translate.Collected(request())
+    collected.add({"output_ids": [4, 5], "meta_info": {"finish_reason": {"type": "length"}}})
+    assert collected.result("v3").weight_versions == [VersionSpan("v3", 0, 2)]
+
+
+def test_an_abort_before_any_token_is_empty() -> None:
+    collected = translate.Collected(request(SamplingParams(logprobs=0)))
+    collected.add({"meta_info": {"finish_reason": {"type": "abort", "message": "x"}}})
+    result = collected.result("v")
+    assert (result.token_ids, result.logprobs, result.weight_versions) == ([], [], [])
+
+
+def test_an_unknown_ending_is_no_ending() -> None:
+    collected = translate.Collected(request())
+    collected.add({"output_ids": [], "meta_info": {"finish_reason": {"type": "surprise"}}})
+    with pytest.raises(EngineInternalError, match="surprise"):
+        collected.result("v")
+
+
+def test_experts_are_those_of_the_output_tokens() -> None:
+    collected = translate.Collected(request(SamplingParams(return_routed_experts=True)), expert_shape=(2, 1))
+    every = np.arange(8, dtype=np.int32).reshape(4, 2, 1)
+    meta = {"finish_reason": {"type": "length"}, "routed_experts": base64.b64encode(every.tobytes()).decode()}
+    collected.add({"output_ids": [4, 5], "meta_info": meta})
+    assert collected.result("v").routed_experts == every[-2:].tolist()
+
+
+def test_sglangs_limits_are_above_ours() -> None:
+    arguments = translate.engine_arguments(config(context_length=64), "cpu", "float32", 64)
+    assert arguments["context_length"] == 64 + translate.ROOM
+    assert arguments["dtype"] == "float32"
+    assert translate.fitting(64, 1000.0) == 64
+    assert translate.fitting(64, 40.0) == 40 - translate.ROOM
+    assert translate.fitting(64, math.inf) == 64
+
+
+def test_engine_kwargs_may_not_undo_what_is_relied_on() -> None:
+    with pytest.raises(InvalidConfig, match="skip_tokenizer_init"):
+        translate.engine_arguments(config(engine_kwargs={"skip_tokenizer_init": False}), "cpu", "float32", 64)
+    assert (
+        translate.engine_arguments(config(engine_kwargs={"log_level": "info"}), "cpu", "float32", 64)["log_level"]
+        == "info"
+    )
+
+
+def test_a_shortened_embedding_has_length_one() -> None:
+    assert translate.shortened([3.0, 4.0, 12.0], 2) == pytest.approx([0.6, 0.8])
+    with pytest.raises(InvalidRequest, match="dimensions=4"):
+        translate.shortened([3.0, 4.0, 12.0], 4)
+
+
+def test_errors_are_told_apart() -> None:
+    assert isinstance(as_engine_error(RuntimeError("CUDA out of memory. Tried")), EngineOutOfMemory)
+    assert isinstance(as_engine_error(ValueError("no such thing")), InvalidRequest)
+    assert isinstance(as_engine_error(KeyError("x")), EngineInternalError)
+    own = InvalidRequest("x", field="y")
+    assert as_engine_error(own) is own
+
+
+def test_requests_hold_nothing_that_is_not_translated() -> None:
+    known = {"request_id", "prompt_token_ids", "params", "max_new_tokens", "stop_token_ids", "logprobs_mode", "seed"}
+    assert {field.name for field in dataclasses.fields(GenerateRequest)} == known | {"lora", "priority", "media"}
+
+
+def test_an_adapter_that_is_none_is_refused(tmp_path: object) -> None:
+    with pytest.raises(InvalidRequest, match="cannot be read"):
+        check_adapter(str(tmp_path), 8, {})

@@ -1,0 +1,110 @@
+"""A recorded loader copies as the loader itself does, and reads back what it copied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+
+from drivetrain.errors import EngineStateError, WeightSyncError, WeightTransferFailed
+from drivetrain.weights import TensorSpec, WeightManifest
+from drivetrain_weight_sync.recorded import RecordedTarget
+
+SHAPES = {"q": (4, 3), "k": (2, 3), "up": (6, 3), "embed": (5, 3), "skipped": (2,)}
+
+
+class Fused:
+    """An engine's model: q and k in one tensor, up transposed in halves, embed padded, in another dtype."""
+
+    def __init__(self) -> None:
+        self.qk = torch.zeros(6, 3, dtype=torch.bfloat16)
+        self.up = torch.zeros(2, 3, 3, dtype=torch.bfloat16)
+        self.embed = torch.zeros(8, 3, dtype=torch.bfloat16)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "q":
+                self.qk[:4].copy_(tensor)
+            elif name == "k":
+                self.qk[4:].copy_(tensor)
+            elif name == "up":
+                for half, part in enumerate(tensor.chunk(2)):
+                    self.up[half].copy_(part.t())
+            elif name == "embed":
+                self.embed[:5].copy_(tensor)
+
+
+def manifest(**more: tuple[int, ...]) -> WeightManifest:
+    shapes = {**SHAPES, **more}
+    return WeightManifest(tuple(TensorSpec(n, "float32", s) for n, s in shapes.items()), {"head": "embed"})
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    # Views at an offset, as an arena's are.
+    arena = torch.randn(200, generator=draw).to(torch.bfloat16)
+    found, at = {}, 7
+    for name, shape in SHAPES.items():
+        count = torch.Size(shape).numel()
+        found[name] = arena[at : at + count].view(shape)
+        at += count
+    return found
+
+
+def test_copies_as_the_loader_does_and_reads_it_back() -> None:
+    recorded, loaded = Fused(), Fused()
+    target = RecordedTarget(recorded.load_weights, manifest())
+    assert not recorded.qk.any(), "recording changes nothing"
+    weights = tensors()
+    loaded.load_weights(weights.items())
+    target.load((name, tensor) for name, tensor in weights.items() if name != "skipped")
+    for own in ("qk", "up", "embed"):
+        assert torch.equal(getattr(recorded, own), getattr(loaded, own)), own
+    for name in ("q", "k", "up", "embed", "head"):
+        assert torch.equal(target.read(name), weights["embed" if name == "head" else name]), name
+
+
+def test_the_manifest_is_what_the_loader_takes_in_the_engines_dtype() -> None:
+    target = RecordedTarget(Fused().load_weights, manifest())
+    assert {spec.name: spec.dtype for spec in target.manifest().tensors} == dict.fromkeys(
+        ("q", "k", "up", "embed"), "bfloat16"
+    )
+    assert target.manifest().aliases == {"head": "embed"}
+
+
+def test_an_unknown_tensor_is_refused() -> None:
+    target = RecordedTarget(Fused().load_weights, manifest())
+    with pytest.raises(WeightTransferFailed, match="nobody"):
+        target.load([("nobody", torch.zeros(1))])
+
+
+def test_memory_that_was_given_back_is_not_written_to() -> None:
+    model = Fused()
+    target = RecordedTarget(model.load_weights, manifest())
+    target.check_ready()
+    model.qk.untyped_storage().resize_(0)
+    with pytest.raises(EngineStateError, match="given back"):
+        target.check_ready()
+
+
+def test_a_loader_that_computes_is_refused() -> None:
+    model = Fused()
+
+    def quantise(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in weights:
+            model.embed[:5].copy_((tensor * 2).round())
+
+    with pytest.raises(WeightSyncError, match="transforms"):
+        RecordedTarget(quantise, WeightManifest((TensorSpec("embed", "float32", (5, 3)),)))
+
+
+def test_a_loader_that_takes_a_part_is_refused() -> None:
+    model = Fused()
+
+    def shard(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in weights:
+            model.embed[:2].copy_(tensor[:2])
+
+    with pytest.raises(WeightSyncError, match="parts"):
+        RecordedTarget(shard, WeightManifest((TensorSpec("embed", "float32", (5, 3)),)))
