@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from drivetrain import LogprobsMode, SamplingParams
+from drivetrain.sampling import DisallowedTokens
 from drivetrain_sampling import Row, Sampler
 
 VOCABULARY = 16
@@ -17,7 +18,7 @@ def rows(mode: LogprobsMode) -> list[Row]:
         SamplingParams(logprobs=3, temperature=0),
         SamplingParams(logprobs=3, temperature=0.5, top_k=4, top_p=0.9),
         SamplingParams(logprobs=3, repetition_penalty=1.3, logit_bias={2: 1.0}, min_new_tokens=3),
-        SamplingParams(logprobs=3, logit_processors=[{"kind": "disallowed_tokens", "token_ids": [1]}]),
+        SamplingParams(logprobs=3, logit_processors=(DisallowedTokens(token_ids=(1,)),)),
         SamplingParams(),
     ]
     return [Row(params, mode, [1, 2], [5], seed, []) for seed, params in enumerate(wanted)]

@@ -21,6 +21,7 @@ from drivetrain import (
     VersionSpan,
 )
 from drivetrain.errors import EngineInternalError, EngineOutOfMemory
+from drivetrain.sampling import ActionMask
 from drivetrain_sglang import translate
 from drivetrain_sglang.adapters import check_adapter
 from drivetrain_sglang.errors import as_engine_error
@@ -76,7 +77,7 @@ def test_what_is_drawn_by_us_arrives_whole() -> None:
         top_p=0.9,
         logit_bias={300: -1.5},
         logprobs=2,
-        logit_processors=[{"kind": "action_mask", "allowed_token_ids": [1, 300]}],
+        logit_processors=(ActionMask(allowed_token_ids=(1, 300)),),
     )
     native = translate.sampling_params(request(params, LogprobsMode.PROCESSED, seed=2**62 + 1))
     carried = native["custom_params"]
