@@ -52,8 +52,8 @@ def claims_abort_and_refuses_it(backend: type[Backend]) -> type[Backend]:
 
 
 @spoiled_engine(
-    caught_by="errors/logit_processors_outside_the_vocabulary_are_refused",
-    says="works though unclaimed: logit_processors",
+    caught_by="structured_output/json_follows_the_schema",
+    says="expected UnsupportedCapability for one of structured_json",
 )
 def passes_on_what_it_does_not_claim(engine: type[InferenceEngine]) -> type[InferenceEngine]:
     """Requests for what is unclaimed reach the backend, which knows nothing of them and drops them in silence."""
