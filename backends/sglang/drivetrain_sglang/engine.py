@@ -16,10 +16,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar, Final, cast
 
+import psutil
+
 from drivetrain.backend import Backend, EngineStats, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
 from drivetrain.capability import Capability
 from drivetrain.config import EngineConfig, Isolation, Task
 from drivetrain.errors import EngineBusy, EngineInternalError, EngineStartError, InvalidConfig, InvalidRequest
+from drivetrain.host.reap import semaphores_of, unlink
 from drivetrain.memory import MemoryTag, PauseMode
 from drivetrain.sampling import LogprobsMode, SamplingParams
 from drivetrain.weights import CommitUpdate, TensorData, WeightManifest, WeightMessage, WeightReply, WeightReport
@@ -188,7 +191,10 @@ class SGLangBackend(Backend):
         """End SGLang's processes."""
         engine, self._engine = self._engine, None
         if engine is not None:
+            # SGLang kills its processes, with the one that would remove their semaphores.
+            semaphores = semaphores_of(psutil.Process().children(recursive=True))
             await asyncio.to_thread(engine.shutdown)
+            unlink(semaphores)
         self._calls.shutdown(wait=False, cancel_futures=True)
 
     async def stats(self) -> EngineStats:

@@ -7,6 +7,8 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Final
 
 import psutil
@@ -17,6 +19,7 @@ MARK: Final = "DRIVETRAIN_HOST"
 SCRATCH: Final = "DRIVETRAIN_HOST_FOLDER"
 """Environment variable with the host's temporary folder, which goes when the host goes."""
 
+_SEMAPHORE: Final = "/dev/shm/sem.mp-"
 _logger = logging.getLogger("drivetrain.host")
 _PATIENCE_S: Final = 3.0
 _ROUNDS: Final = 3
@@ -45,10 +48,12 @@ def family(host: int, mark: str) -> list[psutil.Process]:
 def kill_family(host: int, mark: str) -> None:
     """Kill (SIGKILL) everything of a host, and wait until it is gone; what is left after that is logged."""
     left: list[psutil.Process] = []
+    semaphores: set[Path] = set()
     for _ in range(_ROUNDS):  # what forked while we looked is found the next time
         left = [process for process in family(host, mark) if _runs(process)]
         if not left:
-            return
+            break
+        semaphores |= semaphores_of(left)
         for process in left:
             try:
                 process.kill()
@@ -58,8 +63,27 @@ def kill_family(host: int, mark: str) -> None:
         patience = time.monotonic() + _PATIENCE_S
         while any(map(_runs, left)) and time.monotonic() < patience:
             time.sleep(0.005)
+    unlink(semaphores)
     if left := [process for process in left if _runs(process)]:
         _logger.error("these processes of an engine's host do not end: %s", ", ".join(map(str, left)))
+
+
+def semaphores_of(processes: Iterable[psutil.Process]) -> set[Path]:
+    """The named semaphores of Python's multiprocessing that these processes use; nobody removes those of the killed."""
+    found: set[Path] = set()
+    for process in processes:
+        try:
+            maps = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue  # it ended meanwhile
+        found.update(Path(line[line.index(_SEMAPHORE) :]) for line in maps.splitlines() if _SEMAPHORE in line)
+    return found
+
+
+def unlink(files: Iterable[Path]) -> None:
+    """Remove files that may be gone."""
+    for file in files:
+        file.unlink(missing_ok=True)
 
 
 def end_own_family() -> None:
@@ -102,4 +126,14 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
-__all__ = ["MARK", "SCRATCH", "end_own_family", "ending", "family", "kill_family", "signal_name"]
+__all__ = [
+    "MARK",
+    "SCRATCH",
+    "end_own_family",
+    "ending",
+    "family",
+    "kill_family",
+    "semaphores_of",
+    "signal_name",
+    "unlink",
+]
