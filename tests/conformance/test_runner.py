@@ -63,9 +63,9 @@ def test_a_plain_body_runs_coroutines_by_itself(runner: Runner) -> None:
 
 def test_a_refusal_of_what_is_unclaimed_is_refused(runner: Runner) -> None:
     async def body(bench: Bench) -> None:
-        await bench.engine.open_session(100)
+        await bench.engine.start_profile("nowhere")
 
-    assert run(runner, body, Capability.SESSIONS).verdict is Verdict.REFUSED
+    assert run(runner, body, Capability.PROFILE).verdict is Verdict.REFUSED
 
 
 def test_a_configuration_that_is_refused_counts_as_the_refusal(runner: Runner) -> None:
@@ -98,9 +98,9 @@ def test_a_body_that_leaves_the_engine_paused_fails_and_the_next_one_gets_a_read
 def test_a_refusal_that_changed_something_fails(runner: Runner) -> None:
     async def body(bench: Bench) -> None:
         await bench.engine.update_weight_version("other")
-        await bench.engine.open_session(100)
+        await bench.engine.start_profile("nowhere")
 
-    result = run(runner, body, Capability.VERSION_SPANS, Capability.SESSIONS)
+    result = run(runner, body, Capability.VERSION_SPANS, Capability.PROFILE)
     assert result.verdict is Verdict.FAILED
     assert "weight version was 'initial'" in result.judgement.message
 

@@ -117,8 +117,6 @@ async def test_what_is_not_claimed_is_refused_by_name_before_any_work(engine: In
         (Capability.HIDDEN_STATES, lambda: engine.generate("x", {"return_hidden_states": True})),
         (Capability.ROUTED_EXPERTS, lambda: engine.generate("x", {"return_routed_experts": True})),
         (Capability.IMAGES, lambda: engine.generate(TokenPrompt.model_validate(image))),
-        (Capability.SESSIONS, lambda: engine.open_session(100)),
-        (Capability.SESSIONS, lambda: engine.generate_with_session("s", "x")),
         (Capability.EMBED, lambda: engine.encode("x")),
         (Capability.REWARD_SCORE, lambda: engine.score([[1]], [[2]])),
         (Capability.HICACHE_STORAGE, lambda: engine.clear_hicache_storage()),
