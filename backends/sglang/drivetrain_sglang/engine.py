@@ -192,7 +192,8 @@ class SGLangBackend(Backend):
         engine, self._engine = self._engine, None
         if engine is not None:
             # SGLang kills its processes, with the one that would remove their semaphores.
-            semaphores = semaphores_of(psutil.Process().children(recursive=True))
+            this = psutil.Process()
+            semaphores = semaphores_of([this, *this.children(recursive=True)])
             await asyncio.to_thread(engine.shutdown)
             unlink(semaphores)
         self._calls.shutdown(wait=False, cancel_futures=True)
