@@ -19,7 +19,7 @@ MARK: Final = "DRIVETRAIN_HOST"
 SCRATCH: Final = "DRIVETRAIN_HOST_FOLDER"
 """Environment variable with the host's temporary folder, which goes when the host goes."""
 
-_SEMAPHORE: Final = "/dev/shm/sem.mp-"
+_SEMAPHORES: Final = Path("/dev/shm/sem.mp-*")
 _logger = logging.getLogger("drivetrain.host")
 _PATIENCE_S: Final = 3.0
 _ROUNDS: Final = 3
@@ -70,13 +70,21 @@ def kill_family(host: int, mark: str) -> None:
 
 def semaphores_of(processes: Iterable[psutil.Process]) -> set[Path]:
     """The named semaphores of Python's multiprocessing that these processes use; nobody removes those of the killed."""
+    files: dict[int, Path] = {}
+    for file in _SEMAPHORES.parent.glob(_SEMAPHORES.name):
+        try:
+            files[file.stat().st_ino] = file
+        except OSError:
+            continue  # removed meanwhile
     found: set[Path] = set()
-    for process in processes:
+    for process in processes if files else ():
         try:
             maps = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8", errors="replace")
         except OSError:
             continue  # it ended meanwhile
-        found.update(Path(line[line.index(_SEMAPHORE) :]) for line in maps.splitlines() if _SEMAPHORE in line)
+        # By inode: whoever made the semaphore has mapped it under a temporary name that is gone.
+        columns = (line.split(maxsplit=5) for line in maps.splitlines() if "/dev/shm/" in line)
+        found.update(files[inode] for inode in (int(column[4]) for column in columns) if inode in files)
     return found
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from typing import Any
 
 
@@ -14,11 +15,12 @@ def activate() -> str | None:
 
 
 def mend() -> None:
-    """Let SGLang's LoRA modules do without pinned memory, which only a GPU's driver has to give."""
+    """Let SGLang's LoRA modules do without pinned memory, which only a GPU's driver has to give, and start sooner."""
     import torch
 
     if torch.cuda.is_available():
         return
+    _fork_schedulers()
     from sglang.srt.lora import layers
     from sglang.srt.lora.backend import torch_backend
 
@@ -26,6 +28,17 @@ def mend() -> None:
     for module in (layers, torch_backend):
         vars(module)["torch"] = unpinned
     torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign]
+
+
+def _fork_schedulers() -> None:
+    """Start schedulers by a fork, which CUDA would not bear: they need not import SGLang again, which takes 20 s."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork, HookType.AFTER)
+
+
+def _fork(*_: object) -> None:
+    multiprocessing.set_start_method("fork", force=True)
 
 
 class _WithoutPins:
