@@ -14,12 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from drivetrain.backend import ModelInfo
 from drivetrain.capability import Capability
-from drivetrain.config import Isolation
+from drivetrain.config import EngineConfig, Isolation
 from drivetrain.engine import InferenceEngine
 from drivetrain.errors import DrivetrainError, InvalidWeights, WeightPlanMismatch
 from drivetrain.progress_bars import no_progress_bars
-from drivetrain.weights import PlacedTensor, WeightManifest, WeightPlan, WeightUpdateRequest
+from drivetrain.weights import CommunicatorSpec, PlacedTensor, WeightManifest, WeightPlan, WeightUpdateRequest
 from drivetrain_conformance.models import Models
 from drivetrain_weight_sync import WeightInput
 from drivetrain_weight_sync.sync import UpdateUnderWay
@@ -241,9 +242,27 @@ class Between:
         """The engine's."""
         return self._engine.capabilities
 
+    @property
+    def config(self) -> EngineConfig:
+        """The engine's."""
+        return self._engine.config
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """The engine's."""
+        return self._engine.model_info
+
     async def weight_manifest(self) -> WeightManifest:
         """The engine's."""
         return await self._engine.weight_manifest()
+
+    async def init_weight_update_communicator(self, spec: CommunicatorSpec) -> None:
+        """The engine's."""
+        await self._engine.init_weight_update_communicator(spec)
+
+    async def destroy_weight_update_communicator(self, group_name: str) -> None:
+        """The engine's."""
+        await self._engine.destroy_weight_update_communicator(group_name)
 
     @asynccontextmanager
     async def weight_update(self, request: WeightUpdateRequest) -> AsyncGenerator[UpdateUnderWay, None]:

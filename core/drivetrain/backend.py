@@ -136,6 +136,8 @@ class Backend(ABC):
     """Stop conditions on text at which this engine ends by itself, at the match or soon after it. For the others
     the engine page streams the tokens, matches them and aborts. Either way it cuts ids and text."""
     default_isolation: ClassVar[Isolation] = Isolation.PROCESS
+    endangers_its_process: ClassVar[bool] = False
+    """Whether the engine can end the process that it is in; then isolation ``inline`` is refused."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config

@@ -63,6 +63,12 @@ def create_engine(
     cls = load_backend(config.backend)
     require_engine(cls)
     isolation = config.isolation or cls.default_isolation
+    if isolation is Isolation.INLINE and cls.endangers_its_process:
+        raise InvalidConfig(
+            f"isolation='inline': a failing {cls.name} engine would end this process; leave isolation out, or give "
+            "'process'",
+            field="isolation",
+        )
     made: Backend = cls(config) if isolation is Isolation.INLINE else HostedBackend(config, config.backend)
     return _engine(
         config,
@@ -86,8 +92,9 @@ def _engine(
     versions: dict[str, str],
 ) -> InferenceEngine:
     capabilities = claimed | _added_by_the_engine_page(claimed, native_stops)
-    if isolation is not Isolation.INLINE:
-        capabilities -= {Capability.WEIGHTS_IN_PROCESS}
+    # No process can map its own GPU memory, and no other can reach into this one's.
+    elsewhere = Capability.WEIGHTS_CUDA_IPC if isolation is Isolation.INLINE else Capability.WEIGHTS_IN_PROCESS
+    capabilities -= {elsewhere}
     check_config(config, config_names, capabilities)
     return InferenceEngine(config, backend, capabilities=capabilities, isolation=isolation, versions=versions)
 

@@ -818,8 +818,9 @@ class InferenceEngine:
     async def init_weight_update_communicator(self, spec: CommunicatorSpec) -> None:
         """Join a torch.distributed group in which the trainer will broadcast weights."""
         self._require("init_weight_update_communicator()", Capability.WEIGHTS_BROADCAST)
+        timeout = min(spec.timeout, self.config.timeouts.weight_update)
         async with deadline(self.config.timeouts.weight_update, f"the group {spec.group_name!r} to form"):
-            await self._backend.init_communicator(spec)
+            await self._backend.init_communicator(spec.model_copy(update={"timeout": timeout}))
 
     async def destroy_weight_update_communicator(self, group_name: str) -> None:
         """Leave that group."""

@@ -155,6 +155,7 @@ class CommunicatorSpec(_Frozen):
     world_size: int = Field(ge=2)
     group_name: str = Field(min_length=1)
     backend: Literal["nccl", "gloo"] = "nccl"
+    timeout: float = Field(default=60, gt=0, description="Seconds in which it must form, and each broadcast must end.")
 
 
 # What the engine's side of a transfer is told, in order. One update at a time.

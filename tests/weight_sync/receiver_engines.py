@@ -18,13 +18,15 @@ from typing import Self
 import torch
 from torch import nn
 
+from drivetrain.backend import ModelInfo
 from drivetrain.capability import Capability
-from drivetrain.config import Isolation
+from drivetrain.config import EngineConfig, Isolation, Timeouts
 from drivetrain.errors import DrivetrainError, from_wire, to_wire
 from drivetrain.weights import (
     AbortUpdate,
     BeginUpdate,
     CommitUpdate,
+    CommunicatorSpec,
     LoadBuckets,
     PrepareUpdate,
     VerifyUpdate,
@@ -35,7 +37,8 @@ from drivetrain.weights import (
 )
 from drivetrain_weight_sync import ModuleTarget, Receiver
 
-HOST_CAPABILITIES = frozenset({Capability.WEIGHTS_SHARED_MEMORY, Capability.WEIGHTS_DISK})
+HOST_CAPABILITIES = frozenset({Capability.WEIGHTS_SHARED_MEMORY, Capability.WEIGHTS_BROADCAST, Capability.WEIGHTS_DISK})
+CPU = torch.device("cpu")
 
 
 class Update:
@@ -52,6 +55,8 @@ class ReceiverEngine:
 
     isolation: Isolation
     capabilities: frozenset[Capability]
+    config = EngineConfig(backend="receiver", model="none", timeouts=Timeouts(weight_update=20))
+    model_info = ModelInfo(256, 128, (0,), "float32", "Model", 0, "cpu")
 
     def __init__(self) -> None:
         self.version = "initial"
@@ -66,6 +71,12 @@ class ReceiverEngine:
         raise NotImplementedError
 
     async def weight_manifest(self) -> WeightManifest:
+        raise NotImplementedError
+
+    async def init_weight_update_communicator(self, spec: CommunicatorSpec) -> None:
+        raise NotImplementedError
+
+    async def destroy_weight_update_communicator(self, group_name: str) -> None:
         raise NotImplementedError
 
     @asynccontextmanager
@@ -99,6 +110,12 @@ class InlineEngine(ReceiverEngine):
 
     async def weight_manifest(self) -> WeightManifest:
         return self._target.manifest()
+
+    async def init_weight_update_communicator(self, spec: CommunicatorSpec) -> None:
+        await asyncio.to_thread(self.receiver.groups.join, spec, 1, CPU)
+
+    async def destroy_weight_update_communicator(self, group_name: str) -> None:
+        self.receiver.groups.leave(group_name)
 
 
 class HostedEngine(ReceiverEngine):
@@ -142,6 +159,12 @@ class HostedEngine(ReceiverEngine):
         assert isinstance(manifest, WeightManifest)
         return manifest
 
+    async def init_weight_update_communicator(self, spec: CommunicatorSpec) -> None:
+        await asyncio.to_thread(self._call, "join", spec)
+
+    async def destroy_weight_update_communicator(self, group_name: str) -> None:
+        await asyncio.to_thread(self._call, "leave", group_name)
+
     async def tensors(self) -> Mapping[str, torch.Tensor]:
         """What the other process's model holds."""
         held: object = await asyncio.to_thread(self._call, "tensors", None)
@@ -181,6 +204,12 @@ def serve() -> None:
                     answer = ("ok", None)
                 case "handle":
                     answer = ("ok", receiver.handle(argument))
+                case "join":
+                    receiver.groups.join(argument, 1, CPU)
+                    answer = ("ok", None)
+                case "leave":
+                    receiver.groups.leave(argument)
+                    answer = ("ok", None)
                 case "manifest":
                     answer = ("ok", ModuleTarget(model).manifest())
                 case _:

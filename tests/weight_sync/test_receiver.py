@@ -280,19 +280,16 @@ def test_an_arena_that_the_plan_does_not_fit_is_refused() -> None:
         pair.send(PrepareUpdate(larger))
 
 
-@pytest.mark.parametrize(
-    ("source", "capability"),
-    [
-        (BroadcastSource(group_name="g"), "weights_broadcast"),
-        (LoraSource(lora_name="a", path="/nowhere"), "weights_lora"),
-    ],
-)
-def test_a_transport_that_is_not_there_is_refused_by_name(
-    pair: Pair, source: BroadcastSource | LoraSource, capability: str
-) -> None:
-    with pytest.raises(UnsupportedCapability, match=source.kind) as caught:
+def test_a_transport_that_is_not_there_is_refused_by_name(pair: Pair) -> None:
+    source = LoraSource(lora_name="a", path="/nowhere")
+    with pytest.raises(UnsupportedCapability, match="lora") as caught:
         pair.send(PrepareUpdate(pair.request().model_copy(update={"source": source})))
-    assert caught.value.capability == capability
+    assert caught.value.capability == "weights_lora"
+
+
+def test_a_group_that_the_worker_is_not_in_is_refused_by_name(pair: Pair) -> None:
+    with pytest.raises(InvalidRequest, match="no group 'g'"):
+        pair.send(PrepareUpdate(pair.request().model_copy(update={"source": BroadcastSource(group_name="g")})))
 
 
 def test_a_new_arena_is_mapped_though_it_has_the_old_ones_path() -> None:

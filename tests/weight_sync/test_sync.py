@@ -31,7 +31,7 @@ from drivetrain.weights import WeightMessage, WeightReply
 from drivetrain_weight_sync import Strategy, UpdatableEngine, WeightSync
 from drivetrain_weight_sync.source import WeightInput
 
-STRATEGIES = ["in_process", "shared_memory", "disk"]
+STRATEGIES = ["in_process", "shared_memory", "broadcast", "disk"]
 
 
 def reused_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -78,7 +78,7 @@ async def test_every_source_arrives_bitwise_by_every_strategy(kind: str, strateg
     assert result.gb_per_second > 0
 
 
-@pytest.mark.parametrize("strategy", ["auto", "disk"])
+@pytest.mark.parametrize("strategy", ["auto", "broadcast", "disk"])
 async def test_weights_reach_another_process_bitwise_at_every_push(strategy: str) -> None:
     trained = Model(1)
     async with HostedEngine(Model(2)) as engine:
@@ -89,7 +89,7 @@ async def test_weights_reach_another_process_bitwise_at_every_push(strategy: str
                 await sync.push(version=f"step-{step}")
                 assert not differing(await engine.tensors(), tensors_of(trained))
         assert engine.version == "step-2"
-        assert sync.strategy is (Strategy.SHARED_MEMORY if strategy == "auto" else Strategy.DISK)
+        assert sync.strategy is (Strategy.SHARED_MEMORY if strategy == "auto" else Strategy(strategy))
 
 
 def without(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
@@ -243,12 +243,11 @@ def test_connect_refuses_what_cannot_work() -> None:
         WeightSync.connect({}, engine, "telepathy")
     with pytest.raises(InvalidConfig, match="bucket_bytes"):
         WeightSync.connect({}, engine, bucket_bytes=0)
-    for strategy in ("cuda_ipc", "broadcast"):
-        with pytest.raises(UnsupportedCapability, match=strategy) as caught:
-            WeightSync.connect({}, engine, strategy)
-        assert caught.value.capability == f"weights_{strategy}"
+    with pytest.raises(UnsupportedCapability, match="cuda_ipc") as caught:
+        WeightSync.connect({}, engine, "cuda_ipc")
+    assert caught.value.capability == "weights_cuda_ipc"
     engine.isolation = Isolation.PROCESS
-    with pytest.raises(UnsupportedCapability, match="it can take: shared_memory, disk"):
+    with pytest.raises(UnsupportedCapability, match="it can take: shared_memory, broadcast, disk"):
         WeightSync.connect({}, engine, "in_process")
     engine.capabilities = frozenset({Capability.STREAMING})
     with pytest.raises(UnsupportedCapability):
@@ -261,6 +260,8 @@ def test_connect_refuses_what_cannot_work() -> None:
         (Isolation.INLINE, ["weights_in_process", "weights_shared_memory", "weights_disk"], Strategy.IN_PROCESS),
         (Isolation.INLINE, ["weights_shared_memory", "weights_disk"], Strategy.SHARED_MEMORY),
         (Isolation.PROCESS, ["weights_in_process", "weights_shared_memory", "weights_disk"], Strategy.SHARED_MEMORY),
+        (Isolation.PROCESS, ["weights_broadcast", "weights_disk"], Strategy.BROADCAST),
+        (Isolation.PROCESS, ["weights_cuda_ipc", "weights_shared_memory"], Strategy.SHARED_MEMORY),
         (Isolation.PROCESS, ["weights_disk"], Strategy.DISK),
     ],
 )

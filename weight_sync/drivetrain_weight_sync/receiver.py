@@ -33,6 +33,7 @@ from drivetrain_weight_sync.names import listed
 from drivetrain_weight_sync.plan import check_geometry, check_plan
 from drivetrain_weight_sync.target import WeightTarget
 from drivetrain_weight_sync.transports.base import Reader
+from drivetrain_weight_sync.transports.broadcast import Groups
 from drivetrain_weight_sync.transports.registry import make_reader
 
 
@@ -63,6 +64,8 @@ class Receiver:
 
     def __init__(self, target: WeightTarget) -> None:
         self._target = target
+        self.groups = Groups()
+        """In which a trainer broadcasts to this worker."""
         self._readers: dict[str, Reader] = {}
         self._phase = Phase.IDLE
         self._request: WeightUpdateRequest | None = None
@@ -116,11 +119,12 @@ class Receiver:
         for reader in self._readers.values():
             reader.close()
         self._readers.clear()
+        self.groups.close()
 
     def _prepare(self, request: WeightUpdateRequest) -> WeightReply:
         self._withdraw()
         kind = request.source.kind
-        reader = self._readers.get(kind) or make_reader(kind)
+        reader = self._readers.get(kind) or make_reader(kind, self.groups)
         self._readers[kind] = reader
         manifest = self._target.manifest()
         if request.plan is not None:

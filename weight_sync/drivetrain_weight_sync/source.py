@@ -39,6 +39,15 @@ class Source:
         """Whether the tensors stay as they are while a push goes on."""
         return isinstance(self._given, nn.Module | Mapping)
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the tensors of a held source lie on a GPU; streamed ones are not looked at."""
+        if isinstance(self._given, nn.Module):
+            return any(parameter.is_cuda for parameter in self._given.parameters())
+        if isinstance(self._given, Mapping):
+            return any(isinstance(tensor, torch.Tensor) and tensor.is_cuda for tensor in self._given.values())
+        return False
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors of a held source.
 

@@ -35,11 +35,25 @@ _CAPABILITY: Final = {
     Strategy.CUDA_IPC: Capability.WEIGHTS_CUDA_IPC,
     Strategy.BROADCAST: Capability.WEIGHTS_BROADCAST,
 }
-_FASTEST_FIRST: Final = (Strategy.IN_PROCESS, Strategy.SHARED_MEMORY, Strategy.DISK)
+_FASTEST_FIRST: Final = (
+    Strategy.IN_PROCESS,
+    Strategy.CUDA_IPC,
+    Strategy.SHARED_MEMORY,
+    Strategy.BROADCAST,
+    Strategy.DISK,
+)
 
 
-def choose(asked: Strategy | str, isolation: Isolation, capabilities: Set[Capability]) -> Strategy:
+def choose(
+    asked: Strategy | str, isolation: Isolation, capabilities: Set[Capability], *, on_gpu: bool = False
+) -> Strategy:
     """Return the strategy to use, never :attr:`Strategy.AUTO`.
+
+    Args:
+        asked: By the trainer.
+        isolation: Where the engine runs.
+        capabilities: What it claims.
+        on_gpu: Whether the tensors lie on the one GPU that this process sees, and so the engine too.
 
     Raises:
         InvalidRequest: there is no strategy of that name.
@@ -47,8 +61,9 @@ def choose(asked: Strategy | str, isolation: Isolation, capabilities: Set[Capabi
     """
     strategy = _parse(asked)
     usable = [s for s in _FASTEST_FIRST if _CAPABILITY[s] in capabilities]
-    if isolation is not Isolation.INLINE and Strategy.IN_PROCESS in usable:
-        usable.remove(Strategy.IN_PROCESS)
+    # A process cannot map its own memory, and no other can reach into it.
+    elsewhere = Strategy.CUDA_IPC if isolation is Isolation.INLINE else Strategy.IN_PROCESS
+    usable = [strategy for strategy in usable if strategy is not elsewhere]
     choices = ", ".join(s.value for s in usable) or "none"
     if strategy is Strategy.AUTO:
         if not usable:
@@ -56,7 +71,7 @@ def choose(asked: Strategy | str, isolation: Isolation, capabilities: Set[Capabi
                 "the engine claims no way to take weights that weight sync can send",
                 capability=Capability.WEIGHTS_SHARED_MEMORY.value,
             )
-        return usable[0]
+        return next((s for s in usable if s is not Strategy.CUDA_IPC or on_gpu), usable[0])
     if strategy not in usable:
         raise UnsupportedCapability(
             f"weights cannot be sent by strategy {strategy.value!r} to this engine (isolation {isolation.value!r}); "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractAsyncContextManager, suppress
@@ -11,21 +12,27 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
+import torch
+
+from drivetrain.backend import ModelInfo
 from drivetrain.capability import Capability
-from drivetrain.config import Isolation
-from drivetrain.errors import InvalidConfig, InvalidRequest, WeightSyncError
+from drivetrain.config import EngineConfig, Isolation
+from drivetrain.errors import DrivetrainError, InvalidConfig, InvalidRequest, WeightSyncError
 from drivetrain.memory import PauseMode
-from drivetrain.weights import WeightManifest, WeightPlan, WeightUpdateRequest
+from drivetrain.weights import CommunicatorSpec, WeightManifest, WeightPlan, WeightUpdateRequest
 from drivetrain_weight_sync.plan import DEFAULT_BUCKET_BYTES, make_plan
 from drivetrain_weight_sync.source import Source, WeightInput
 from drivetrain_weight_sync.staging import Staged, stage
 from drivetrain_weight_sync.strategy import Strategy, choose
 from drivetrain_weight_sync.transports.base import Sender
+from drivetrain_weight_sync.transports.broadcast import BroadcastSender, GroupBackend
+from drivetrain_weight_sync.transports.cuda_ipc import CudaIpcSender
 from drivetrain_weight_sync.transports.disk import DiskSender
 from drivetrain_weight_sync.transports.in_process import InProcessSender
 from drivetrain_weight_sync.transports.shared_memory import SharedMemorySender
 
 _T = TypeVar("_T")
+_logger = logging.getLogger(__name__)
 
 
 class UpdateUnderWay(Protocol):
@@ -46,7 +53,17 @@ class UpdatableEngine(Protocol):
     @property
     def capabilities(self) -> Set[Capability]: ...
 
+    @property
+    def config(self) -> EngineConfig: ...
+
+    @property
+    def model_info(self) -> ModelInfo: ...
+
     async def weight_manifest(self) -> WeightManifest: ...
+
+    async def init_weight_update_communicator(self, spec: CommunicatorSpec) -> None: ...
+
+    async def destroy_weight_update_communicator(self, group_name: str) -> None: ...
 
     def weight_update(self, request: WeightUpdateRequest) -> AbstractAsyncContextManager[UpdateUnderWay]: ...
 
@@ -87,6 +104,7 @@ class WeightSync:
         self._options = options
         self._lock = asyncio.Lock()
         self._agreed: tuple[WeightManifest, WeightPlan] | None = None
+        self._group_name: str | None = None
         self._closed = False
         self.strategy = strategy
         """How the weights travel; never ``AUTO``."""
@@ -102,6 +120,8 @@ class WeightSync:
         cast: bool = False,
         mode: PauseMode = PauseMode.RETRACT,
         directory: Path | None = None,
+        group_backend: GroupBackend | None = None,
+        master_address: str = "127.0.0.1",
     ) -> WeightSync:
         """Connect a source of tensors to an engine. Nothing is sent, and the engine need not be started.
 
@@ -114,16 +134,23 @@ class WeightSync:
             cast: convert floating-point tensors to the engine's dtype. Otherwise another dtype is refused.
             mode: what becomes of requests in flight while the weights change.
             directory: where strategy ``disk`` makes its folder; None: the temporary folder.
+            group_backend: of strategy ``broadcast``: ``"nccl"``, from this process's current GPU to others, or
+                ``"gloo"``, over any network, from CPU memory to CPU memory. None: NCCL between GPUs, if this process
+                sees several, else gloo.
+            master_address: of this host, where the engine's ranks reach strategy ``broadcast``.
 
         Raises:
             InvalidRequest: the source or strategy is not one.
             InvalidConfig: ``bucket_bytes`` is not positive.
             UnsupportedCapability: the engine cannot take weights that way.
         """
-        chosen = choose(strategy, engine.isolation, engine.capabilities)
+        given = Source(source)
+        on_the_gpu = given.on_gpu and torch.cuda.device_count() == 1
+        chosen = choose(strategy, engine.isolation, engine.capabilities, on_gpu=on_the_gpu)
         if bucket_bytes <= 0:
             raise InvalidConfig(f"bucket_bytes is {bucket_bytes}; give a positive number", field="bucket_bytes")
-        return cls(Source(source), engine, chosen, _make_sender(chosen, directory), _Options(bucket_bytes, cast, mode))
+        options = _Options(bucket_bytes, cast, mode, group_backend, master_address)
+        return cls(given, engine, chosen, _make_sender(chosen, directory), options)
 
     async def push(self, *, version: str) -> WeightSyncResult:
         """Make the engine serve the source's weights as ``version``; every push is a full one.
@@ -148,6 +175,8 @@ class WeightSync:
             except BaseException:
                 # The engine may hold another model by now, and that may be why it failed.
                 self._agreed = None
+                if isinstance(self._sender, BroadcastSender):
+                    self._sender.leave()  # its ranks may be at different broadcasts
                 raise
             finally:
                 await _in_thread(self._sender.release)
@@ -156,6 +185,7 @@ class WeightSync:
         """Free the arena and whatever else was made for pushing, once a push under way has ended. Idempotent."""
         async with self._lock:
             self._closed = True
+            await self._dissolve()
             await _in_thread(self._sender.close)
 
     async def __aenter__(self) -> Self:
@@ -172,6 +202,8 @@ class WeightSync:
         staged: Staged = await _in_thread(
             lambda: stage(self._source, self._sender, manifest, plan, cast=self._options.cast)
         )
+        if isinstance(self._sender, BroadcastSender):
+            await self._form(self._sender)
         source = await _in_thread(self._sender.source)
         request = WeightUpdateRequest(
             version=version, source=source, plan=plan, digests=staged.digests, mode=self._options.mode
@@ -179,7 +211,7 @@ class WeightSync:
         asked = time.perf_counter()
         async with self._engine.weight_update(request) as update:
             for index in range(update.buckets):
-                await update.load([index])
+                await self._send(update, index)
         ended = time.perf_counter()
         return WeightSyncResult(
             version=version,
@@ -193,6 +225,59 @@ class WeightSync:
             total_seconds=ended - begun,
         )
 
+    async def _send(self, update: UpdateUnderWay, index: int) -> None:
+        """Send a bucket while the engine loads it; the first of the two that fails ends the other."""
+        if not isinstance(self._sender, BroadcastSender):
+            await update.load([index])
+            return
+        sender = self._sender
+        halves = [
+            asyncio.ensure_future(_in_thread(lambda: sender.send(index))),
+            asyncio.ensure_future(update.load([index])),
+        ]
+        try:
+            done, _ = await asyncio.wait(halves, return_when=asyncio.FIRST_EXCEPTION)
+            for half in done:
+                half.result()
+        except BaseException:
+            sender.leave()
+            halves[1].cancel()
+            await asyncio.gather(*halves, return_exceptions=True)
+            raise
+
+    async def _form(self, sender: BroadcastSender) -> None:
+        """Form a group with the engine, unless that of the last push is there."""
+        if sender.group_name is not None:
+            return
+        await self._dissolve()
+        engine, options = self._engine, self._options
+        on_gpus = engine.model_info.device.startswith("cuda") and torch.cuda.device_count() > 1
+        backend = options.group_backend or ("nccl" if on_gpus else "gloo")
+        ranks = engine.config.tensor_parallel_size * engine.config.pipeline_parallel_size
+        spec, store = sender.offer(backend, options.master_address, ranks, engine.config.timeouts.weight_update)
+        halves = [
+            asyncio.ensure_future(_in_thread(lambda: sender.join(spec, store))),
+            asyncio.ensure_future(engine.init_weight_update_communicator(spec)),
+        ]
+        try:
+            await asyncio.gather(*halves)
+        except BaseException:
+            halves[1].cancel()
+            await asyncio.gather(*halves, return_exceptions=True)
+            sender.leave()
+            raise
+        self._group_name = spec.group_name
+
+    async def _dissolve(self) -> None:
+        """Let the engine leave the group of earlier pushes."""
+        name, self._group_name = self._group_name, None
+        if name is not None:
+            try:
+                await self._engine.destroy_weight_update_communicator(name)
+            except DrivetrainError as error:
+                # An engine that is closed or dead has left every group.
+                _logger.info("the engine did not leave the group %s: %s", name, error)
+
     async def _agree(self) -> tuple[WeightManifest, WeightPlan]:
         if self._agreed is None:
             manifest = await self._engine.weight_manifest()
@@ -205,6 +290,8 @@ class _Options:
     bucket_bytes: int
     cast: bool
     mode: PauseMode
+    group_backend: GroupBackend | None
+    master_address: str
 
 
 def _make_sender(strategy: Strategy, directory: Path | None) -> Sender:
@@ -215,6 +302,12 @@ def _make_sender(strategy: Strategy, directory: Path | None) -> Sender:
             return SharedMemorySender()
         case Strategy.DISK:
             return DiskSender(directory)
+        case Strategy.CUDA_IPC:
+            if not torch.cuda.is_available():
+                raise InvalidRequest("strategy 'cuda_ipc' needs a GPU in the trainer's process", field="strategy")
+            return CudaIpcSender()
+        case Strategy.BROADCAST:
+            return BroadcastSender()
         case _:
             raise AssertionError(strategy)
 

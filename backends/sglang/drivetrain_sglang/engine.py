@@ -20,12 +20,20 @@ import psutil
 
 from drivetrain.backend import Backend, EngineStats, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
 from drivetrain.capability import Capability
-from drivetrain.config import EngineConfig, Isolation, Task
+from drivetrain.config import EngineConfig, Task
 from drivetrain.errors import EngineBusy, EngineInternalError, EngineStartError, InvalidConfig, InvalidRequest
 from drivetrain.host.reap import semaphores_of, unlink
 from drivetrain.memory import MemoryTag, PauseMode
 from drivetrain.sampling import LogprobsMode, SamplingParams
-from drivetrain.weights import CommitUpdate, TensorData, WeightManifest, WeightMessage, WeightReply, WeightReport
+from drivetrain.weights import (
+    CommitUpdate,
+    CommunicatorSpec,
+    TensorData,
+    WeightManifest,
+    WeightMessage,
+    WeightReply,
+    WeightReport,
+)
 from drivetrain_sglang.adapters import check_adapter
 from drivetrain_sglang.errors import as_engine_error
 from drivetrain_sglang.inside import SWITCH
@@ -73,6 +81,7 @@ _ALWAYS: Final = frozenset(
         Capability.SLEEP_WEIGHTS,
         Capability.SLEEP_KV_CACHE,
         Capability.WEIGHTS_SHARED_MEMORY,
+        Capability.WEIGHTS_BROADCAST,
         Capability.WEIGHTS_DISK,
         Capability.WEIGHT_UPDATE_IN_FLIGHT,
         Capability.VERSION_SPANS,
@@ -92,7 +101,7 @@ class SGLangBackend(Backend):
     name: ClassVar[str] = "sglang"
     engine_distribution: ClassVar[str] = "sglang"
     config_names: ClassVar[Mapping[str, str]] = CONFIG_NAMES
-    default_isolation: ClassVar[Isolation] = Isolation.PROCESS
+    endangers_its_process: ClassVar[bool] = True
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -124,7 +133,7 @@ class SGLangBackend(Backend):
         if config.engine_kwargs.get("enable_return_routed_experts"):
             claimed.add(Capability.ROUTED_EXPERTS)
         if device_of(config) != "cpu":
-            claimed.add(Capability.SLEEP_KEEPS_WEIGHTS)
+            claimed |= {Capability.SLEEP_KEEPS_WEIGHTS, Capability.WEIGHTS_CUDA_IPC}
             if not config.enable_sleep or importlib.util.find_spec("torch_memory_saver") is None:
                 claimed -= {Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, Capability.SLEEP_KEEPS_WEIGHTS}
         return frozenset(claimed)
@@ -272,16 +281,7 @@ class SGLangBackend(Backend):
         if MemoryTag.KV_CACHE in tags:
             self._cache_epoch += 1
         # A request whose caller went away takes one step more, of which nobody outside the scheduler knows.
-        ends = asyncio.get_running_loop().time() + _LAST_STEP_S
-        while True:
-            try:
-                await self._ask("sleep", tags)
-            except EngineBusy:
-                if asyncio.get_running_loop().time() > ends:
-                    raise
-                await asyncio.sleep(0.01)
-            else:
-                return
+        await self._ask_until_free(_LAST_STEP_S, "sleep", tags)
 
     async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
         """Take it again."""
@@ -309,6 +309,14 @@ class SGLangBackend(Backend):
         """Label the weights."""
         await self._ask("set_weight_version", version)
         self._version = version
+
+    async def init_communicator(self, spec: CommunicatorSpec) -> None:
+        """Join a group while generation goes on."""
+        await self._ask_until_free(2 * spec.timeout, "init_communicator", spec)
+
+    async def destroy_communicator(self, group_name: str) -> None:
+        """Leave it."""
+        await self._ask("destroy_communicator", group_name)
 
     async def read_weight(self, name: str) -> TensorData:
         """Copy one tensor out."""
@@ -405,6 +413,19 @@ class SGLangBackend(Backend):
             return str(answer.message)
 
         return control.result_of(method, await asyncio.get_running_loop().run_in_executor(self._calls, call))
+
+    async def _ask_until_free(self, patience: float, method: str, *arguments: object) -> None:
+        """Call the worker again and again while it is busy, for ``patience`` seconds."""
+        ends = asyncio.get_running_loop().time() + patience
+        while True:
+            try:
+                await self._ask(method, *arguments)
+            except EngineBusy:
+                if asyncio.get_running_loop().time() > ends:
+                    raise
+                await asyncio.sleep(0.01)
+            else:
+                return
 
 
 def _files_in(directory: Path) -> set[Path]:

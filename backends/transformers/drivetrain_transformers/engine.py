@@ -15,6 +15,7 @@ from drivetrain.errors import DrivetrainError, EngineInternalError
 from drivetrain.memory import MemoryTag, PauseMode
 from drivetrain.weights import (
     CommitUpdate,
+    CommunicatorSpec,
     TensorData,
     WeightManifest,
     WeightMessage,
@@ -57,6 +58,7 @@ _ALWAYS = frozenset(
         Capability.SLEEP_KV_CACHE,
         Capability.WEIGHTS_IN_PROCESS,
         Capability.WEIGHTS_SHARED_MEMORY,
+        Capability.WEIGHTS_BROADCAST,
         Capability.WEIGHTS_DISK,
         Capability.WEIGHT_UPDATE_IN_FLIGHT,
         Capability.VERSION_SPANS,
@@ -87,6 +89,7 @@ class TransformersBackend(Backend):
             claimed.add(Capability.PREFIX_CACHE)
         if not device_of(config).startswith("cpu"):
             claimed.add(Capability.SLEEP_KEEPS_WEIGHTS)
+            claimed.add(Capability.WEIGHTS_CUDA_IPC)
         if config.enable_lora and importlib.util.find_spec("peft") is not None:
             claimed.add(Capability.LORA)
         return frozenset(claimed)
@@ -238,6 +241,14 @@ class TransformersBackend(Backend):
         """Label the weights."""
         runner = self._running
         await runner.call(lambda: runner.scheduler.relabel(version))
+
+    async def init_communicator(self, spec: CommunicatorSpec) -> None:
+        """Join a group, in a thread of its own: generation goes on meanwhile."""
+        await asyncio.to_thread(self._received.join, spec)
+
+    async def destroy_communicator(self, group_name: str) -> None:
+        """Leave it."""
+        await self._running.call(lambda: self._received.leave(group_name))
 
     async def read_weight(self, name: str) -> TensorData:
         """Copy one tensor out."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from drivetrain.errors import InvalidRequest
-from drivetrain.weights import TensorData, WeightManifest, WeightMessage, WeightReply, WeightReport
+from drivetrain.weights import CommunicatorSpec, TensorData, WeightManifest, WeightMessage, WeightReply, WeightReport
 from drivetrain_transformers.model import LoadedModel
 from drivetrain_weight_sync import ModuleTarget, Receiver
 from drivetrain_weight_sync.dtypes import spec_of
@@ -40,6 +40,14 @@ class Weights:
     def receive(self, message: WeightMessage) -> WeightReply:
         """Take one step of an update."""
         return self._receiver.handle(message)
+
+    def join(self, spec: CommunicatorSpec) -> None:
+        """Join a group in which a trainer broadcasts; waits for it. May be called in any thread."""
+        self._receiver.groups.join(spec, spec.rank_offset, next(self._module.parameters()).device)
+
+    def leave(self, group_name: str) -> None:
+        """Leave it."""
+        self._receiver.groups.leave(group_name)
 
     def read(self, name: str) -> TensorData:
         """Copy one tensor out, by its checkpoint name or alias.

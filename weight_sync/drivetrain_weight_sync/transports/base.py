@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from drivetrain.weights import WeightManifest, WeightPlan, WeightSource, WeightUpdateRequest
+from drivetrain.errors import InvalidRequest
+from drivetrain.weights import PlacedTensor, WeightManifest, WeightPlan, WeightSource, WeightUpdateRequest
+from drivetrain_weight_sync.dtypes import dtype_of
+from drivetrain_weight_sync.plan import ALIGNMENT
 
 
 class Sender(ABC):
@@ -28,6 +31,9 @@ class Sender(ABC):
     @abstractmethod
     def source(self) -> WeightSource:
         """Say where the tensors lie, now that all were put."""
+
+    def send(self, index: int) -> None:  # noqa: B027
+        """Send bucket ``index`` while the engine loads it, if it does not take it by itself from the source."""
 
     @abstractmethod
     def release(self) -> None:
@@ -68,3 +74,29 @@ class Reader(ABC):
     def close(self) -> None:
         """Let go of everything."""
         self.release()
+
+
+def slot(memory: torch.Tensor, bucket_offset: int, placed: PlacedTensor) -> torch.Tensor:
+    """The tensor that lies in its place of a bucket, which begins ``bucket_offset`` bytes into ``memory`` (uint8)."""
+    begin = bucket_offset + placed.offset
+    return memory[begin : begin + placed.nbytes].view(dtype_of(placed.spec)).view(placed.spec.shape)
+
+
+def check_fit(bucket_offsets: Sequence[int], nbytes: int, plan: WeightPlan) -> None:
+    """Check that the buckets of ``plan`` lie within an arena of ``nbytes``.
+
+    Raises:
+        InvalidRequest: one does not.
+    """
+    if len(bucket_offsets) != len(plan.buckets):
+        raise InvalidRequest(
+            f"bucket_offsets has {len(bucket_offsets)} entries for a plan of {len(plan.buckets)} buckets",
+            field="source.bucket_offsets",
+        )
+    for index, (offset, bucket) in enumerate(zip(bucket_offsets, plan.buckets, strict=True)):
+        if offset < 0 or offset % ALIGNMENT or offset + bucket.nbytes > nbytes:
+            raise InvalidRequest(
+                f"bucket {index} ({bucket.nbytes} bytes) is said to begin at byte {offset} of an arena of "
+                f"{nbytes}; it must lie within, at a multiple of {ALIGNMENT}",
+                field="source.bucket_offsets",
+            )

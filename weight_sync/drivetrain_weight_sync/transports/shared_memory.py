@@ -6,12 +6,10 @@ from collections.abc import Iterator
 
 import torch
 
-from drivetrain.errors import InvalidRequest
-from drivetrain.weights import PlacedTensor, SharedMemorySource, WeightManifest, WeightPlan, WeightUpdateRequest
-from drivetrain_weight_sync.dtypes import dtype_of
-from drivetrain_weight_sync.plan import ALIGNMENT, bucket_offsets, plan_nbytes
+from drivetrain.weights import SharedMemorySource, WeightManifest, WeightPlan, WeightUpdateRequest
+from drivetrain_weight_sync.plan import bucket_offsets, plan_nbytes
 from drivetrain_weight_sync.transports.arena import Arena, MappedArena
-from drivetrain_weight_sync.transports.base import Opened, Reader, Sender
+from drivetrain_weight_sync.transports.base import Opened, Reader, Sender, check_fit, slot
 
 
 class SharedMemorySender(Sender):
@@ -31,7 +29,7 @@ class SharedMemorySender(Sender):
         self._arena = arena = Arena(plan_nbytes(plan))
         self._plan, self._offsets = plan, bucket_offsets(plan)
         self._slots = {
-            placed.spec.name: _slot(arena.memory, offset, placed)
+            placed.spec.name: slot(arena.memory, offset, placed)
             for bucket, offset in zip(plan.buckets, self._offsets, strict=True)
             for placed in bucket.tensors
         }
@@ -70,7 +68,7 @@ class SharedMemoryReader(Reader):
         assert isinstance(source, SharedMemorySource)
         assert plan is not None
         assert digests is not None
-        _check_fit(source, plan)
+        check_fit(source.bucket_offsets, source.nbytes, plan)
         if self._mapped is None or not self._mapped.still(source.path, source.nbytes):
             self._mapped = None
             self._mapped = MappedArena(source.path, source.nbytes)
@@ -81,7 +79,7 @@ class SharedMemoryReader(Reader):
         """Yield views of the arena."""
         assert self._mapped is not None
         for placed in self._plan.buckets[index].tensors:
-            yield placed.spec.name, _slot(self._mapped.memory, self._offsets[index], placed)
+            yield placed.spec.name, slot(self._mapped.memory, self._offsets[index], placed)
 
     def release(self) -> None:
         """Keep the mapping for the next update."""
@@ -89,23 +87,3 @@ class SharedMemoryReader(Reader):
     def close(self) -> None:
         """Let go of the mapping."""
         self._mapped = None
-
-
-def _slot(memory: torch.Tensor, bucket_offset: int, placed: PlacedTensor) -> torch.Tensor:
-    begin = bucket_offset + placed.offset
-    return memory[begin : begin + placed.nbytes].view(dtype_of(placed.spec)).view(placed.spec.shape)
-
-
-def _check_fit(source: SharedMemorySource, plan: WeightPlan) -> None:
-    if len(source.bucket_offsets) != len(plan.buckets):
-        raise InvalidRequest(
-            f"bucket_offsets has {len(source.bucket_offsets)} entries for a plan of {len(plan.buckets)} buckets",
-            field="source.bucket_offsets",
-        )
-    for index, (offset, bucket) in enumerate(zip(source.bucket_offsets, plan.buckets, strict=True)):
-        if offset < 0 or offset % ALIGNMENT or offset + bucket.nbytes > source.nbytes:
-            raise InvalidRequest(
-                f"bucket {index} ({bucket.nbytes} bytes) is said to begin at byte {offset} of an arena of "
-                f"{source.nbytes}; it must lie within, at a multiple of {ALIGNMENT}",
-                field="source.bucket_offsets",
-            )

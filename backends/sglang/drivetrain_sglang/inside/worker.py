@@ -17,6 +17,7 @@ from drivetrain.errors import EngineBusy, EngineStateError, InvalidRequest
 from drivetrain.memory import MemoryTag, PauseMode
 from drivetrain.weights import (
     CommitUpdate,
+    CommunicatorSpec,
     PrepareUpdate,
     TensorData,
     WeightManifest,
@@ -253,6 +254,15 @@ class Worker:
         # Releases that do not have it give tokens no labels: there the backend's host labels whole completions.
         if hasattr(self._scheduler, "record_weight_version_change"):
             self._scheduler.record_weight_version_change(new_version=version)
+
+    def init_communicator(self, spec: CommunicatorSpec) -> None:
+        """Join a group in which a trainer broadcasts; raises EngineBusy, to be asked again, while it forms."""
+        rank = spec.rank_offset + self._scheduler.tp_group.rank_in_group
+        self._receiver.groups.join_behind(spec, rank, next(self._model.parameters()).device)
+
+    def destroy_communicator(self, group_name: str) -> None:
+        """Leave it."""
+        self._receiver.groups.leave(group_name)
 
     def read_weight(self, name: str) -> TensorData:
         """Copy one tensor out."""

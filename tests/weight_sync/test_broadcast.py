@@ -1,0 +1,118 @@
+"""Groups that do not form, and groups that fall apart."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from drivetrain.errors import DeadlineExceeded, EngineBusy, InvalidRequest, WeightTransferFailed
+from drivetrain.weights import CommunicatorSpec
+from drivetrain_weight_sync.transports.broadcast import BroadcastSender, Group, Groups
+
+CPU = torch.device("cpu")
+_A_TRAINER_THAT_STOPS = """
+import sys, time, torch
+from drivetrain_weight_sync.transports.broadcast import BroadcastSender
+sender = BroadcastSender()
+spec, store = sender.offer("gloo", "127.0.0.1", 1, 20)
+print(spec.model_dump_json(), flush=True)
+sender.join(spec, store)
+print("formed", flush=True)
+time.sleep(60)
+"""
+
+
+def spec(port: int, timeout: float, world_size: int = 2) -> CommunicatorSpec:
+    return CommunicatorSpec(
+        master_address="127.0.0.1",
+        master_port=port,
+        rank_offset=1,
+        world_size=world_size,
+        group_name="g",
+        backend="gloo",
+        timeout=timeout,
+    )
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def test_a_group_of_which_nobody_is_there_ends_by_its_deadline(free_port: int) -> None:
+    begun = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match="nobody listened"):
+        Groups().join(spec(free_port, 0.5), 1, CPU)
+    assert time.monotonic() - begun < 5
+
+
+def test_a_trainer_whose_engine_does_not_come_stops_waiting() -> None:
+    sender = BroadcastSender()
+    offered, store = sender.offer("gloo", "127.0.0.1", 1, 0.5)
+    with pytest.raises(DeadlineExceeded, match="did not form"):
+        sender.join(offered, store)
+
+
+def test_a_rank_outside_of_the_group_is_refused(free_port: int) -> None:
+    with pytest.raises(InvalidRequest, match="rank 2 is not in a group of 2"):
+        Groups().join(spec(free_port, 5), 2, CPU)
+
+
+def test_a_group_is_joined_behind_a_worker_that_goes_on() -> None:
+    sender, groups = BroadcastSender(), Groups()
+    offered, store = sender.offer("gloo", "127.0.0.1", 1, 20)
+    with pytest.raises(EngineBusy):
+        groups.join_behind(offered, 1, CPU)
+    sender.join(offered, store)
+    ends = time.monotonic() + 20
+    while True:
+        try:
+            groups.join_behind(offered, 1, CPU)
+            break
+        except EngineBusy:
+            assert time.monotonic() < ends
+            time.sleep(0.01)
+    assert groups.get(offered.group_name).spec == offered
+    with pytest.raises(InvalidRequest, match="already"):
+        groups.join(offered, 1, CPU)
+    groups.leave(offered.group_name)
+    with pytest.raises(InvalidRequest, match="no group"):
+        groups.leave(offered.group_name)
+    sender.close()
+
+
+def test_a_trainer_that_is_killed_is_noticed_at_once() -> None:
+    with subprocess.Popen([sys.executable, "-c", _A_TRAINER_THAT_STOPS], stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        offered = CommunicatorSpec.model_validate_json(trainer.stdout.readline())
+        group = Group(offered, 1, CPU)
+        assert trainer.stdout.readline() == "formed\n"
+        with ThreadPoolExecutor(1) as pool:
+            receiving = pool.submit(group.broadcast, torch.empty(1 << 20, dtype=torch.uint8))
+            time.sleep(0.2)
+            assert not receiving.done()
+            trainer.kill()
+            with pytest.raises(WeightTransferFailed, match="a rank is gone"):
+                receiving.result(timeout=5)
+
+
+def test_a_rank_that_leaves_gives_its_broadcast_up() -> None:
+    with subprocess.Popen([sys.executable, "-c", _A_TRAINER_THAT_STOPS], stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        group = Group(CommunicatorSpec.model_validate_json(trainer.stdout.readline()), 1, CPU)
+        with ThreadPoolExecutor(1) as pool:
+            receiving = pool.submit(group.broadcast, torch.empty(1 << 20, dtype=torch.uint8))
+            time.sleep(0.2)
+            group.leave()
+            with pytest.raises(WeightTransferFailed, match="left the group"):
+                receiving.result(timeout=5)
+        trainer.kill()

@@ -1,0 +1,386 @@
+"""A torch.distributed broadcast: the trainer is rank 0, the engine's workers are the ranks after it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Final, Literal
+
+import torch
+
+from drivetrain.errors import DeadlineExceeded, EngineBusy, InvalidRequest, WeightSyncError, WeightTransferFailed
+from drivetrain.weights import (
+    BroadcastSource,
+    CommunicatorSpec,
+    TensorSpec,
+    WeightManifest,
+    WeightPlan,
+    WeightUpdateRequest,
+)
+from drivetrain_weight_sync.dtypes import dtype_of
+from drivetrain_weight_sync.transports.base import Opened, Reader, Sender, slot
+
+GroupBackend = Literal["nccl", "gloo"]
+
+_dist: Any = torch.distributed
+"""Its classes of process groups are not declared."""
+_POLL_S: Final = (0.00005, 0.002)
+"""Shortest and longest wait between two looks at a broadcast under way."""
+_NCCL_ERRORS: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_construction: Final = threading.Lock()
+
+
+class Group:
+    """A process group apart from torch's default one, in which rank 0 broadcasts.
+
+    Args:
+        spec: Where its ranks meet.
+        rank: This process's rank.
+        device: Where the buffers of this rank lie: of the GPU for NCCL.
+        store: Where they meet, if this process made it already.
+
+    Raises:
+        DeadlineExceeded: the other ranks did not come within ``spec.timeout`` seconds.
+        WeightSyncError: the group cannot be formed.
+    """
+
+    def __init__(self, spec: CommunicatorSpec, rank: int, device: torch.device, store: Any = None) -> None:
+        if not 0 <= rank < spec.world_size:
+            raise InvalidRequest(
+                f"rank {rank} is not in a group of {spec.world_size}; world_size counts the trainer and every rank "
+                "of the engine from rank_offset on",
+                field="world_size",
+            )
+        self.spec = spec
+        self.device = device if spec.backend == "nccl" else torch.device("cpu")
+        self._abandoned = threading.Event()
+        ends = time.monotonic() + spec.timeout
+        try:
+            if store is None:
+                store = _reach(spec, ends)
+            self._group: Any = self._form(_dist.PrefixStore(spec.group_name, store), rank, ends)
+            self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))
+        except (InvalidRequest, DeadlineExceeded, WeightTransferFailed):
+            raise
+        except Exception as error:
+            what = f"the group {spec.group_name!r} did not form: {type(error).__name__}: {_first_line(error)}"
+            if time.monotonic() >= ends:
+                raise DeadlineExceeded(f"{what} (after {spec.timeout:g} s)") from error
+            raise WeightSyncError(what) from error
+
+    def _form(self, store: Any, rank: int, ends: float) -> Any:
+        timeout = timedelta(seconds=max(ends - time.monotonic(), 0.001))
+        if self.spec.backend == "gloo":
+            options: Any = _dist.ProcessGroupGloo._Options()
+            options._timeout = timeout
+            options._devices = [
+                _dist.ProcessGroupGloo.create_device(hostname=_own_address(self.spec, listens=rank == 0))
+            ]
+            return _dist.ProcessGroupGloo(store, rank, self.spec.world_size, options)
+        if self.device.type != "cuda":
+            raise InvalidRequest(
+                f"NCCL needs a GPU and this rank is on {self.device}; form the group with backend='gloo'",
+                field="backend",
+            )
+        torch.cuda.set_device(self.device)
+        options = _dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=self.spec.timeout)
+        # Otherwise NCCL's watchdog ends the process when a peer is late; here the deadline is looked after by us.
+        with _construction:
+            before = os.environ.get(_NCCL_ERRORS)
+            os.environ[_NCCL_ERRORS] = "0"
+            try:
+                return _dist.ProcessGroupNCCL(store, rank, self.spec.world_size, options)
+            finally:
+                if before is None:
+                    del os.environ[_NCCL_ERRORS]
+                else:
+                    os.environ[_NCCL_ERRORS] = before
+
+    def broadcast(self, buffer: torch.Tensor) -> None:
+        """Send ``buffer`` (uint8) if this is rank 0, else fill it.
+
+        Raises:
+            DeadlineExceeded: a rank did not take part within ``spec.timeout`` seconds.
+            WeightTransferFailed: a rank is gone, or this one left.
+        """
+        ends = time.monotonic() + self.spec.timeout
+        options = _dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        try:
+            work = self._group.broadcast([buffer], options)
+            pause, longest = _POLL_S
+            while not work.is_completed():
+                if self._abandoned.is_set():
+                    raise WeightTransferFailed(f"this rank left the group {self.spec.group_name!r} during a broadcast")
+                if time.monotonic() > ends:
+                    raise DeadlineExceeded(
+                        f"a broadcast in the group {self.spec.group_name!r} did not end within {self.spec.timeout:g} s"
+                    )
+                time.sleep(pause)
+                pause = min(2 * pause, longest)
+            work.wait()
+        except RuntimeError as error:
+            what = f"a broadcast in the group {self.spec.group_name!r} failed: {_first_line(error)}"
+            if "timed out" in str(error).lower():
+                raise DeadlineExceeded(what) from error
+            raise WeightTransferFailed(f"{what}; a rank is gone") from error
+
+    def leave(self) -> None:
+        """Let go of it; a broadcast under way in another thread gives up. Idempotent."""
+        self._abandoned.set()
+        group, self._group = self._group, None
+        if group is None:
+            return
+        # An operation that nobody joined holds the group until its own timeout, which is not for us to wait for.
+        held = [group, self.spec.backend]
+        threading.Thread(target=_end, args=[held], name="drivetrain-leaves-group", daemon=True).start()
+        del group
+
+
+def _end(held: list[Any]) -> None:
+    backend, group = held.pop(), held.pop()
+    if backend == "nccl":
+        group.abort()
+
+
+def _reach(spec: CommunicatorSpec, ends: float) -> Any:
+    """Connect to the store of rank 0, once it is there."""
+    address = (spec.master_address, spec.master_port)
+    while True:
+        left = ends - time.monotonic()
+        if left <= 0:
+            raise DeadlineExceeded(
+                f"nobody listened at {spec.master_address}:{spec.master_port} within {spec.timeout:g} s, where the "
+                f"group {spec.group_name!r} was to form"
+            )
+        try:
+            socket.create_connection(address, timeout=left).close()
+            break
+        except OSError:
+            time.sleep(min(0.05, max(left, 0)))
+    timeout = timedelta(seconds=max(ends - time.monotonic(), 0.001))
+    return _dist.TCPStore(
+        spec.master_address, spec.master_port, spec.world_size, False, timeout, wait_for_workers=False
+    )
+
+
+def _own_address(spec: CommunicatorSpec, *, listens: bool) -> str:
+    if listens:
+        return spec.master_address
+    with socket.create_connection((spec.master_address, spec.master_port), timeout=spec.timeout) as connection:
+        return str(connection.getsockname()[0])
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+class Groups:
+    """The groups that one worker of an engine is in, by name. Safe from any thread."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, Group] = {}
+        self._forming: dict[str, tuple[threading.Thread, list[BaseException]]] = {}
+        self._lock = threading.Lock()
+
+    def join(self, spec: CommunicatorSpec, rank: int, device: torch.device) -> None:
+        """Form a group; waits for the other ranks.
+
+        Raises:
+            InvalidRequest: this worker is in a group of that name already.
+            DeadlineExceeded, WeightSyncError: it does not form.
+        """
+        if spec.group_name in self._groups:
+            raise InvalidRequest(
+                f"the engine is in a group {spec.group_name!r} already; leave it first", field="group_name"
+            )
+        group = Group(spec, rank, device)
+        with self._lock:
+            self._groups[spec.group_name] = group
+
+    def join_behind(self, spec: CommunicatorSpec, rank: int, device: torch.device) -> None:
+        """Form a group without waiting, for a worker that must go on: call it again until it no longer raises.
+
+        Raises:
+            EngineBusy: it is still forming.
+            InvalidRequest, DeadlineExceeded, WeightSyncError: it does not form.
+        """
+        forming = self._forming.get(spec.group_name)
+        if forming is None:
+            errors: list[BaseException] = []
+
+            def form() -> None:
+                try:
+                    self.join(spec, rank, device)
+                except BaseException as error:
+                    errors.append(error)
+
+            forming = threading.Thread(target=form, name="drivetrain-forms-group", daemon=True), errors
+            self._forming[spec.group_name] = forming
+            forming[0].start()
+        thread, errors = forming
+        if thread.is_alive():
+            raise EngineBusy(f"the group {spec.group_name!r} is still forming")
+        del self._forming[spec.group_name]
+        if errors:
+            raise errors[0]
+
+    def leave(self, name: str) -> None:
+        """Leave a group.
+
+        Raises:
+            InvalidRequest: this worker is in none of that name.
+        """
+        self.get(name).leave()
+        with self._lock:
+            self._groups.pop(name, None)
+
+    def get(self, name: str) -> Group:
+        """The group of that name.
+
+        Raises:
+            InvalidRequest: this worker is in none of that name.
+        """
+        group = self._groups.get(name)
+        if group is None:
+            raise InvalidRequest(
+                f"the engine is in no group {name!r}; form it with init_weight_update_communicator first",
+                field="group_name",
+            )
+        return group
+
+    def close(self) -> None:
+        """Leave every group."""
+        for name in list(self._groups):
+            with suppress(InvalidRequest):  # someone else left it meanwhile
+                self.leave(name)
+
+
+class BroadcastSender(Sender):
+    """Rank 0. Packs a bucket and broadcasts it while the engine loads it: a push holds one bucket of memory."""
+
+    def __init__(self) -> None:
+        self._group: Group | None = None
+        self._plan = WeightPlan(())
+        self._specs: dict[str, TensorSpec] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def offer(self, backend: GroupBackend, address: str, ranks: int, timeout: float) -> tuple[CommunicatorSpec, Any]:
+        """Make the place at ``address`` where the trainer and ``ranks`` workers of an engine can form a group."""
+        store = _dist.TCPStore(
+            address, 0, 1 + ranks, is_master=True, timeout=timedelta(seconds=timeout), wait_for_workers=False
+        )
+        return CommunicatorSpec(
+            master_address=address,
+            master_port=store.port,
+            rank_offset=1,
+            world_size=1 + ranks,
+            group_name=f"drivetrain-{uuid.uuid4().hex[:12]}",
+            backend=backend,
+            timeout=timeout,
+        ), store
+
+    @property
+    def group_name(self) -> str | None:
+        """Of the group that it is in, if it is in one."""
+        return None if self._group is None else self._group.spec.group_name
+
+    def join(self, spec: CommunicatorSpec, store: Any) -> None:
+        """Form the group; the engine must be told to, at the same time."""
+        device = torch.device("cuda", torch.cuda.current_device()) if spec.backend == "nccl" else torch.device("cpu")
+        self._group = Group(spec, 0, device, store)
+
+    def leave(self) -> None:
+        """Let go of the group; a broadcast under way gives up. Safe from any thread."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.leave()
+
+    def begin(self, plan: WeightPlan) -> None:
+        """Forget earlier tensors."""
+        self.release()
+        self._plan = plan
+        self._specs = {spec.name: spec for spec in plan.tensors}
+
+    def put(self, name: str, tensor: torch.Tensor, *, held: bool) -> None:
+        """Keep the tensor, or a copy of one that is streamed."""
+        self._tensors[name] = tensor if held else tensor.to(dtype_of(self._specs[name]), copy=True)
+
+    def source(self) -> BroadcastSource:
+        """Name the group."""
+        assert self._group is not None
+        return BroadcastSource(group_name=self._group.spec.group_name)
+
+    def send(self, index: int) -> None:
+        """Broadcast a bucket."""
+        group = self._group
+        if group is None:
+            raise WeightTransferFailed("the trainer left the group; push again")
+        bucket = self._plan.buckets[index]
+        if len(self._buffer) < bucket.nbytes or self._buffer.device != group.device:
+            self._buffer = _buffer(bucket.nbytes, group.device)
+        packed = self._buffer[: bucket.nbytes]
+        for placed in bucket.tensors:
+            slot(packed, 0, placed).copy_(self._tensors[placed.spec.name])
+        group.broadcast(packed)
+
+    def release(self) -> None:
+        """Drop every reference to the tensors; the bucket's memory is kept."""
+        self._tensors = {}
+
+    def close(self) -> None:
+        """Leave the group."""
+        self.release()
+        self.leave()
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+
+class BroadcastReader(Reader):
+    """A later rank. Receives one bucket after another into the same memory."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self._group: Group | None = None
+        self._plan = WeightPlan(())
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def open(self, request: WeightUpdateRequest, manifest: WeightManifest) -> Opened:
+        """Find the group."""
+        assert isinstance(request.source, BroadcastSource)
+        assert request.plan is not None
+        assert request.digests is not None
+        self._group, self._plan = self._groups.get(request.source.group_name), request.plan
+        return Opened(request.plan, request.digests)
+
+    def tensors(self, index: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Receive the bucket, and yield views of it."""
+        assert self._group is not None
+        bucket = self._plan.buckets[index]
+        if len(self._buffer) < bucket.nbytes or self._buffer.device != self._group.device:
+            self._buffer = _buffer(bucket.nbytes, self._group.device)
+        received = self._buffer[: bucket.nbytes]
+        self._group.broadcast(received)
+        for placed in bucket.tensors:
+            yield placed.spec.name, slot(received, 0, placed)
+
+    def release(self) -> None:
+        """Keep group and memory for the next update."""
+        self._group = None
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self.release()
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+
+def _buffer(nbytes: int, device: torch.device) -> torch.Tensor:
+    pinned = device.type == "cpu" and torch.cuda.is_available()
+    return torch.empty(max(nbytes, 1), dtype=torch.uint8, device=device, pin_memory=pinned)
