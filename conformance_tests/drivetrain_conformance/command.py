@@ -38,6 +38,9 @@ def conformance(
     moe_model: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A mixture of experts.", show_default="a tiny one")
     ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Of the tiny models' weights, for an engine whose kernels do not take float32.")
+    ] = "float32",
     isolation: Annotated[
         Isolation | None, typer.Option(help="Where engines run.", show_default="the backend's choice")
     ] = None,
@@ -90,7 +93,7 @@ def conformance(
         elif backend is None:
             raise InvalidConfig("name a backend; 'drivetrain backends' lists them", field="BACKEND")
         else:
-            runner = _runner(backend, isolation, engine_fields or [], profile, seed, model, moe_model)
+            runner = _runner(backend, isolation, engine_fields or [], profile, seed, model, moe_model, dtype)
             made = _run(runner, _chosen(group, case), complete=not (group or case))
             if report is not None:
                 from drivetrain_conformance.report import write_report
@@ -170,6 +173,7 @@ def _runner(
     seed: int | None,
     model: Path | None,
     moe_model: Path | None,
+    dtype: str,
 ) -> Runner:
     from drivetrain_conformance.models import Models
     from drivetrain_conformance.profile import PROFILES
@@ -187,7 +191,7 @@ def _runner(
         raise InvalidConfig(f"the profile {chosen.name!r} needs a GPU, and torch sees none", field="--profile")
     suite.isolation = isolation or suite.isolation
     suite.fields = {**suite.fields, **_fields(assignments)}
-    return Runner(suite, profile=chosen, seed=seed, models=Models(model, moe_model))
+    return Runner(suite, profile=chosen, seed=seed, models=Models(model, moe_model, dtype))
 
 
 def _fields(assignments: Sequence[str]) -> dict[str, object]:

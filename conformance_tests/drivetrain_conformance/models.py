@@ -13,16 +13,24 @@ from drivetrain_conformance.case import ModelKind
 
 
 class Models:
-    """The model folders of one run; those that it writes are removed by :meth:`close`."""
+    """The model folders of one run; those that it writes are removed by :meth:`close`.
 
-    def __init__(self, text: Path | None = None, moe: Path | None = None) -> None:
+    Args:
+        text: The model to serve; None: a tiny one.
+        moe: The mixture of experts; None: a tiny one.
+        dtype: Of the weights of the tiny ones.
+    """
+
+    def __init__(self, text: Path | None = None, moe: Path | None = None, dtype: str = "float32") -> None:
         self._given = {ModelKind.TEXT: text, ModelKind.MOE: moe}
+        self.dtype = dtype
+        """Of the weights of the tiny ones."""
         self._folder = Path(tempfile.mkdtemp(prefix="drivetrain-conformance-"))
         self._others: dict[tuple[Path, int], Path] = {}
 
     def path(self, kind: ModelKind) -> Path:
         """The folder of the model of this kind."""
-        return self._given.get(kind) or _tiny(kind)
+        return self._given.get(kind) or _tiny(kind, self.dtype)
 
     def with_other_weights(self, model: Path, seed: int = 1) -> Path:
         """A copy of ``model`` in which every weight has another value; the same folder for the same arguments."""
@@ -42,15 +50,16 @@ class Models:
 
 
 @cache
-def _tiny(kind: ModelKind) -> Path:
+def _tiny(kind: ModelKind, dtype: str) -> Path:
     match kind:
         case ModelKind.TEXT:
-            return tiny_model("qwen2")
+            return tiny_model("qwen2", dtype=dtype)
         case ModelKind.MOE:
-            return tiny_model("qwen3_moe")
+            return tiny_model("qwen3_moe", dtype=dtype)
         case ModelKind.LARGE:
             return tiny_model(
                 "qwen2",
+                dtype=dtype,
                 hidden_size=1024,
                 intermediate_size=4096,
                 num_hidden_layers=4,
@@ -59,24 +68,24 @@ def _tiny(kind: ModelKind) -> Path:
                 initializer_range=0.05,
             )
         case ModelKind.REWARD:
-            return _reward_model()
+            return _reward_model(dtype)
         case ModelKind.VISION:
             raise LookupError("the suite has no tiny model that takes images yet; give one with --vision-model")
 
 
-def _reward_model() -> Path:
+def _reward_model(dtype: str) -> Path:
     """A tiny Qwen2 with one score instead of a language model's head."""
     import torch
     from transformers import AutoConfig, Qwen2ForSequenceClassification
 
-    text = tiny_model("qwen2")
+    text = tiny_model("qwen2", dtype=dtype)
     folder = text.with_name(f"{text.name}-reward")
     if not (folder / "config.json").is_file():
         building = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             config = AutoConfig.from_pretrained(text, num_labels=1)
-            Qwen2ForSequenceClassification(config).save_pretrained(building)
+            Qwen2ForSequenceClassification(config).to(getattr(torch, dtype)).save_pretrained(building)
         for file in text.glob("tokenizer*"):
             shutil.copy(file, building)
         try:

@@ -125,7 +125,7 @@ class SGLangBackend(Backend):
         if config.enable_prefix_caching:
             claimed.add(Capability.PREFIX_CACHE)
         if not labels_tokens():
-            claimed.discard(Capability.WEIGHT_UPDATE_IN_FLIGHT)
+            claimed -= {Capability.VERSION_SPANS, Capability.WEIGHT_UPDATE_IN_FLIGHT}
         if config.enable_lora:
             claimed.add(Capability.LORA)
         if config.engine_kwargs.get("enable_return_hidden_states"):

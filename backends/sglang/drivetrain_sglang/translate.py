@@ -273,6 +273,9 @@ class Collected:
         """
         params, meta, count = self._params, self._meta, len(self._ids)
         reason, matched = _finish(meta.get("finish_reason"), self._request)
+        if reason is FinishReason.LENGTH and count and self._ids[-1] in self._request.stop_token_ids:
+            # Some releases look at the length first.
+            reason, matched = FinishReason.STOP, self._ids[-1]
         wants_prompt = params.prompt_logprobs is not None
         prompt = meta.get("input_token_logprobs") if wants_prompt else None
         prompt_top = meta.get("input_top_logprobs") if params.prompt_logprobs else None

@@ -267,7 +267,7 @@ async def a_mixture_of_experts_is_served_as_on_disk(bench: Bench) -> None:
 @case(Capability.WEIGHTS_SHARED_MEMORY, own_engine=True)
 async def tied_weights_are_pushed_once_and_used_twice(bench: Bench) -> None:
     """A model whose output matrix is its embedding takes it under either name, and uses the new one in both places."""
-    folder = tiny_model("qwen2", tie_word_embeddings=True)
+    folder = tiny_model("qwen2", dtype=bench.models.dtype, tie_word_embeddings=True)
     other = bench.models.with_other_weights(folder)
     engine = bench.create(model=folder)
     WeightSync.connect({}, engine, "shared_memory")  # refused before the engine is started
@@ -1178,7 +1178,7 @@ async def many_pushes_through_gpu_memory_leave_nothing_behind(bench: Bench) -> N
 
 async def _push_many(bench: Bench, strategies: Sequence[Strategy], device: str = "cpu") -> None:
     """Push a model of some megabytes over and over, and look at what is held."""
-    folder = tiny_model("qwen2", hidden_size=128, intermediate_size=1024)
+    folder = tiny_model("qwen2", dtype=bench.models.dtype, hidden_size=128, intermediate_size=1024)
     tensors, cycles = tensors_of(folder), max(20, bench.profile.cycles)
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     engine = bench.create(model=folder)

@@ -129,7 +129,8 @@ class Worker:
         last, running = scheduler.last_batch, scheduler.running_batch
         # The loop takes a last batch to have a result in the queue: what it would do with it is done here.
         if last.forward_mode.is_extend() and last is not running:
-            last.filter_batch(reqs_to_exclude=[req for req in (scheduler.chunked_req, last.chunked_req) if req])
+            # By position: the argument's name differs between releases.
+            last.filter_batch([req for req in (scheduler.chunked_req, last.chunked_req) if req])
             if not last.is_empty():
                 if running.is_empty():
                     scheduler.running_batch = last
