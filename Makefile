@@ -79,12 +79,13 @@ $(SGLANG_READY): | pyproject.toml
 	@.venvs/sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall ./$(SGLANG_PLATFORM)
 	@rm -f .venvs/sglang/.ready-* && touch $@
 
-conformance-all: $(READY) ## the suite on transformers and echo, its mutants, and whether the matrix is current
+conformance-all: $(READY) ## the suite on transformers, SGLang and echo, its mutants, and whether the matrix is current
 	@rm -rf build/conformance
 	@$(MAKE) --no-print-directory conformance BACKEND=transformers
 	@$(MAKE) --no-print-directory conformance BACKEND=transformers ISOLATION=process
 	@$(MAKE) --no-print-directory conformance BACKEND=echo
 	@.venvs/echo/bin/python -m pytest -q $(ECHO)
+	@$(MAKE) --no-print-directory conformance BACKEND=sglang
 	@$(MAKE) --no-print-directory mutants
 	@$(BIN)/drivetrain matrix --check docs/reference/conformance build/conformance/*.json
 

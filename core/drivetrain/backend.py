@@ -136,6 +136,9 @@ class Backend(ABC):
     """Stop conditions on text at which this engine ends by itself, at the match or soon after it. For the others
     the engine page streams the tokens, matches them and aborts. Either way it cuts ids and text."""
     default_isolation: ClassVar[Isolation] = Isolation.PROCESS
+    seen_working: ClassVar[tuple[str, str] | None] = None
+    """Oldest and newest release of the engine that the backend was tested with, such as ``("0.5.17", "0.5.23")``. Of
+    others ``create_engine`` warns, and uses them."""
     endangers_its_process: ClassVar[bool] = False
     """Whether the engine can end the process that it is in; then isolation ``inline`` is refused."""
 

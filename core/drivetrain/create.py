@@ -12,6 +12,7 @@ from drivetrain.backend import Backend, StopKind
 from drivetrain.capability import Capability
 from drivetrain.config import EngineConfig, Isolation
 from drivetrain.engine import InferenceEngine
+from drivetrain.engine_versions import warn_if_unseen
 from drivetrain.errors import InvalidConfig
 from drivetrain.host.client import HostedBackend
 from drivetrain.host.probe import probe
@@ -45,6 +46,7 @@ def create_engine(
         )
     if config.python is not None:
         probed = probe(config)
+        warn_if_unseen(probed.engine_distribution, probed.engine_version, probed.seen_working)
         hosted = HostedBackend(config, config.backend)
         versions = {
             "python": probed.python_version,
@@ -62,6 +64,8 @@ def create_engine(
         )
     cls = load_backend(config.backend)
     require_engine(cls)
+    versions = versions_of(cls)
+    warn_if_unseen(cls.engine_distribution, versions[cls.engine_distribution], cls.seen_working)
     isolation = config.isolation or cls.default_isolation
     if isolation is Isolation.INLINE and cls.endangers_its_process:
         raise InvalidConfig(
@@ -77,7 +81,7 @@ def create_engine(
         native_stops=cls.native_stops,
         config_names=cls.config_names,
         isolation=isolation,
-        versions=versions_of(cls),
+        versions=versions,
     )
 
 

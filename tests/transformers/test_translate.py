@@ -8,23 +8,14 @@ import pytest
 
 from drivetrain import EngineConfig, InvalidConfig
 from drivetrain_transformers.translate import (
-    SEEN_WORKING,
     context_length,
     eos_token_ids,
     load_arguments,
-    version_warning,
 )
 
 
 def config(**fields: object) -> EngineConfig:
     return EngineConfig.from_mapping({"backend": "transformers", "model": "x", "device": "cpu", **fields})
-
-
-def test_an_unknown_version_warns_and_runs() -> None:
-    for version in SEEN_WORKING:
-        assert version_warning(f"{version}.1") is None
-    for version in ("4.57.1", "5.16.9", "5.99.0", "6.0.0.dev0"):
-        assert version in str(version_warning(version))
 
 
 def test_fields_reach_from_pretrained_under_its_own_names() -> None:

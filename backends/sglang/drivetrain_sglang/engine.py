@@ -40,6 +40,7 @@ from drivetrain_sglang.inside import SWITCH
 from drivetrain_sglang.translate import (
     CONFIG_NAMES,
     LORA_RANK,
+    SEEN_WORKING,
     Collected,
     context_length_of,
     device_of,
@@ -100,6 +101,7 @@ class SGLangBackend(Backend):
 
     name: ClassVar[str] = "sglang"
     engine_distribution: ClassVar[str] = "sglang"
+    seen_working: ClassVar[tuple[str, str] | None] = SEEN_WORKING
     config_names: ClassVar[Mapping[str, str]] = CONFIG_NAMES
     endangers_its_process: ClassVar[bool] = True
 
@@ -152,7 +154,7 @@ class SGLangBackend(Backend):
         except Exception as error:
             raise EngineStartError(f"SGLang does not start: {type(error).__name__}: {error}") from error
         report("warming up")
-        await self._warm_up(info)
+        await self._warm_up()
         return info
 
     def _start(self, report: Callable[[str], None]) -> ModelInfo:
@@ -186,7 +188,7 @@ class SGLangBackend(Backend):
             device=device,
         )
 
-    async def _warm_up(self, info: ModelInfo) -> None:
+    async def _warm_up(self) -> None:
         """The first request finds everything cold, and one that is aborted meanwhile would have no token."""
         if self.config.task is not Task.GENERATE:
             await self._pooled([[0, 0]])

@@ -22,7 +22,7 @@ from drivetrain.weights import (
     WeightReply,
     WeightReport,
 )
-from drivetrain_transformers.translate import CONFIG_NAMES, device_of
+from drivetrain_transformers.translate import CONFIG_NAMES, SEEN_WORKING, device_of
 
 if TYPE_CHECKING:
     from drivetrain_transformers.lora import Adapters
@@ -72,6 +72,7 @@ class TransformersBackend(Backend):
 
     name: ClassVar[str] = "transformers"
     engine_distribution: ClassVar[str] = "transformers"
+    seen_working: ClassVar[tuple[str, str] | None] = SEEN_WORKING
     config_names: ClassVar[Mapping[str, str]] = CONFIG_NAMES
     native_stops: ClassVar[frozenset[StopKind]] = frozenset(StopKind)
     default_isolation: ClassVar[Isolation] = Isolation.INLINE

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import inspect
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
-import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
@@ -19,7 +17,7 @@ from drivetrain.errors import EngineStartError
 from drivetrain.progress_bars import no_progress_bars
 from drivetrain_transformers.kv_cache import RunningCache, keys_and_values
 from drivetrain_transformers.lora import Adapters
-from drivetrain_transformers.translate import context_length, device_of, eos_token_ids, load_arguments, version_warning
+from drivetrain_transformers.translate import context_length, device_of, eos_token_ids, load_arguments
 
 
 class LoadedModel:
@@ -42,9 +40,6 @@ class LoadedModel:
             InvalidConfig: the configuration does not fit the model.
             EngineStartError: the model cannot be loaded, or keeps state that a batch cannot be made of.
         """
-        warning = version_warning(transformers.__version__)
-        if warning is not None:
-            warnings.warn(warning, stacklevel=2)
         report(f"loading the model {config.model}")
         try:
             with no_progress_bars():

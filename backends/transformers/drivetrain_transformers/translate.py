@@ -40,22 +40,6 @@ SEEN_WORKING: Final = ("5.17", "5.23")
 feature: whether a model's ``forward`` takes ``position_ids`` and ``logits_to_keep``."""
 
 
-def version_warning(installed: str) -> str | None:
-    """Say that an installed version of transformers is outside what was tested; None if it is inside."""
-    oldest, newest = (_minor(version) for version in SEEN_WORKING)
-    if oldest <= _minor(installed) <= newest:
-        return None
-    return (
-        f"transformers {installed} is outside the versions that this backend was tested with "
-        f"({SEEN_WORKING[0]} to {SEEN_WORKING[1]}); it is used all the same"
-    )
-
-
-def _minor(version: str) -> tuple[int, int]:
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
-
-
 def device_of(config: EngineConfig) -> str:
     """The device that the model will be on: the configured one, or a GPU when there is one."""
     if config.device is not None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from drivetrain.errors import InvalidRequest
 from drivetrain.weights import CommunicatorSpec, TensorData, WeightManifest, WeightMessage, WeightReply, WeightReport
 from drivetrain_transformers.model import LoadedModel
-from drivetrain_weight_sync import ModuleTarget, Receiver
-from drivetrain_weight_sync.dtypes import spec_of
-from drivetrain_weight_sync.finite import non_finite
+from drivetrain_weight_sync import ModuleTarget, Receiver, read_weight, validate_weights
 
 
 class Weights:
@@ -50,32 +47,12 @@ class Weights:
         self._receiver.groups.leave(group_name)
 
     def read(self, name: str) -> TensorData:
-        """Copy one tensor out, by its checkpoint name or alias.
-
-        Raises:
-            InvalidRequest: the model has none of that name.
-        """
-        manifest = self._target.manifest()
-        own = manifest.aliases.get(name, name)
-        if own not in {spec.name for spec in manifest.tensors}:
-            raise InvalidRequest(
-                f"the model has no tensor {name!r}; 'engine.weight_manifest()' lists the names", field="name"
-            )
-        # A copy: numpy() pins the storage that it looks at, which could then never give its memory back.
-        tensor = self._target.read(own).detach().to("cpu", copy=True).contiguous()
-        return TensorData(spec_of(name, tensor), tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        """Copy one tensor out, by its checkpoint name or alias."""
+        return read_weight(self._target, name)
 
     def validate(self) -> WeightReport:
         """Look at every tensor."""
-        names = [spec.name for spec in self._target.manifest().tensors]
-        tensors = {name: self._target.read(name) for name in names}
-        bad = non_finite(tensors)
-        return WeightReport(
-            checked=len(names),
-            nan=tuple(name for name, what in bad.items() if what == "NaN"),
-            infinite=tuple(name for name, what in bad.items() if what == "infinite"),
-            all_zero=tuple(name for name, tensor in tensors.items() if tensor.numel() and not bool(tensor.any())),
-        )
+        return validate_weights(self._target)
 
     def sleep(self) -> None:
         """Give back the memory of all that an update brings; buffers that no update brings stay."""

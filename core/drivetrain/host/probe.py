@@ -41,6 +41,8 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
     """Installed version of that distribution, or ``"not installed"``."""
     drivetrain_version: str
     python_version: str
+    seen_working: tuple[str, str] | None = None
+    """See :attr:`drivetrain.Backend.seen_working`."""
 
 
 class _Described(msgspec.Struct):
@@ -149,6 +151,7 @@ def _describe(config: EngineConfig) -> ProbeResult:
         engine_version=installed(backend.engine_distribution),
         drivetrain_version=drivetrain_version(),
         python_version=platform.python_version(),
+        seen_working=backend.seen_working,
     )
 
 

@@ -15,7 +15,9 @@ from drivetrain_weight_sync import ModuleTarget
 def checkpoint_of(model_config: Any) -> WeightManifest:
     """Names, shapes and ties of the tensors of SGLang's model, in the order of transformers' own."""
     config = transformers.AutoConfig.from_pretrained(
-        model_config.model_path, trust_remote_code=getattr(model_config, "trust_remote_code", False)
+        model_config.model_path,
+        revision=getattr(model_config, "revision", None),
+        trust_remote_code=getattr(model_config, "trust_remote_code", False),
     )
     rewards = any("SequenceClassification" in name for name in config.architectures or ())
     kind = AutoModelForSequenceClassification if rewards else AutoModelForCausalLM

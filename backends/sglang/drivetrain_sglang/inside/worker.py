@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from drivetrain.backend import EngineStats
-from drivetrain.errors import EngineBusy, EngineStateError, InvalidRequest
+from drivetrain.errors import EngineBusy, EngineStateError
 from drivetrain.memory import MemoryTag, PauseMode
 from drivetrain.weights import (
     CommitUpdate,
@@ -27,9 +27,7 @@ from drivetrain.weights import (
 )
 from drivetrain_sglang.inside.memory import HostMemory
 from drivetrain_sglang.inside.model import checkpoint_of, eos_token_ids
-from drivetrain_weight_sync import Receiver, RecordedTarget
-from drivetrain_weight_sync.dtypes import spec_of
-from drivetrain_weight_sync.finite import non_finite
+from drivetrain_weight_sync import Receiver, RecordedTarget, read_weight, validate_weights
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -268,27 +266,12 @@ class Worker:
     def read_weight(self, name: str) -> TensorData:
         """Copy one tensor out."""
         self._require_weights()
-        manifest = self._target.manifest()
-        own = manifest.aliases.get(name, name)
-        if own not in {spec.name for spec in manifest.tensors}:
-            raise InvalidRequest(
-                f"the model has no tensor {name!r}; 'engine.weight_manifest()' lists the names", field="name"
-            )
-        tensor = self._target.read(own).to("cpu", copy=True).contiguous()
-        return TensorData(spec_of(name, tensor), tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        return read_weight(self._target, name)
 
     def validate_weights(self) -> WeightReport:
         """Look at every tensor where it lies."""
         self._require_weights()
-        names = [spec.name for spec in self._target.manifest().tensors]
-        nan, infinite, zero = [], [], []
-        for name in names:
-            tensor = self._target.read(name)
-            what = non_finite({name: tensor}).get(name)
-            nan += [name] if what == "NaN" else []
-            infinite += [name] if what == "infinite" else []
-            zero += [name] if tensor.numel() and not bool(tensor.any()) else []
-        return WeightReport(len(names), tuple(nan), tuple(infinite), tuple(zero))
+        return validate_weights(self._target)
 
 
 def kv_tensors(cache: Any) -> list[torch.Tensor]:
