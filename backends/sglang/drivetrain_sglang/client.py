@@ -1,4 +1,4 @@
-"""HTTP to a running SGLang server: JSON there and back, and server-sent events. Every wait but for tokens is bounded."""
+"""HTTP to a running SGLang server: JSON there and back, and events. Every wait is bounded but those for tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import aiohttp
     from pydantic import SecretStr
 
-CONNECT_S: Final = 3.0
+CONNECT_S: Final = 4.0
 """Within this a machine that is there has taken a connection."""
 _KEEP_S: Final = 2.0
 """How long an idle connection is kept: less than SGLang does, which closes it while a request may be on its way."""
@@ -53,21 +53,19 @@ class ServerClient:
         if session is not None:
             await session.close()
 
-    async def get(self, path: str, seconds: float) -> Any:
+    async def get(self, path: str, seconds: float | None) -> Any:
         """Return the JSON at ``path``.
 
         Raises:
-            EngineDied: nobody answers within ``seconds``, or the connection broke.
+            EngineDied: nobody answers within ``seconds`` (None: some time), or the connection broke.
             InvalidConfig: the server wants another key.
             EngineError: it refuses.
         """
-        return await self._bounded("GET", path, None, seconds)
+        return await self._call("GET", path, None, seconds)
 
     async def post(self, path: str, body: object, seconds: float | None) -> Any:
         """Send JSON and return the answer's, or None where there is none; raises as :meth:`get` does."""
-        if seconds is None:
-            return await self._json("POST", path, body)
-        return await self._bounded("POST", path, body, seconds)
+        return await self._call("POST", path, body, seconds)
 
     async def events(self, path: str, body: object) -> AsyncGenerator[dict[str, Any], None]:
         """Send JSON and yield each server-sent event; closing early closes the connection."""
@@ -90,7 +88,7 @@ class ServerClient:
                     yield event
         raise EngineDied(f"the SGLang server at {self.endpoint} broke a stream off")
 
-    async def _bounded(self, method: str, path: str, body: object, seconds: float) -> Any:
+    async def _call(self, method: str, path: str, body: object, seconds: float | None) -> Any:
         try:
             async with asyncio.timeout(seconds):
                 return await self._json(method, path, body)

@@ -40,7 +40,7 @@ def from_http(status: int, body: bytes | Mapping[str, Any], path: str) -> Drivet
 def _message(body: bytes | Mapping[str, Any]) -> str:
     if isinstance(body, bytes):
         try:
-            body = msgspec.json.decode(body, type=dict[str, Any])
+            return _message(msgspec.json.decode(body, type=dict[str, Any]))
         except msgspec.DecodeError:
             return body[:500].decode(errors="replace")
     error = body.get("error", body)

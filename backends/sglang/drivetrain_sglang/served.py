@@ -73,11 +73,13 @@ class ServerSays:
         return (self.server.get("random_seed"), str(self.server.get("startup_time")))
 
 
-def claims(says: ServerSays) -> frozenset[Capability]:
+def claims(config: EngineConfig, says: ServerSays) -> frozenset[Capability]:
     """What a plain server does rightly, or is made to from here."""
     if not says.model.get("is_generation", True):
         return frozenset({Capability.EMBED})
     claimed = set(_ALWAYS)
+    if config.enable_lora and says.server.get("enable_lora") and says.server.get("dp_size", 1) == 1:
+        claimed.add(Capability.LORA)
     if not says.server.get("disable_radix_cache"):
         claimed.add(Capability.PREFIX_CACHE)
     if has_priorities(says):
@@ -139,6 +141,9 @@ CONFIG_NAMES: Final[Mapping[str, str]] = {
     "trust_remote_code": "of the tokenizer",
     "context_length": "kept by the engine page",
     "task": "is_embedding",
+    "enable_lora": "enable_lora",
+    "max_loras": "kept by the engine page",
+    "max_lora_rank": "max_lora_rank",
     **{field: "checked against the server" for field in _AGREES if field != "weight_version"},
 }
 """Field of EngineConfig → what honours it here."""
@@ -158,6 +163,13 @@ def check_agreement(config: EngineConfig, says: ServerSays) -> None:
                 "launch the server so",
                 field=field,
             )
+    own_rank = int(says.server.get("max_lora_rank") or 0)
+    if config.max_lora_rank is not None and config.max_lora_rank > own_rank:
+        raise InvalidConfig(
+            f"max_lora_rank={config.max_lora_rank}, but the server at {config.endpoint} was launched with "
+            f"{own_rank or 'none'}; leave it out, or launch the server with --enable-lora and --max-lora-rank",
+            field="max_lora_rank",
+        )
     for name, wanted in config.engine_kwargs.items():
         if name not in says.server or says.server[name] != wanted:
             raise InvalidConfig(
@@ -170,6 +182,11 @@ def check_agreement(config: EngineConfig, says: ServerSays) -> None:
             f"task='generate', but the model of the server at {config.endpoint} embeds; connect with task='embed'",
             field="task",
         )
+
+
+def largest_rank(config: EngineConfig, says: ServerSays) -> int:
+    """The largest rank of a LoRA adapter."""
+    return config.max_lora_rank or int(says.server.get("max_lora_rank") or 0)
 
 
 def room(says: ServerSays) -> int:
@@ -195,7 +212,9 @@ def stats_of(loads: Mapping[str, Any]) -> EngineStats:
             weight_bytes=sum(int(rank["memory"]["weight_gb"] * 2**30) for rank in ranks),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise EngineInternalError(f"the server's /v1/loads is not as expected: {type(error).__name__}: {error}") from error
+        raise EngineInternalError(
+            f"the server's /v1/loads is not as expected: {type(error).__name__}: {error}"
+        ) from error
 
 
 def is_after_temperature(cold: Mapping[str, Any], raw: Mapping[str, Any], temperature: float) -> bool:
@@ -206,5 +225,5 @@ def is_after_temperature(cold: Mapping[str, Any], raw: Mapping[str, Any], temper
     likely = {entry[1]: entry[0] for entry in raw["meta_info"]["output_top_logprobs"][0]}
     both = [(entry[0], likely[entry[1]]) for entry in cold["meta_info"]["output_top_logprobs"][0] if entry[1] in likely]
     (high, raw_high), (low, raw_low) = both[0], both[-1]
-    spread = raw_high - raw_low
-    return abs((high - low) - spread / temperature) <= abs((high - low) - spread)
+    found, spread = float(high - low), float(raw_high - raw_low)
+    return abs(found - spread / temperature) <= abs(found - spread)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,9 +23,11 @@ from drivetrain.errors import (
     EngineInternalError,
     EngineStartError,
     InvalidConfig,
+    InvalidRequest,
 )
 from drivetrain.outputs import FinishReason
 from drivetrain.sampling import LogprobsMode, SamplingParams
+from drivetrain_sglang.adapters import check_adapter
 from drivetrain_sglang.client import ServerClient
 from drivetrain_sglang.served import (
     CONFIG_NAMES,
@@ -36,6 +39,7 @@ from drivetrain_sglang.served import (
     dtype_of,
     has_priorities,
     is_after_temperature,
+    largest_rank,
     room,
     stats_of,
 )
@@ -54,6 +58,8 @@ from drivetrain_sglang.translate import (
 _LOOK_S: Final = 4.0
 """Within this a server that is up has said what it is."""
 _POLL_S: Final = 0.5
+_STOOD_STILL_S: Final = 1.0
+"""A loop that is later than this was kept by something else, such as a training step."""
 _ABORT_AGAIN_S: Final = 0.1
 _LAST_ABORTS: Final = 3
 """How often an abort is said again for a request whose caller went away."""
@@ -83,6 +89,11 @@ class SGLangServerBackend(Backend):
         self._has_priorities = False
         self._own_eos: frozenset[int] = frozenset()
         self._launch: tuple[object, ...] = ()
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        """Of the model's tensors, by checkpoint name."""
+        self._largest_rank = 0
+        self._loras: dict[str, str] = {}
+        """Adapter → its name on the server, which other clients may give adapters as well."""
 
     @classmethod
     def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
@@ -97,7 +108,7 @@ class SGLangServerBackend(Backend):
             says = thread.submit(asyncio.run, _ask_once(client)).result()
         check_server(says, client.endpoint)
         check_agreement(config, says)
-        return claims(says)
+        return claims(config, says)
 
     # Lifecycle ---------------------------------------------------------------------------------------------------
 
@@ -121,7 +132,8 @@ class SGLangServerBackend(Backend):
                 f"serves a {says.architecture} from {says.model.get('model_path')!r}; name the same model",
                 field="model",
             )
-        self._own_eos = model.ends
+        self._own_eos, self._shapes = model.ends, model.shapes
+        self._largest_rank = largest_rank(self.config, says)
         report("warming up")
         await self._warm_up()
         self._spawn(self._watch())
@@ -131,7 +143,7 @@ class SGLangServerBackend(Backend):
             eos_token_ids=model.eos_token_ids,
             dtype=dtype_of(says, model.dtype),
             architecture=model.architecture,
-            parameters=model.parameters,
+            parameters=sum(map(math.prod, model.shapes.values())),
             device=str(says.server.get("device", "unknown")),
             weight_version=says.weight_version,
         )
@@ -152,7 +164,10 @@ class SGLangServerBackend(Backend):
             )
 
     async def close(self) -> None:
-        """Disconnect; the server goes on."""
+        """Take away what was loaded, and disconnect; the server goes on."""
+        if self._death is not None and not self._death.done():
+            for lora_name in list(self._loras):
+                await self.unload_lora_adapter(lora_name)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -167,11 +182,29 @@ class SGLangServerBackend(Backend):
         """Look every now and then whether the server is there; one that is not fails every waiter."""
         while True:
             await asyncio.sleep(_POLL_S)
-            try:
-                await self._client.get("/model_info", self.config.timeouts.heartbeat)
-            except DrivetrainError as error:
-                await self._die(str(error))
+            why = await self._is_lost()
+            if why:
+                await self._die(why)
                 return
+
+    async def _is_lost(self) -> str:
+        """Why the server is; empty if it answers, or if this loop stood still meanwhile, so that nobody can say."""
+        heartbeat = self.config.timeouts.heartbeat
+        asked = asyncio.create_task(self._client.get("/model_info", None))
+        begun, waited = time.monotonic(), 0.0
+        try:
+            while not asked.done() and waited < heartbeat:
+                await asyncio.wait({asked}, timeout=_POLL_S)
+                waited += _POLL_S
+            if time.monotonic() - begun > waited + _STOOD_STILL_S:
+                return ""
+            if not asked.done():
+                return f"the SGLang server at {self._client.endpoint} did not answer within {heartbeat:g} s"
+            error = asked.exception()
+            return "" if error is None else str(error)
+        finally:
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
 
     async def _die(self, why: str) -> None:
         if self._death is not None and not self._death.done():
@@ -212,8 +245,8 @@ class SGLangServerBackend(Backend):
             )
         if result.finish_reason is FinishReason.STOP and result.matched_stop is None:
             raise EngineInternalError(
-                f"request {request.request_id}: the server ended it at id {result.token_ids[-1:]}, which is none of its "
-                f"stops {sorted(request.stop_token_ids)}"
+                f"request {request.request_id}: the server ended it at id {result.token_ids[-1:]}, which is none of "
+                f"its stops {sorted(request.stop_token_ids)}"
             )
         return result
 
@@ -229,6 +262,8 @@ class SGLangServerBackend(Backend):
         )
         if not self._has_priorities:
             del fields["priority"]
+        if request.lora is not None:
+            fields["lora_path"] = self._loras[request.lora]
         return fields
 
     async def _outputs(self, request: GenerateRequest, *, stream: bool) -> AsyncGenerator[Mapping[str, Any], None]:
@@ -296,6 +331,24 @@ class SGLangServerBackend(Backend):
         await self._call(self._client.post("/update_weight_version", body, self.config.timeouts.control))
         self._version = version
 
+    # LoRA --------------------------------------------------------------------------------------------------------
+
+    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
+        """Load an adapter from a peft folder, which has the same path here and where the server runs."""
+        await asyncio.to_thread(check_adapter, lora_path, self._largest_rank, self._shapes)
+        name = f"{self._prefix}-{next(self._numbers)}-{lora_name}"
+        body = {"lora_name": name, "lora_path": lora_path, "pinned": pinned}
+        try:
+            await self._call(self._client.post("/load_lora_adapter", body, self.config.timeouts.control))
+        except InvalidRequest as error:
+            raise InvalidRequest(str(error), field="lora_path") from error
+        self._loras[lora_name] = name
+
+    async def unload_lora_adapter(self, lora_name: str) -> None:
+        """Unload an adapter."""
+        body = {"lora_name": self._loras.pop(lora_name)}
+        await self._call(self._client.post("/unload_lora_adapter", body, self.config.timeouts.control))
+
     # Models that do not generate ---------------------------------------------------------------------------------
 
     async def embed(self, prompts: list[list[int]], dimensions: int | None) -> list[list[float]]:
@@ -352,7 +405,7 @@ class _Model:
     ends: frozenset[int]
     """Every id at which SGLang ends a request by itself."""
     dtype: str
-    parameters: int
+    shapes: dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,7 +442,7 @@ def _model_of(config: EngineConfig) -> _Model:
         eos_token_ids=eos,
         ends=frozenset(one for one in (*eos, *own, tokenizer.eos_token_id, more) if one is not None),
         dtype=str(getattr(text, "dtype", None) or "auto").removeprefix("torch."),
-        parameters=sum(math.prod(spec.shape) for spec in checkpoint_of(folder).tensors),
+        shapes={spec.name: spec.shape for spec in checkpoint_of(folder).tensors},
     )
 
 
