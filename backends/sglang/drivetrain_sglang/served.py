@@ -68,6 +68,11 @@ class ServerSays:
         return str((self.model.get("architectures") or ["unknown"])[0])
 
     @property
+    def folder(self) -> str:
+        """The model that it was launched with, as it was named there."""
+        return str(self.server.get("model_path", ""))
+
+    @property
     def launch(self) -> tuple[object, ...]:
         """Differs between two launches of a server on the same port."""
         return (self.server.get("random_seed"), str(self.server.get("startup_time")))

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from drivetrain.backend import Backend, EngineStats, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
@@ -126,11 +127,10 @@ class SGLangServerBackend(Backend):
         self._has_priorities = has_priorities(says)
         report("reading the model's configuration")
         model = await asyncio.to_thread(_model_of, self.config)
-        if model.architecture != says.architecture:
-            raise InvalidConfig(
-                f"model={self.config.model!r} is a {model.architecture}, but the server at {self._client.endpoint} "
-                f"serves a {says.architecture} from {says.model.get('model_path')!r}; name the same model",
-                field="model",
+        if model.architecture != says.architecture or _are_other_folders(self.config.model, says.folder):
+            raise EngineStartError(
+                f"model={self.config.model!r} is a {model.architecture}, but the server at {self._client.endpoint} was "
+                f"launched with a {says.architecture} from {says.folder!r}; name the same model"
             )
         self._own_eos, self._shapes = model.ends, model.shapes
         self._largest_rank = largest_rank(self.config, says)
@@ -444,6 +444,11 @@ def _model_of(config: EngineConfig) -> _Model:
         dtype=str(getattr(text, "dtype", None) or "auto").removeprefix("torch."),
         shapes={spec.name: spec.shape for spec in checkpoint_of(folder).tensors},
     )
+
+
+def _are_other_folders(one: str, other: str) -> bool:
+    """Whether both are here and differ; a server on another machine, or in a container, has paths of its own."""
+    return Path(one).is_dir() and Path(other).is_dir() and not Path(one).samefile(other)
 
 
 def _client_of(config: EngineConfig) -> ServerClient:
