@@ -133,7 +133,7 @@ class EngineConfig(BaseModel):
             parts = urlsplit(value)
             fine = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
         except ValueError:  # a port that is no number
-            fine = False
+            raise ValueError("expected http://host:port") from None
         if not fine or parts.query or parts.fragment:
             raise ValueError("expected http://host:port")
         if parts.username is not None or parts.password is not None:

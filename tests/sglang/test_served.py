@@ -265,9 +265,9 @@ def test_stops_hold_whether_eos_does_or_not() -> None:
 def test_what_a_plain_server_does_not_draw_never_reaches_it() -> None:
     plain = translate.plain_sampling_params
     assert plain(request(top_p=0.5, min_p=0.1), frozenset())["min_p"] == 0.1
-    for params in ({"top_k": 3, "top_p": 0.5}, {"logit_bias": {1: 1.0}}, {"repetition_penalty": 1.5}):
+    for asked in (request(top_k=3, top_p=0.5), request(logit_bias={1: 1.0}), request(repetition_penalty=1.5)):
         with pytest.raises(EngineInternalError, match="does not draw so"):
-            plain(request(**params), frozenset())
+            plain(asked, frozenset())
 
 
 def test_chunks_that_hold_everything_so_far_become_deltas() -> None:

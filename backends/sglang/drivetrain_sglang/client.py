@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -16,8 +18,9 @@ if TYPE_CHECKING:
     import aiohttp
     from pydantic import SecretStr
 
-CONNECT_S: Final = 4.0
-"""Within this a machine that is there has taken a connection."""
+_MOST_FILES: Final = 65536
+_SPARE_FILES: Final = 256
+"""Files that the rest of this process opens."""
 _KEEP_S: Final = 2.0
 """How long an idle connection is kept: less than SGLang does, which closes it while a request may be on its way."""
 _EVENT: Final = b"data: "
@@ -42,8 +45,9 @@ class ServerClient:
             headers["Authorization"] = f"Bearer {self._api_key.get_secret_value()}"
         self._session = aiohttp.ClientSession(
             headers=headers,
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_S),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+            connector=aiohttp.TCPConnector(limit=_connections(), keepalive_timeout=_KEEP_S),
+            # Thousands of connections at once take their time; whoever calls says how long it waits.
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
             read_bufsize=2**18,
         )
 
@@ -52,6 +56,14 @@ class ServerClient:
         session, self._session = self._session, None
         if session is not None:
             await session.close()
+
+    async def reach(self) -> None:
+        """Connect and say nothing; raises OSError where nobody takes connections."""
+        parts = urlsplit(self.endpoint)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        _, writer = await asyncio.open_connection(parts.hostname, port)
+        writer.close()
+        await writer.wait_closed()
 
     async def get(self, path: str, seconds: float | None) -> Any:
         """Return the JSON at ``path``.
@@ -127,6 +139,15 @@ class ServerClient:
             ) from error
         except aiohttp.ClientError as error:
             raise as_engine_error(error) from error
+
+
+def _connections() -> int:
+    """How many connections this process may have, after it is allowed as many files as the system lets it have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return max(most - _SPARE_FILES, 1)
 
 
 def _decoded(content: bytes, path: str) -> Any:

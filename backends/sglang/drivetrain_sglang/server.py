@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -58,10 +58,14 @@ from drivetrain_sglang.translate import (
 
 _LOOK_S: Final = 4.0
 """Within this a server that is up has said what it is."""
+_BUSY_S: Final = 60.0
+"""Within this its scheduler has, whatever it is busy with."""
+_CONNECT_S: Final = 4.0
 _POLL_S: Final = 0.5
 _STOOD_STILL_S: Final = 1.0
 """A loop that is later than this was kept by something else, such as a training step."""
 _ABORT_AGAIN_S: Final = 0.1
+_ABORTS_AT_ONCE: Final = 64
 _LAST_ABORTS: Final = 3
 """How often an abort is said again for a request whose caller went away."""
 _COLD: Final = 0.5
@@ -85,6 +89,7 @@ class SGLangServerBackend(Backend):
         self._tasks: set[asyncio.Task[None]] = set()
         self._death: asyncio.Future[EngineError] | None = None
         self._cache_epoch = 0
+        self._aborts = asyncio.Semaphore(_ABORTS_AT_ONCE)
         self._version = ""
         self._is_incremental = False
         self._has_priorities = False
@@ -165,9 +170,11 @@ class SGLangServerBackend(Backend):
 
     async def close(self) -> None:
         """Take away what was loaded, and disconnect; the server goes on."""
-        if self._death is not None and not self._death.done():
-            for lora_name in list(self._loras):
-                await self.unload_lora_adapter(lora_name)
+        try:
+            while self._loras and self._death is not None and not self._death.done():
+                await self.unload_lora_adapter(next(iter(self._loras)))
+        except EngineDied:
+            self._loras.clear()  # they went with the server
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -180,31 +187,40 @@ class SGLangServerBackend(Backend):
 
     async def _watch(self) -> None:
         """Look every now and then whether the server is there; one that is not fails every waiter."""
-        while True:
-            await asyncio.sleep(_POLL_S)
-            why = await self._is_lost()
-            if why:
-                await self._die(why)
-                return
+        # Through a connection of its own, which does not wait its turn behind thousands of requests.
+        watching = _client_of(self.config)
+        await watching.open()
+        try:
+            why = ""
+            while not why:
+                await asyncio.sleep(_POLL_S)
+                why = await self._is_lost(watching)
+        finally:
+            await watching.close()
+        await self._die(why)
 
-    async def _is_lost(self) -> str:
+    async def _is_lost(self, watching: ServerClient) -> str:
         """Why the server is; empty if it answers, or if this loop stood still meanwhile, so that nobody can say."""
         heartbeat = self.config.timeouts.heartbeat
-        asked = asyncio.create_task(self._client.get("/model_info", None))
+        asked = asyncio.create_task(watching.get("/model_info", None))
+        reached = asyncio.create_task(watching.reach())
         begun, waited = time.monotonic(), 0.0
         try:
             while not asked.done() and waited < heartbeat:
+                if waited >= _CONNECT_S and not (reached.done() and reached.exception() is None):
+                    break
                 await asyncio.wait({asked}, timeout=_POLL_S)
                 waited += _POLL_S
             if time.monotonic() - begun > waited + _STOOD_STILL_S:
                 return ""
             if not asked.done():
-                return f"the SGLang server at {self._client.endpoint} did not answer within {heartbeat:g} s"
+                return f"the SGLang server at {self._client.endpoint} did not answer within {waited:g} s"
             error = asked.exception()
             return "" if error is None else str(error)
         finally:
             asked.cancel()
-            await asyncio.gather(asked, return_exceptions=True)
+            reached.cancel()
+            await asyncio.gather(asked, reached, return_exceptions=True)
 
     async def _die(self, why: str) -> None:
         if self._death is not None and not self._death.done():
@@ -271,7 +287,7 @@ class SGLangServerBackend(Backend):
         body = self._body(request, stream=stream)
         rid = str(body["rid"])
         self._rids[request.request_id] = rid
-        ended = False
+        ended, first = False, True
         try:
             if not stream:
                 yield await self._call(self._client.post("/generate", body, None))
@@ -281,7 +297,9 @@ class SGLangServerBackend(Backend):
             deltas = None if self._is_incremental else Deltas()
             async with aclosing(self._client.events("/generate", body)) as events:
                 while not ended:
-                    event = await self._call(anext(events))
+                    # Only the first may wait for a connection.
+                    event = await (self._call if first else self._checked)(anext(events))
+                    first = False
                     output = cut_at(event if deltas is None else deltas.delta(event), stops)
                     # The server itself may not know yet that it ended there.
                     ended = event["meta_info"].get("finish_reason") is not None
@@ -296,15 +314,14 @@ class SGLangServerBackend(Backend):
     async def abort(self, request_ids: list[str]) -> None:
         """End requests, running or waiting."""
         known = [request_id for request_id in request_ids if request_id in self._rids]
-        async with asyncio.TaskGroup() as group:
-            for request_id in known:
-                group.create_task(self._abort(self._rids[request_id]))
+        await asyncio.gather(*(self._abort(self._rids[request_id]) for request_id in known))
         for request_id in known:
             if request_id in self._rids:
                 self._spawn(self._abort_until_ended(request_id, self._rids[request_id]))
 
     async def _abort(self, rid: str) -> None:
-        await self._call(self._client.post("/abort_request", {"rid": rid}, self.config.timeouts.control))
+        async with self._aborts:
+            await self._call(self._client.post("/abort_request", {"rid": rid}, self.config.timeouts.control))
 
     async def _abort_until_ended(self, request_id: str, rid: str) -> None:
         """The abort may have overtaken the request on its way to the server."""
@@ -359,8 +376,22 @@ class SGLangServerBackend(Backend):
 
     # ---------------------------------------------------------------------------------------------------------------
 
-    async def _call(self, answer: Coroutine[Any, Any, Any]) -> Any:
-        """Await an answer; if the connection breaks, find out whether the server did."""
+    async def _call(self, answer: Awaitable[Any]) -> Any:
+        """Await an answer, or the server's death; if the connection breaks, find out which it is."""
+        if self._death is None:
+            return await answer
+        asked = asyncio.ensure_future(answer)
+        try:
+            await asyncio.wait({asked, self._death}, return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done():
+                raise EngineDied(str(self._death.result()))
+            return await self._checked(asked)
+        finally:
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+
+    async def _checked(self, answer: Awaitable[Any]) -> Any:
+        """Await what comes through a connection that there is, and breaks when the server dies."""
         try:
             return await answer
         except EngineDied as error:
@@ -473,7 +504,8 @@ async def _ask_once(client: ServerClient) -> ServerSays:
 
 
 async def _look(client: ServerClient) -> ServerSays:
-    server, model = await asyncio.gather(client.get("/server_info", _LOOK_S), client.get("/model_info", _LOOK_S))
+    model = await client.get("/model_info", _LOOK_S)
+    server = await client.get("/server_info", _BUSY_S)
     if not isinstance(server, dict) or not isinstance(model, dict) or "max_req_input_len" not in server:
         raise EngineStartError(f"what answers at {client.endpoint} is no SGLang server")
     return ServerSays(server, model)

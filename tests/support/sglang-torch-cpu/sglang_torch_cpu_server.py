@@ -19,11 +19,11 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 import psutil
+from safetensors import SafetensorError, safe_open
 
 from drivetrain.config import EngineConfig, Task
 from drivetrain.create import create_engine
 from drivetrain.engine import InferenceEngine
-from drivetrain.errors import EngineStartError
 from drivetrain.testing import tiny_model
 from drivetrain_conformance.suite import Suite
 from drivetrain_sglang.translate import engine_arguments
@@ -85,7 +85,7 @@ class Server:
                 time.sleep(0.25)
         tail = self._log.read_text(errors="replace")[-4000:]
         self.stop()
-        raise EngineStartError(f"the server did not start:\n{tail}")
+        raise RuntimeError(f"the server did not start:\n{tail}")
 
     def stop(self) -> None:
         """End it with all that it started."""
@@ -157,15 +157,21 @@ class ServerSuite(Suite):
         if asked.task is Task.REWARD:  # refused, whatever the server is
             launch |= {"task": Task.GENERATE, "model": str(tiny_model("qwen2"))}
         own: dict[str, object] = {"backend": self.backend, **self.fields, **fields}
-        if not (Path(str(launch["model"])) / "config.json").is_file():  # refused likewise
+        if not _can_be_served(Path(asked.model)):  # refused likewise
             launch["model"] = str(tiny_model("qwen2"))
-        try:
-            own["endpoint"] = self._launch(launch)
-        except EngineStartError:  # of a model that cannot be served: connecting to a server of another is refused
-            own["endpoint"] = self._launch(launch | {"model": str(tiny_model("qwen2"))})
+        config = EngineConfig.from_mapping({"backend": self.backend, **launch})
+        own["endpoint"] = SERVERS.get(arguments_of(config)).endpoint
         if self.isolation is not None:
             own["isolation"] = self.isolation
         return create_engine(own)
 
-    def _launch(self, fields: Mapping[str, object]) -> str:
-        return SERVERS.get(arguments_of(EngineConfig.from_mapping({"backend": self.backend, **fields}))).endpoint
+
+def _can_be_served(model: Path) -> bool:
+    """Whether a server could be launched with it: a configuration, and files of weights that are whole."""
+    try:
+        for file in model.glob("*.safetensors"):
+            with safe_open(file, framework="np"):
+                pass
+    except SafetensorError:
+        return False
+    return (model / "config.json").is_file()
