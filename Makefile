@@ -16,7 +16,7 @@ READY := $(VENV)/.ready-$(shell (cat pyproject.toml; echo '$(TORCH)') | sha256su
 BACKEND ?= transformers
 ISOLATION ?=
 REPORT = build/conformance/$(BACKEND)$(if $(ISOLATION),-$(ISOLATION)).json
-ENVIRONMENT = $(if $(filter transformers,$(BACKEND)),$(VENV),.venvs/$(BACKEND))
+ENVIRONMENT = $(if $(filter transformers,$(BACKEND)),$(VENV),.venvs/$(BACKEND:-server=))
 # What SGLang does only if it is told so when it starts.
 SETTINGS = $(if $(filter sglang,$(BACKEND)),--set 'engine_kwargs={enable_return_hidden_states: true}')
 ECHO := examples/drivetrain-echo
@@ -29,8 +29,8 @@ SGLANG_PYTHON ?= $(shell for p in python3.12 $(HOME)/.pyenv/versions/3.12*/bin/p
 SGLANG_PLATFORM := tests/support/sglang-torch-cpu
 SGLANG_READY := .venvs/sglang/.ready-$(shell (cat pyproject.toml $(SGLANG_PLATFORM)/*; echo '$(SGLANG)') | sha256sum | cut -c1-16)
 
-.PHONY: help setup demo test test-unit test-fast conformance conformance-all mutants matrix lint docs bench clean
-.PHONY: environment-transformers environment-echo environment-sglang
+.PHONY: help setup demo test test-unit test-fast test-sglang-server conformance conformance-all mutants matrix lint docs bench clean
+.PHONY: environment-transformers environment-echo environment-sglang environment-sglang-server
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -55,6 +55,10 @@ test-unit: $(READY) ## run the project's own tests
 test-fast: $(READY) ## run the tests but the slow ones
 	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
+# Its settings are those of the environment alone: the project's own ask for plugins that are not there.
+test-sglang-server: environment-sglang ## real SGLang servers that die, freeze, or get a thousand requests at once
+	@OMP_NUM_THREADS=1 .venvs/sglang/bin/python -m pytest -c /dev/null --rootdir tests/sglang -p no:cacheprovider -s tests/sglang/against_a_server.py $(ARGS)
+
 conformance: environment-$(BACKEND) ## run the conformance suite on BACKEND, in an environment of its own
 	@OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/drivetrain conformance $(BACKEND) $(if $(ISOLATION),--isolation $(ISOLATION)) $(SETTINGS) --report $(REPORT) $(ARGS)
 
@@ -69,13 +73,13 @@ $(ECHO_READY): | pyproject.toml
 	@.venvs/echo/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' -e '.[conformance]'
 	@rm -f .venvs/echo/.ready-* && touch $@
 
-environment-sglang: $(SGLANG_READY)
+environment-sglang environment-sglang-server: $(SGLANG_READY)
 
 $(SGLANG_READY): | pyproject.toml
 	@[[ -n "$(SGLANG_PYTHON)" ]] || { echo "SGLang needs Python 3.12; install it, or: make SGLANG_PYTHON=/path/to/python" >&2; exit 1; }
 	@echo "setting up .venvs/sglang with $(SGLANG_PYTHON): 11 GB, a few minutes"
 	@[[ -x .venvs/sglang/bin/python ]] || $(SGLANG_PYTHON) -m venv .venvs/sglang
-	@.venvs/sglang/bin/python -m pip install --quiet --disable-pip-version-check --retries 10 '$(SGLANG)' -e '.[conformance,demo]'
+	@.venvs/sglang/bin/python -m pip install --quiet --disable-pip-version-check --retries 10 '$(SGLANG)' -e '.[conformance,demo,sglang-server]'
 	@.venvs/sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall ./$(SGLANG_PLATFORM)
 	@rm -f .venvs/sglang/.ready-* && touch $@
 

@@ -51,6 +51,8 @@ class ModelInfo:
     parameters: int
     """Number of parameters."""
     device: str
+    weight_version: str | None = None
+    """Label that the weights had already; None: ``EngineConfig.weight_version``."""
 
 
 @dataclass(frozen=True, slots=True)

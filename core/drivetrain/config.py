@@ -6,9 +6,10 @@ import os
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, StrictInt, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, SecretStr, StrictInt, ValidationError, field_validator
 from pydantic import PositiveFloat as Seconds
 
 from drivetrain.errors import InvalidConfig
@@ -114,7 +115,30 @@ class EngineConfig(BaseModel):
     python: str | None = Field(
         default=None, description="Python of the environment that holds the engine; None: this one. Implies process."
     )
+    endpoint: str | None = Field(
+        default=None,
+        description="http://host:port of a running server, for backends that connect to one and start nothing.",
+    )
+    endpoint_api_key: SecretStr | None = Field(
+        default=None, min_length=1, description="The key that the server at endpoint asks for; never shown."
+    )
     timeouts: Timeouts = Field(default_factory=Timeouts, description="Deadlines.")
+
+    @field_validator("endpoint")
+    @classmethod
+    def _endpoint_is_a_url(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        try:
+            parts = urlsplit(value)
+            fine = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # a port that is no number
+            raise ValueError("expected http://host:port") from None
+        if not fine or parts.query or parts.fragment:
+            raise ValueError("expected http://host:port")
+        if parts.username is not None or parts.password is not None:
+            raise ValueError("it holds a user or a password; a server's key belongs into endpoint_api_key")
+        return value.rstrip("/")
 
     @field_validator("model")
     @classmethod
@@ -156,6 +180,10 @@ class EngineConfig(BaseModel):
         return cls.from_mapping(loaded)
 
 
+_SECRET: Final = ("endpoint", "endpoint_api_key")
+"""Fields whose value may hold a key or a password, so that errors do not repeat it."""
+
+
 def invalid_config(error: ValidationError, model: type[BaseModel]) -> InvalidConfig:
     """Turn pydantic's first complaint about a configuration into one typed sentence."""
     field, message = describe_validation_error(error, model)
@@ -179,6 +207,8 @@ def describe_validation_error(error: ValidationError, model: type[BaseModel], pr
         return shown, f"{shown} is missing; it is required"
     message = first["msg"].removeprefix("Value error, ")
     if not where:
+        return shown, f"{shown}: {message}"
+    if where in _SECRET:
         return shown, f"{shown}: {message}"
     return shown, f"{shown}={first['input']!r}: {message}"
 

@@ -161,6 +161,8 @@ class InferenceEngine:
                 what = f"the {self.config.backend} engine did not start: {type(error).__name__}: {error}"
                 raise EngineStartError(what) from error
             raise
+        if self._model.weight_version is not None:
+            self._version = self._model.weight_version
         self._builder = RequestBuilder(self.config, self.capabilities, self._model, self._tokenizer)
         self._flights_ = Flights(self._backend, self._tokenizer, lambda: self._is_held)
         self._status = self._status.started()

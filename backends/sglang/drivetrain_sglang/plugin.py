@@ -5,9 +5,10 @@ from __future__ import annotations
 from drivetrain.backend import Backend
 from drivetrain.hookspecs import hookimpl
 from drivetrain_sglang.engine import SGLangBackend
+from drivetrain_sglang.server import SGLangServerBackend
 
 
 @hookimpl
 def drivetrain_backends() -> list[type[Backend]]:
-    """Provide the SGLang backend."""
-    return [SGLangBackend]
+    """Provide SGLang, started here or running somewhere."""
+    return [SGLangBackend, SGLangServerBackend]

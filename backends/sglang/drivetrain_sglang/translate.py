@@ -6,7 +6,9 @@ import base64
 import importlib.util
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
@@ -180,7 +182,7 @@ def own_params(request: GenerateRequest) -> str:
 
 
 def sampling_params(request: GenerateRequest) -> dict[str, object]:
-    """SGLang's ``sampling_params`` of a request."""
+    """SGLang's ``sampling_params`` of a request, for an engine that holds ``drivetrain_sglang.inside``."""
     params = request.params
     native: dict[str, object] = {
         "max_new_tokens": request.max_new_tokens,
@@ -207,14 +209,66 @@ def sampling_params(request: GenerateRequest) -> dict[str, object]:
     return native
 
 
-def request_fields(request: GenerateRequest, rid: str, cache_key: str, *, stream: bool) -> dict[str, object]:
-    """Fields of SGLang's ``GenerateReqInput``."""
+class Ending(Enum):
+    """How a plain SGLang, which ends at EOS ids of its own, is made to end where a request says."""
+
+    BY_ITSELF = "by itself"
+    """Its own EOS ids are among the request's stops."""
+    NEVER = "never"
+    """The request has no stop ids, so that ``ignore_eos``, which switches all of them off, does what it asks."""
+    WATCHED = "watched"
+    """``ignore_eos``, and whoever reads the tokens ends the request at its stop ids."""
+
+
+def ending(request: GenerateRequest, own_eos: frozenset[int]) -> Ending:
+    """How a request is made to end on a plain SGLang.
+
+    Args:
+        request: The request.
+        own_eos: Ids at which SGLang ends every request without ``ignore_eos``.
+    """
+    if own_eos <= set(request.stop_token_ids):
+        return Ending.BY_ITSELF
+    return Ending.WATCHED if request.stop_token_ids else Ending.NEVER
+
+
+def plain_sampling_params(request: GenerateRequest, own_eos: frozenset[int]) -> dict[str, object]:
+    """SGLang's ``sampling_params`` of a request, for a server that holds nothing of drivetrain's.
+
+    Raises:
+        EngineInternalError: only ``drivetrain_sglang.inside`` could honour the request.
+    """
+    params = request.params
+    # After top-p, min-p leaves what it leaves before it: the likeliest token, which it measures by, always stays.
+    one_limit = params.model_copy(update={"min_p": 0.0}) if params.top_p < 1 else params
+    if not drawn_by_sglang(replace(request, params=one_limit)) or params.structured_output is not None:
+        raise EngineInternalError(f"request {request.request_id}: a plain SGLang does not draw so: {params!r}")
+    by_itself = ending(request, own_eos) is Ending.BY_ITSELF
+    return {
+        "max_new_tokens": request.max_new_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "ignore_eos": not by_itself,
+        "stop_token_ids": list(request.stop_token_ids) if by_itself else [],
+    }
+
+
+def request_fields(
+    request: GenerateRequest,
+    rid: str,
+    cache_key: str,
+    *,
+    stream: bool,
+    params_of: Callable[[GenerateRequest], dict[str, object]] = sampling_params,
+) -> dict[str, object]:
+    """Fields of SGLang's ``GenerateReqInput``; ``params_of`` translates the sampling params."""
     params = request.params
     wants_prompt = params.prompt_logprobs is not None
     fields: dict[str, object] = {
         "rid": rid,
         "input_ids": request.prompt_token_ids,
-        "sampling_params": sampling_params(request),
+        "sampling_params": params_of(request),
         "stream": stream,
         "priority": request.priority,
         "extra_key": cache_key,
@@ -233,6 +287,37 @@ def request_fields(request: GenerateRequest, rid: str, cache_key: str, *, stream
 
 
 # Results ----------------------------------------------------------------------------------------------------------
+
+_PER_TOKEN: Final = ("output_token_logprobs", "output_top_logprobs")
+"""What ``meta_info`` holds of each output token."""
+
+
+class Deltas:
+    """Makes chunks that hold what is new of chunks that each hold everything so far."""
+
+    def __init__(self) -> None:
+        self._seen = 0
+
+    def delta(self, output: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What ``output`` adds to those before it."""
+        seen, ids = self._seen, list(output.get("output_ids") or ())
+        self._seen = max(seen, len(ids))
+        meta: dict[str, Any] = output["meta_info"]
+        new = {name: meta[name][seen:] for name in _PER_TOKEN if meta.get(name)}
+        return {"output_ids": ids[seen:], "meta_info": {**meta, **new}}
+
+
+def cut_at(output: Mapping[str, Any], stops: Collection[int]) -> Mapping[str, Any]:
+    """A chunk up to its first stop id, as one that SGLang itself ended there; the chunk itself if it holds none."""
+    ids = list(output.get("output_ids") or ())
+    at = next((index for index, token in enumerate(ids) if token in stops), None)
+    if at is None:
+        return output
+    meta = {**output["meta_info"], "finish_reason": {"type": "stop", "matched": ids[at]}}
+    for name in _PER_TOKEN:
+        if meta.get(name):
+            meta[name] = meta[name][: at + 1]
+    return {"output_ids": ids[: at + 1], "meta_info": meta}
 
 
 class Collected:

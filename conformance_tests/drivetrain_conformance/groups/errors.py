@@ -515,6 +515,8 @@ WRONG_CONFIG: Final[Mapping[str, Sequence[object]]] = {
     "engine_kwargs": ("fast", ["fast"], {3: 1}, {"f": object()}, None),
     "isolation": ("orbit", 3),
     "python": (3, ["python"]),
+    "endpoint": ("localhost:30000", "ftp://localhost:21", "http://", 3),
+    "endpoint_api_key": ("", 3),
     "timeouts": ("short", {"start": -1}, {"generate": 0}, {"close": "soon"}, {"begin": 3}, None),
 }
 """Values that each field of a configuration cannot have."""
@@ -546,6 +548,8 @@ VALID_CONFIG: Final[Mapping[str, object]] = {
     "weight_version": "v2",
     "engine_kwargs": {"an_option": 1},
     "isolation": "process",
+    "endpoint": "http://127.0.0.1:30000",
+    "endpoint_api_key": "not-a-secret",
     "timeouts": {"generate": 5.0},
 }
 """Values that each field can have and has not unless asked for."""

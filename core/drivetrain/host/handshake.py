@@ -46,9 +46,13 @@ def opened_config(opened: Open) -> EngineConfig:
 def portable(config: EngineConfig) -> dict[str, object]:
     """The fields of a configuration that a host gets: those that were set, but where the engine runs.
 
-    A backend may tell a field that was set from one that was left alone, so the others stay unset.
+    A backend may tell a field that was set from one that was left alone, so the others stay unset. A secret goes as it
+    is: the host is this program's own, and hears of it through a pipe or a socket that nobody else has.
     """
-    return config.model_dump(mode="json", exclude_unset=True, exclude={"python", "isolation"})
+    fields: dict[str, object] = config.model_dump(mode="json", exclude_unset=True, exclude={"python", "isolation"})
+    if config.endpoint_api_key is not None:
+        fields["endpoint_api_key"] = config.endpoint_api_key.get_secret_value()
+    return fields
 
 
 def check_version(who: str, wire_version: int, drivetrain: str) -> None:
