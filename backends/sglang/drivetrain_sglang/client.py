@@ -35,6 +35,8 @@ class ServerClient:
         self.endpoint = endpoint
         self._api_key = api_key
         self._session: aiohttp.ClientSession | None = None
+        self._answers: set[aiohttp.ClientResponse] = set()
+        """Those that are being read."""
 
     async def open(self) -> None:
         """Make ready to connect."""
@@ -53,7 +55,12 @@ class ServerClient:
 
     async def close(self) -> None:
         """End every connection; what waits for an answer gets an error."""
+        import aiohttp
+
         session, self._session = self._session, None
+        for answer in self._answers:
+            # Closing a connection wakes nobody who reads from it.
+            answer.content.set_exception(aiohttp.ClientConnectionError("the connection was closed here"))
         if session is not None:
             await session.close()
 
@@ -132,7 +139,11 @@ class ServerClient:
                     )
                 if answer.status != 200:
                     raise from_http(answer.status, await answer.read(), path)
-                yield answer
+                self._answers.add(answer)
+                try:
+                    yield answer
+                finally:
+                    self._answers.discard(answer)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             raise EngineDied(
                 f"the SGLang server at {self.endpoint} cannot be reached: {type(error).__name__}: {error}"

@@ -66,8 +66,8 @@ _STOOD_STILL_S: Final = 1.0
 """A loop that is later than this was kept by something else, such as a training step."""
 _ABORT_AGAIN_S: Final = 0.1
 _ABORTS_AT_ONCE: Final = 64
-_LAST_ABORTS: Final = 3
-"""How often an abort is said again for a request whose caller went away."""
+_LAST_ABORTS: Final = 6
+"""How often an abort is said for a request whose caller went away, each time after twice as long."""
 _COLD: Final = 0.5
 """Temperature of the request that finds out what a logprob is."""
 
@@ -332,9 +332,9 @@ class SGLangServerBackend(Backend):
             await self._abort(rid)
 
     async def _abort_for_good(self, rid: str) -> None:
-        for _ in range(_LAST_ABORTS):
+        for already in range(_LAST_ABORTS):
             await self._abort(rid)
-            await asyncio.sleep(_ABORT_AGAIN_S)
+            await asyncio.sleep(_ABORT_AGAIN_S * 2**already)
 
     # Cache and versions ------------------------------------------------------------------------------------------
 
