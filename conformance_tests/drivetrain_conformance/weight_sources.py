@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from drivetrain.backend import ModelInfo
 from drivetrain.capability import Capability
 from drivetrain.config import EngineConfig, Isolation
 from drivetrain.engine import InferenceEngine
@@ -246,11 +245,6 @@ class Between:
     def config(self) -> EngineConfig:
         """The engine's."""
         return self._engine.config
-
-    @property
-    def model_info(self) -> ModelInfo:
-        """The engine's."""
-        return self._engine.model_info
 
     async def weight_manifest(self) -> WeightManifest:
         """The engine's."""

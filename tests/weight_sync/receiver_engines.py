@@ -18,7 +18,6 @@ from typing import Self
 import torch
 from torch import nn
 
-from drivetrain.backend import ModelInfo
 from drivetrain.capability import Capability
 from drivetrain.config import EngineConfig, Isolation, Timeouts
 from drivetrain.errors import DrivetrainError, from_wire, to_wire
@@ -56,7 +55,6 @@ class ReceiverEngine:
     isolation: Isolation
     capabilities: frozenset[Capability]
     config = EngineConfig(backend="receiver", model="none", timeouts=Timeouts(weight_update=20))
-    model_info = ModelInfo(256, 128, (0,), "float32", "Model", 0, "cpu")
 
     def __init__(self) -> None:
         self.version = "initial"

@@ -14,7 +14,6 @@ from typing import Protocol, Self, TypeVar
 
 import torch
 
-from drivetrain.backend import ModelInfo
 from drivetrain.capability import Capability
 from drivetrain.config import EngineConfig, Isolation
 from drivetrain.errors import DrivetrainError, InvalidConfig, InvalidRequest, WeightSyncError
@@ -55,9 +54,6 @@ class UpdatableEngine(Protocol):
 
     @property
     def config(self) -> EngineConfig: ...
-
-    @property
-    def model_info(self) -> ModelInfo: ...
 
     async def weight_manifest(self) -> WeightManifest: ...
 
@@ -120,7 +116,7 @@ class WeightSync:
         cast: bool = False,
         mode: PauseMode = PauseMode.RETRACT,
         directory: Path | None = None,
-        group_backend: GroupBackend | None = None,
+        group_backend: GroupBackend = "gloo",
         master_address: str = "127.0.0.1",
     ) -> WeightSync:
         """Connect a source of tensors to an engine. Nothing is sent, and the engine need not be started.
@@ -134,9 +130,8 @@ class WeightSync:
             cast: convert floating-point tensors to the engine's dtype. Otherwise another dtype is refused.
             mode: what becomes of requests in flight while the weights change.
             directory: where strategy ``disk`` makes its folder; None: the temporary folder.
-            group_backend: of strategy ``broadcast``: ``"nccl"``, from this process's current GPU to others, or
-                ``"gloo"``, over any network, from CPU memory to CPU memory. None: NCCL between GPUs, if this process
-                sees several, else gloo.
+            group_backend: of strategy ``broadcast``: ``"gloo"``, over any network, from CPU memory to CPU memory; or
+                ``"nccl"``, from this process's current GPU to others.
             master_address: of this host, where the engine's ranks reach strategy ``broadcast``.
 
         Raises:
@@ -251,10 +246,10 @@ class WeightSync:
             return
         await self._dissolve()
         engine, options = self._engine, self._options
-        on_gpus = engine.model_info.device.startswith("cuda") and torch.cuda.device_count() > 1
-        backend = options.group_backend or ("nccl" if on_gpus else "gloo")
         ranks = engine.config.tensor_parallel_size * engine.config.pipeline_parallel_size
-        spec, store = sender.offer(backend, options.master_address, ranks, engine.config.timeouts.weight_update)
+        spec, store = sender.offer(
+            options.group_backend, options.master_address, ranks, engine.config.timeouts.weight_update
+        )
         halves = [
             asyncio.ensure_future(_in_thread(lambda: sender.join(spec, store))),
             asyncio.ensure_future(engine.init_weight_update_communicator(spec)),
@@ -290,7 +285,7 @@ class _Options:
     bucket_bytes: int
     cast: bool
     mode: PauseMode
-    group_backend: GroupBackend | None
+    group_backend: GroupBackend
     master_address: str
 
 

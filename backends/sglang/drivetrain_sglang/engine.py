@@ -21,7 +21,14 @@ import psutil
 from drivetrain.backend import Backend, EngineStats, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
 from drivetrain.capability import Capability
 from drivetrain.config import EngineConfig, Task
-from drivetrain.errors import EngineBusy, EngineInternalError, EngineStartError, InvalidConfig, InvalidRequest
+from drivetrain.errors import (
+    EngineBusy,
+    EngineInternalError,
+    EngineStartError,
+    InvalidConfig,
+    InvalidRequest,
+    UnsupportedCapability,
+)
 from drivetrain.host.reap import semaphores_of, unlink
 from drivetrain.memory import MemoryTag, PauseMode
 from drivetrain.sampling import LogprobsMode, SamplingParams
@@ -313,7 +320,16 @@ class SGLangBackend(Backend):
         self._version = version
 
     async def init_communicator(self, spec: CommunicatorSpec) -> None:
-        """Join a group while generation goes on."""
+        """Join a group while generation goes on.
+
+        Raises:
+            UnsupportedCapability: it is one of NCCL, which did not form when it was tried.
+        """
+        if spec.backend == "nccl":
+            raise UnsupportedCapability(
+                "backend='nccl': groups of NCCL with SGLang's scheduler are not supported yet; use 'gloo'",
+                capability=Capability.WEIGHTS_BROADCAST.value,
+            )
         await self._ask_until_free(2 * spec.timeout, "init_communicator", spec)
 
     async def destroy_communicator(self, group_name: str) -> None:
