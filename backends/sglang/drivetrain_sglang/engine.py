@@ -141,8 +141,6 @@ class SGLangBackend(Backend):
             claimed.add(Capability.HIDDEN_STATES)
         if device_of(config) != "cpu":
             claimed |= {Capability.SLEEP_KEEPS_WEIGHTS, Capability.WEIGHTS_CUDA_IPC}
-            if config.engine_kwargs.get("enable_return_routed_experts"):
-                claimed.add(Capability.ROUTED_EXPERTS)
             if not config.enable_sleep or importlib.util.find_spec("torch_memory_saver") is None:
                 claimed -= {Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, Capability.SLEEP_KEEPS_WEIGHTS}
         return frozenset(claimed)
