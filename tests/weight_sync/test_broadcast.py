@@ -115,4 +115,6 @@ def test_a_rank_that_leaves_gives_its_broadcast_up() -> None:
             group.leave()
             with pytest.raises(WeightTransferFailed, match="left the group"):
                 receiving.result(timeout=5)
+        with pytest.raises(WeightTransferFailed, match="left the group"):
+            group.broadcast(torch.empty(1, dtype=torch.uint8))
         trainer.kill()

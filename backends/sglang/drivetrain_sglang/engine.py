@@ -140,7 +140,11 @@ class SGLangBackend(Backend):
         if config.engine_kwargs.get("enable_return_hidden_states"):
             claimed.add(Capability.HIDDEN_STATES)
         if device_of(config) != "cpu":
-            claimed |= {Capability.SLEEP_KEEPS_WEIGHTS, Capability.WEIGHTS_CUDA_IPC}
+            from drivetrain_weight_sync.transports import cuda_ipc
+
+            claimed.add(Capability.SLEEP_KEEPS_WEIGHTS)
+            if cuda_ipc.is_available():
+                claimed.add(Capability.WEIGHTS_CUDA_IPC)
             if not config.enable_sleep or importlib.util.find_spec("torch_memory_saver") is None:
                 claimed -= {Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, Capability.SLEEP_KEEPS_WEIGHTS}
         return frozenset(claimed)

@@ -90,7 +90,11 @@ class TransformersBackend(Backend):
             claimed.add(Capability.PREFIX_CACHE)
         if not device_of(config).startswith("cpu"):
             claimed.add(Capability.SLEEP_KEEPS_WEIGHTS)
-            claimed.add(Capability.WEIGHTS_CUDA_IPC)
+        if device_of(config).startswith("cuda"):
+            from drivetrain_weight_sync.transports import cuda_ipc
+
+            if cuda_ipc.is_available():
+                claimed.add(Capability.WEIGHTS_CUDA_IPC)
         if config.enable_lora and importlib.util.find_spec("peft") is not None:
             claimed.add(Capability.LORA)
         return frozenset(claimed)

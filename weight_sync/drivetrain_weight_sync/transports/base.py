@@ -32,9 +32,6 @@ class Sender(ABC):
     def source(self) -> WeightSource:
         """Say where the tensors lie, now that all were put."""
 
-    def send(self, index: int) -> None:  # noqa: B027
-        """Send bucket ``index`` while the engine loads it, if it does not take it by itself from the source."""
-
     @abstractmethod
     def release(self) -> None:
         """The push is over, well or not: let go of what only it needed."""

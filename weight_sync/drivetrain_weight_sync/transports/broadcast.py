@@ -60,15 +60,18 @@ class Group:
         self.spec = spec
         self.device = device if spec.backend == "nccl" else torch.device("cpu")
         self._abandoned = threading.Event()
+        self._group: Any = None
         ends = time.monotonic() + spec.timeout
         try:
             if store is None:
                 store = _reach(spec, ends)
-            self._group: Any = self._form(_dist.PrefixStore(spec.group_name, store), rank, ends)
+            self._group = self._form(_dist.PrefixStore(spec.group_name, store), rank, ends)
             self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))
         except (InvalidRequest, DeadlineExceeded, WeightTransferFailed):
+            self.leave()
             raise
         except Exception as error:
+            self.leave()
             what = f"the group {spec.group_name!r} did not form: {type(error).__name__}: {_first_line(error)}"
             if time.monotonic() >= ends:
                 raise DeadlineExceeded(f"{what} (after {spec.timeout:g} s)") from error
@@ -113,8 +116,11 @@ class Group:
         ends = time.monotonic() + self.spec.timeout
         options = _dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
+        group = self._group
+        if group is None:
+            raise WeightTransferFailed(f"this rank left the group {self.spec.group_name!r}")
         try:
-            work = self._group.broadcast([buffer], options)
+            work = group.broadcast([buffer], options)
             pause, longest = _POLL_S
             while not work.is_completed():
                 if self._abandoned.is_set():

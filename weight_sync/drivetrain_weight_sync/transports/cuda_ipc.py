@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,6 +17,11 @@ from drivetrain_weight_sync.transports.base import Opened, Reader, Sender, check
 
 HANDLE_BYTES = 64
 """Size of CUDA's handle of a piece of memory."""
+
+
+def is_available() -> bool:
+    """Whether the bindings of CUDA are there that this is made of; torch brings them. Nothing is imported."""
+    return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
 
 
 class DeviceArena:
