@@ -60,7 +60,7 @@ test-sglang-server: environment-sglang ## real SGLang servers that die, freeze, 
 	@OMP_NUM_THREADS=1 .venvs/sglang/bin/python -m pytest -c /dev/null --rootdir tests/sglang -p no:cacheprovider -s tests/sglang/against_a_server.py $(ARGS)
 
 conformance: environment-$(BACKEND) ## run the conformance suite on BACKEND, in an environment of its own
-	@OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/drivetrain conformance $(BACKEND) $(if $(ISOLATION),--isolation $(ISOLATION)) $(SETTINGS) --report $(REPORT) $(ARGS)
+	@OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/drivetrain conformance $(BACKEND) $(if $(ISOLATION),--isolation $(ISOLATION)) $(SETTINGS) --fork-hosts --report $(REPORT) $(ARGS)
 
 environment-transformers: $(READY)
 

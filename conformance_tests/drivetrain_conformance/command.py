@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -63,6 +64,10 @@ def conformance(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Of everything random.", show_default="the suite's: 0")] = None,
     report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report there, as JSON.")] = None,
+    fork_hosts: Annotated[
+        bool,
+        typer.Option("--fork-hosts", help="Fork hosts from one process that has imported the engine; needs no GPU."),
+    ] = False,
     require_complete: Annotated[
         bool, typer.Option("--require-complete", help="Fail if any case could not be run here.")
     ] = False,
@@ -94,7 +99,8 @@ def conformance(
             raise InvalidConfig("name a backend; 'drivetrain backends' lists them", field="BACKEND")
         else:
             runner = _runner(backend, isolation, engine_fields or [], profile, seed, model, moe_model, dtype)
-            made = _run(runner, _chosen(group, case), complete=not (group or case))
+            with _hosts(runner, forked=fork_hosts):
+                made = _run(runner, _chosen(group, case), complete=not (group or case))
             if report is not None:
                 from drivetrain_conformance.report import write_report
 
@@ -205,6 +211,18 @@ def _fields(assignments: Sequence[str]) -> dict[str, object]:
         except yaml.YAMLError as error:
             raise InvalidConfig(f"--set {assignment!r}: the value is no YAML: {error}", field="--set") from None
     return fields
+
+
+def _hosts(runner: Runner, *, forked: bool) -> AbstractContextManager[object]:
+    """How the run's engines get their host processes."""
+    if not forked:
+        return nullcontext()
+    from drivetrain.host.fork_server import ForkServer
+    from drivetrain_conformance.runner import gpu_count
+
+    if gpu_count():
+        raise InvalidConfig("--fork-hosts: a GPU's driver does not survive a fork", field="--fork-hosts")
+    return ForkServer(runner.suite.backend)
 
 
 def _run(runner: Runner, cases: list[Case], *, complete: bool) -> Report:

@@ -150,6 +150,11 @@ class Backend(ABC):
     # Before launch -----------------------------------------------------------------------------------------------
 
     @classmethod
+    def preload(cls) -> None:
+        """Import what ``start`` will, starting no thread and touching no device: hosts may be forked from here."""
+        return None
+
+    @classmethod
     @abstractmethod
     def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
         """What the installed engine can do on this machine with this configuration. Starts nothing."""

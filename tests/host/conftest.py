@@ -4,6 +4,7 @@ import os
 import shutil
 import threading
 from collections.abc import AsyncIterator, Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import psutil
@@ -11,6 +12,7 @@ import pytest
 
 from drivetrain import EngineConfig, GenerateRequest, LogprobsMode, SamplingParams, Timeouts
 from drivetrain.host import HostedBackend
+from drivetrain.host.fork_server import ForkServer
 
 
 @pytest.fixture
@@ -43,18 +45,29 @@ def config_for() -> Callable[..., EngineConfig]:
 
 
 @pytest.fixture
-async def make(plugin: Path, config_for: Callable[..., EngineConfig]) -> AsyncIterator[Callable[..., HostedBackend]]:
+def hosts() -> str:
+    """How hosts come into being: "spawned", or "forked" where a test is parametrized so."""
+    return "spawned"
+
+
+@pytest.fixture
+async def make(
+    plugin: Path, config_for: Callable[..., EngineConfig], hosts: str, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Callable[..., HostedBackend]]:
     """Makes hosted backends, which are closed at the end; then nothing of them may be left."""
     before = _threads_and_files()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    server = ForkServer("fake") if hosts == "forked" else nullcontext()
     made: list[HostedBackend] = []
 
     def build(trouble: str | None = None, python: str | None = None, **timeouts: float) -> HostedBackend:
         made.append(HostedBackend(config_for(trouble, python, **timeouts), "fake"))
         return made[-1]
 
-    yield build
-    for backend in made:
-        await backend.close()
+    with server:
+        yield build
+        for backend in made:
+            await backend.close()
     assert psutil.Process().children(recursive=True) == []
     assert _threads_and_files() == before
 

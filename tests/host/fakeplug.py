@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 
@@ -62,6 +63,15 @@ class FakeBackend(Backend):
         self.dying = asyncio.Event()
         if self.trouble == "refuse":
             raise InvalidConfig("engine_kwargs.trouble='refuse': refused as asked", field="engine_kwargs.trouble")
+
+    @classmethod
+    def preload(cls) -> None:
+        print("fakeplug is preloaded")
+        trouble = os.environ.get("FAKE_PRELOAD")
+        if trouble == "odd":
+            raise OddError("nothing to import")
+        if trouble == "thread":
+            threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 
     @classmethod
     def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:

@@ -18,6 +18,8 @@ from drivetrain.host import HostedBackend
 Ask = Callable[..., GenerateRequest]
 Make = Callable[..., HostedBackend]
 
+pytestmark = pytest.mark.parametrize("hosts", ["spawned", "forked"])
+
 
 def runs(process: psutil.Process) -> bool:
     """A killed orphan is for the system's first process to bury; until then it is a zombie."""
@@ -88,7 +90,7 @@ async def test_a_host_that_exits_says_with_which_code_and_its_last_lines(make: M
         spared.append(asyncio.ensure_future(backend.generate(ask("exit"))))
 
     spared: list[asyncio.Future[GenerateResult]] = []
-    await dies(backend, exits, 3, r"(?s)ended with exit code 3.*last lines of its log:.*fakeplug is imported", ask)
+    await dies(backend, exits, 3, r"(?s)ended with exit code 3.*last lines of its log:.*starting with marker", ask)
     assert isinstance(spared[0].exception(), EngineDied)
 
 

@@ -149,6 +149,14 @@ class SGLangBackend(Backend):
                 claimed -= {Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, Capability.SLEEP_KEEPS_WEIGHTS}
         return frozenset(claimed)
 
+    @classmethod
+    def preload(cls) -> None:
+        """Import SGLang, which takes most of a start."""
+        import sglang.srt.managers.scheduler  # noqa: F401
+        import transformers.models.auto.modeling_auto  # noqa: F401
+
+        _engine_class()
+
     # Lifecycle ---------------------------------------------------------------------------------------------------
 
     async def start(self, report: Callable[[str], None]) -> ModelInfo:

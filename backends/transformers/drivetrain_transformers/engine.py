@@ -99,6 +99,12 @@ class TransformersBackend(Backend):
             claimed.add(Capability.LORA)
         return frozenset(claimed)
 
+    @classmethod
+    def preload(cls) -> None:
+        """Import torch and transformers."""
+        import drivetrain_transformers.runner
+        import drivetrain_transformers.weights  # noqa: F401
+
     # Lifecycle ---------------------------------------------------------------------------------------------------
 
     async def start(self, report: Callable[[str], None]) -> ModelInfo:

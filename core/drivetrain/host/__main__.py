@@ -7,19 +7,26 @@ import logging
 import sys
 
 
-def main() -> int:
-    """Serve one engine, or answer one probe; returns the exit code."""
+def main(given: list[str] | None = None) -> int:
+    """Serve one engine, answer one probe, or fork hosts; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m drivetrain.host", description=__doc__)
     parser.add_argument("--fd", type=int, help="socket that carries the calls")
     parser.add_argument("--watch-fd", type=int, help="socket that carries the heartbeats")
     parser.add_argument("--period", type=float, default=1.0, help="seconds between heartbeats")
     parser.add_argument("--probe", action="store_true", help="configuration on stdin, what the engine can do on stdout")
-    arguments = parser.parse_args()
+    parser.add_argument("--fork-server", type=int, help="socket that asks for hosts, to be forked from this process")
+    parser.add_argument("--backend", default="", help="with --fork-server: the backend that the hosts will serve")
+    arguments = parser.parse_args(given)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     if arguments.probe:
         from drivetrain.host.probe import answer
 
         return answer()
+    if arguments.fork_server is not None:
+        from drivetrain.host.fork_server import serve_forks
+        from drivetrain.plugins import load_backend
+
+        return serve_forks(arguments.fork_server, lambda: load_backend(arguments.backend).preload(), main)
     if arguments.fd is None or arguments.watch_fd is None:
         parser.error("--fd and --watch-fd are needed; start an engine with drivetrain.create_engine instead")
     from drivetrain.host.server import serve

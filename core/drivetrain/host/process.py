@@ -28,6 +28,8 @@ import psutil
 
 from drivetrain.config import Timeouts
 from drivetrain.errors import WireError
+from drivetrain.host import fork_server
+from drivetrain.host.fork_server import ForkedHost
 from drivetrain.host.interpreter import cannot_run, command
 from drivetrain.host.reap import MARK, SCRATCH, ending, kill_family
 from drivetrain.host.wire import Fatal, FrameReader, from_watch, read
@@ -73,17 +75,10 @@ class HostProcess:
         period = min(1.0, timeouts.heartbeat / 4)
         # Engines leave temporary files behind when they are killed.
         self._scratch = tempfile.mkdtemp(prefix="drivetrain-host-")
-        arguments = ["--fd", str(theirs.fileno()), "--watch-fd", str(watch_theirs.fileno()), "--period", str(period)]
+        arguments = ["--fd", "{0}", "--watch-fd", "{1}", "--period", str(period)]
         try:
-            self._process = subprocess.Popen(
-                command(python, *arguments),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                bufsize=0,
-                env=_environment(self._mark, self._scratch),
-                pass_fds=(theirs.fileno(), watch_theirs.fileno()),
-                start_new_session=True,
+            self._process = _start(
+                python, arguments, _environment(self._mark, self._scratch), [theirs.fileno(), watch_theirs.fileno()]
             )
         except OSError as error:
             self.socket.close()
@@ -216,6 +211,24 @@ class HostProcess:
             if not data:
                 return False
         return True
+
+
+def _start(
+    python: str | None, arguments: list[str], environment: dict[str, str], fds: list[int]
+) -> subprocess.Popen[bytes] | ForkedHost:
+    server = fork_server.running(python)
+    if server is not None:
+        return server.start(arguments, environment, fds)
+    return subprocess.Popen(
+        command(python, *(argument.format(*fds) for argument in arguments)),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        bufsize=0,
+        env=environment,
+        pass_fds=fds,
+        start_new_session=True,
+    )
 
 
 def _environment(mark: str, scratch: str) -> dict[str, str]:
