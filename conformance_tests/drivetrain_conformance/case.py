@@ -21,7 +21,8 @@ class Hardware(Enum):
 
     ANY = "any"
     GPU = "gpu"
-    TWO_GPUS = "two_gpus"
+    TWO_RANKS = "two_ranks"
+    """Two GPUs, or none: then the ranks of an engine share the CPU."""
 
 
 class ModelKind(Enum):

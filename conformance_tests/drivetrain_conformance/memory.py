@@ -28,6 +28,13 @@ def held_by_device() -> list[int]:
     return held
 
 
+def held_by_ranks(engine: InferenceEngine) -> dict[int, int]:
+    """Memory that is held now wherever a rank of an engine may be: on each GPU, or in each of its processes."""
+    if engine.model_info.device.startswith("cuda"):
+        return dict(enumerate(held_by_device()))
+    return {process.pid: _resident_bytes(process) for process in processes_of(engine)}
+
+
 def parameter_bytes(engine: InferenceEngine) -> int:
     """Size of the model's parameters."""
     import torch

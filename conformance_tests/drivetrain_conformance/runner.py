@@ -217,7 +217,8 @@ def _kill(pid: int) -> None:
 
 
 def _has(hardware: Hardware) -> bool:
-    return gpu_count() >= {Hardware.ANY: 0, Hardware.GPU: 1, Hardware.TWO_GPUS: 2}[hardware]
+    gpus = gpu_count()
+    return {Hardware.ANY: True, Hardware.GPU: gpus >= 1, Hardware.TWO_RANKS: gpus != 1}[hardware]
 
 
 def gpu_count() -> int:

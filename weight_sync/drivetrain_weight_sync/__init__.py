@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from drivetrain_weight_sync.digest import digest, digests
-from drivetrain_weight_sync.inspect import read_weight, validate_weights
+from drivetrain_weight_sync.inspect import merged, read_weight, require_tensor, tensor_data, validate_weights
 from drivetrain_weight_sync.plan import check_plan, make_plan
 from drivetrain_weight_sync.receiver import Phase, Receiver
 from drivetrain_weight_sync.recorded import RecordedTarget
@@ -27,6 +27,9 @@ __all__ = [
     "digest",
     "digests",
     "make_plan",
+    "merged",
     "read_weight",
+    "require_tensor",
+    "tensor_data",
     "validate_weights",
 ]

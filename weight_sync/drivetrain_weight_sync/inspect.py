@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import torch
 
 from drivetrain.errors import InvalidRequest
@@ -17,14 +20,23 @@ def read_weight(target: WeightTarget, name: str) -> TensorData:
     Raises:
         InvalidRequest: the model has none of that name.
     """
+    require_tensor(target, name)
+    return tensor_data(name, target.read(name))
+
+
+def require_tensor(target: WeightTarget, name: str) -> None:
+    """Raise :class:`InvalidRequest` if the model has no tensor of that checkpoint name or alias."""
     manifest = target.manifest()
-    own = manifest.aliases.get(name, name)
-    if own not in {spec.name for spec in manifest.tensors}:
+    if manifest.aliases.get(name, name) not in {spec.name for spec in manifest.tensors}:
         raise InvalidRequest(
             f"the model has no tensor {name!r}; 'engine.weight_manifest()' lists the names", field="name"
         )
+
+
+def tensor_data(name: str, tensor: torch.Tensor) -> TensorData:
+    """A tensor as it leaves the engine, under ``name``."""
     # A copy: numpy() pins the storage that it looks at, which could then never give its memory back.
-    tensor = target.read(own).detach().to("cpu", copy=True).contiguous()
+    tensor = tensor.detach().to("cpu", copy=True).contiguous()
     return TensorData(spec_of(name, tensor), tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
@@ -47,4 +59,19 @@ def validate_weights(target: WeightTarget) -> WeightReport:
     )
 
 
-__all__ = ["read_weight", "validate_weights"]
+def merged(reports: Sequence[WeightReport]) -> WeightReport:
+    """What the ranks of one engine found in their parts of the same tensors."""
+    first = reports[0]
+    return WeightReport(
+        checked=first.checked,
+        nan=_any_of([report.nan for report in reports]),
+        infinite=_any_of([report.infinite for report in reports]),
+        all_zero=tuple(name for name in first.all_zero if all(name in report.all_zero for report in reports)),
+    )
+
+
+def _any_of(names: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(itertools.chain.from_iterable(names)))
+
+
+__all__ = ["merged", "read_weight", "require_tensor", "tensor_data", "validate_weights"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Final
 
@@ -73,6 +73,8 @@ class Receiver:
         self._plan = WeightPlan(())
         self._digests: Mapping[str, int] = {}
         self._loaded: set[int] = set()
+        self._split: dict[str, tuple[int, int]] = {}
+        """Of each tensor of which this worker holds a part: digests of the whole that came, and of the part."""
 
     @property
     def phase(self) -> Phase:
@@ -143,7 +145,7 @@ class Receiver:
                 f"the {kind} source cannot be read: {type(error).__name__}: {error}; nothing was changed"
             ) from error
         self._request, self._reader = request, reader
-        self._plan, self._digests, self._loaded = opened.plan, opened.digests, set()
+        self._plan, self._digests, self._loaded, self._split = opened.plan, opened.digests, set(), {}
         self._phase = Phase.PREPARED
         return WeightReply(buckets=len(self._plan.buckets))
 
@@ -170,9 +172,18 @@ class Receiver:
             raise WeightTransferFailed(
                 f"bucket {index} is not in the plan, which has {len(self._plan.buckets)}, numbered from 0"
             )
-        self._target.load(self._reader.tensors(index))
+        self._target.load(self._noted(self._reader.tensors(index)))
         self._loaded.add(index)
         return sum(placed.nbytes for placed in self._plan.buckets[index].tensors)
+
+    def _noted(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Pass tensors on, with a look at those of which this worker takes a part."""
+        for name, tensor in tensors:
+            part = self._target.part_of(name, tensor)
+            if part is not None:
+                found = digests({"whole": tensor, "part": part})
+                self._split[name] = found["whole"], found["part"]
+            yield name, tensor
 
     def _verify(self) -> None:
         absent = [index for index in range(len(self._plan.buckets)) if index not in self._loaded]
@@ -183,13 +194,20 @@ class Receiver:
         self._target.finish()
         held: dict[str, torch.Tensor] = {spec.name: self._target.read(spec.name) for spec in self._plan.tensors}
         found = digests(held)
-        differ = [name for name, value in found.items() if value != self._digests[name]]
+        differ = [name for name, value in found.items() if not self._is_as_sent(name, value)]
         if differ:
             raise WeightVerifyFailed(
                 f"{len(differ)} of {len(found)} tensors in the engine are not what was sent: {listed(differ)}. They "
                 "changed on the way, or the source was written to during the push; push all weights again",
                 tensors=differ,
             )
+
+    def _is_as_sent(self, name: str, held: int) -> bool:
+        if name not in self._split:
+            return held == self._digests[name]
+        # A part has no digest of the sender's: the whole that came has, and the part was cut from it.
+        came, part = self._split[name]
+        return came == self._digests[name] and held == part
 
     def _check_version(self, version: str) -> None:
         assert self._request is not None
@@ -208,7 +226,7 @@ class Receiver:
         if self._reader is not None:
             self._reader.release()
         self._request, self._reader = None, None
-        self._plan, self._digests, self._loaded = WeightPlan(()), {}, set()
+        self._plan, self._digests, self._loaded, self._split = WeightPlan(()), {}, set(), {}
         self._phase = Phase.IDLE
 
 

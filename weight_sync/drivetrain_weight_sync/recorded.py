@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.errors import EngineStateError, WeightSyncError, WeightTransferFailed
 from drivetrain.weights import TensorSpec, WeightManifest
-from drivetrain_weight_sync.dtypes import dtype_name
+from drivetrain_weight_sync.dtypes import dtype_name, dtype_of
 from drivetrain_weight_sync.names import listed
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
@@ -37,6 +37,16 @@ class Copy:
     def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The part of a contiguous tensor of the checkpoint's shape."""
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Part of a checkpoint tensor, as ``torch.as_strided`` names it, with its values in CPU memory."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    values: torch.Tensor
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -99,9 +109,13 @@ class RecordedTarget:
         load_weights: The loader of the engine's model.
         checkpoint: Names, shapes and aliases of the checkpoint's tensors, as a trainer has them. Dtypes are the
             engine's own, whatever is said here.
+        split: Whether other ranks take the parts of tensors that this one's loader leaves out.
+
+    Raises:
+        WeightSyncError: the loader transforms weights, or takes parts of some and ``split`` is false.
     """
 
-    def __init__(self, load_weights: LoadWeights, checkpoint: WeightManifest) -> None:
+    def __init__(self, load_weights: LoadWeights, checkpoint: WeightManifest, *, split: bool = False) -> None:
         self._copies = record(load_weights, checkpoint.tensors)
         tensors = [
             replace(spec, dtype=dtype_name(self._copies[spec.name][0].destination.dtype))
@@ -111,18 +125,19 @@ class RecordedTarget:
         self._specs = {spec.name: spec for spec in tensors}
         aliases = {name: main for name, main in checkpoint.aliases.items() if main in self._specs}
         self._manifest = WeightManifest(tuple(tensors), aliases)
-        partial = [name for name, copies in self._copies.items() if not self._is_whole(name, copies)]
-        if partial:
+        self._split = {name for name in self._specs if not self._is_whole(name)}
+        if self._split and not split:
             raise WeightSyncError(
-                f"the engine's loader takes only parts of {listed(partial)}; weights that are split over several "
-                "ranks cannot be synchronised yet"
+                f"the engine's loader takes only parts of {listed(sorted(self._split))}, and there is no other rank"
             )
 
-    def _is_whole(self, name: str, copies: list[Copy]) -> bool:
-        # Several copies of the same part, as of tied tensors, count once.
-        parts = {(copy.size, copy.stride, copy.offset) for copy in copies}
-        covered = sum(torch.Size(size).numel() for size, _, _ in parts)
+    def _is_whole(self, name: str) -> bool:
+        covered = sum(torch.Size(copy.size).numel() for copy in self._parts(name))
         return covered >= torch.Size(self._specs[name].shape).numel()
+
+    def _parts(self, name: str) -> list[Copy]:
+        """The copies of a tensor, each part once: those of tied tensors repeat them."""
+        return list({(copy.size, copy.stride, copy.offset): copy for copy in self._copies[name]}.values())
 
     @property
     def storages(self) -> list[torch.UntypedStorage]:
@@ -154,7 +169,7 @@ class RecordedTarget:
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Make the recorded copies of these tensors."""
         for name, tensor in tensors:
-            own = self._manifest.aliases.get(name, name)
+            own = self._own(name)
             if own not in self._copies:
                 raise WeightTransferFailed(f"the model has no tensor {name!r}; names are those of weight_manifest()")
             whole = tensor.contiguous()
@@ -172,8 +187,13 @@ class RecordedTarget:
 
     @torch.no_grad()
     def read(self, name: str) -> torch.Tensor:
-        """Return what the engine holds of a checkpoint tensor: a view where it lies in one piece, else a copy."""
-        own = self._manifest.aliases.get(name, name)
+        """Return what the engine holds of a checkpoint tensor: a view where it lies in one piece, else a copy.
+
+        Of a tensor that is split over ranks, the parts that this one holds, one after another, in one dimension.
+        """
+        own = self._own(name)
+        if own in self._split:
+            return torch.cat([copy.destination.flatten() for copy in self._parts(own)])
         spec, copies = self._specs[own], self._copies[own]
         first = copies[0].destination
         if first.shape == torch.Size(spec.shape) and copies[0].offset == 0 and first.is_contiguous():
@@ -182,3 +202,30 @@ class RecordedTarget:
         for copy in copies:
             copy.part_of(whole).copy_(copy.destination)
         return whole
+
+    def part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return what this rank takes of a tensor, as :meth:`read` gives it; None if it takes all."""
+        own = self._own(name)
+        if own not in self._split:
+            return None
+        whole = tensor.contiguous()
+        return torch.cat([copy.part_of(whole).flatten() for copy in self._parts(own)])
+
+    @torch.no_grad()
+    def pieces(self, name: str) -> list[Piece]:
+        """Return what this rank holds of a checkpoint tensor, and where it lies in the whole."""
+        return [
+            Piece(copy.size, copy.stride, copy.offset, copy.destination.to("cpu", copy=True))
+            for copy in self._parts(self._own(name))
+        ]
+
+    def assembled(self, name: str, pieces: Iterable[Piece]) -> torch.Tensor:
+        """Return a whole checkpoint tensor, in CPU memory, made of the pieces of all ranks."""
+        spec = self._specs[self._own(name)]
+        whole = torch.empty(spec.shape, dtype=dtype_of(spec))
+        for piece in pieces:
+            whole.as_strided(piece.size, piece.stride, piece.offset).copy_(piece.values)
+        return whole
+
+    def _own(self, name: str) -> str:
+        return self._manifest.aliases.get(name, name)

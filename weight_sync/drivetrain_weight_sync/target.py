@@ -43,7 +43,11 @@ class WeightTarget(Protocol):
         ...
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the tensor that the engine computes with (a view, where there is one)."""
+        """Return the tensor that the engine computes with (a view, where there is one); of a split one, the part."""
+        ...
+
+    def part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return what this worker takes of a checkpoint tensor, as :meth:`read` gives it; None if it takes all."""
         ...
 
 
@@ -95,6 +99,10 @@ class ModuleTarget:
     def read(self, name: str) -> torch.Tensor:
         """Return the parameter or buffer itself."""
         return self.destination(name).detach()
+
+    def part_of(self, name: str, tensor: torch.Tensor) -> None:
+        """A module takes all of every tensor."""
+        return None
 
     def destination(self, name: str) -> torch.Tensor:
         """Return the parameter or buffer of that name or alias.

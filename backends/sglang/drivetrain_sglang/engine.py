@@ -125,6 +125,8 @@ class SGLangBackend(Backend):
         """Of the model's tensors, by checkpoint name."""
         self._expert_shape = (0, 0)
         """MoE layers, and experts of one token in each."""
+        self._groups: set[str] = set()
+        """In which a trainer broadcasts."""
         self._profile: tuple[Path, set[Path]] = (Path(), set())
 
     @classmethod
@@ -137,6 +139,8 @@ class SGLangBackend(Backend):
             claimed -= {Capability.VERSION_SPANS, Capability.WEIGHT_UPDATE_IN_FLIGHT}
         if config.enable_lora:
             claimed.add(Capability.LORA)
+        if device_of(config) == "cpu":
+            claimed.add(Capability.TENSOR_PARALLEL)
         if config.engine_kwargs.get("enable_return_hidden_states"):
             claimed.add(Capability.HIDDEN_STATES)
         if device_of(config) != "cpu":
@@ -340,11 +344,17 @@ class SGLangBackend(Backend):
                 "backend='nccl': groups of NCCL with SGLang's scheduler are not supported yet; use 'gloo'",
                 capability=Capability.WEIGHTS_BROADCAST.value,
             )
+        if spec.group_name in self._groups:
+            raise InvalidRequest(
+                f"the engine is in a group {spec.group_name!r} already; leave it first", field="group_name"
+            )
         await self._ask_until_free(2 * spec.timeout, "init_communicator", spec)
+        self._groups.add(spec.group_name)
 
     async def destroy_communicator(self, group_name: str) -> None:
         """Leave it."""
         await self._ask("destroy_communicator", group_name)
+        self._groups.discard(group_name)
 
     async def read_weight(self, name: str) -> TensorData:
         """Copy one tensor out."""

@@ -1,20 +1,30 @@
-"""Engines that are spread over several devices: they answer as the model does, and sleep and update as a whole."""
+"""Engines that are spread over several ranks: they answer as the model does, and sleep and update as a whole."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from functools import partial
 from typing import Final
+
+import numpy as np
+import torch
 
 from drivetrain.capability import Capability
 from drivetrain.engine import InferenceEngine
+from drivetrain.errors import WeightVerifyFailed
 from drivetrain.memory import MemoryTag, PauseMode
 from drivetrain.outputs import FinishReason
 from drivetrain.sampling import SamplingParams
 from drivetrain.states import EngineState
+from drivetrain.weights import WeightUpdateRequest
 from drivetrain_conformance.answers import check_greedy
 from drivetrain_conformance.bench import Bench
 from drivetrain_conformance.case import Hardware, ModelKind, case
-from drivetrain_conformance.memory import held_by_device, parameter_bytes
+from drivetrain_conformance.memory import held_by_ranks, parameter_bytes
+from drivetrain_conformance.weight_checks import raises
+from drivetrain_conformance.weight_sources import Between, a_matrix, tensors_of
+from drivetrain_weight_sync import WeightSync
 
 TOKENS: Final = 24
 """Of each answer that is compared."""
@@ -23,25 +33,25 @@ BOUND: Final = 120.0
 BOTH: Final = [MemoryTag.WEIGHTS, MemoryTag.KV_CACHE]
 
 
-@case(Capability.TENSOR_PARALLEL, hardware=Hardware.TWO_GPUS, own_engine=True)
-async def layers_split_over_two_devices(bench: Bench) -> None:
-    """With every layer split over two devices the answers are the model's own."""
+@case(Capability.TENSOR_PARALLEL, hardware=Hardware.TWO_RANKS, own_engine=True)
+async def layers_split_over_two_ranks(bench: Bench) -> None:
+    """With every layer split over two ranks the answers are the model's own."""
     async with bench.open(tensor_parallel_size=2) as engine:
         assert engine.tp_size == 2
         await _answers_as_the_model(bench, engine)
 
 
-@case(Capability.PIPELINE_PARALLEL, hardware=Hardware.TWO_GPUS, own_engine=True)
-async def one_layer_after_another_on_two_devices(bench: Bench) -> None:
-    """With the first layers on one device and the last on another the answers are the model's own."""
+@case(Capability.PIPELINE_PARALLEL, hardware=Hardware.TWO_RANKS, own_engine=True)
+async def one_layer_after_another_on_two_ranks(bench: Bench) -> None:
+    """With the first layers on one rank and the last on another the answers are the model's own."""
     async with bench.open(pipeline_parallel_size=2) as engine:
         assert engine.pp_size == 2
         await _answers_as_the_model(bench, engine)
 
 
-@case(Capability.DATA_PARALLEL, hardware=Hardware.TWO_GPUS, own_engine=True)
+@case(Capability.DATA_PARALLEL, hardware=Hardware.TWO_RANKS, own_engine=True)
 async def two_replicas(bench: Bench) -> None:
-    """With a replica of the model on each of two devices every request is answered once, as the model does."""
+    """With a replica of the model on each of two ranks every request is answered once, as the model does."""
     async with bench.open(data_parallel_size=2) as engine:
         assert engine.dp_size == 2
         await _answers_as_the_model(bench, engine, prompts=32)
@@ -51,19 +61,19 @@ async def two_replicas(bench: Bench) -> None:
     Capability.TENSOR_PARALLEL,
     Capability.EXPERT_PARALLEL,
     model=ModelKind.MOE,
-    hardware=Hardware.TWO_GPUS,
+    hardware=Hardware.TWO_RANKS,
     own_engine=True,
 )
-async def experts_split_over_two_devices(bench: Bench) -> None:
-    """With half of a mixture's experts on each of two devices the answers are the model's own."""
+async def experts_split_over_two_ranks(bench: Bench) -> None:
+    """With half of a mixture's experts on each of two ranks the answers are the model's own."""
     async with bench.open(tensor_parallel_size=2, expert_parallel_size=2) as engine:
         assert engine.ep_size == 2
         await _answers_as_the_model(bench, engine)
 
 
-@case(Capability.TENSOR_PARALLEL, Capability.WEIGHTS_DISK, hardware=Hardware.TWO_GPUS, own_engine=True)
-async def an_update_reaches_every_device(bench: Bench) -> None:
-    """After an update an engine on two devices answers as the new weights do, and after one back as the first did."""
+@case(Capability.TENSOR_PARALLEL, Capability.WEIGHTS_DISK, hardware=Hardware.TWO_RANKS, own_engine=True)
+async def an_update_reaches_every_rank(bench: Bench) -> None:
+    """After an update an engine on two ranks answers as the new weights do, and after one back as the first did."""
     async with bench.open(tensor_parallel_size=2) as engine:
         await _answers_as_the_model(bench, engine)
         for folder, version in ((bench.other_weights(), "others"), (bench.model, "back")):
@@ -75,22 +85,87 @@ async def an_update_reaches_every_device(bench: Bench) -> None:
 
 @case(
     Capability.TENSOR_PARALLEL,
+    Capability.WEIGHTS_DISK,
+    model=ModelKind.MOE,
+    hardware=Hardware.TWO_RANKS,
+    own_engine=True,
+)
+async def an_update_of_a_mixture_reaches_every_rank(bench: Bench) -> None:
+    """A mixture of experts, each of which is split over two ranks, answers as the weights do that it was given last."""
+    async with bench.open(tensor_parallel_size=2) as engine:
+        await _answers_as_the_model(bench, engine)
+        other = bench.other_weights()
+        await engine.load_weights_from_disk(str(other), "others")
+        for completion in await bench.greedy(bench.prompts(4, engine=engine), TOKENS, engine):
+            check_greedy(bench, completion, engine, other)
+
+
+@case(
+    Capability.TENSOR_PARALLEL,
+    Capability.WEIGHTS_SHARED_MEMORY,
+    Capability.WEIGHTS_BROADCAST,
+    Capability.READ_WEIGHTS,
+    hardware=Hardware.TWO_RANKS,
+    own_engine=True,
+)
+async def a_push_reaches_every_rank(bench: Bench) -> None:
+    """What is pushed to two ranks is put together again as it was, and what arrives otherwise than sent is found."""
+    other = bench.other_weights()
+    tensors, first = tensors_of(other), tensors_of(bench.model)
+    async with bench.open(tensor_parallel_size=2) as engine:
+        between = Between(engine)
+        for strategy in ("shared_memory", "broadcast"):
+            async with WeightSync.connect(tensors, engine, strategy) as sync:
+                await sync.push(version=strategy)
+            await _holds(engine, tensors)
+            for completion in await bench.greedy(bench.prompts(4, engine=engine), TOKENS, engine):
+                check_greedy(bench, completion, engine, other)
+            async with WeightSync.connect(first, between, strategy) as back:
+                name = a_matrix(await engine.weight_manifest())
+                between.change = partial(_with_another_digest, name=name)
+                with raises(WeightVerifyFailed, "a tensor that is not what was sent") as failure:
+                    await back.push(version="bad")
+                assert failure.error.tensors == (name,)
+                _check_state(engine, EngineState.DIRTY)
+                between.change = lambda request: request
+                await back.push(version="back")
+            await _holds(engine, first)
+        assert (await engine.validate_weights()).ok
+
+
+def _with_another_digest(request: WeightUpdateRequest, name: str) -> WeightUpdateRequest:
+    digests = dict(request.digests or {})
+    return request.model_copy(update={"digests": {**digests, name: digests[name] ^ 1}})
+
+
+async def _holds(engine: InferenceEngine, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise unless every tensor of the engine, read from all its ranks, is that of the trainer."""
+    manifest = await engine.weight_manifest()
+    for spec in manifest.tensors:
+        read = np.frombuffer((await engine.get_weights_by_name(spec.name)).data, np.uint8)
+        sent = tensors[spec.name].contiguous().flatten().view(torch.uint8).numpy()
+        assert np.array_equal(read, sent), f"{spec.name} is not what was pushed"
+
+
+@case(
+    Capability.TENSOR_PARALLEL,
     Capability.SLEEP_WEIGHTS,
     Capability.SLEEP_KV_CACHE,
     Capability.WEIGHTS_DISK,
     model=ModelKind.LARGE,
-    hardware=Hardware.TWO_GPUS,
+    hardware=Hardware.TWO_RANKS,
     own_engine=True,
 )
-async def every_device_gives_its_memory_back(bench: Bench) -> None:
-    """Sleep gives memory back on each of two devices; woken step by step and updated the engine answers as before."""
+async def every_rank_gives_its_memory_back(bench: Bench) -> None:
+    """Sleep gives memory back on each of two ranks; woken step by step and updated the engine answers as before."""
     async with bench.open(tensor_parallel_size=2) as engine:
         share = parameter_bytes(engine) / 2
         for turn in range(3):
-            awake = held_by_device()
+            awake = held_by_ranks(engine)
             await engine.sleep(BOTH)
-            given_back = [before - now for before, now in zip(awake, held_by_device(), strict=True)][:2]
-            assert min(given_back) >= share / 2, f"the devices gave {given_back} bytes back"
+            asleep = held_by_ranks(engine)
+            given_back = sorted(awake[place] - asleep[place] for place in awake)[-2:]
+            assert min(given_back) >= share / 2, f"the ranks gave {given_back} bytes back"
             await engine.wake_up([MemoryTag.WEIGHTS])
             _check_state(engine, EngineState.ASLEEP)
             await engine.load_weights_from_disk(str(bench.model), f"turn-{turn}")
@@ -100,7 +175,7 @@ async def every_device_gives_its_memory_back(bench: Bench) -> None:
                 check_greedy(bench, completion, engine, bench.model)
 
 
-@case(Capability.DATA_PARALLEL, Capability.PAUSE_WAIT, hardware=Hardware.TWO_GPUS, own_engine=True)
+@case(Capability.DATA_PARALLEL, Capability.PAUSE_WAIT, hardware=Hardware.TWO_RANKS, own_engine=True)
 async def a_pause_holds_every_replica(bench: Bench) -> None:
     """A pause of two replicas waits for the requests of both; what arrives meanwhile is neither lost nor served."""
     async with bench.open(data_parallel_size=2) as engine:
@@ -122,9 +197,9 @@ async def a_pause_holds_every_replica(bench: Bench) -> None:
             check_greedy(bench, completion, engine, bench.model)
 
 
-@case(Capability.TENSOR_PARALLEL, Capability.ABORT, hardware=Hardware.TWO_GPUS, own_engine=True)
-async def an_abort_ends_a_request_on_every_device(bench: Bench) -> None:
-    """Aborting what runs on two devices returns it, and the devices agree on what goes on: the answers stay right."""
+@case(Capability.TENSOR_PARALLEL, Capability.ABORT, hardware=Hardware.TWO_RANKS, own_engine=True)
+async def an_abort_ends_a_request_on_every_rank(bench: Bench) -> None:
+    """Aborting what runs on two ranks returns it, and the ranks agree on what goes on: the answers stay right."""
     async with bench.open(tensor_parallel_size=2) as engine:
         await engine.abort("an id that no request has")
         params = SamplingParams(max_new_tokens=800, temperature=0, ignore_eos=engine.supports(Capability.IGNORE_EOS))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from typing import Any
 
 
@@ -21,6 +22,7 @@ def mend() -> None:
     if torch.cuda.is_available():
         return
     _fork_schedulers()
+    torch.compiler.set_stance("force_eager")  # for a model that is split: twenty seconds of compiling
     from sglang.srt.lora import layers
     from sglang.srt.lora.backend import torch_backend
 
@@ -37,8 +39,13 @@ def _fork_schedulers() -> None:
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork, HookType.AFTER)
 
 
-def _fork(*_: object) -> None:
+def _fork(_: object, arguments: Any) -> None:
     multiprocessing.set_start_method("fork", force=True)
+    # SGLang has a rank for each NUMA node, unless it is told which cores each takes.
+    ranks = arguments.tp_size * arguments.pp_size * arguments.dp_size
+    cores = sorted(os.sched_getaffinity(0))
+    if ranks > 1:
+        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(str(cores[i % len(cores)]) for i in range(ranks)))
 
 
 class _WithoutPins:

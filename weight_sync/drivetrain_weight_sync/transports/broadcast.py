@@ -214,6 +214,8 @@ class Groups:
     def join_behind(self, spec: CommunicatorSpec, rank: int, device: torch.device) -> None:
         """Form a group without waiting, for a worker that must go on: call it again until it no longer raises.
 
+        Other ranks may still raise then: it can be called again until all of them are through.
+
         Raises:
             EngineBusy: it is still forming.
             InvalidRequest, DeadlineExceeded, WeightSyncError: it does not form.
@@ -234,8 +236,8 @@ class Groups:
         thread, errors = forming
         if thread.is_alive():
             raise EngineBusy(f"the group {spec.group_name!r} is still forming")
-        del self._forming[spec.group_name]
         if errors:
+            del self._forming[spec.group_name]
             raise errors[0]
 
     def leave(self, name: str) -> None:
@@ -245,6 +247,7 @@ class Groups:
             InvalidRequest: this worker is in none of that name.
         """
         self.get(name).leave()
+        self._forming.pop(name, None)
         with self._lock:
             self._groups.pop(name, None)
 

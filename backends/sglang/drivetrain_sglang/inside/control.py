@@ -20,7 +20,7 @@ from drivetrain.host.failures import exception, failure
 from drivetrain.host.methods import METHODS
 from drivetrain.host.wire import Failure
 from drivetrain_sglang.inside.model import checkpoint_of
-from drivetrain_sglang.inside.worker import Worker
+from drivetrain_sglang.inside.worker import FailedElsewhere, Worker
 
 CALL: Final = "drivetrain"
 """Name of the RPC."""
@@ -78,6 +78,8 @@ def _serve(worker: Worker, question: str) -> str:
             argument.codec.decode(data) for argument, data in zip(method.arguments, asked.arguments, strict=True)
         ]
         answer = Answer(method.result.encode(getattr(worker, asked.method)(*arguments)))
+    except FailedElsewhere:
+        pass  # the other rank's failure is what all answer
     except Exception as error:
         answer = Answer(_NOTHING, failure(0, error))
     return base64.b64encode(msgspec.msgpack.encode(_of_all_ranks(worker, answer))).decode()

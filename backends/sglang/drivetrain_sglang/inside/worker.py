@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import ctypes
 import inspect
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -27,10 +28,17 @@ from drivetrain.weights import (
 )
 from drivetrain_sglang.inside.memory import HostMemory
 from drivetrain_sglang.inside.model import checkpoint_of, eos_token_ids
-from drivetrain_weight_sync import Receiver, RecordedTarget, read_weight, validate_weights
+from drivetrain_weight_sync import Receiver, RecordedTarget, merged, require_tensor, tensor_data, validate_weights
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+
+
+_T = TypeVar("_T")
+
+
+class FailedElsewhere(Exception):
+    """Another rank could not do its part of what all do together; it says why."""
 
 
 class Worker:
@@ -58,7 +66,8 @@ class Worker:
 
     @cached_property
     def _target(self) -> RecordedTarget:
-        return RecordedTarget(self._model.load_weights, checkpoint_of(self._scheduler.model_config))  # type: ignore[arg-type]
+        checkpoint = checkpoint_of(self._scheduler.model_config)
+        return RecordedTarget(self._model.load_weights, checkpoint, split=self.group is not None)  # type: ignore[arg-type]
 
     @cached_property
     def _receiver(self) -> Receiver:
@@ -82,15 +91,21 @@ class Worker:
         scheduler = self._scheduler
         running = {req.rid for req in self._in_batch() if not req.finished()}
         waiting = [req for req in scheduler.waiting_queue if not req.finished()]
-        cache = scheduler.token_to_kv_pool_allocator.get_kvcache()
-        weights = {
-            tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in self._model.parameters()
-        }
+        of_ranks = self._of_ranks(self._occupied)
         return EngineStats(
             running=len(running),
             waiting=len(waiting) + len(scheduler.grammar_manager.grammar_queue),
-            kv_cache_bytes=0 if MemoryTag.KV_CACHE in self._asleep else sum(_nbytes(t) for t in kv_tensors(cache)),
-            weight_bytes=0 if MemoryTag.WEIGHTS in self._asleep else sum(weights.values()),
+            kv_cache_bytes=sum(cache for cache, _ in of_ranks),
+            weight_bytes=sum(weights for _, weights in of_ranks),
+        )
+
+    def _occupied(self) -> tuple[int, int]:
+        """Bytes of this rank's cache and of its weights."""
+        cache = self._scheduler.token_to_kv_pool_allocator.get_kvcache()
+        weights = {tensor.untyped_storage()._cdata: _nbytes(tensor) for tensor in self._model.parameters()}
+        return (
+            0 if MemoryTag.KV_CACHE in self._asleep else sum(map(_nbytes, kv_tensors(cache))),
+            0 if MemoryTag.WEIGHTS in self._asleep else sum(weights.values()),
         )
 
     def _in_batch(self) -> set[Req]:
@@ -266,12 +281,39 @@ class Worker:
     def read_weight(self, name: str) -> TensorData:
         """Copy one tensor out."""
         self._require_weights()
-        return read_weight(self._target, name)
+        target = self._target
+        require_tensor(target, name)
+        if self.group is None:
+            return tensor_data(name, target.read(name))
+        pieces = itertools.chain.from_iterable(self._of_ranks(lambda: target.pieces(name)))
+        return tensor_data(name, target.assembled(name, pieces))
 
     def validate_weights(self) -> WeightReport:
         """Look at every tensor where it lies."""
         self._require_weights()
-        return validate_weights(self._target)
+        return merged(self._of_ranks(lambda: validate_weights(self._target)))
+
+    def _of_ranks(self, look: Callable[[], _T]) -> list[_T]:
+        """What each rank sees, on every rank. All come here together, or none does.
+
+        Raises:
+            FailedElsewhere: another rank's ``look`` raised; what this rank's raises goes on.
+        """
+        if self.group is None:
+            return [look()]
+        error: Exception | None = None
+        own: _T | None = None
+        try:
+            own = look()
+        except Exception as raised:
+            error = raised
+        gathered: list[Any] = [None] * torch.distributed.get_world_size(self.group)
+        torch.distributed.all_gather_object(gathered, (error is None, own), group=self.group)
+        if error is not None:
+            raise error
+        if not all(fine for fine, _ in gathered):
+            raise FailedElsewhere
+        return [seen for _, seen in gathered]
 
 
 def kv_tensors(cache: Any) -> list[torch.Tensor]:
