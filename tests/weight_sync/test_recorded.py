@@ -7,9 +7,21 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from drivetrain.errors import EngineStateError, WeightSyncError, WeightTransferFailed
-from drivetrain.weights import TensorSpec, WeightManifest
+from drivetrain.errors import EngineStateError, WeightSyncError, WeightTransferFailed, WeightVerifyFailed
+from drivetrain.weights import (
+    BeginUpdate,
+    LoadBuckets,
+    PrepareUpdate,
+    TensorSpec,
+    VerifyUpdate,
+    WeightManifest,
+    WeightUpdateRequest,
+)
+from drivetrain_weight_sync import Receiver, make_plan
 from drivetrain_weight_sync.recorded import RecordedTarget
+from drivetrain_weight_sync.source import Source
+from drivetrain_weight_sync.staging import stage
+from drivetrain_weight_sync.transports.in_process import InProcessSender
 
 SHAPES = {"q": (4, 3), "k": (2, 3), "up": (6, 3), "embed": (5, 3), "skipped": (2,)}
 
@@ -108,3 +120,61 @@ def test_a_loader_that_takes_a_part_is_refused() -> None:
 
     with pytest.raises(WeightSyncError, match="parts"):
         RecordedTarget(shard, WeightManifest((TensorSpec("embed", "float32", (5, 3)),)))
+
+
+class Rank:
+    """One of two ranks: it takes half of the rows of q and of the columns of up, and all of k."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.qk = torch.zeros(4, 3)
+        self.up = torch.zeros(3, 4)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "q":
+                self.qk[:2].copy_(tensor.narrow(0, 2 * self.rank, 2))
+            elif name == "k":
+                self.qk[2:].copy_(tensor)
+            elif name == "up":
+                self.up.copy_(tensor.narrow(1, 4 * self.rank, 4))
+
+
+SPLIT = WeightManifest(tuple(TensorSpec(n, "float32", s) for n, s in {"q": (4, 3), "k": (2, 3), "up": (3, 8)}.items()))
+
+
+def test_ranks_take_their_parts_and_give_them_back() -> None:
+    targets = [RecordedTarget(Rank(rank).load_weights, SPLIT, split=True) for rank in range(2)]
+    weights = {spec.name: torch.randn(spec.shape) for spec in SPLIT.tensors}
+    for target in targets:
+        target.load(weights.items())
+        assert target.part_of("k", weights["k"]) is None
+        assert torch.equal(target.read("k"), weights["k"])
+        for name in ("q", "up"):
+            part = target.part_of(name, weights[name])
+            assert part is not None
+            assert part.numel() == weights[name].numel() / 2
+            assert torch.equal(target.read(name), part)
+    for name, tensor in weights.items():
+        assert torch.equal(targets[0].assembled(name, [p for target in targets for p in target.pieces(name)]), tensor)
+
+
+@pytest.mark.parametrize("spoiled", ["on the way", "in the engine"])
+@pytest.mark.parametrize("name", ["q", "k", "up"])
+def test_a_part_that_is_not_what_was_sent_is_found(name: str, spoiled: str) -> None:
+    weights = {spec.name: torch.randn(spec.shape) for spec in SPLIT.tensors}
+    rank = Rank(1)
+    receiver = Receiver(RecordedTarget(rank.load_weights, SPLIT, split=True))
+    plan, sender = make_plan(SPLIT.tensors), InProcessSender()
+    staged = stage(Source(weights), sender, SPLIT, plan, cast=False)
+    request = WeightUpdateRequest(version="v1", source=sender.source(), plan=plan, digests=staged.digests)
+    receiver.handle(PrepareUpdate(request))
+    receiver.handle(BeginUpdate())
+    if spoiled == "on the way":
+        weights[name].flatten()[0] += 1  # rank 1 takes this number of k alone
+    receiver.handle(LoadBuckets((0,)))
+    if spoiled == "in the engine":
+        {"q": rank.qk[0], "k": rank.qk[2], "up": rank.up[0]}[name][0] += 1
+    with pytest.raises(WeightVerifyFailed, match=name) as failure:
+        receiver.handle(VerifyUpdate())
+    assert failure.value.tensors == (name,)
