@@ -133,6 +133,28 @@ def test_a_release_without_labels_labels_the_whole() -> None:
     assert collected.result("v3").weight_versions == [VersionSpan("v3", 0, 2)]
 
 
+@pytest.mark.parametrize(
+    ("replaced", "spans"),
+    [
+        ([("a", 1)], [VersionSpan("a", 0, 1), VersionSpan("c", 1, 3)]),
+        ([("a", 0)], [VersionSpan("c", 0, 3)]),
+        ([("a", 3)], [VersionSpan("a", 0, 3)]),
+        ([("a", math.inf)], [VersionSpan("a", 0, 3)]),
+        ([("a", 1), ("b", 2)], [VersionSpan("a", 0, 1), VersionSpan("b", 1, 2), VersionSpan("c", 2, 3)]),
+        ([("a", 1), ("b", 1)], [VersionSpan("a", 0, 1), VersionSpan("c", 1, 3)]),
+        ([("a", 1), ("c", 2)], [VersionSpan("a", 0, 1), VersionSpan("c", 1, 3)]),
+    ],
+)
+def test_a_release_without_labels_is_told_when_weights_were_replaced(
+    replaced: list[tuple[str, float]], spans: list[VersionSpan]
+) -> None:
+    collected = translate.Collected(request())
+    for version, tokens in replaced:
+        collected.replaced(version, tokens)
+    collected.add({"output_ids": [4, 5, 6], "meta_info": {"finish_reason": {"type": "length"}}})
+    assert collected.result("c").weight_versions == spans
+
+
 def test_an_abort_before_any_token_is_empty() -> None:
     collected = translate.Collected(request(SamplingParams(logprobs=0)))
     collected.add({"meta_info": {"finish_reason": {"type": "abort", "message": "x"}}})

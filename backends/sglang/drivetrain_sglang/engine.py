@@ -11,7 +11,7 @@ import os
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar, Final, cast
@@ -119,6 +119,8 @@ class SGLangBackend(Backend):
         self._numbers = itertools.count()
         self._prefix = uuid.uuid4().hex[:12]
         self._rids: dict[str, str] = {}
+        self._collected: dict[str, Collected] = {}
+        """Of each request in flight, by SGLang's id."""
         self._version = config.weight_version
         self._cache_epoch = 0
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -239,25 +241,28 @@ class SGLangBackend(Backend):
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Generate one sample."""
         collected = Collected(request, self._expert_shape)
-        async for output in self._outputs(request, stream=False):
+        async for output in self._outputs(request, collected, stream=False):
             collected.add(output)
         return collected.result(self._version)
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         """Generate one sample, a delta a step."""
         collected = Collected(request, self._expert_shape)
-        async for output in self._outputs(request, stream=True):
+        async for output in self._outputs(request, collected, stream=True):
             ids, logprobs, top = collected.add(output)
             ended = output["meta_info"].get("finish_reason") is not None
             if ids or ended:
                 yield TokenDelta(ids, logprobs, top, collected.result(self._version) if ended else None)
 
-    async def _outputs(self, request: GenerateRequest, *, stream: bool) -> AsyncGenerator[Mapping[str, Any], None]:
+    async def _outputs(
+        self, request: GenerateRequest, collected: Collected, *, stream: bool
+    ) -> AsyncGenerator[Mapping[str, Any], None]:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         # SGLang aborts whatever begins like the id that it is given: none of these is the beginning of another.
         rid = f"{self._prefix}-{next(self._numbers)}."
         self._rids[request.request_id] = rid
+        self._collected[rid] = collected
         wanted = GenerateReqInput(**request_fields(request, rid, f"drivetrain-{self._cache_epoch}", stream=stream))
         try:
             async with aclosing(self._manager.generate_request(wanted)) as outputs:
@@ -271,6 +276,7 @@ class SGLangBackend(Backend):
             raise as_engine_error(error) from error
         finally:
             self._rids.pop(request.request_id, None)
+            self._collected.pop(rid, None)
 
     async def abort(self, request_ids: list[str]) -> None:
         """End requests, running, waiting or frozen."""
@@ -323,14 +329,25 @@ class SGLangBackend(Backend):
 
     async def receive_weights(self, message: WeightMessage) -> WeightReply:
         """Take one step of an update, between two steps of the batch."""
-        reply = cast(WeightReply, await self._ask("receive_weights", message))
-        if isinstance(message, CommitUpdate):
-            self._version = message.version
-        return reply
+        if not isinstance(message, CommitUpdate):
+            return cast(WeightReply, await self._ask("receive_weights", message))
+        async with self._new_version(message.version):
+            return cast(WeightReply, await self._ask("receive_weights", message))
 
     async def set_weight_version(self, version: str) -> None:
         """Label the weights."""
-        await self._ask("set_weight_version", version)
+        async with self._new_version(version):
+            await self._ask("set_weight_version", version)
+
+    @asynccontextmanager
+    async def _new_version(self, version: str) -> AsyncGenerator[None, None]:
+        """What is in flight has tokens of the weights before, which releases without labels do not tell apart."""
+        tokens = None if labels_tokens() else cast("Mapping[str, int]", await self._ask("tokens_so_far"))
+        yield
+        if tokens is not None:
+            for rid, collected in self._collected.items():
+                # The scheduler knows no more of one that is complete, whose result is on its way here.
+                collected.replaced(self._version, tokens.get(rid, math.inf))
         self._version = version
 
     async def init_communicator(self, spec: CommunicatorSpec) -> None:

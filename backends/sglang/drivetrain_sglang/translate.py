@@ -334,6 +334,14 @@ class Collected:
         self._top: list[TopLogprobs] = []
         self._hidden: list[list[float]] = []
         self._meta: dict[str, Any] = {}
+        self._replaced: list[tuple[str, float]] = []
+
+    def replaced(self, version: str, tokens: float) -> None:
+        """Note that weights were replaced when the sample had so many tokens, or, if it was complete, infinitely many.
+
+        For releases of SGLang that do not say which weights made which token.
+        """
+        self._replaced.append((version, tokens))
 
     def add(self, output: Mapping[str, Any]) -> tuple[list[int], list[float] | None, list[TopLogprobs] | None]:
         """Take a chunk; return its ids, their logprobs and the likeliest tokens beside them."""
@@ -357,7 +365,7 @@ class Collected:
         """The whole sample.
 
         Args:
-            version: Of the weights, for releases of SGLang that do not say it token by token.
+            version: Of the weights that are served now.
         """
         params, meta, count = self._params, self._meta, len(self._ids)
         reason, matched = _finish(meta.get("finish_reason"), self._request)
@@ -370,7 +378,7 @@ class Collected:
         return GenerateResult(
             token_ids=self._ids,
             finish_reason=reason,
-            weight_versions=_spans(meta.get("weight_versions"), version, count),
+            weight_versions=_spans(meta.get("weight_versions"), [*self._replaced, (version, math.inf)], count),
             matched_stop=matched,
             logprobs=self._logprobs if params.logprobs is not None else None,
             top_logprobs=self._top if params.logprobs else None,
@@ -417,11 +425,23 @@ def _finish(reason: Mapping[str, Any] | None, request: GenerateRequest) -> tuple
             raise EngineInternalError(f"request {request.request_id}: SGLang ended it with finish_reason {other!r}")
 
 
-def _spans(spans: Sequence[Mapping[str, Any]] | None, version: str, count: int) -> list[VersionSpan]:
-    if spans is None:
-        return [VersionSpan(version, 0, count)] if count else []
-    found = [VersionSpan(str(span["version"]), int(span["start"]), min(int(span["end"]), count)) for span in spans]
-    return [span for span in found if span.end > span.start]
+def _spans(
+    spans: Sequence[Mapping[str, Any]] | None, versions: Sequence[tuple[str, float]], count: int
+) -> list[VersionSpan]:
+    """SGLang's own, or those of versions, each of which made what was there when it was replaced."""
+    if spans is not None:
+        ends = [(str(span["version"]), float(span["end"])) for span in spans]
+    else:
+        ends = list(versions)
+    found: list[VersionSpan] = []
+    for version, replaced in ends:
+        begin, end = found[-1].end if found else 0, int(min(replaced, count))
+        if end <= begin:
+            continue
+        if found and found[-1].version == version:
+            begin = found.pop().start
+        found.append(VersionSpan(version, begin, end))
+    return found
 
 
 def _hidden_states(steps: Sequence[Any]) -> list[list[float]]:

@@ -43,27 +43,32 @@ class Method:
 
 
 def method_table() -> dict[str, Method]:
-    """Derive every method from the annotations of ``Backend``, by name.
-
-    Callables, such as ``start``'s ``report``, do not cross: what they are called with comes back as ``Progress``.
-    """
+    """Derive every method from the annotations of ``Backend``, by name."""
     table = {}
     for name, function in vars(Backend).items():
         if name.startswith("_") or name in _LOCAL or not inspect.isfunction(function):
             continue
-        hints = get_type_hints(function)
-        returned = hints.pop("return")
-        streams = get_origin(returned) in (AsyncIterator, AsyncGenerator)
-        if not streams and not inspect.iscoroutinefunction(function):
-            continue
-        arguments = tuple(
-            Argument(argument, annotation, codec_for(annotation))
-            for argument, annotation in hints.items()
-            if get_origin(annotation) is not Callable
-        )
-        result = get_args(returned)[0] if streams else returned
-        table[name] = Method(name, arguments, result, codec_for(result), streams, inspect.signature(function))
+        streams = get_origin(get_type_hints(function)["return"]) in (AsyncIterator, AsyncGenerator)
+        if streams or inspect.iscoroutinefunction(function):
+            table[name] = method_of(function)
     return table
+
+
+def method_of(function: Callable[..., object]) -> Method:
+    """Derive one method from its annotations.
+
+    Callables, such as ``start``'s ``report``, do not cross: what they are called with comes back as ``Progress``.
+    """
+    hints = get_type_hints(function)
+    returned = hints.pop("return")
+    streams = get_origin(returned) in (AsyncIterator, AsyncGenerator)
+    arguments = tuple(
+        Argument(argument, annotation, codec_for(annotation))
+        for argument, annotation in hints.items()
+        if get_origin(annotation) is not Callable
+    )
+    result = get_args(returned)[0] if streams else returned
+    return Method(function.__name__, arguments, result, codec_for(result), streams, inspect.signature(function))
 
 
 def _shown(annotation: object) -> str:
@@ -81,4 +86,4 @@ def _shown(annotation: object) -> str:
 
 METHODS: Final = method_table()
 
-__all__ = ["METHODS", "Argument", "Method", "method_table"]
+__all__ = ["METHODS", "Argument", "Method", "method_of", "method_table"]

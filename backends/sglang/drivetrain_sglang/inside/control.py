@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false
 """The scheduler's side of the backend: what the ``Backend`` page asks for, done between two steps of the batch.
 
-A call is a method of the page with its arguments, in the encoding of the wire protocol, sent as one of SGLang's own
-collective RPCs. Nothing that goes wrong here may reach SGLang, which would end with its host.
+A call is a method of the page, or of the worker's own, with its arguments, in the encoding of the wire protocol, sent
+as one of SGLang's own collective RPCs. Nothing that goes wrong here may reach SGLang, which would end with its host.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from drivetrain.errors import DrivetrainError, EngineInternalError
 from drivetrain.host.failures import exception, failure
-from drivetrain.host.methods import METHODS
+from drivetrain.host.methods import METHODS, Method, method_of
 from drivetrain.host.wire import Failure
 from drivetrain_sglang.inside.model import checkpoint_of
 from drivetrain_sglang.inside.worker import FailedElsewhere, Worker
@@ -32,7 +32,7 @@ _WORKER: Final = "_drivetrain_worker"
 
 
 class Question(msgspec.Struct, array_like=True, frozen=True):
-    """A method of the ``Backend`` page and its arguments."""
+    """A method and its arguments."""
 
     method: str
     arguments: tuple[msgspec.Raw, ...]
@@ -45,6 +45,7 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
     failure: Failure | None = None
 
 
+_METHODS: Final[dict[str, Method]] = {**METHODS, "tokens_so_far": method_of(Worker.tokens_so_far)}
 _questions: Final = msgspec.msgpack.Decoder(Question)
 _answers: Final = msgspec.msgpack.Decoder(Answer)
 _NOTHING: Final = msgspec.Raw(msgspec.msgpack.encode(None))
@@ -52,7 +53,7 @@ _NOTHING: Final = msgspec.Raw(msgspec.msgpack.encode(None))
 
 def ask(method: str, arguments: tuple[object, ...]) -> str:
     """Encode a call."""
-    codecs = METHODS[method].arguments
+    codecs = _METHODS[method].arguments
     encoded = tuple(argument.codec.encode(value) for argument, value in zip(codecs, arguments, strict=True))
     return base64.b64encode(msgspec.msgpack.encode(Question(method, encoded))).decode()
 
@@ -66,14 +67,14 @@ def result_of(method: str, answer: str) -> object:
     decoded = _answers.decode(base64.b64decode(answer))
     if decoded.failure is not None:
         raise exception(decoded.failure)
-    return METHODS[method].result.decode(decoded.result)
+    return _METHODS[method].result.decode(decoded.result)
 
 
 def _serve(worker: Worker, question: str) -> str:
     answer = Answer(_NOTHING)
     try:
         asked = _questions.decode(base64.b64decode(question))
-        method = METHODS[asked.method]
+        method = _METHODS[asked.method]
         arguments = [
             argument.codec.decode(data) for argument, data in zip(method.arguments, asked.arguments, strict=True)
         ]

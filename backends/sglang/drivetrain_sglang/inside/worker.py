@@ -108,6 +108,11 @@ class Worker:
             0 if MemoryTag.WEIGHTS in self._asleep else sum(weights.values()),
         )
 
+    def tokens_so_far(self) -> dict[str, int]:
+        """How many tokens each request has that is not over, by SGLang's id."""
+        waiting = [*self._scheduler.waiting_queue, *self._scheduler.grammar_manager.grammar_queue]
+        return {req.rid: len(req.output_ids) for req in (*self._in_batch(), *waiting) if not req.finished()}
+
     def _in_batch(self) -> set[Req]:
         scheduler = self._scheduler
         batches = [scheduler.running_batch, scheduler.last_batch]
