@@ -277,11 +277,22 @@ class Backend(ABC):
         raise self._unsupported(Capability.READ_WEIGHTS)
 
     async def save_sharded(self, path: str) -> None:
-        """Save the weights to a local folder."""
+        """Save the model with the weights that it has now to a folder, an absolute path; requests run on meanwhile.
+
+        The folder is not there yet, or is empty, and appears when it is complete. Nothing changes the weights
+        meanwhile. Cancelling the call leaves nothing.
+
+        Raises:
+            InvalidRequest: no new folder can be made there; nothing was done.
+        """
         raise self._unsupported(Capability.SAVE_SHARDED)
 
     async def save_remote(self, url: str) -> None:
-        """Save the weights to an fsspec URL."""
+        """Do the same to an fsspec URL, under which there is nothing yet.
+
+        Raises:
+            InvalidRequest: there is no such protocol, or nothing can be written there; nothing was done.
+        """
         raise self._unsupported(Capability.SAVE_REMOTE)
 
     # LoRA --------------------------------------------------------------------------------------------------------

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -41,7 +42,7 @@ from drivetrain.states import EngineState, EngineStatus, WeightState
 from drivetrain.tokenizer import Tokenizer
 from drivetrain.transfers import WeightTransferHandle
 from drivetrain.updates import SOURCE_CAPABILITY, WeightTransaction, as_transfer_error, failure_reason
-from drivetrain.validation import as_prompts, check_seconds, require
+from drivetrain.validation import absolute_path, as_prompts, check_seconds, check_url, require
 from drivetrain.weights import (
     AbortUpdate,
     CommunicatorSpec,
@@ -125,6 +126,7 @@ class InferenceEngine:
         self._loras: set[str] = set()
         self._sessions: dict[str, Session] = {}
         self._control = asyncio.Lock()
+        self._weights = asyncio.Lock()
         self._model: ModelInfo | None = None
         self._tokenizer: Tokenizer | None = None
         self._builder: RequestBuilder | None = None
@@ -598,7 +600,8 @@ class InferenceEngine:
             check_seconds(drain_timeout, 0.0, "drain_timeout")
         keeps = self.config.sleep_keeps_weights
         self._status.sleep(chosen, keeps_weights=keeps)
-        async with self._controlling("sleep()"), self._shut_gate():
+        owning = self._owning_weights("sleep()") if MemoryTag.WEIGHTS in chosen else nullcontext()
+        async with owning, self._controlling("sleep()"), self._shut_gate():
             await self._clear_for_sleep(abort_first, drain_timeout)
             after = self._status.sleep(chosen, keeps_weights=keeps)
             new = chosen - self._status.asleep
@@ -696,7 +699,7 @@ class InferenceEngine:
         self._status.require_open(what)
         require(self.capabilities, SOURCE_CAPABILITY[request.source.kind], what, self.config.backend)
         self._status.require_updatable()
-        async with self._controlling("a weight update"):
+        async with self._owning_weights("a weight update"), self._controlling("a weight update"):
             self._status.require_updatable()
             self._check_in_flight(request.mode)
             transaction = WeightTransaction(self._backend, request, self.config.timeouts.weight_update)
@@ -830,17 +833,41 @@ class InferenceEngine:
         async with self._bounded(f"the group {group_name!r} to dissolve"):
             await self._backend.destroy_communicator(group_name)
 
-    async def save_sharded_model(self, path: str) -> None:
-        """Save the weights to a local folder."""
-        self._require("save_sharded_model()", Capability.SAVE_SHARDED)
-        async with deadline(self.config.timeouts.weight_update, f"the weights to be saved to {path!r}"):
-            await self._backend.save_sharded(path)
+    async def save_sharded_model(self, path: str | os.PathLike[str], *, timeout: float | None = None) -> None:
+        """Save the model with its current weights to a folder that any engine can load; requests run on meanwhile.
 
-    async def save_remote_model(self, url: str) -> None:
-        """Save the weights to an fsspec URL."""
+        The folder appears when it is complete. A weight update, or sleep of the weights, waits until then.
+
+        Args:
+            path: A folder that is not there yet, or is empty, where the engine runs; relative to this process's
+                working directory.
+            timeout: Seconds until DeadlineExceeded, which leaves nothing; ``timeouts.weight_update`` if not given.
+
+        Raises:
+            InvalidRequest: no new folder can be made there; nothing was done.
+            EngineStateError: the weights are asleep, dirty or being updated.
+        """
+        self._require("save_sharded_model()", Capability.SAVE_SHARDED)
+        await self._save("save_sharded_model()", absolute_path(path), timeout, self._backend.save_sharded)
+
+    async def save_remote_model(self, url: str, *, timeout: float | None = None) -> None:
+        """Save the model as :meth:`save_sharded_model` does to an fsspec URL under which there is nothing yet.
+
+        Raises:
+            InvalidRequest: there is no such protocol, or nothing can be written there; nothing was done.
+            EngineStateError: the weights are asleep, dirty or being updated.
+        """
         self._require("save_remote_model()", Capability.SAVE_REMOTE)
-        async with deadline(self.config.timeouts.weight_update, f"the weights to be saved to {url!r}"):
-            await self._backend.save_remote(url)
+        await self._save("save_remote_model()", check_url(url), timeout, self._backend.save_remote)
+
+    async def _save(
+        self, action: str, place: str, timeout: float | None, save: Callable[[str], Awaitable[None]]
+    ) -> None:
+        seconds = check_seconds(timeout, self.config.timeouts.weight_update)
+        self._status.require_weights(action)
+        async with deadline(seconds, f"the model to be saved to {place!r}"), self._owning_weights(action):
+            self._status.require_weights(action)
+            await save(place)
 
     # LoRA --------------------------------------------------------------------------------------------------------
 
@@ -1003,6 +1030,20 @@ class InferenceEngine:
             yield
         finally:
             self._control.release()
+
+    @asynccontextmanager
+    async def _owning_weights(self, action: str) -> AsyncGenerator[None, None]:
+        """One that changes the weights, or saves them, at a time; other changes of state go on during a save.
+
+        Entered before :meth:`_controlling`, never within.
+        """
+        seconds = self.config.timeouts.weight_update
+        async with deadline(seconds, f"a weight update or a save to end before {action}"):
+            await self._weights.acquire()
+        try:
+            yield
+        finally:
+            self._weights.release()
 
     @asynccontextmanager
     async def _shut_gate(self) -> AsyncGenerator[None, None]:

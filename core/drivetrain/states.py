@@ -189,6 +189,15 @@ class EngineStatus:
             )
         return replace(self, weights=WeightState.UPDATING)
 
+    def require_weights(self, action: str) -> None:
+        """Raise unless the weights are in memory, and are those of a committed version."""
+        self.require_open(action)
+        self._not_updating(action)
+        if MemoryTag.WEIGHTS in self.asleep:
+            raise self._refuse(action, "wake the weights up first: 'await engine.wake_up([MemoryTag.WEIGHTS])'")
+        if self.weights is WeightState.DIRTY:
+            raise self._refuse(action, "push a complete weight update first")
+
     def commit_update(self) -> EngineStatus:
         """UPDATING → clean weights; the only way out of DIRTY."""
         if self.life is not _Life.OPEN or self.weights is not WeightState.UPDATING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -98,6 +99,31 @@ def check_seconds(value: float | None, default: float, field: str = "timeout") -
         return default
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise InvalidRequest(f"{field}={value!r}: expected a number of seconds above 0", field=field)
+    return value
+
+
+def absolute_path(value: object, field: str = "path") -> str:
+    """Return a path as this process means it: ``~`` and what is relative to its working directory resolved.
+
+    Raises:
+        InvalidRequest: it is no path.
+    """
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise InvalidRequest(f"{field}={value!r}: expected the path of a folder", field=field)
+    try:
+        return str(Path(os.fsdecode(value)).expanduser().absolute())
+    except RuntimeError as error:  # a home that nobody has
+        raise InvalidRequest(f"{field}={value!r}: {error}", field=field) from error
+
+
+def check_url(value: object, field: str = "url") -> str:
+    """Return a URL that names its protocol.
+
+    Raises:
+        InvalidRequest: it does not.
+    """
+    if not isinstance(value, str) or not all(value.partition("://")):
+        raise InvalidRequest(f"{field}={value!r}: expected a URL such as 's3://bucket/folder'", field=field)
     return value
 
 

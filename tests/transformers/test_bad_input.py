@@ -121,7 +121,6 @@ async def test_what_is_not_claimed_is_refused_by_name_before_any_work(engine: In
         (Capability.REWARD_SCORE, lambda: engine.score([[1]], [[2]])),
         (Capability.HICACHE_STORAGE, lambda: engine.clear_hicache_storage()),
         (Capability.SLEEP_CUDA_GRAPH, lambda: engine.sleep([MemoryTag.CUDA_GRAPH])),
-        (Capability.SAVE_SHARDED, lambda: engine.save_sharded_model("/tmp/x")),
         (Capability.PROFILE, lambda: engine.start_profile("/tmp/x")),
     ]
     for capability, call in calls:

@@ -7,12 +7,14 @@ from drivetrain_weight_sync.inspect import merged, read_weight, require_tensor, 
 from drivetrain_weight_sync.plan import check_plan, make_plan
 from drivetrain_weight_sync.receiver import Phase, Receiver
 from drivetrain_weight_sync.recorded import RecordedTarget
+from drivetrain_weight_sync.saving import ModelFiles, WeightWriter, save_remote, save_sharded
 from drivetrain_weight_sync.source import WeightInput
 from drivetrain_weight_sync.strategy import Strategy
 from drivetrain_weight_sync.sync import UpdatableEngine, WeightSync, WeightSyncResult
 from drivetrain_weight_sync.target import ModuleTarget, WeightTarget
 
 __all__ = [
+    "ModelFiles",
     "ModuleTarget",
     "Phase",
     "Receiver",
@@ -23,6 +25,7 @@ __all__ = [
     "WeightSync",
     "WeightSyncResult",
     "WeightTarget",
+    "WeightWriter",
     "check_plan",
     "digest",
     "digests",
@@ -30,6 +33,8 @@ __all__ = [
     "merged",
     "read_weight",
     "require_tensor",
+    "save_remote",
+    "save_sharded",
     "tensor_data",
     "validate_weights",
 ]

@@ -130,14 +130,17 @@ class ModuleTarget:
         seen = {name: place_of(tensor) for name, tensor in state.items()}
         if seen == self._seen:
             return
-        self._tensors, self._aliases, self._seen = {}, {}, seen
+        tensors: dict[str, torch.Tensor] = {}
+        aliases: dict[str, str] = {}
         names: dict[Hashable, str] = {}
         for name, tensor in by_checkpoint_name(self._module, state).items():
             first = names.setdefault(place_of(tensor), name)
             if first == name:
-                self._tensors[name] = tensor
+                tensors[name] = tensor
             else:
-                self._aliases[name] = first
+                aliases[name] = first
+        # All at once: another thread may be reading.
+        self._tensors, self._aliases, self._seen = tensors, aliases, seen
 
 
 def place_of(tensor: torch.Tensor) -> Hashable:

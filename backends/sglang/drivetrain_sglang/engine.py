@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, ClassVar, Final, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 import psutil
 
@@ -58,6 +58,9 @@ from drivetrain_sglang.translate import (
     shortened,
 )
 
+if TYPE_CHECKING:
+    from drivetrain_weight_sync import ModelFiles
+
 _ALWAYS: Final = frozenset(
     {
         Capability.STREAMING,
@@ -94,6 +97,7 @@ _ALWAYS: Final = frozenset(
         Capability.WEIGHT_UPDATE_IN_FLIGHT,
         Capability.VERSION_SPANS,
         Capability.READ_WEIGHTS,
+        Capability.SAVE_SHARDED,
         Capability.PROFILE,
         Capability.EMBED,
         Capability.REWARD_SCORE,
@@ -145,6 +149,10 @@ class SGLangBackend(Backend):
             claimed.add(Capability.TENSOR_PARALLEL)
         if config.engine_kwargs.get("enable_return_hidden_states"):
             claimed.add(Capability.HIDDEN_STATES)
+        if importlib.util.find_spec("fsspec") is not None:
+            claimed.add(Capability.SAVE_REMOTE)
+        if config.tensor_parallel_size > 1:
+            claimed -= {Capability.SAVE_SHARDED, Capability.SAVE_REMOTE}
         if device_of(config) != "cpu":
             from drivetrain_weight_sync.transports import cuda_ipc
 
@@ -381,6 +389,21 @@ class SGLangBackend(Backend):
         """Look at every tensor where it lies."""
         return cast(WeightReport, await self._ask("validate_weights"))
 
+    async def save_sharded(self, path: str) -> None:
+        """Write a model folder, the weights in a thread of the scheduler's process."""
+        from drivetrain_weight_sync import save_sharded
+
+        await save_sharded(path, self._files, self._write_weights)
+
+    async def save_remote(self, url: str) -> None:
+        """Write one, and copy it there from this process."""
+        from drivetrain_weight_sync import save_remote
+
+        await save_remote(url, self._files, self._write_weights)
+
+    async def _write_weights(self, folder: Path) -> None:
+        await self._ask("save_sharded", str(folder))
+
     # LoRA --------------------------------------------------------------------------------------------------------
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
@@ -442,6 +465,13 @@ class SGLangBackend(Backend):
         return str(written[0])
 
     # ---------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _files(self) -> ModelFiles:
+        from drivetrain_weight_sync import ModelFiles
+
+        dtype = str(self._manager.model_config.dtype).removeprefix("torch.")
+        return ModelFiles(self.config.model, self.config.revision, dtype)
 
     @property
     def _manager(self) -> Any:

@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from drivetrain.backend import Backend, EngineStats, GenerateRequest, GenerateResult, ModelInfo, StopKind, TokenDelta
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from drivetrain_transformers.lora import Adapters
     from drivetrain_transformers.runner import Runner
     from drivetrain_transformers.weights import Weights
+    from drivetrain_weight_sync import ModelFiles
 
 _ALWAYS = frozenset(
     {
@@ -63,6 +65,7 @@ _ALWAYS = frozenset(
         Capability.WEIGHT_UPDATE_IN_FLIGHT,
         Capability.VERSION_SPANS,
         Capability.READ_WEIGHTS,
+        Capability.SAVE_SHARDED,
     }
 )
 
@@ -97,6 +100,8 @@ class TransformersBackend(Backend):
                 claimed.add(Capability.WEIGHTS_CUDA_IPC)
         if config.enable_lora and importlib.util.find_spec("peft") is not None:
             claimed.add(Capability.LORA)
+        if importlib.util.find_spec("fsspec") is not None:
+            claimed.add(Capability.SAVE_REMOTE)
         return frozenset(claimed)
 
     @classmethod
@@ -270,6 +275,22 @@ class TransformersBackend(Backend):
         """Look at every tensor where it lies."""
         return await self._running.call(self._received.validate)
 
+    async def save_sharded(self, path: str) -> None:
+        """Write a model folder, the weights in a thread of their own."""
+        from drivetrain_weight_sync import save_sharded
+
+        await save_sharded(path, self._files, self._write_weights)
+
+    async def save_remote(self, url: str) -> None:
+        """Write one, and copy it there."""
+        from drivetrain_weight_sync import save_remote
+
+        await save_remote(url, self._files, self._write_weights)
+
+    async def _write_weights(self, folder: Path) -> None:
+        weights = self._received
+        await self._running.call(lambda: weights.write(folder))
+
     # LoRA --------------------------------------------------------------------------------------------------------
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
@@ -288,6 +309,12 @@ class TransformersBackend(Backend):
         if adapters is None:
             raise self._unsupported(Capability.LORA)
         return adapters
+
+    @property
+    def _files(self) -> ModelFiles:
+        from drivetrain_weight_sync import ModelFiles
+
+        return ModelFiles(self.config.model, self.config.revision, self._running.model.info.dtype)
 
     @property
     def _running(self) -> Runner:

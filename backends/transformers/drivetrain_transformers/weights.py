@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
-from drivetrain.weights import CommunicatorSpec, TensorData, WeightManifest, WeightMessage, WeightReply, WeightReport
+from drivetrain.weights import (
+    BeginUpdate,
+    CommunicatorSpec,
+    TensorData,
+    WeightManifest,
+    WeightMessage,
+    WeightReply,
+    WeightReport,
+)
 from drivetrain_transformers.model import LoadedModel
-from drivetrain_weight_sync import ModuleTarget, Receiver, read_weight, validate_weights
+from drivetrain_weight_sync import ModuleTarget, Receiver, WeightWriter, read_weight, validate_weights
 
 
 class Weights:
@@ -21,6 +31,7 @@ class Weights:
         self._module = model.module
         self._target = ModuleTarget(model.module)
         self._receiver = Receiver(self._target)
+        self._writer = WeightWriter(self._target)
         self._keep = keep
         self._asleep: list[tuple[torch.UntypedStorage, int, torch.Tensor | None]] = []
 
@@ -36,6 +47,8 @@ class Weights:
 
     def receive(self, message: WeightMessage) -> WeightReply:
         """Take one step of an update."""
+        if isinstance(message, BeginUpdate):
+            self._writer.stop()
         return self._receiver.handle(message)
 
     def join(self, spec: CommunicatorSpec) -> None:
@@ -54,8 +67,13 @@ class Weights:
         """Look at every tensor."""
         return validate_weights(self._target)
 
+    def write(self, folder: Path) -> None:
+        """Write them to a folder in another thread; raises EngineBusy, to be asked again, until they are there."""
+        self._writer.write(folder)
+
     def sleep(self) -> None:
         """Give back the memory of all that an update brings; buffers that no update brings stay."""
+        self._writer.stop()
         tensors = [self._target.read(spec.name) for spec in self._target.manifest().tensors]
         # Several may be pieces of one parameter, whose memory is given back once.
         for tensor in {tensor.untyped_storage()._cdata: tensor for tensor in tensors}.values():
@@ -69,6 +87,7 @@ class Weights:
 
     def free(self) -> None:
         """Give back all memory of the model for good, whoever still holds the module."""
+        self._writer.stop()
         self._receiver.close()
         for tensor in (*self._module.parameters(), *self._module.buffers()):
             tensor.untyped_storage().resize_(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import json
 import os
@@ -24,15 +25,18 @@ from drivetrain.errors import (
     EngineStartError,
     EngineStateError,
     InvalidConfig,
+    InvalidRequest,
 )
+from drivetrain.memory import MemoryTag
 from drivetrain.outputs import Completion, FinishReason
 from drivetrain.sampling import SamplingParams
 from drivetrain.states import EngineState
 from drivetrain_conformance.answers import check_same
 from drivetrain_conformance.bench import Bench
-from drivetrain_conformance.case import case
+from drivetrain_conformance.case import ModelKind, case
 from drivetrain_conformance.expect import refused
 from drivetrain_conformance.leftovers import Holdings, check_nothing_left, temporary_folder
+from drivetrain_conformance.weight_sources import raw_bytes, tensors_of
 
 BOUND: Final = 60.0
 """Seconds after which what is awaited counts as hanging, but for the start of an engine."""
@@ -284,9 +288,9 @@ async def a_profile_is_a_trace_that_a_viewer_opens(bench: Bench) -> None:
 # Saving ---------------------------------------------------------------------------------------------------------------
 
 
-@case(Capability.SAVE_SHARDED, own_engine=True)
+@case(Capability.SAVE_SHARDED, Capability.WEIGHTS_DISK, own_engine=True)
 async def a_saved_folder_loads_again(bench: Bench) -> None:
-    """A folder that the engine saved its weights to is one that an engine can load, and gives the same answers."""
+    """After an update the engine saves a folder that an engine can load, tokenizer and all, and that answers alike."""
 
     async def save(engine: InferenceEngine, folder: Path) -> None:
         await engine.save_sharded_model(str(folder))
@@ -294,9 +298,9 @@ async def a_saved_folder_loads_again(bench: Bench) -> None:
     await _saved_and_loaded_again(bench, save)
 
 
-@case(Capability.SAVE_REMOTE, own_engine=True)
+@case(Capability.SAVE_REMOTE, Capability.WEIGHTS_DISK, own_engine=True)
 async def a_model_saved_to_a_url_loads_again(bench: Bench) -> None:
-    """A model saved to an fsspec URL is complete: an engine that loads what lies there gives the same answers."""
+    """What was saved to an fsspec URL after an update is a whole model: an engine that loads it answers alike."""
 
     async def save(engine: InferenceEngine, folder: Path) -> None:
         await engine.save_remote_model(folder.as_uri())
@@ -309,17 +313,132 @@ async def what_is_saved_is_what_is_served(bench: Bench) -> None:
     """After an update the new weights are saved, not those that were loaded at the start; saving disturbs nothing."""
     engine = bench.engine
     own, prompts = engine.get_weight_version(), bench.prompts(3)
-    folder = bench.folder("saved")
+    first, folder = bench.folder("saved"), bench.folder("saved") / "made" / "on the way"
     before = await bench.greedy(prompts)
-    await engine.save_sharded_model(str(bench.folder("saved")))
+    await engine.save_sharded_model(str(first))
+    await _check_saved(engine, first, bench.model)
     await engine.load_weights_from_disk(str(bench.other_weights()), "others")
     others = await bench.greedy(prompts)
     await engine.save_sharded_model(str(folder))
+    await _check_saved(engine, folder, bench.other_weights())
     assert [c.token_ids for c in await bench.greedy(prompts)] == [c.token_ids for c in others]
     await engine.load_weights_from_disk(str(bench.model), own)
     check_same(bench, await bench.greedy(prompts), before)
     await engine.load_weights_from_disk(str(folder), "saved")
     check_same(bench, await bench.greedy(prompts), others, model=bench.other_weights())
+    await engine.load_weights_from_disk(str(bench.model), own)
+
+
+@case(Capability.SAVE_SHARDED)
+async def nothing_is_saved_where_something_is(bench: Bench) -> None:
+    """A folder that holds anything, a file, and a place where none can be made are refused and left as they are."""
+    engine = bench.engine
+    full, around = bench.folder("full"), bench.folder("around")
+    file = full / "config.json"
+    file.write_text("of somebody else")
+    wrong = {
+        "a folder with a file in it": str(full),
+        "a file": str(file),
+        "a folder below a file": str(file / "saved"),
+        "a place where nobody can make a folder": "/proc/saved",
+        "no path": "",
+        "a path that no system has": f"{around}/a\0b",
+        "a home that nobody has": "~nobody-of-that-name/saved",
+    }
+    for what, path in wrong.items():
+        with refused(InvalidRequest, field="path", otherwise=f"{what} was saved to"):
+            await engine.save_sharded_model(path)
+    assert [path.name for path in full.iterdir()] == [file.name]
+    assert file.read_text() == "of somebody else"
+    assert not list(around.iterdir())
+
+
+@case(Capability.SAVE_SHARDED)
+async def a_relative_folder_is_the_trainers(bench: Bench) -> None:
+    """A relative path is below the caller's working directory, wherever the engine runs; nothing else is left there."""
+    around = bench.folder("around")
+    with contextlib.chdir(around):
+        await bench.engine.save_sharded_model("saved")
+    assert [path.name for path in around.iterdir()] == ["saved"]
+    await _check_saved(bench.engine, around / "saved", bench.model)
+
+
+@case(Capability.SAVE_REMOTE)
+async def a_url_that_leads_nowhere_is_refused(bench: Bench) -> None:
+    """A protocol that there is not, a URL without one, and a place that is taken are refused before any work."""
+    full = bench.folder("full")
+    (full / "config.json").write_text("of somebody else")
+    wrong = {
+        "a protocol that there is not": "telegraph://bucket/saved",
+        "no protocol": str(bench.folder("saved")),
+        "no place": "file://",
+        "a relative path": "file://saved",
+        "no URL": "",
+        "a folder with a file in it": full.as_uri(),
+    }
+    for what, url in wrong.items():
+        with refused(InvalidRequest, field="url", otherwise=f"{what} was saved to"):
+            await bench.engine.save_remote_model(url)
+    assert [path.read_text() for path in full.iterdir()] == ["of somebody else"]
+
+
+@case(Capability.SAVE_SHARDED, Capability.SLEEP_WEIGHTS, Capability.WEIGHTS_DISK)
+async def weights_that_are_lost_are_not_saved(bench: Bench) -> None:
+    """Weights that sleep, or woke up without their values, are not saved; after an update they are."""
+    engine, folder = bench.engine, bench.folder("saved")
+    own = engine.get_weight_version()
+    await engine.sleep([MemoryTag.WEIGHTS])
+    await _refused(engine.save_sharded_model(str(folder)), "asleep")
+    await engine.wake_up([MemoryTag.WEIGHTS])
+    await _refused(engine.save_sharded_model(str(folder)), "dirty")
+    assert not list(folder.iterdir())
+    await engine.load_weights_from_disk(str(bench.model), own)
+    await engine.save_sharded_model(str(folder))
+    await _check_saved(engine, folder, bench.model)
+
+
+@case(Capability.SAVE_SHARDED, Capability.STREAMING, model=ModelKind.LARGE)
+async def requests_run_on_during_a_save(bench: Bench) -> None:
+    """Tokens go on coming while weights are saved, and are the same."""
+    engine, prompt = bench.engine, bench.prompt()
+    params = bench.long(50)
+    (whole,) = (await engine.generate([prompt], params)).completions
+    saving: asyncio.Task[None] | None = None
+    during, last = 0, None
+    async for chunk in engine.generate_stream([prompt], params):
+        if saving is None:
+            saving = asyncio.create_task(engine.save_sharded_model(str(bench.folder("saved"))))
+        during += not saving.done()
+        last = chunk.completion
+    assert saving is not None
+    await saving
+    assert during >= 5, f"{during} chunks came during the save"
+    assert last is not None
+    check_same(bench, [last], [whole])
+
+
+@case(Capability.SAVE_SHARDED, Capability.WEIGHTS_DISK)
+async def an_update_waits_for_a_save(bench: Bench) -> None:
+    """An update begins after the saves that were asked for before it: each saves the weights of one version."""
+    engine, own = bench.engine, bench.engine.get_weight_version()
+    folders = [bench.folder("saved") for _ in range(12)]
+    ended: list[str] = []
+
+    async def noted(what: str, work: Coroutine[object, object, None]) -> None:
+        try:
+            await work
+        finally:
+            ended.append(what)
+
+    results = await asyncio.gather(
+        *(noted("save", engine.save_sharded_model(str(folder))) for folder in folders),
+        noted("update", engine.load_weights_from_disk(str(bench.other_weights()), "others")),
+        return_exceptions=True,
+    )
+    assert ended == ["save"] * len(folders) + ["update"], f"the update did not wait for the saves: {ended}"
+    assert not any(results), f"{results}"
+    for folder in folders:
+        await _check_saved(engine, folder, bench.model)
     await engine.load_weights_from_disk(str(bench.model), own)
 
 
@@ -359,6 +478,7 @@ async def _everything_is_refused(engine: InferenceEngine, state: str) -> None:
         lambda: engine.open_session(100),
         lambda: engine.start_profile("nowhere"),
         lambda: engine.save_sharded_model("nowhere"),
+        lambda: engine.save_remote_model("file:///nowhere"),
     ]
     for ask in asked:
         await _refused(ask(), state)
@@ -404,11 +524,26 @@ def _trace_events(path: Path, folder: Path) -> int:
 async def _saved_and_loaded_again(
     bench: Bench, save: Callable[[InferenceEngine, Path], Coroutine[object, object, None]]
 ) -> None:
-    folder = bench.folder("saved")
+    folder, others = bench.folder("saved"), bench.other_weights()
     async with bench.open() as engine:
         prompts = bench.prompts(4, engine=engine)
+        await engine.load_weights_from_disk(str(others), "others")
         before = await bench.greedy(prompts, engine=engine)
         await save(engine, folder)
-        check_same(bench, await bench.greedy(prompts, engine=engine), before, engine)
-    async with bench.open(model=folder, tokenizer=str(bench.model)) as engine:
-        check_same(bench, await bench.greedy(prompts, engine=engine), before, engine)
+        await _check_saved(engine, folder, others)
+        check_same(bench, await bench.greedy(prompts, engine=engine), before, engine, others)
+    async with bench.open(model=folder) as engine:
+        check_same(bench, await bench.greedy(prompts, engine=engine), before, engine, others)
+
+
+async def _check_saved(engine: InferenceEngine, folder: Path, model: Path) -> None:
+    """Raise unless ``folder`` holds each tensor that the engine names, once, as ``model`` has it."""
+    manifest, saved, expected = await engine.weight_manifest(), tensors_of(folder), tensors_of(model)
+    stored = [manifest.aliases.get(name, name) for name in saved]
+    assert sorted(stored) == sorted(spec.name for spec in manifest.tensors)
+    dtypes = {spec.name: spec.dtype for spec in manifest.tensors}
+    for name, tensor in saved.items():
+        assert str(tensor.dtype) == f"torch.{dtypes[manifest.aliases.get(name, name)]}", f"{name} is {tensor.dtype}"
+        own = expected[name].to(tensor.dtype)
+        assert raw_bytes(tensor) == raw_bytes(own), f"what was saved as {name} is not what was served"
+    assert json.loads((folder / "config.json").read_text())["dtype"] == engine.model_info.dtype

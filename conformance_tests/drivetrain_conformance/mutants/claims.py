@@ -87,17 +87,17 @@ def refuses_vaguely(engine: type[InferenceEngine]) -> type[InferenceEngine]:
 
 
 @spoiled_engine(
-    caught_by="lifecycle/a_model_saved_to_a_url_loads_again",
-    says="refused for save_sharded, which this case does not need",
+    caught_by="lifecycle/a_profile_is_a_trace_that_a_viewer_opens",
+    says="refused for hicache_storage, which this case does not need",
 )
 def refuses_for_the_wrong_capability(engine: type[InferenceEngine]) -> type[InferenceEngine]:
-    """It refuses to save to a URL, and names the capability to save to a folder."""
+    """It refuses to record a profile, and names a capability of the cache."""
 
     class Wrong(InferenceEngine):
         """Has a slip of copy and paste."""
 
-        async def save_remote_model(self, url: str) -> None:
-            await self.save_sharded_model(url)
+        async def start_profile(self, directory: str) -> None:
+            await self.clear_hicache_storage()
 
     return mixed(engine, Wrong)
 

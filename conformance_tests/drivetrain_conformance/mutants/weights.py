@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator
+import shutil
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from drivetrain.backend import Backend, GenerateRequest, GenerateResult
 from drivetrain.config import EngineConfig
 from drivetrain.engine import InferenceEngine
 from drivetrain.errors import DrivetrainError, InvalidWeights, WeightPlanMismatch
-from drivetrain.memory import PauseMode
+from drivetrain.memory import MemoryTag, PauseMode
 from drivetrain.outputs import VersionSpan
 from drivetrain.states import WeightState
 from drivetrain.updates import WeightTransaction
@@ -326,6 +328,89 @@ def aborts_requests_to_update(engine: type[InferenceEngine]) -> type[InferenceEn
 
         async def _quiesce_for_update(self, mode: PauseMode) -> None:
             await super()._quiesce_for_update(PauseMode.ABORT)
+
+    return mixed(engine, Wrong)
+
+
+# Saving --------------------------------------------------------------------------------------------------------------
+
+
+@spoiled_backend(caught_by="lifecycle/what_is_saved_is_what_is_served", says="is not what was served")
+def saves_the_folder_it_was_loaded_from(backend: type[Backend]) -> type[Backend]:
+    """A save copies the model's folder, whatever was pushed since."""
+
+    class Wrong(SoundBackend):
+        """Knows where there is a model."""
+
+        async def save_sharded(self, path: str) -> None:
+            await asyncio.to_thread(shutil.copytree, self.config.model, path, dirs_exist_ok=True)
+
+    return mixed(backend, Wrong)
+
+
+@spoiled_backend(
+    caught_by="lifecycle/nothing_is_saved_where_something_is", says="a folder with a file in it was saved to"
+)
+def saves_over_what_is_there(backend: type[Backend]) -> type[Backend]:
+    """A folder that holds something is emptied first."""
+
+    class Wrong(SoundBackend):
+        """Makes room."""
+
+        async def save_sharded(self, path: str) -> None:
+            await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
+            await super().save_sharded(path)
+
+    return mixed(backend, Wrong)
+
+
+@spoiled_backend(caught_by="lifecycle/requests_run_on_during_a_save", says="chunks came during the save")
+def freezes_requests_to_save(backend: type[Backend]) -> type[Backend]:
+    """Requests stand still while weights are saved."""
+
+    class Wrong(SoundBackend):
+        """Is careful."""
+
+        async def save_sharded(self, path: str) -> None:
+            await self.freeze(PauseMode.IN_PLACE)
+            try:
+                await super().save_sharded(path)
+            finally:
+                await self.unfreeze()
+
+    return mixed(backend, Wrong)
+
+
+@spoiled_engine(
+    caught_by="lifecycle/weights_that_are_lost_are_not_saved",
+    says="an engine that is dirty did what it was asked to do",
+)
+def saves_weights_that_are_lost(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+    """What lies in the memory of the weights is saved, whether they were lost in a sleep or not."""
+
+    class Wrong(InferenceEngine):
+        """Looks whether there is memory, and no further."""
+
+        async def _save(
+            self, action: str, place: str, timeout: float | None, save: Callable[[str], Awaitable[None]]
+        ) -> None:
+            if MemoryTag.WEIGHTS in self.status.asleep:
+                self.status.require_weights(action)
+            await save(place)
+
+    return mixed(engine, Wrong)
+
+
+@spoiled_engine(caught_by="lifecycle/an_update_waits_for_a_save", says="the update did not wait for the saves")
+def updates_while_it_saves(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+    """An update begins while weights are being saved."""
+
+    class Wrong(InferenceEngine):
+        """Has no lock."""
+
+        @asynccontextmanager
+        async def _owning_weights(self, action: str) -> AsyncGenerator[None, None]:
+            yield
 
     return mixed(engine, Wrong)
 

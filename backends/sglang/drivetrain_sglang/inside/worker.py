@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from drivetrain.backend import EngineStats
 from drivetrain.errors import EngineBusy, EngineStateError
 from drivetrain.memory import MemoryTag, PauseMode
 from drivetrain.weights import (
+    BeginUpdate,
     CommitUpdate,
     CommunicatorSpec,
     PrepareUpdate,
@@ -28,7 +30,15 @@ from drivetrain.weights import (
 )
 from drivetrain_sglang.inside.memory import HostMemory
 from drivetrain_sglang.inside.model import checkpoint_of, eos_token_ids
-from drivetrain_weight_sync import Receiver, RecordedTarget, merged, require_tensor, tensor_data, validate_weights
+from drivetrain_weight_sync import (
+    Receiver,
+    RecordedTarget,
+    WeightWriter,
+    merged,
+    require_tensor,
+    tensor_data,
+    validate_weights,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -72,6 +82,10 @@ class Worker:
     @cached_property
     def _receiver(self) -> Receiver:
         return Receiver(self._target)
+
+    @cached_property
+    def _writer(self) -> WeightWriter:
+        return WeightWriter(self._target)
 
     @cached_property
     def _memory(self) -> HostMemory | None:
@@ -217,6 +231,7 @@ class Worker:
 
         if MemoryTag.WEIGHTS in tags:
             self._receiver  # noqa: B018  # its ways through the model are found while there are weights
+            self._writer.stop()
         with self._without_waiting():
             if not self._scheduler.is_fully_idle():
                 raise EngineBusy("requests hold cache: abort them, or pause_generation('retract') first")
@@ -263,6 +278,8 @@ class Worker:
         """Take one step of an update."""
         if isinstance(message, PrepareUpdate):
             self._require_weights()
+        if isinstance(message, BeginUpdate):
+            self._writer.stop()
         reply = self._receiver.handle(message)
         if isinstance(message, CommitUpdate):
             self.set_weight_version(message.version)
@@ -319,6 +336,11 @@ class Worker:
         if not all(fine for fine, _ in gathered):
             raise FailedElsewhere
         return [seen for _, seen in gathered]
+
+    def save_sharded(self, path: str) -> None:
+        """Write the weights alone, in another thread; raises EngineBusy, to be asked again, until they are there."""
+        self._require_weights()
+        self._writer.write(Path(path))
 
 
 def kv_tensors(cache: Any) -> list[torch.Tensor]:
