@@ -230,6 +230,8 @@ class Between:
         self._engine = engine
         self.change = change
         self.buckets = buckets
+        self.groups: list[CommunicatorSpec] = []
+        """That the engine was told to join."""
 
     @property
     def isolation(self) -> Isolation:
@@ -252,6 +254,7 @@ class Between:
 
     async def init_weight_update_communicator(self, spec: CommunicatorSpec) -> None:
         """The engine's."""
+        self.groups.append(spec)
         await self._engine.init_weight_update_communicator(spec)
 
     async def destroy_weight_update_communicator(self, group_name: str) -> None:

@@ -125,6 +125,8 @@ class InferenceEngine:
         self._holds = 0
         self._loras: set[str] = set()
         self._sessions: dict[str, Session] = {}
+        self._groups: set[str] = set()
+        """In which a trainer broadcasts, by name."""
         self._control = asyncio.Lock()
         self._weights = asyncio.Lock()
         self._model: ModelInfo | None = None
@@ -821,15 +823,34 @@ class InferenceEngine:
         return WeightIntegrity(expected_version, self._version, await self.validate_weights())
 
     async def init_weight_update_communicator(self, spec: CommunicatorSpec) -> None:
-        """Join a torch.distributed group in which the trainer will broadcast weights."""
+        """Join a torch.distributed group in which the trainer will broadcast weights.
+
+        Raises:
+            InvalidRequest: the engine is in a group of that name, or is joining one.
+            DeadlineExceeded: it did not form within ``timeouts.weight_update``.
+        """
         self._require("init_weight_update_communicator()", Capability.WEIGHTS_BROADCAST)
+        if spec.group_name in self._groups:
+            raise InvalidRequest(
+                f"the engine is in a group {spec.group_name!r} already; leave it first", field="group_name"
+            )
         timeout = min(spec.timeout, self.config.timeouts.weight_update)
-        async with deadline(self.config.timeouts.weight_update, f"the group {spec.group_name!r} to form"):
-            await self._backend.init_communicator(spec.model_copy(update={"timeout": timeout}))
+        self._groups.add(spec.group_name)
+        try:
+            async with deadline(self.config.timeouts.weight_update, f"the group {spec.group_name!r} to form"):
+                await self._backend.init_communicator(spec.model_copy(update={"timeout": timeout}))
+        except BaseException:
+            self._groups.discard(spec.group_name)
+            raise
 
     async def destroy_weight_update_communicator(self, group_name: str) -> None:
-        """Leave that group."""
+        """Leave that group.
+
+        Raises:
+            InvalidRequest: the engine is in none of that name.
+        """
         self._require("destroy_weight_update_communicator()", Capability.WEIGHTS_BROADCAST)
+        self._groups.discard(group_name)
         async with self._bounded(f"the group {group_name!r} to dissolve"):
             await self._backend.destroy_communicator(group_name)
 

@@ -131,8 +131,6 @@ class SGLangBackend(Backend):
         """Of the model's tensors, by checkpoint name."""
         self._expert_shape = (0, 0)
         """MoE layers, and experts of one token in each."""
-        self._groups: set[str] = set()
-        """In which a trainer broadcasts."""
         self._profile: tuple[Path, set[Path]] = (Path(), set())
 
     @classmethod
@@ -369,17 +367,11 @@ class SGLangBackend(Backend):
                 "backend='nccl': groups of NCCL with SGLang's scheduler are not supported yet; use 'gloo'",
                 capability=Capability.WEIGHTS_BROADCAST.value,
             )
-        if spec.group_name in self._groups:
-            raise InvalidRequest(
-                f"the engine is in a group {spec.group_name!r} already; leave it first", field="group_name"
-            )
         await self._ask_until_free(2 * spec.timeout, "init_communicator", spec)
-        self._groups.add(spec.group_name)
 
     async def destroy_communicator(self, group_name: str) -> None:
         """Leave it."""
         await self._ask("destroy_communicator", group_name)
-        self._groups.discard(group_name)
 
     async def read_weight(self, name: str) -> TensorData:
         """Copy one tensor out."""

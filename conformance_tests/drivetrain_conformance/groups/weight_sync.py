@@ -500,6 +500,22 @@ async def a_group_that_nobody_joins_does_not_hang(bench: Bench) -> None:
         check_same(bench, await bench.greedy(prompts, engine=engine), before, engine)
 
 
+@case(Capability.WEIGHTS_BROADCAST, changes_weights=True)
+async def a_group_is_formed_once_and_left_once(bench: Bench) -> None:
+    """Another group of the same name is refused, and does no harm to the one that is there; one is left only once."""
+    between = Between(bench.engine)
+    async with WeightSync.connect(tensors_of(bench.other_weights()), between, "broadcast") as sync:
+        await sync.push(version="first")
+        (spec,) = between.groups
+        with raises(InvalidRequest, "a second group of one name"):
+            await bench.engine.init_weight_update_communicator(spec)
+        await sync.push(version=NEW)
+        assert between.groups == [spec]
+    with raises(InvalidRequest, "leaving a group that was left"):
+        await bench.engine.destroy_weight_update_communicator(spec.group_name)
+    await check_serves(bench, bench.other_weights(), NEW)
+
+
 @case(Capability.WEIGHTS_SHARED_MEMORY)
 async def a_wrong_plan_is_refused_by_the_engine(bench: Bench) -> None:
     """An engine checks plan, geometry, digests and arena itself before it changes anything, whoever sends them."""
