@@ -25,6 +25,7 @@ from drivetrain.weights import (
     WeightReply,
     WeightReport,
 )
+from drivetrain_sglang.inside.images import forget_embeddings
 from drivetrain_sglang.inside.memory import HostMemory
 from drivetrain_sglang.inside.model import checkpoint_of, eos_token_ids
 from drivetrain_weight_sync import Receiver, RecordedTarget, read_weight, validate_weights
@@ -223,6 +224,7 @@ class Worker:
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes that no running request holds; the backend never asks for the others again."""
+        forget_embeddings()
         with self._without_waiting():
             self._scheduler.flush_cache()
 
@@ -245,6 +247,7 @@ class Worker:
             self._require_weights()
         reply = self._receiver.handle(message)
         if isinstance(message, CommitUpdate):
+            forget_embeddings()
             self.set_weight_version(message.version)
         return reply
 
