@@ -39,6 +39,9 @@ def conformance(
     moe_model: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A mixture of experts.", show_default="a tiny one")
     ] = None,
+    vision_model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A model that takes images.", show_default="a tiny one")
+    ] = None,
     dtype: Annotated[
         str, typer.Option(help="Of the tiny models' weights, for an engine whose kernels do not take float32.")
     ] = "float32",
@@ -98,7 +101,8 @@ def conformance(
         elif backend is None:
             raise InvalidConfig("name a backend; 'drivetrain backends' lists them", field="BACKEND")
         else:
-            runner = _runner(backend, isolation, engine_fields or [], profile, seed, model, moe_model, dtype)
+            models = (model, moe_model, vision_model)
+            runner = _runner(backend, isolation, engine_fields or [], profile, seed, models, dtype)
             with _hosts(runner, forked=fork_hosts):
                 made = _run(runner, _chosen(group, case), complete=not (group or case))
             if report is not None:
@@ -177,8 +181,7 @@ def _runner(
     assignments: Sequence[str],
     profile: str | None,
     seed: int | None,
-    model: Path | None,
-    moe_model: Path | None,
+    models: tuple[Path | None, Path | None, Path | None],
     dtype: str,
 ) -> Runner:
     from drivetrain_conformance.models import Models
@@ -186,7 +189,7 @@ def _runner(
     from drivetrain_conformance.runner import Runner, gpu_count
     from drivetrain_conformance.suite import suite_of
 
-    for option, folder in (("--model", model), ("--moe-model", moe_model)):
+    for option, folder in zip(("--model", "--moe-model", "--vision-model"), models, strict=True):
         if folder is not None and not (folder / "config.json").is_file():
             raise InvalidConfig(f"{option} {folder}: it holds no config.json; give a model's folder", field=option)
     if profile is not None and profile not in PROFILES:
@@ -197,7 +200,7 @@ def _runner(
         raise InvalidConfig(f"the profile {chosen.name!r} needs a GPU, and torch sees none", field="--profile")
     suite.isolation = isolation or suite.isolation
     suite.fields = {**suite.fields, **_fields(assignments)}
-    return Runner(suite, profile=chosen, seed=seed, models=Models(model, moe_model, dtype))
+    return Runner(suite, profile=chosen, seed=seed, models=Models(*models, dtype))
 
 
 def _fields(assignments: Sequence[str]) -> dict[str, object]:

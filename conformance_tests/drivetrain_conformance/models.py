@@ -18,11 +18,18 @@ class Models:
     Args:
         text: The model to serve; None: a tiny one.
         moe: The mixture of experts; None: a tiny one.
+        vision: The one that takes images; None: a tiny one.
         dtype: Of the weights of the tiny ones.
     """
 
-    def __init__(self, text: Path | None = None, moe: Path | None = None, dtype: str = "float32") -> None:
-        self._given = {ModelKind.TEXT: text, ModelKind.MOE: moe}
+    def __init__(
+        self,
+        text: Path | None = None,
+        moe: Path | None = None,
+        vision: Path | None = None,
+        dtype: str = "float32",
+    ) -> None:
+        self._given = {ModelKind.TEXT: text, ModelKind.MOE: moe, ModelKind.VISION: vision}
         self.dtype = dtype
         """Of the weights of the tiny ones."""
         self._folder = Path(tempfile.mkdtemp(prefix="drivetrain-conformance-"))
@@ -70,7 +77,7 @@ def _tiny(kind: ModelKind, dtype: str) -> Path:
         case ModelKind.REWARD:
             return _reward_model(dtype)
         case ModelKind.VISION:
-            raise LookupError("the suite has no tiny model that takes images yet; give one with --vision-model")
+            return tiny_model("qwen2_5_vl", dtype=dtype)
 
 
 def _reward_model(dtype: str) -> Path:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,15 @@ class HiddenStatesOracle(Oracle, Protocol):
         ...
 
 
+@runtime_checkable
+class ImagesOracle(Oracle, Protocol):
+    """One that also sees images."""
+
+    def logits_beside(self, token_ids: Sequence[int], images: Sequence[bytes]) -> Logits:
+        """Return logits of token ids among which each image stands as often as the model takes it."""
+        ...
+
+
 class TransformersOracle:
     """A transformers forward pass in float32 on the CPU: no cache, no batch, no padding."""
 
@@ -44,10 +54,12 @@ class TransformersOracle:
     @cached_property
     def _model(self) -> PreTrainedModel:
         import torch
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+        sees = hasattr(AutoConfig.from_pretrained(self._path), "vision_config")
+        kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
         with no_progress_bars():
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self._path, dtype=torch.float32)
+            model: PreTrainedModel = kind.from_pretrained(self._path, dtype=torch.float32)
         model.requires_grad_(False)
         model.eval()
         return model
@@ -58,6 +70,25 @@ class TransformersOracle:
 
         with torch.no_grad():
             logits = self._model(input_ids=torch.tensor([list(token_ids)]), use_cache=False).logits[0]
+        return np.asarray(logits.double().numpy())
+
+    @cached_property
+    def _image_processor(self) -> Any:
+        from transformers import AutoImageProcessor
+
+        return AutoImageProcessor.from_pretrained(self._path)
+
+    def logits_beside(self, token_ids: Sequence[int], images: Sequence[bytes]) -> Logits:
+        """Run the model over the whole sequence and the images."""
+        import torch
+        from PIL import Image
+
+        opened = [Image.open(BytesIO(image)).convert("RGB") for image in images]
+        made = self._image_processor(images=opened, return_tensors="pt")
+        ids = torch.tensor([list(token_ids)])
+        places = (ids == self._model.config.image_token_id).int()
+        with torch.no_grad():
+            logits = self._model(input_ids=ids, mm_token_type_ids=places, use_cache=False, **made).logits[0]
         return np.asarray(logits.double().numpy())
 
     def hidden_states(self, token_ids: Sequence[int]) -> Logits:

@@ -137,8 +137,6 @@ class Runner:
 
     def _claimed_with(self, kind: ModelKind, fields: Mapping[str, object]) -> frozenset[Capability]:
         """What an engine of this model and configuration claims; nothing is started."""
-        if kind is ModelKind.VISION:
-            kind = ModelKind.TEXT
         return self._open({"model": str(self.models.path(kind)), **fields}).capabilities
 
     def _bench(self, case: Case, model: Path, engine: InferenceEngine | None) -> Bench:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         GenerateRequest,
         GenerateResult,
         ModelInfo,
+        ReadMedium,
         StopKind,
         TokenDelta,
     )
@@ -110,6 +111,7 @@ _EXPORTS = {
         "GenerateRequest",
         "GenerateResult",
         "ModelInfo",
+        "ReadMedium",
         "StopKind",
         "TokenDelta",
     ),
@@ -252,6 +254,7 @@ __all__ = [
     "PauseMode",
     "Prompt",
     "PromptLike",
+    "ReadMedium",
     "RegexGrammar",
     "SamplingParams",
     "SharedMemorySource",

@@ -88,6 +88,21 @@ class GenerateRequest:
     priority: int = 0
     """Higher is sooner."""
     media: tuple[MediaInput, ...] = ()
+    """Each with its bytes, and in the prompt as often as :meth:`Backend.read_media` said."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadMedium:
+    """An image, video or sound beside a prompt, as the model takes it."""
+
+    token_id: int
+    """What stands in a prompt where it is."""
+    count: int
+    """How often, one after another."""
+    data: bytes | None = None
+    """Its bytes, if they had to be looked for: what is generated then depends on nothing that may change."""
+    follows: int | None = None
+    """The token id that must stand right before it, if the model wants one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +214,14 @@ class Backend(ABC):
     def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         """Generate one sample, yielding each step. Closing the generator early aborts the request."""
         raise self._unsupported(Capability.STREAMING)
+
+    async def read_media(self, media: tuple[MediaInput, ...]) -> list[ReadMedium]:
+        """Look at what lies beside a prompt, before anything is generated from it.
+
+        Raises:
+            InvalidRequest: one of them cannot be had, or is not what it is said to be.
+        """
+        raise self._unsupported(Capability.IMAGES)
 
     async def abort(self, request_ids: list[str]) -> None:
         """End these requests early; ids that are not running are passed over. Returns at once."""
@@ -340,6 +363,7 @@ __all__ = [
     "GenerateRequest",
     "GenerateResult",
     "ModelInfo",
+    "ReadMedium",
     "ReportProgress",
     "StopKind",
     "TokenDelta",

@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iter
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from drivetrain import openai_api
 from drivetrain.backend import Backend, EngineStats, ModelInfo
@@ -54,6 +54,7 @@ from drivetrain.weights import (
 )
 
 logger = logging.getLogger("drivetrain.engine")
+_T = TypeVar("_T")
 
 _PAUSE_CAPABILITY = {
     PauseMode.ABORT: Capability.PAUSE_ABORT,
@@ -340,12 +341,13 @@ class InferenceEngine:
             lora=lora,
             priority=priority,
         )
-        self._flights.register(flights)
-        try:
-            async with deadline(seconds, f"{len(flights)} completions"):
+        async with deadline(seconds, f"{len(flights)} completions"):
+            await self._read_media(flights)
+            self._flights.register(flights)
+            try:
                 completions = await _all(self._complete(flight) for flight in flights)
-        finally:
-            self._flights.forget(flights)
+            finally:
+                self._flights.forget(flights)
         return GenerationOutput(completions)
 
     async def _complete(self, flight: Flight) -> Completion:
@@ -371,6 +373,9 @@ class InferenceEngine:
         flights = self._build(
             "generate_stream()", prompts, sampling_params, request_ids=request_ids, lora=lora, priority=priority
         )
+        ends = time.monotonic() + seconds
+        async with deadline(seconds, "what lies beside the prompts to be read"):
+            await self._read_media(flights)
         self._flights.register(flights)
         queue: asyncio.Queue[CompletionChunk | BaseException] = asyncio.Queue()
 
@@ -383,7 +388,6 @@ class InferenceEngine:
                 queue.put_nowait(error)
 
         tasks = [asyncio.create_task(pump(flight)) for flight in flights]
-        ends = time.monotonic() + seconds
         try:
             open_samples = len(flights)
             while open_samples:
@@ -1009,6 +1013,19 @@ class InferenceEngine:
             self._require_lora(lora, "lora")
         return builder.build(prompts, sampling_params, request_ids=request_ids, lora=lora, priority=priority)
 
+    async def _read_media(self, flights: Sequence[Flight]) -> None:
+        """Let the backend look at what lies beside prompts, and give the prompts the ids that the model sees."""
+        by_prompt: dict[int, list[Flight]] = {}
+        for flight in flights:
+            if flight.request.media:
+                by_prompt.setdefault(flight.prompt_index, []).append(flight)
+        if not by_prompt:
+            return
+        read = await _all(self._backend.read_media(own[0].request.media) for own in by_prompt.values())
+        builder = self._builder_for(Task.GENERATE, "generate()")
+        for own, media in zip(by_prompt.values(), read, strict=True):
+            builder.place(own, media)
+
     def _require_lora(self, name: str, field: str) -> None:
         if name not in self._loras:
             loaded = ", ".join(sorted(self._loras)) or "none"
@@ -1101,7 +1118,7 @@ class InferenceEngine:
         )
 
 
-async def _all(coroutines: Iterable[Coroutine[object, object, Completion]]) -> list[Completion]:
+async def _all(coroutines: Iterable[Coroutine[object, object, _T]]) -> list[_T]:
     """Await all of them; when one fails, cancel the others before the error goes on."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:

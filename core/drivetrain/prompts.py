@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, Self
+from io import BytesIO
+from typing import TYPE_CHECKING, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from drivetrain.sampling import TokenId
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+_OF_PNG: Final = frozenset({"1", "L", "LA", "P", "RGB", "RGBA"})
+"""Modes of PIL's that PNG holds as they are, and every reader reads."""
 
 
 class _Frozen(BaseModel):
@@ -32,6 +40,13 @@ class _Media(_Frozen):
 class ImageInput(_Media):
     """An image beside the prompt."""
 
+    @classmethod
+    def from_pil(cls, image: Image) -> Self:
+        """Make one of an image of PIL's, which crosses to the engine as PNG, without loss."""
+        file = BytesIO()
+        (image if image.mode in _OF_PNG else image.convert("RGB")).save(file, "PNG")
+        return cls(data=file.getvalue())
+
 
 class VideoInput(_Media):
     """A video beside the prompt."""
@@ -47,7 +62,9 @@ MediaInput = ImageInput | VideoInput | AudioInput
 class TokenPrompt(_Frozen):
     """A prompt as token ids, used exactly as given."""
 
-    token_ids: tuple[TokenId, ...] = Field(description="The ids; no special token is added.")
+    token_ids: tuple[TokenId, ...] = Field(
+        description="The ids; no special token is added. Each of media stands once, or as often as the model takes it."
+    )
     media: tuple[MediaInput, ...] = Field(default=(), description="Images, video or audio beside the prompt.")
 
 

@@ -7,10 +7,11 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from drivetrain.backend import GenerateRequest, GenerateResult, ModelInfo
+from drivetrain.backend import GenerateRequest, GenerateResult, ModelInfo, ReadMedium
 from drivetrain.capability import Capability
 from drivetrain.config import EngineConfig
 from drivetrain.errors import EngineInternalError, InvalidRequest
+from drivetrain.media import placed
 from drivetrain.outputs import Completion, FinishReason, VersionSpan
 from drivetrain.prompts import Prompt, PromptLike
 from drivetrain.sampling import SamplingParams
@@ -85,10 +86,34 @@ class RequestBuilder:
         """Validate prompts from which nothing is generated, and return the ids of each.
 
         Raises:
-            InvalidRequest: a prompt is wrong.
-            UnsupportedCapability: a prompt holds media that this engine does not take.
+            InvalidRequest: a prompt is wrong, or holds media.
+            UnsupportedCapability: a prompt holds media that this engine does not take at all.
         """
-        return [self._encode(index, prompt) for index, prompt in enumerate(as_prompts(prompts))]
+        checked = as_prompts(prompts)
+        token_ids = [self._encode(index, prompt) for index, prompt in enumerate(checked)]
+        if any(prompt.media for prompt in checked):
+            raise InvalidRequest("only generate() takes images, video and audio beside a prompt", field="prompts")
+        return token_ids
+
+    def place(self, flights: Sequence[Flight], media: Sequence[ReadMedium]) -> None:
+        """Put what was read into the prompt of these flights, which they share.
+
+        Raises:
+            InvalidRequest: it has no places for them, or does not fit the context with them.
+        """
+        where = f"prompts[{flights[0].prompt_index}]"
+        first = flights[0].request
+        token_ids = placed(first.prompt_token_ids, media, where)
+        check_prompt_ids(token_ids, where, self._model)
+        max_new_tokens = resolve_max_new_tokens(first.params, len(token_ids), where, self._model)
+        held = tuple(
+            given if read.data is None else type(given)(data=read.data)
+            for given, read in zip(first.media, media, strict=True)
+        )
+        for flight in flights:
+            flight.request = replace(
+                flight.request, prompt_token_ids=token_ids, max_new_tokens=max_new_tokens, media=held
+            )
 
     def _encode(self, index: int, prompt: Prompt) -> list[int]:
         where = f"prompts[{index}]"

@@ -39,6 +39,7 @@ from drivetrain import (
     WeightUpdateRequest,
     WireError,
 )
+from drivetrain.backend import ReadMedium
 from drivetrain.host import HostedBackend
 from drivetrain.host.codec import forget_params
 from drivetrain.host.methods import METHODS
@@ -124,6 +125,7 @@ ARGUMENTS: dict[str, list[tuple[object, ...]]] = {
     "stats": [()],
     "generate": [(REQUEST,), (GenerateRequest("r", [], SamplingParams(), 0, (), LogprobsMode.RAW),)],
     "stream": [(REQUEST,)],
+    "read_media": [(REQUEST.media,), ((),)],
     "abort": [(["a", "b"],), ([],)],
     "freeze": [(mode,) for mode in PauseMode],
     "unfreeze": [()],
@@ -162,6 +164,7 @@ RESULTS: dict[str, object] = {
     "stats": EngineStats(1, 2, 3, 4),
     "generate": RESULT,
     "stream": TokenDelta([1], [-0.5], [[(1, -0.5)]], RESULT),
+    "read_media": [ReadMedium(3, 5, b"\0\xff", follows=2), ReadMedium(4, 1)],
     "weight_manifest": WeightManifest((SPEC,), {"a": "b"}),
     "receive_weights": WeightReply(3, 2**40),
     "validate_weights": WeightReport(3, ("a",), (), ("b",)),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from drivetrain.host.reap import kill_family, semaphores_of
+from drivetrain.host.reap import kill_family, shared_memory_of
 
 _HOLDS_A_SEMAPHORE = """
 import multiprocessing, time
@@ -24,7 +24,31 @@ def test_named_semaphores_of_the_killed_are_removed() -> None:
     ) as process:
         assert process.stdout is not None
         semaphore = Path("/dev/shm") / f"sem.{process.stdout.readline().strip().removeprefix('/')}"
-        assert semaphores_of([psutil.Process(process.pid)]) == {semaphore}
+        assert shared_memory_of([psutil.Process(process.pid)]) == {semaphore}
         # With its resource tracker, which would have removed the semaphore a moment later.
         kill_family(process.pid, "no mark")
     assert not semaphore.exists()
+
+
+_HOLDS_MEMORY = """
+import mmap, os, sys, time
+names = [f"engine_mq_{os.getpid()}_2728a4de", f"trainer-{os.getppid()}-a{os.getpid()}b"]
+for name in names:
+    with open(f"/dev/shm/{name}", "w+b") as file:
+        file.truncate(4096)
+        globals()[name] = mmap.mmap(file.fileno(), 4096)
+print(*names, flush=True)
+time.sleep(60)
+"""
+
+
+def test_memory_that_is_named_after_the_killed_is_removed_and_no_other() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _HOLDS_MEMORY], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        own, other = (Path("/dev/shm") / name for name in process.stdout.readline().split())
+        kill_family(process.pid, "no mark")
+    assert not own.exists()
+    assert other.exists()
+    other.unlink()

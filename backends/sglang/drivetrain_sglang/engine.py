@@ -12,13 +12,22 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 import psutil
 
-from drivetrain.backend import Backend, EngineStats, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
+from drivetrain.backend import (
+    Backend,
+    EngineStats,
+    GenerateRequest,
+    GenerateResult,
+    ModelInfo,
+    ReadMedium,
+    TokenDelta,
+)
 from drivetrain.capability import Capability
 from drivetrain.config import EngineConfig, Task
 from drivetrain.errors import (
@@ -29,8 +38,9 @@ from drivetrain.errors import (
     InvalidRequest,
     UnsupportedCapability,
 )
-from drivetrain.host.reap import semaphores_of, unlink
+from drivetrain.host.reap import shared_memory_of, unlink
 from drivetrain.memory import MemoryTag, PauseMode
+from drivetrain.prompts import MediaInput
 from drivetrain.sampling import LogprobsMode, SamplingParams
 from drivetrain.weights import (
     CommitUpdate,
@@ -43,6 +53,7 @@ from drivetrain.weights import (
 )
 from drivetrain_sglang.adapters import check_adapter
 from drivetrain_sglang.errors import as_engine_error
+from drivetrain_sglang.images import ImageReader, takes_images
 from drivetrain_sglang.inside import SWITCH
 from drivetrain_sglang.translate import (
     CONFIG_NAMES,
@@ -131,6 +142,7 @@ class SGLangBackend(Backend):
         """Of the model's tensors, by checkpoint name."""
         self._expert_shape = (0, 0)
         """MoE layers, and experts of one token in each."""
+        self._images: ImageReader | None = None
         self._profile: tuple[Path, set[Path]] = (Path(), set())
 
     @classmethod
@@ -147,6 +159,8 @@ class SGLangBackend(Backend):
             claimed.add(Capability.TENSOR_PARALLEL)
         if config.engine_kwargs.get("enable_return_hidden_states"):
             claimed.add(Capability.HIDDEN_STATES)
+        if takes_images(config):
+            claimed.add(Capability.IMAGES)
         if importlib.util.find_spec("fsspec") is not None:
             claimed.add(Capability.SAVE_REMOTE)
         if config.tensor_parallel_size > 1:
@@ -203,6 +217,8 @@ class SGLangBackend(Backend):
         self._engine = _engine_class()(**engine_arguments(config, device, dtype, context_length))
         started = self._engine._scheduler_init_result.scheduler_infos[0]
         served = self._manager.model_config
+        if takes_images(config):
+            self._images = ImageReader(config, model_config)
         self._expert_shape = (int(text.num_hidden_layers), int(getattr(text, "num_experts_per_tok", None) or 0))
         from drivetrain_sglang.inside.model import checkpoint_of, eos_token_ids
 
@@ -225,17 +241,21 @@ class SGLangBackend(Backend):
         for params in (SamplingParams(temperature=0), SamplingParams(min_p=0.1, top_k=2)):
             request = GenerateRequest("warm-up", [0, 0], params, 2, (), LogprobsMode.TEMPERATURE)
             await self.generate(request)
+        for size in ((64, 64), (64, 128)) if self._images is not None else ():
+            assert self._images is not None
+            ids, media = self._images.example(size)
+            await self.generate(replace(request, prompt_token_ids=ids, media=media))
         await self.reset_prefix_cache()
 
     async def close(self) -> None:
         """End SGLang's processes."""
         engine, self._engine = self._engine, None
         if engine is not None:
-            # SGLang kills its processes, with the one that would remove their semaphores.
+            # SGLang kills its processes, with the one that would remove what they have in shared memory.
             this = psutil.Process()
-            semaphores = semaphores_of([this, *this.children(recursive=True)])
+            files = shared_memory_of([this, *this.children(recursive=True)])
             await asyncio.to_thread(engine.shutdown)
-            unlink(semaphores)
+            unlink(files)
         self._calls.shutdown(wait=False, cancel_futures=True)
 
     async def stats(self) -> EngineStats:
@@ -269,8 +289,12 @@ class SGLangBackend(Backend):
         rid = f"{self._prefix}-{next(self._numbers)}."
         self._rids[request.request_id] = rid
         self._collected[rid] = collected
-        wanted = GenerateReqInput(**request_fields(request, rid, f"drivetrain-{self._cache_epoch}", stream=stream))
+        image_data: list[dict[str, Any]] = []
         try:
+            if request.media and self._images is not None:
+                image_data = await asyncio.to_thread(self._images.image_data, request.media)
+            cache_key = f"drivetrain-{self._cache_epoch}"
+            wanted = GenerateReqInput(**request_fields(request, rid, cache_key, stream=stream, image_data=image_data))
             async with aclosing(self._manager.generate_request(wanted)) as outputs:
                 try:
                     async for output in outputs:
@@ -283,6 +307,12 @@ class SGLangBackend(Backend):
         finally:
             self._rids.pop(request.request_id, None)
             self._collected.pop(rid, None)
+
+    async def read_media(self, media: tuple[MediaInput, ...]) -> list[ReadMedium]:
+        """Fetch and decode images."""
+        if self._images is None:
+            raise UnsupportedCapability("this model takes no images", capability=Capability.IMAGES.value)
+        return await asyncio.to_thread(self._images.read, media)
 
     async def abort(self, request_ids: list[str]) -> None:
         """End requests, running, waiting or frozen."""

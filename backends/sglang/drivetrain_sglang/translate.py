@@ -263,8 +263,15 @@ def request_fields(
     *,
     stream: bool,
     params_of: Callable[[GenerateRequest], dict[str, object]] = sampling_params,
+    image_data: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, object]:
-    """Fields of SGLang's ``GenerateReqInput``; ``params_of`` translates the sampling params."""
+    """Fields of SGLang's ``GenerateReqInput``; ``params_of`` translates the sampling params.
+
+    Raises:
+        EngineInternalError: the request holds media, and ``image_data`` nothing of them.
+    """
+    if bool(request.media) != bool(image_data):
+        raise EngineInternalError(f"request {request.request_id}: its {len(request.media)} media were not read")
     params = request.params
     wants_prompt = params.prompt_logprobs is not None
     fields: dict[str, object] = {
@@ -285,6 +292,8 @@ def request_fields(
         fields["return_routed_experts"] = True
     if request.lora is not None:
         fields["lora_path"] = request.lora
+    if image_data:
+        fields["image_data"] = list(image_data)
     return fields
 
 

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
+import itertools
 import struct
+import threading
 import wave
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Final
 
 from drivetrain.capability import Capability
 from drivetrain.errors import InvalidRequest
+from drivetrain.memory import PauseMode
 from drivetrain.outputs import Completion
-from drivetrain.prompts import AudioInput, ChatPrompt, ImageInput, MediaInput, Message, VideoInput
+from drivetrain.prompts import AudioInput, ChatPrompt, ImageInput, MediaInput, Message, TokenPrompt, VideoInput
 from drivetrain.sampling import SamplingParams
-from drivetrain_conformance.bench import Bench
+from drivetrain_conformance.bench import Bench, NoOracle, end_requests, until_running
 from drivetrain_conformance.case import ModelKind, case
 from drivetrain_conformance.expect import refused
+from drivetrain_conformance.oracle import ImagesOracle, Logits, log_softmax
+from drivetrain_conformance.reference_sampling import steps
+from drivetrain_conformance.weight_sources import raw_bytes, tensors_of
 
 Pixel = tuple[int, int, int]
 
 _SIDE: Final = 64
 _GREEDY: Final = SamplingParams(max_new_tokens=16, temperature=0)
+_SEEN: Final = SamplingParams(max_new_tokens=12, temperature=0, logprobs=0)
 
 
 @case(Capability.IMAGES, model=ModelKind.VISION)
@@ -53,13 +64,199 @@ async def images_stay_with_their_prompts(bench: Bench) -> None:
 
 
 @case(Capability.IMAGES, model=ModelKind.VISION)
+async def images_are_fetched_once(bench: Bench) -> None:
+    """An image on a server is what its bytes are, and is fetched once for all samples of its prompt."""
+    data = _png(_pattern)
+    with _served({"/pattern.png": data}) as (address, asked):
+        params = _SEEN.model_copy(update={"n": 3})
+        fetched = await bench.engine.generate(_chat("image", [ImageInput(url=f"{address}/pattern.png")]), params)
+        assert asked == ["/pattern.png"]
+        for completion in fetched.completions:
+            _check_seen(bench, completion, [data])
+        with refused(InvalidRequest, naming="/missing.png"):
+            await bench.engine.generate(_chat("image", [ImageInput(url=f"{address}/missing.png")]), _GREEDY)
+
+
+@case(Capability.IMAGES, model=ModelKind.VISION)
 async def what_is_no_image_is_refused(bench: Bench) -> None:
-    """Bytes that are no image, and a path where there is none, are refused as the request's mistake."""
+    """What is no image, is broken off, or is not there, is refused as the request's mistake, and so is its batch."""
     missing = str(bench.folder("images") / "missing.png")
-    for broken in (ImageInput(data=b"this is no image"), ImageInput(path=missing)):
-        with refused(InvalidRequest):
-            await bench.engine.generate(_chat("image", [broken]), _GREEDY)
-    assert await _answers(bench, "image", ImageInput(data=_png(_black)))
+    good, nothing = _png(_black), base64.b64encode(b"nothing").decode()
+    for broken in (
+        ImageInput(data=b"this is no image"),
+        ImageInput(data=b""),
+        ImageInput(data=good[: len(good) // 2]),
+        ImageInput(path=missing),
+        ImageInput(url=f"data:image/png;base64,{nothing}"),
+        ImageInput(url=Path(missing).as_uri()),
+        ImageInput(url="http://127.0.0.1:1/image.png"),
+    ):
+        with refused(InvalidRequest, field="prompts"):
+            await bench.engine.generate([_chat("image", []), _chat("image", [broken])], _GREEDY)
+        assert (await bench.engine.stats()).running == 0
+    assert await _answers(bench, "image", ImageInput(data=good))
+
+
+# What the model sees -------------------------------------------------------------------------------------------------
+
+
+@case(Capability.IMAGES, model=ModelKind.VISION)
+async def an_image_is_seen_as_the_model_sees_it(bench: Bench) -> None:
+    """Logprobs of answers are those of an independent pass over the prompt that comes back and the images."""
+    for images in (
+        [_png(_pattern)],
+        [_png(_black)],
+        [_png(_stripes, 96, 40)],
+        [_png(_pattern), _png(_stripes, 40, 96)],
+        [_png(_stripes, 40, 96), _png(_pattern)],
+        [],
+    ):
+        (completion,) = (await bench.engine.generate(_with_images(images), _SEEN)).completions
+        _check_seen(bench, completion, images)
+
+
+@case(Capability.IMAGES, model=ModelKind.VISION)
+async def a_prompt_comes_back_as_it_was_seen(bench: Bench) -> None:
+    """The ids of a prompt hold each image as often as the model takes it, and asked as such they mean the same."""
+    images = [_png(_pattern), _png(_stripes, 96, 40)]
+    media = tuple(ImageInput(data=image) for image in images)
+    engine = bench.engine
+    asked = _with_images(images)
+    (completion,) = (await engine.generate(asked, _SEEN)).completions
+    written = engine.tokenizer.encode(asked)
+    _check_seen(bench, completion, images)
+    seen = completion.prompt_token_ids
+    assert len(seen) > len(written)
+    (token,) = {token for token in seen if seen.count(token) > written.count(token)}
+    assert [token for token, _ in itertools.groupby(seen)] == [token for token, _ in itertools.groupby(written)]
+    for token_ids in (written, seen):
+        prompt = TokenPrompt(token_ids=tuple(token_ids), media=media)
+        (again,) = (await engine.generate(prompt, _SEEN)).completions
+        assert again.prompt_token_ids == seen
+        _check_seen(bench, again, images)
+    first = seen.index(token)
+    for wrong in (
+        [one for one in seen if one != token],
+        [*seen[:first], token, *seen[first:]],
+        [*written, token],
+        [one for at, one in enumerate(seen) if at != first - 1],
+    ):
+        with refused(InvalidRequest, field="prompts[0]"):
+            await engine.generate(TokenPrompt(token_ids=tuple(wrong), media=media), _SEEN)
+
+
+@case(Capability.IMAGES, model=ModelKind.VISION)
+async def images_count_in_the_context(bench: Bench) -> None:
+    """Prompt and output fit the context together with the images, and what does not is refused."""
+    image = [_png(_pattern)]
+    seen = (await bench.engine.generate(_with_images(image), _SEEN)).completions[0].prompt_token_ids
+    room = bench.engine.model_info.context_length - len(seen)
+    with refused(InvalidRequest, field="sampling_params.max_new_tokens"):
+        await bench.engine.generate(_with_images(image), SamplingParams(max_new_tokens=room + 1))
+    fitting = SamplingParams(max_new_tokens=room, temperature=0)
+    (completion,) = (await bench.engine.generate(_with_images(image), fitting)).completions
+    assert completion.prompt_token_ids == seen
+    assert 0 < len(completion.token_ids) <= room
+
+
+@case(Capability.IMAGES, Capability.PROMPT_LOGPROBS, model=ModelKind.VISION)
+async def prompts_with_images_are_scored(bench: Bench) -> None:
+    """Logprobs of a prompt's own tokens are those of an independent pass, those of its images' tokens too."""
+    images = [_png(_pattern), _png(_stripes, 96, 40)]
+    params = _SEEN.model_copy(update={"prompt_logprobs": 0})
+    (completion,) = (await bench.engine.generate(_with_images(images), params)).completions
+    prompt, scores = completion.prompt_token_ids, completion.prompt_logprobs
+    assert scores is not None
+    assert scores[0] is None
+    rows = log_softmax(_oracle(bench).logits_beside(prompt, images))
+    for index, (token, score) in enumerate(zip(prompt[1:], scores[1:], strict=True)):
+        assert score is not None
+        assert abs(score - rows[index, token]) <= bench.tolerance(), f"token {index + 1} of {prompt}: {score}"
+    _check_seen(bench, completion, images)
+
+
+@case(Capability.IMAGES, Capability.REPETITION_PENALTY, model=ModelKind.VISION)
+async def images_are_tokens_to_penalties(bench: Bench) -> None:
+    """The repetition penalty holds for the token that stands for an image as for any other of the prompt."""
+    images = [_png(_pattern)]
+    params = _SEEN.model_copy(update={"repetition_penalty": 1.5, "logprobs": None})
+    (completion,) = (await bench.engine.generate(_with_images(images), params)).completions
+    logits = _output_logits(bench, completion, images)
+    drawn_from = steps(completion, logits, params, bench.tolerance())
+    for token, drawn in zip(completion.token_ids[: len(logits)], drawn_from, strict=True):
+        assert drawn.scaled[token] >= drawn.scaled.max() - bench.tolerance()
+
+
+# What must not be mixed ----------------------------------------------------------------------------------------------
+
+
+@case(Capability.IMAGES, Capability.PREFIX_CACHE, model=ModelKind.VISION)
+async def a_cached_image_is_no_other(bench: Bench) -> None:
+    """The cache serves an image again, but no other beside the same ids: not even one that differs only in shape."""
+    engine = bench.engine
+    for first, second in (
+        (_png(_pattern), _png(_stripes)),
+        (_png(_black, 112, 56), _png(_black, 56, 112)),
+    ):
+        await engine.reset_prefix_cache()
+        seen: list[list[int]] = []
+        for image, is_new in ((first, True), (second, True), (first, False), (second, False)):
+            (completion,) = (await engine.generate(_with_images([image]), _SEEN)).completions
+            _check_seen(bench, completion, [image])
+            seen.append(completion.prompt_token_ids)
+            assert (completion.cached_tokens <= _first_place(completion)) is is_new
+        assert seen[0] == seen[1], "the images take different ids, so they could not have been mixed"
+    await engine.reset_prefix_cache()
+    (completion,) = (await engine.generate(_with_images([first]), _SEEN)).completions
+    assert completion.cached_tokens == 0
+    _check_seen(bench, completion, [first])
+
+
+@case(Capability.IMAGES, Capability.WEIGHTS_DISK, model=ModelKind.VISION, changes_weights=True)
+async def new_weights_see_an_image_anew(bench: Bench) -> None:
+    """After an update an image that was seen before is seen with the new weights, the vision model's among them."""
+    other, images = bench.other_weights(), [_png(_pattern)]
+    await bench.engine.generate(_with_images(images), _SEEN)
+    await bench.engine.load_weights_from_disk(str(other), "new")
+    (completion,) = (await bench.engine.generate(_with_images(images), _SEEN)).completions
+    assert completion.weight_version in ("new", None)
+    _check_seen(bench, completion, images, other)
+
+
+@case(Capability.IMAGES, Capability.READ_WEIGHTS, model=ModelKind.VISION)
+async def every_tensor_of_a_model_with_images_can_be_read(bench: Bench) -> None:
+    """Each tensor of the checkpoint, those of the vision model too, is in the manifest and reads back as it is."""
+    await bench.engine.generate(_with_images([_png(_pattern)]), _SEEN)
+    stored = tensors_of(bench.model)
+    manifest = await bench.engine.weight_manifest()
+    assert {spec.name for spec in manifest.tensors} == set(stored)
+    for name, tensor in stored.items():
+        assert (await bench.engine.get_weights_by_name(name)).data == raw_bytes(tensor), name
+
+
+@case(Capability.IMAGES, Capability.PAUSE_RETRACT, model=ModelKind.VISION)
+async def a_retracted_image_is_seen_again(bench: Bench) -> None:
+    """A request whose cache is released goes on with its image."""
+    params = bench.long(160, logprobs=0)
+    for side in range(56, 196, 28):
+        images = [_png(_pattern, side, 84)]
+        (whole,) = (await bench.engine.generate(_with_images(images), params)).completions
+        if not _drew_a_place(whole):  # the oracle can follow all of it
+            break
+    else:
+        raise AssertionError("every answer holds the token that stands for an image, so none can be checked to its end")
+    task = asyncio.create_task(bench.engine.generate(_with_images(images), params))
+    try:
+        await until_running(bench.engine, 1, task)
+        await asyncio.sleep(0.05)
+        await bench.engine.pause_generation(PauseMode.RETRACT)
+        assert not task.done(), "it had ended before it could be retracted"
+        await bench.engine.continue_generation()
+        (completion,) = (await task).completions
+    finally:
+        await end_requests(bench.engine, task)
+    assert len(completion.token_ids) == len(whole.token_ids)
+    _check_seen(bench, completion, images)
 
 
 @case(Capability.VIDEO, model=ModelKind.VISION)
@@ -95,6 +292,77 @@ async def sounds_are_read_from_bytes_files_and_data_urls(bench: Bench) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------------
+
+
+def _with_images(images: Sequence[bytes]) -> ChatPrompt:
+    return _chat("image", [ImageInput(data=image) for image in images])
+
+
+def _oracle(bench: Bench, model: Path | None = None) -> ImagesOracle:
+    oracle = bench.oracle(model)
+    if not isinstance(oracle, ImagesOracle):
+        raise NoOracle
+    return oracle
+
+
+def _output_logits(bench: Bench, completion: Completion, images: Sequence[bytes], model: Path | None = None) -> Logits:
+    """The oracle's logits of a completion's tokens, up to one that stands for an image: to it, that is one more."""
+    prompt, tokens, oracle = completion.prompt_token_ids, completion.token_ids, _oracle(bench, model)
+    if images and _drew_a_place(completion):
+        tokens = tokens[: tokens.index(prompt[_first_place(completion)]) + 1]
+    ids = [*prompt, *tokens[:-1]]
+    return (oracle.logits_beside(ids, images) if images else oracle.logits(ids))[len(prompt) - 1 :]
+
+
+def _first_place(completion: Completion) -> int:
+    """How many tokens of the prompt are before its first image, which is a token that repeats."""
+    pairs = itertools.pairwise(completion.prompt_token_ids)
+    return next(at for at, (one, other) in enumerate(pairs) if one == other)
+
+
+def _drew_a_place(completion: Completion) -> bool:
+    """Whether the answer holds the token that stands for an image."""
+    return completion.prompt_token_ids[_first_place(completion)] in completion.token_ids
+
+
+def _check_seen(bench: Bench, completion: Completion, images: Sequence[bytes], model: Path | None = None) -> None:
+    """Raise unless a greedy completion, and its logprobs, are those of the images."""
+    assert completion.logprobs is not None
+    assert completion.token_ids
+    rows = log_softmax(_output_logits(bench, completion, images, model))
+    expected = [float(row[token]) for row, token in zip(rows, completion.token_ids[: len(rows)], strict=True)]
+    assert all(row.max() - value <= bench.tolerance() for row, value in zip(rows, expected, strict=True))
+    worst = max(abs(one - other) for one, other in zip(completion.logprobs[: len(rows)], expected, strict=True))
+    assert worst <= bench.tolerance(), (
+        f"logprobs beside {len(images)} images are {worst:.2g} from those of the model: {completion.logprobs}"
+    )
+
+
+@contextmanager
+def _served(files: Mapping[str, bytes]) -> Iterator[tuple[str, list[str]]]:
+    """A server of these files: its address, and the paths that it was asked for and had."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = files.get(self.path)
+            self.send_response(404 if body is None else 200)
+            self.end_headers()
+            if body is not None:
+                asked.append(self.path)
+                self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}", asked
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def _chat(kind: str, media: Sequence[MediaInput]) -> ChatPrompt:
@@ -134,14 +402,14 @@ def _stripes(x: int, y: int) -> Pixel:
     return (255, 255, 255) if y // 8 % 2 else (200, 30, 30)
 
 
-def _png(pixel: Callable[[int, int], Pixel]) -> bytes:
-    """A square image of eight bits per channel, as the PNG specification has it (RFC 2083)."""
+def _png(pixel: Callable[[int, int], Pixel], width: int = _SIDE, height: int = _SIDE) -> bytes:
+    """An image of eight bits per channel, as the PNG specification has it (RFC 2083)."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
-    rows = b"".join(b"\0" + bytes(value for x in range(_SIDE) for value in pixel(x, y)) for y in range(_SIDE))
-    header = struct.pack(">IIBBBBB", _SIDE, _SIDE, 8, 2, 0, 0, 0)
+    rows = b"".join(b"\0" + bytes(value for x in range(width) for value in pixel(x, y)) for y in range(height))
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
 
 

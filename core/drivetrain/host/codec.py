@@ -48,6 +48,10 @@ def codec_for(annotation: object) -> Codec:
     if annotation is GenerateRequest:
         return _requests
     members = get_args(annotation)
+    if get_origin(annotation) is tuple and len(members) == 2 and members[1] is Ellipsis:
+        member = codec_for(members[0])
+        if isinstance(member, _OneOf):
+            return _Several(member)
     if get_origin(annotation) in (Union, types.UnionType) and sum(_is_model(member) for member in members) > 1:
         return _OneOf(members)
     return _Typed(annotation)
@@ -123,6 +127,28 @@ class _OneOf(Codec):
         if named.name not in self._members:
             raise WireError(f"got a {named.name!r}; expected one of: {', '.join(self._members)}")
         return self._members[named.name].decode(named.value)
+
+
+_items: Final = msgspec.msgpack.Decoder(tuple[msgspec.Raw, ...])
+
+
+class _Several(Codec):
+    """A tuple of any length of what one codec takes."""
+
+    def __init__(self, member: Codec) -> None:
+        self._member = member
+
+    def encode(self, value: object) -> msgspec.Raw:
+        if not isinstance(value, tuple):
+            raise WireError(f"a {type(value).__name__} cannot cross here; expected a tuple")
+        return _to_wire(tuple(map(self._member.encode, value)))
+
+    def decode(self, data: msgspec.Raw) -> object:
+        try:
+            items = _items.decode(data)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise WireError(str(error)) from error
+        return tuple(map(self._member.decode, items))
 
 
 # The hot one ---------------------------------------------------------------------------------------------------------

@@ -74,6 +74,8 @@ def method_of(function: Callable[..., object]) -> Method:
 def _shown(annotation: object) -> str:
     if isinstance(annotation, type) and not get_args(annotation):
         return "None" if annotation is type(None) else annotation.__name__
+    if annotation is Ellipsis:
+        return "..."
     members = get_args(annotation)
     if not members:
         return str(annotation)

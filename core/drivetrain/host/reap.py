@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -19,7 +20,9 @@ MARK: Final = "DRIVETRAIN_HOST"
 SCRATCH: Final = "DRIVETRAIN_HOST_FOLDER"
 """Environment variable with the host's temporary folder, which goes when the host goes."""
 
-_SEMAPHORES: Final = Path("/dev/shm/sem.mp-*")
+_SHARED_MEMORY: Final = Path("/dev/shm")
+_SEMAPHORE: Final = "sem.mp-"
+_NUMBERS: Final = re.compile(r"(?<![0-9A-Za-z])\d+(?![0-9A-Za-z])")
 _logger = logging.getLogger("drivetrain.host")
 _PATIENCE_S: Final = 3.0
 _ROUNDS: Final = 3
@@ -48,12 +51,12 @@ def family(host: int, mark: str) -> list[psutil.Process]:
 def kill_family(host: int, mark: str) -> None:
     """Kill (SIGKILL) everything of a host, and wait until it is gone; what is left after that is logged."""
     left: list[psutil.Process] = []
-    semaphores: set[Path] = set()
+    files: set[Path] = set()
     for _ in range(_ROUNDS):  # what forked while we looked is found the next time
         left = [process for process in family(host, mark) if _runs(process)]
         if not left:
             break
-        semaphores |= semaphores_of(left)
+        files |= shared_memory_of(left)
         for process in left:
             try:
                 process.kill()
@@ -63,28 +66,33 @@ def kill_family(host: int, mark: str) -> None:
         patience = time.monotonic() + _PATIENCE_S
         while any(map(_runs, left)) and time.monotonic() < patience:
             time.sleep(0.005)
-    unlink(semaphores)
+    unlink(files)
     if left := [process for process in left if _runs(process)]:
         _logger.error("these processes of an engine's host do not end: %s", ", ".join(map(str, left)))
 
 
-def semaphores_of(processes: Iterable[psutil.Process]) -> set[Path]:
-    """The named semaphores of Python's multiprocessing that these processes use; nobody removes those of the killed."""
+def shared_memory_of(processes: Collection[psutil.Process]) -> set[Path]:
+    """The files in shared memory that are these processes' own, which nobody removes when they are killed.
+
+    Those are the semaphores of Python's multiprocessing that they use, and what is named after one of them.
+    """
     files: dict[int, Path] = {}
-    for file in _SEMAPHORES.parent.glob(_SEMAPHORES.name):
+    for file in _SHARED_MEMORY.iterdir():
         try:
             files[file.stat().st_ino] = file
         except OSError:
             continue  # removed meanwhile
+    pids = {str(process.pid) for process in processes}
     found: set[Path] = set()
     for process in processes if files else ():
         try:
             maps = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8", errors="replace")
         except OSError:
             continue  # it ended meanwhile
-        # By inode: whoever made the semaphore has mapped it under a temporary name that is gone.
-        columns = (line.split(maxsplit=5) for line in maps.splitlines() if "/dev/shm/" in line)
-        found.update(files[inode] for inode in (int(column[4]) for column in columns) if inode in files)
+        # By inode: whoever made a semaphore has mapped it under a temporary name that is gone.
+        columns = (line.split(maxsplit=5) for line in maps.splitlines() if f"{_SHARED_MEMORY}/" in line)
+        used = {files[inode] for inode in (int(column[4]) for column in columns) if inode in files}
+        found |= {file for file in used if file.name.startswith(_SEMAPHORE) or pids & set(_NUMBERS.findall(file.name))}
     return found
 
 
@@ -141,7 +149,7 @@ __all__ = [
     "ending",
     "family",
     "kill_family",
-    "semaphores_of",
+    "shared_memory_of",
     "signal_name",
     "unlink",
 ]

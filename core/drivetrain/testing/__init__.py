@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from drivetrain.testing.byte_tokenizer import byte_tokenizer
-from drivetrain.testing.tiny_model import ARCHITECTURES, tiny_model
+from drivetrain.testing.tiny_model import ARCHITECTURES, VISION_ARCHITECTURES, tiny_model
 
-__all__ = ["ARCHITECTURES", "byte_tokenizer", "tiny_model"]
+__all__ = ["ARCHITECTURES", "VISION_ARCHITECTURES", "byte_tokenizer", "tiny_model"]

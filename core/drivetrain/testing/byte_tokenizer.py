@@ -10,6 +10,8 @@ from transformers import PreTrainedTokenizerFast
 SPECIAL_TOKENS: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 """Their ids are 256, 257, 258 and 259."""
 VOCAB_SIZE: Final = 256 + len(SPECIAL_TOKENS)
+VISION_TOKENS: Final = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+"""Further ones of models that take images: their ids are 260 to 263."""
 
 CHAT_TEMPLATE: Final = (
     "{% for message in messages %}"
@@ -19,8 +21,22 @@ CHAT_TEMPLATE: Final = (
 )
 """ChatML."""
 
+VISION_CHAT_TEMPLATE: Final = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}"
+    "{% else %}{{ '<|vision_start|><|' + part['type'] + '_pad|><|vision_end|>' }}{% endif %}"
+    "{% endfor %}{% endif %}"
+    "{{ '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""ChatML in which content may be parts, and an image among them leaves its place, as Qwen-VL writes it."""
 
-def byte_tokenizer(*, model_max_length: int = 1024) -> PreTrainedTokenizerFast:
+
+def byte_tokenizer(*, model_max_length: int = 1024, vision: bool = False) -> PreTrainedTokenizerFast:
     """Return a tokenizer whose ids 0 to 255 are the bytes of UTF-8 text, followed by four special tokens.
 
     ``<|im_end|>`` is EOS, ``<|pad|>`` is padding, the chat template is ChatML, and no token is added to plain text.
@@ -30,18 +46,20 @@ def byte_tokenizer(*, model_max_length: int = 1024) -> PreTrainedTokenizerFast:
 
     Args:
         model_max_length: Context length in tokens, as written into the tokenizer's configuration.
+        vision: Add :data:`VISION_TOKENS`, and let the chat template place images.
     """
     vocabulary = {character: byte for byte, character in enumerate(_characters())}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    special = SPECIAL_TOKENS + (VISION_TOKENS if vision else ())
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|pad|>",
-        additional_special_tokens=["<|endoftext|>", "<|im_start|>"],
-        chat_template=CHAT_TEMPLATE,
+        additional_special_tokens=["<|endoftext|>", "<|im_start|>", *(VISION_TOKENS if vision else ())],
+        chat_template=VISION_CHAT_TEMPLATE if vision else CHAT_TEMPLATE,
         model_max_length=model_max_length,
         clean_up_tokenization_spaces=False,
     )

@@ -15,19 +15,26 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedConfig,
+)
 
 from drivetrain.errors import InvalidConfig
 from drivetrain.progress_bars import no_progress_bars
-from drivetrain.testing.byte_tokenizer import SPECIAL_TOKENS, VOCAB_SIZE, byte_tokenizer
+from drivetrain.testing.byte_tokenizer import SPECIAL_TOKENS, VISION_TOKENS, VOCAB_SIZE, byte_tokenizer
 
 ConfigValue = str | int | float | bool | None | Sequence["ConfigValue"] | Mapping[str, "ConfigValue"]
 
 _ENDOFTEXT, _IM_START, _IM_END, _PAD = range(256, 256 + len(SPECIAL_TOKENS))
+_VISION_START, _VISION_END, _IMAGE, _VIDEO = range(VOCAB_SIZE, VOCAB_SIZE + len(VISION_TOKENS))
 _random_state: Final = threading.Lock()
 """Held while torch's random state, which all threads share, is set aside."""
 _FILES: Final = ("config.json", "model.safetensors", "tokenizer.json", "generation_config.json")
@@ -79,6 +86,80 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, ConfigValue]]] = MappingProxyType
 )
 """Architecture (the ``model_type`` of transformers) → the configuration values that make it tiny."""
 
+_PATCH: Final = 14
+"""Pixels along a side of a patch, as in Qwen's own: SGLang takes other sizes for embeddings that were made elsewhere.
+Two by two patches are one token."""
+_EYES: Final[dict[str, ConfigValue]] = {
+    "depth": 2,
+    "num_heads": 2,
+    "patch_size": _PATCH,
+    "in_chans": 3,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "initializer_range": 0.15,
+}
+_PLACES: Final[dict[str, ConfigValue]] = {
+    "vision_start_token_id": _VISION_START,
+    "vision_end_token_id": _VISION_END,
+    "image_token_id": _IMAGE,
+    "video_token_id": _VIDEO,
+    "tie_word_embeddings": False,
+    **{name: _COMMON[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+}
+_WITH_IMAGES: Final[dict[str, ConfigValue]] = {**_GROUPED, "vocab_size": VOCAB_SIZE + len(VISION_TOKENS)}
+_ROPE: Final[dict[str, ConfigValue]] = {"rope_type": "default", "rope_theta": 10000.0}
+
+VISION_ARCHITECTURES: Final[Mapping[str, Mapping[str, ConfigValue]]] = MappingProxyType(
+    {
+        "qwen2_vl": {
+            **_PLACES,
+            "text_config": {**_WITH_IMAGES, "rope_parameters": {**_ROPE, "mrope_section": (2, 3, 3)}},
+            "vision_config": {**_EYES, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
+        },
+        "qwen2_5_vl": {
+            **_PLACES,
+            "text_config": {**_WITH_IMAGES, "rope_parameters": {**_ROPE, "mrope_section": (2, 3, 3)}},
+            "vision_config": {
+                **_EYES,
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "out_hidden_size": 64,
+                "window_size": 4 * _PATCH,
+                "fullatt_block_indexes": (1,),
+            },
+        },
+        "qwen3_vl": {
+            **_PLACES,
+            "text_config": {
+                **_WITH_IMAGES,
+                "head_dim": 16,
+                "rope_parameters": {**_ROPE, "mrope_section": (4, 2, 2), "mrope_interleaved": True},
+            },
+            "vision_config": {
+                **_EYES,
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "out_hidden_size": 64,
+                "num_position_embeddings": 64,
+                "deepstack_visual_indexes": (0, 1),
+            },
+        },
+    }
+)
+"""The same for models that take images beside text."""
+
+_PREPROCESSOR: Final = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": _PATCH,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "size": {"shortest_edge": (4 * _PATCH) ** 2, "longest_edge": (16 * _PATCH) ** 2},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+
+_KNOWN: Final = {**ARCHITECTURES, **VISION_ARCHITECTURES}
+
 
 def tiny_model(
     architecture: str = "qwen2",
@@ -94,22 +175,26 @@ def tiny_model(
     layers of width 64, 260 token ids and, where the architecture has positions, a context of 1024 tokens. Sliding
     windows are 32 tokens wide. The same arguments give the same weights. Nothing is downloaded.
 
+    One of :data:`VISION_ARCHITECTURES` takes images besides: four more token ids, a template that places images, and
+    the configuration of an image processor, for which 28 by 28 pixels are a token and an image has 4 to 64 of them.
+
     Args:
-        architecture: A key of :data:`ARCHITECTURES`, such as ``"llama"`` or ``"qwen2_moe"``.
+        architecture: A key of :data:`ARCHITECTURES` or :data:`VISION_ARCHITECTURES`, such as ``"llama"``.
         directory: Where to write: a folder that is empty or not there. None: a folder under the system's temporary
             directory, shared by all calls of this user with the same arguments. Read it, do not write into it.
         seed: Seed of the weights.
         config_overrides: Fields of the architecture's configuration, such as ``num_hidden_layers=4`` or
-            ``tie_word_embeddings=True``; ``dtype="bfloat16"`` sets the type of the weights.
+            ``tie_word_embeddings=True``; ``dtype="bfloat16"`` sets the type of the weights. Where the configuration
+            has parts, such as ``text_config``, a mapping changes the fields that it names.
 
     Raises:
         InvalidConfig: the architecture or a field is unknown, a value cannot work, or ``directory`` is not empty.
     """
-    if architecture not in ARCHITECTURES:
-        close = difflib.get_close_matches(architecture, ARCHITECTURES, n=1)
+    if architecture not in _KNOWN:
+        close = difflib.get_close_matches(architecture, _KNOWN, n=1)
         raise InvalidConfig(
             f"architecture={architecture!r} is not known{f'; did you mean {close[0]!r}?' if close else ''}; "
-            f"known: {', '.join(ARCHITECTURES)}",
+            f"known: {', '.join(_KNOWN)}",
             field="architecture",
         )
     if directory is None:
@@ -127,10 +212,12 @@ def tiny_model(
 def _write(folder: Path, architecture: str, seed: int, overrides: Mapping[str, ConfigValue]) -> None:
     config = _config(architecture, overrides)
     dtype = config.dtype or torch.float32
+    takes_images = architecture in VISION_ARCHITECTURES
     with _random_state, torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
         torch.manual_seed(seed)
         try:
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            kind: Any = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
+            model = kind.from_config(config, dtype=torch.float32)
             # Biases begin as zeros and norms as ones: with those, code that forgets one would go unnoticed.
             for parameter in model.parameters():
                 if parameter.ndim == 1:
@@ -144,8 +231,10 @@ def _write(folder: Path, architecture: str, seed: int, overrides: Mapping[str, C
     )
     with no_progress_bars():
         model.save_pretrained(folder)
-    length = getattr(config, "max_position_embeddings", None) or 1024
-    byte_tokenizer(model_max_length=length).save_pretrained(folder)
+    length = getattr(config.get_text_config(), "max_position_embeddings", None) or 1024
+    byte_tokenizer(model_max_length=length, vision=takes_images).save_pretrained(folder)
+    if takes_images:
+        (folder / "preprocessor_config.json").write_text(json.dumps(_PREPROCESSOR, indent=2), encoding="utf-8")
 
 
 def _does_not_work(architecture: str, overrides: Mapping[str, ConfigValue], error: Exception) -> InvalidConfig:
@@ -173,8 +262,12 @@ def _config(architecture: str, overrides: Mapping[str, ConfigValue]) -> PreTrain
         )
     # gpt2 calls hidden_size n_embd: one name for each, or the tiny value and the override would both be there.
     own = default.attribute_map
-    values = {own.get(name, name): value for name, value in ARCHITECTURES[architecture].items()}
-    values |= {own.get(name, name): value for name, value in overrides.items()}
+    values = {own.get(name, name): value for name, value in _KNOWN[architecture].items()}
+    for name, value in overrides.items():
+        tiny = values.get(own.get(name, name))
+        if isinstance(tiny, Mapping) and isinstance(value, Mapping):
+            value = {**tiny, **value}
+        values[own.get(name, name)] = value
     pattern, layers = values.get("layer_types"), values.get("num_hidden_layers")
     if isinstance(pattern, tuple) and isinstance(layers, int) and layers > 0:
         values["layer_types"] = list(itertools.islice(itertools.cycle(pattern), layers))

@@ -17,7 +17,8 @@ def activate() -> None:
     """Register the sampler and the hooks, in engines that drivetrain started."""
     if os.environ.get(SWITCH) != "1":
         return
-    from drivetrain_sglang.inside import control, sampling
+    from drivetrain_sglang.inside import control, images, sampling
 
     sampling.register()
     control.register()
+    images.register()

@@ -6,7 +6,12 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    GenerationConfig,
+)
 
 from drivetrain.weights import WeightManifest
 from drivetrain_weight_sync import ModuleTarget
@@ -19,10 +24,13 @@ def checkpoint_of(model_config: Any) -> WeightManifest:
         revision=getattr(model_config, "revision", None),
         trust_remote_code=getattr(model_config, "trust_remote_code", False),
     )
-    rewards = any("SequenceClassification" in name for name in config.architectures or ())
-    kind = AutoModelForSequenceClassification if rewards else AutoModelForCausalLM
+    kind: Any = AutoModelForCausalLM
+    if any("SequenceClassification" in name for name in config.architectures or ()):
+        kind = AutoModelForSequenceClassification
+    elif hasattr(config, "vision_config"):
+        kind = AutoModelForImageTextToText
     with torch.device("meta"):
-        model = kind.from_config(config)  # type: ignore[no-untyped-call]
+        model = kind.from_config(config)
     model.tie_weights()
     return ModuleTarget(model).manifest()
 

@@ -82,7 +82,8 @@ def _row(req: Req) -> Row:
 
 def _make_row(req: Req) -> Row:
     native = req.sampling_params
-    prompt, generated = list(req.origin_input_ids), list(req.output_ids)
+    # Unpadded: an image's token id, not the key by which SGLang finds the image again.
+    prompt, generated = list(req.origin_input_ids_unpadded), list(req.output_ids)
     stops = sorted(native.stop_token_ids or ())
     own = _own(req)
     if own is not None:

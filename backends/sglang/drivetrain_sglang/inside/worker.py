@@ -28,6 +28,7 @@ from drivetrain.weights import (
     WeightReply,
     WeightReport,
 )
+from drivetrain_sglang.inside.images import forget_embeddings
 from drivetrain_sglang.inside.memory import HostMemory
 from drivetrain_sglang.inside.model import checkpoint_of, eos_token_ids
 from drivetrain_weight_sync import (
@@ -258,6 +259,7 @@ class Worker:
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes that no running request holds; the backend never asks for the others again."""
+        forget_embeddings()
         with self._without_waiting():
             self._scheduler.flush_cache()
 
@@ -282,6 +284,7 @@ class Worker:
             self._writer.stop()
         reply = self._receiver.handle(message)
         if isinstance(message, CommitUpdate):
+            forget_embeddings()
             self.set_weight_version(message.version)
         return reply
 
