@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import subprocess
@@ -112,6 +113,11 @@ def test_overrides_reach_the_model() -> None:
     assert AutoModelForCausalLM.from_pretrained(tiny_model(dtype="bfloat16")).dtype is torch.bfloat16
     tied = AutoModelForCausalLM.from_pretrained(tiny_model(tie_word_embeddings=True))
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
+
+
+def test_what_only_the_tiny_model_sets_can_be_overridden() -> None:
+    folder = tiny_model("qwen3_moe", hidden_size=128, num_attention_heads=2, num_key_value_heads=1, head_dim=64)
+    assert json.loads((folder / "config.json").read_text())["head_dim"] == 64
 
 
 @pytest.mark.parametrize("architecture", ["mistral", "gemma2", "gemma3_text"])

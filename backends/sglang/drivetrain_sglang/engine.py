@@ -156,11 +156,12 @@ class SGLangBackend(Backend):
         if config.enable_lora:
             claimed.add(Capability.LORA)
         if device_of(config) == "cpu":
+            # On a GPU the suite has not seen them yet.
             claimed.add(Capability.TENSOR_PARALLEL)
+            if takes_images(config):
+                claimed.add(Capability.IMAGES)
         if config.engine_kwargs.get("enable_return_hidden_states"):
             claimed.add(Capability.HIDDEN_STATES)
-        if takes_images(config):
-            claimed.add(Capability.IMAGES)
         if importlib.util.find_spec("fsspec") is not None:
             claimed.add(Capability.SAVE_REMOTE)
         if config.tensor_parallel_size > 1:

@@ -247,7 +247,7 @@ def _does_not_work(architecture: str, overrides: Mapping[str, ConfigValue], erro
 def _config(architecture: str, overrides: Mapping[str, ConfigValue]) -> PreTrainedConfig:
     default = AutoConfig.for_model(architecture)
     for name in overrides:
-        if not hasattr(default, name):
+        if not hasattr(default, name) and name not in _KNOWN[architecture]:
             known = [key for key in default.to_dict() if not key.startswith("_")]
             close = difflib.get_close_matches(name, known, n=1)
             raise InvalidConfig(
