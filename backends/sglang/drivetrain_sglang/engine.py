@@ -110,10 +110,33 @@ _ALWAYS: Final = frozenset(
         Capability.READ_WEIGHTS,
         Capability.SAVE_SHARDED,
         Capability.PROFILE,
+        Capability.TENSOR_PARALLEL,
         Capability.EMBED,
         Capability.REWARD_SCORE,
     }
 )
+_UNSEEN_ON_A_GPU: Final = frozenset(
+    {
+        Capability.TENSOR_PARALLEL,
+        Capability.IMAGES,
+        Capability.ROUTED_EXPERTS,
+        Capability.DETERMINISTIC,
+        Capability.SLEEP_CUDA_GRAPH,
+        Capability.HICACHE_STORAGE,
+    }
+)
+"""Written, and not claimed until the suite has seen it."""
+
+_MEMORY_SAVERS: Final = frozenset(
+    {
+        Capability.SLEEP_WEIGHTS,
+        Capability.SLEEP_KV_CACHE,
+        Capability.SLEEP_CUDA_GRAPH,
+        Capability.SLEEP_KEEPS_WEIGHTS,
+    }
+)
+"""On a GPU, what SGLang's memory saver does."""
+
 _ABORT_AGAIN_S: Final = 0.1
 _LAST_STEP_S: Final = 10.0
 
@@ -155,11 +178,8 @@ class SGLangBackend(Backend):
             claimed -= {Capability.VERSION_SPANS, Capability.WEIGHT_UPDATE_IN_FLIGHT}
         if config.enable_lora:
             claimed.add(Capability.LORA)
-        if device_of(config) == "cpu":
-            # On a GPU the suite has not seen them yet.
-            claimed.add(Capability.TENSOR_PARALLEL)
-            if takes_images(config):
-                claimed.add(Capability.IMAGES)
+        if takes_images(config):
+            claimed.add(Capability.IMAGES)
         if config.engine_kwargs.get("enable_return_hidden_states"):
             claimed.add(Capability.HIDDEN_STATES)
         if importlib.util.find_spec("fsspec") is not None:
@@ -167,13 +187,10 @@ class SGLangBackend(Backend):
         if config.tensor_parallel_size > 1:
             claimed -= {Capability.SAVE_SHARDED, Capability.SAVE_REMOTE}
         if device_of(config) != "cpu":
-            from drivetrain_weight_sync.transports import cuda_ipc
-
-            claimed.add(Capability.SLEEP_KEEPS_WEIGHTS)
-            if cuda_ipc.is_available():
-                claimed.add(Capability.WEIGHTS_CUDA_IPC)
+            claimed |= _of_a_gpu(config)
+            claimed -= _UNSEEN_ON_A_GPU
             if not config.enable_sleep or importlib.util.find_spec("torch_memory_saver") is None:
-                claimed -= {Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, Capability.SLEEP_KEEPS_WEIGHTS}
+                claimed -= _MEMORY_SAVERS
         return frozenset(claimed)
 
     @classmethod
@@ -191,6 +208,8 @@ class SGLangBackend(Backend):
         report("importing SGLang")
         os.environ[SWITCH] = "1"
         os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+        if Capability.SLEEP_CUDA_GRAPH in self.capabilities(self.config):
+            os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
         try:
             info = self._start(report)
         except (InvalidConfig, EngineStartError):
@@ -357,6 +376,12 @@ class SGLangBackend(Backend):
         """Ask for no earlier prefix any more, and let go of those that no frozen request holds."""
         self._cache_epoch += 1
         await self._ask("reset_prefix_cache")
+
+    async def clear_hicache_storage(self) -> None:
+        """Forget what the storage tier of the cache holds."""
+        answer = await self._manager.clear_hicache_storage()
+        if not answer.success:
+            raise EngineInternalError("SGLang did not clear the storage tier of its cache")
 
     # Weights -----------------------------------------------------------------------------------------------------
 
@@ -556,3 +581,17 @@ def _engine_class() -> Any:
             return [], []
 
     return TokenEngine
+
+
+def _of_a_gpu(config: EngineConfig) -> set[Capability]:
+    """What only a GPU gives, asked for or not."""
+    from drivetrain_weight_sync.transports import cuda_ipc
+
+    found = {Capability.SLEEP_KEEPS_WEIGHTS, Capability.SLEEP_CUDA_GRAPH, Capability.DETERMINISTIC}
+    if cuda_ipc.is_available():
+        found.add(Capability.WEIGHTS_CUDA_IPC)
+    if config.engine_kwargs.get("enable_return_routed_experts"):
+        found.add(Capability.ROUTED_EXPERTS)
+    if config.engine_kwargs.get("hicache_storage_backend"):
+        found.add(Capability.HICACHE_STORAGE)
+    return found

@@ -34,6 +34,7 @@ CONFIG_NAMES: Final[Mapping[str, str]] = {
     "enable_prefix_caching": "disable_radix_cache",
     "attention_backend": "attention_backend",
     "tensor_parallel_size": "tp_size",
+    "deterministic": "enable_deterministic_inference",
     "task": "is_embedding",
     "enable_lora": "enable_lora",
     "max_loras": "max_loras_per_batch",
@@ -128,6 +129,8 @@ def engine_arguments(config: EngineConfig, device: str, dtype: str, context_leng
         relied_on["max_lora_rank"] = config.max_lora_rank or LORA_RANK
         if config.max_loras is not None:
             relied_on["max_loaded_loras"] = relied_on["max_loras_per_batch"] = config.max_loras + 1
+    if config.deterministic:
+        relied_on["enable_deterministic_inference"] = True
     if device != "cpu" and config.enable_sleep:
         relied_on["enable_memory_saver"] = True
         if config.sleep_keeps_weights:
