@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import warnings
+
+from packaging.version import InvalidVersion, Version
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version, ``(0, 5, 23)`` of ``"0.5.23.post1"``; none if it is no version."""
+    try:
+        return Version(version).release
+    except InvalidVersion:
+        return ()
 
 
 def warn_if_unseen(engine: str, installed: str, seen: tuple[str, str] | None) -> None:
@@ -17,9 +26,9 @@ def warn_if_unseen(engine: str, installed: str, seen: tuple[str, str] | None) ->
     """
     if seen is None:
         return
-    numbers = [len(release.split(".")) for release in seen]
-    oldest, newest = (_release(release, count) for release, count in zip(seen, numbers, strict=True))
-    if not oldest <= _release(installed, numbers[0]) or not _release(installed, numbers[1]) <= newest:
+    oldest, newest = map(release, seen)
+    numbers = release(installed)
+    if not oldest <= numbers[: len(oldest)] or not numbers[: len(newest)] <= newest:
         between = seen[0] if seen[0] == seen[1] else f"{seen[0]} to {seen[1]}"
         warnings.warn(
             f"{engine} {installed} is outside the releases that its backend was tested with ({between}); it is used "
@@ -28,8 +37,4 @@ def warn_if_unseen(engine: str, installed: str, seen: tuple[str, str] | None) ->
         )
 
 
-def _release(version: str, count: int) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:count])
-
-
-__all__ = ["warn_if_unseen"]
+__all__ = ["release", "warn_if_unseen"]

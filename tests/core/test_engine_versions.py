@@ -25,7 +25,7 @@ def test_what_was_tested_is_used_in_silence(installed: str, seen: tuple[str, str
         warn_if_unseen("engine", installed, seen)
 
 
-@pytest.mark.parametrize("installed", ["0.5.16", "0.5.24", "0.6.0", "1.0.0.dev0", "0.4"])
+@pytest.mark.parametrize("installed", ["0.5.16", "0.5.24", "0.6.0", "1.0.0.dev0", "0.4", "nightly"])
 def test_what_was_not_tested_is_named(installed: str) -> None:
     with pytest.warns(UserWarning, match=rf"engine {installed} is outside .* \(0\.5\.17 to 0\.5\.23\)"):
         warn_if_unseen("engine", installed, ("0.5.17", "0.5.23"))

@@ -9,6 +9,7 @@ from typing import Any, Final
 from drivetrain.backend import EngineStats
 from drivetrain.capability import Capability
 from drivetrain.config import EngineConfig, Task
+from drivetrain.engine_versions import release
 from drivetrain.errors import EngineInternalError, EngineStartError, InvalidConfig
 
 ENDPOINT: Final = "endpoint"
@@ -104,7 +105,7 @@ def check_server(says: ServerSays, endpoint: str) -> None:
         EngineStartError: it is older than any that this was seen to work with.
         InvalidConfig: it was launched with an argument that changes what requests mean.
     """
-    if _numbers(says.version) < OLDEST:
+    if release(says.version) < OLDEST:
         raise EngineStartError(
             f"the server at {endpoint} is SGLang {says.version}; this backend needs "
             f"{'.'.join(map(str, OLDEST))} or newer"
@@ -116,14 +117,6 @@ def check_server(says: ServerSays, endpoint: str) -> None:
                 f"mean what they say; launch it with {name}={value!r}",
                 field=ENDPOINT,
             )
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    numbers: list[int] = []
-    for part in version.split(".")[:3]:
-        digits = "".join(character for character in part if character.isdigit())
-        numbers.append(int(digits or 0))
-    return tuple(numbers)
 
 
 _AGREES: Final[Mapping[str, Callable[[ServerSays], object]]] = {
