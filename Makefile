@@ -90,6 +90,7 @@ conformance-all: $(READY) ## the suite on transformers, SGLang and echo, its mut
 	@$(MAKE) --no-print-directory conformance BACKEND=echo
 	@.venvs/echo/bin/python -m pytest -q $(ECHO)
 	@$(MAKE) --no-print-directory conformance BACKEND=sglang
+	@OMP_NUM_THREADS=1 .venvs/sglang/bin/drivetrain demo --backend sglang --steps 3 --no-plot # its host is no forked one
 	@$(MAKE) --no-print-directory mutants
 	@$(BIN)/drivetrain matrix --check docs/reference/conformance build/conformance/*.json
 
