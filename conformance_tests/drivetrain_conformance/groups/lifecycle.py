@@ -435,8 +435,10 @@ async def an_update_waits_for_a_save(bench: Bench) -> None:
         noted("update", engine.load_weights_from_disk(str(bench.other_weights()), "others")),
         return_exceptions=True,
     )
+    for result in results:
+        if result is not None:
+            raise result
     assert ended == ["save"] * len(folders) + ["update"], f"the update did not wait for the saves: {ended}"
-    assert not any(results), f"{results}"
     for folder in folders:
         await _check_saved(engine, folder, bench.model)
     await engine.load_weights_from_disk(str(bench.model), own)
