@@ -1,6 +1,6 @@
 """Weights broadcast over NCCL from GPU 0, where the trainer is, to an engine on GPU 1. Prints one JSON object.
 
-    python benchmarks/gpu/broadcast.py
+    python benchmarks/gpu/broadcast.py --backend sglang
 
 Needs two GPUs of one host. Each push is checked: the engine compares digests before it commits, one tensor is read back
 and compared, and four greedy tokens are compared with those of the trainer's model.
@@ -8,6 +8,7 @@ and compared, and four greedy tokens are compared with those of the trainer's mo
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 from typing import Any
@@ -25,7 +26,17 @@ PROMPT = [1, 2, 3, 4]
 TENSOR = "model.layers.1.mlp.up_proj.weight"
 
 
-async def main() -> dict[str, object]:
+ON_GPU_1: dict[str, dict[str, Any]] = {
+    "transformers": {"device": "cuda:1"},
+    "sglang": {
+        "gpu_memory_utilization": 0.3,
+        "attention_backend": "triton",
+        "engine_kwargs": {"base_gpu_id": 1, "sampling_backend": "pytorch", "disable_cuda_graph": True},
+    },
+}
+
+
+async def main(backend: str) -> dict[str, object]:
     """Push four times, look at what arrived, and return the figures."""
     folder = tiny_model(
         "qwen2",
@@ -39,7 +50,7 @@ async def main() -> dict[str, object]:
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to("cuda:0")
     pushes: list[dict[str, object]] = []
     async with drivetrain.create_engine(
-        "transformers", model=str(folder), dtype="bfloat16", isolation="process", device="cuda:1"
+        backend, model=str(folder), dtype="bfloat16", isolation="process", **ON_GPU_1[backend]
     ) as engine:
         async with WeightSync.connect(model, engine, "broadcast", group_backend="nccl") as sync:
             for step in range(PUSHES):
@@ -73,4 +84,6 @@ async def main() -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(main()), indent=2))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", choices=ON_GPU_1, default="transformers")
+    print(json.dumps(asyncio.run(main(parser.parse_args().backend)), indent=2))

@@ -20,7 +20,7 @@ from drivetrain.outputs import Completion, GenerationOutput
 from drivetrain.sampling import SamplingParams
 from drivetrain_conformance.case import ModelKind
 from drivetrain_conformance.models import Models
-from drivetrain_conformance.oracle import Logits, Oracle, log_softmax
+from drivetrain_conformance.oracle import Logits, Oracle, RoundingOracle, log_softmax
 from drivetrain_conformance.profile import Profile
 
 _T = TypeVar("_T")
@@ -28,6 +28,8 @@ _T = TypeVar("_T")
 GREEDY_TOKENS = 12
 """Tokens of each probe in :meth:`Bench.fresh_outputs`."""
 _TOLERANCE = {"float32": 5e-4, "float16": 2e-2, "bfloat16": 1.5e-1}
+_ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+"""The largest relative error of one rounding."""
 
 
 class Opener(Protocol):
@@ -117,10 +119,19 @@ class Bench:
 
     def output_logits(self, completion: Completion, model: Path | None = None) -> Logits:
         """The oracle's logits that each token of a completion was drawn from, shape (tokens, vocabulary)."""
-        prompt, output = completion.prompt_token_ids, completion.token_ids
-        if not output:
+        if not completion.token_ids:
             return np.zeros((0, self.engine.model_info.vocab_size if self.shared else 0))
-        return self.oracle(model).logits([*prompt, *output])[len(prompt) - 1 : len(prompt) + len(output) - 1]
+        return _of_the_output(completion, self.oracle(model).logits(_all_ids(completion)))
+
+    def rounded_output_logits(
+        self, completion: Completion, engine: InferenceEngine | None = None, model: Path | None = None
+    ) -> list[Logits]:
+        """The same, each time as rounding in the dtype of the engine's weights may leave them, if the oracle knows."""
+        oracle = self.oracle(model)
+        unit = _ROUNDING.get((engine or self.engine).model_info.dtype, _ROUNDING["bfloat16"])
+        if not isinstance(oracle, RoundingOracle):
+            return [self.output_logits(completion, model)]
+        return [_of_the_output(completion, rows) for rows in oracle.rounded_logits(_all_ids(completion), unit)]
 
     def output_logprobs(
         self, completion: Completion, temperature: float = 1.0, model: Path | None = None
@@ -198,6 +209,15 @@ class OracleMaker(Protocol):
 
 class NoOracle(Exception):
     """The suite was given no oracle, so a case that compares with one is not run."""
+
+
+def _all_ids(completion: Completion) -> list[int]:
+    return [*completion.prompt_token_ids, *completion.token_ids]
+
+
+def _of_the_output(completion: Completion, rows: Logits) -> Logits:
+    before = len(completion.prompt_token_ids)
+    return rows[before - 1 : before + len(completion.token_ids) - 1]
 
 
 def ordinary_ids(engine: InferenceEngine) -> list[int]:

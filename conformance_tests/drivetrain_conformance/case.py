@@ -21,6 +21,7 @@ class Hardware(Enum):
 
     ANY = "any"
     GPU = "gpu"
+    TWO_GPUS = "two_gpus"
     TWO_RANKS = "two_ranks"
     """Two GPUs, or none: then the ranks of an engine share the CPU."""
 

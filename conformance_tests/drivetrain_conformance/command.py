@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -104,11 +104,7 @@ def conformance(
             models = (model, moe_model, vision_model)
             runner = _runner(backend, isolation, engine_fields or [], profile, seed, models, dtype)
             with _hosts(runner, forked=fork_hosts):
-                made = _run(runner, _chosen(group, case), complete=not (group or case))
-            if report is not None:
-                from drivetrain_conformance.report import write_report
-
-                write_report(made, report)
+                made = _run(runner, _chosen(group, case), complete=not (group or case), file=report)
             passed = _tell(made, as_json=json, require_complete=require_complete)
     except DrivetrainError as error:
         print_error(str(error))
@@ -155,6 +151,23 @@ def matrix(
     (output / "matrix.md").write_text(render_markdown(read), encoding="utf-8")
     (output / "matrix.html").write_text(render_html(read), encoding="utf-8")
     out.print(f"wrote {output / 'matrix.md'} and {output / 'matrix.html'}", soft_wrap=True)
+
+
+def combine(
+    reports: Annotated[list[Path], typer.Argument(help="Reports of 'drivetrain conformance'.")],
+    output: Annotated[Path, typer.Option(metavar="FILE", help="Write the one report there.")],
+) -> None:
+    """Put the reports of parts of the suite together: of groups that were run one by one, or beside each other."""
+    from drivetrain_conformance.report import combine_reports, read_report, write_report
+
+    try:
+        made = combine_reports([read_report(path) for path in reports])
+    except DrivetrainError as error:
+        print_error(str(error))
+        raise typer.Exit(2) from None
+    write_report(made, output)
+    if not _tell(made, as_json=False, require_complete=False):
+        raise typer.Exit(1)
 
 
 # Running -------------------------------------------------------------------------------------------------------------
@@ -225,44 +238,51 @@ def _hosts(runner: Runner, *, forked: bool) -> AbstractContextManager[object]:
 
     if gpu_count():
         raise InvalidConfig("--fork-hosts: a GPU's driver does not survive a fork", field="--fork-hosts")
-    return ForkServer(runner.suite.backend)
+    python = runner.suite.fields.get("python")
+    return ForkServer(runner.suite.backend, None if python is None else str(python))
 
 
-def _run(runner: Runner, cases: list[Case], *, complete: bool) -> Report:
+def _run(runner: Runner, cases: list[Case], *, complete: bool, file: Path | None) -> Report:
     from drivetrain_conformance.case import ModelKind
-    from drivetrain_conformance.report import make_report
+    from drivetrain_conformance.report import make_report, write_report
 
     begun = time.monotonic()
     with runner:
         model = runner.models.path(ModelKind.TEXT)
         # Made before any case, so that a wrong name or a broken plugin is a mistake in the arguments, not 200 failures.
         isolation = runner.suite.open_engine({"model": str(model)}).isolation.value
-        results = [result for result in _with_progress(runner, cases)]
-        return make_report(
-            runner,
-            results,
-            isolation=isolation,
-            model=model.name.rpartition("-")[0] or model.name,
-            seconds=time.monotonic() - begun,
-            complete=complete,
-        )
+
+        def made(results: Sequence[CaseResult]) -> Report:
+            return make_report(
+                runner,
+                results,
+                isolation=isolation,
+                model=model.name.rpartition("-")[0] or model.name,
+                seconds=time.monotonic() - begun,
+                complete=complete and len(results) == len(cases),
+            )
+
+        results: list[CaseResult] = []
+        for result in _with_progress(runner, cases):
+            results.append(result)
+            if file is not None:  # after each case: what a run that is ended has found is not lost
+                write_report(made(results), file)
+        return made(results)
 
 
-def _with_progress(runner: Runner, cases: list[Case]) -> list[CaseResult]:
-    results: list[CaseResult] = []
+def _with_progress(runner: Runner, cases: list[Case]) -> Iterator[CaseResult]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as progress:
         task = progress.add_task(runner.suite.backend, total=len(cases))
         for case in cases:
             progress.update(task, description=case.id)
             result = runner.execute(case)
-            results.append(result)
             progress.advance(task)
             if result.verdict.is_failure:
                 err.print(Text(f"failed  {case.id}: {result.judgement.message}"), style="red", soft_wrap=True)
             elif not err.is_terminal:
                 err.print(Text(f"{result.verdict.value:13} {result.seconds:6.2f} s  {case.id}"), soft_wrap=True)
-    return results
+            yield result
 
 
 # Telling -------------------------------------------------------------------------------------------------------------

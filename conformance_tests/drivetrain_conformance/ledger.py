@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from drivetrain.capability import Capability
-from drivetrain_conformance.case import Case
 from drivetrain_conformance.verdict import Verdict
 
 
@@ -34,11 +33,11 @@ class Ledger:
         """An engine that was made claims these."""
         self._claimed.update(capabilities)
 
-    def note(self, case: Case, verdict: Verdict) -> None:
-        """A case ended so."""
-        self.cases.add(case.id)
-        for capability in case.needs:
-            self._verdicts.setdefault(capability, []).append((case.id, verdict))
+    def note(self, case: str, needs: Iterable[Capability], verdict: Verdict) -> None:
+        """The case of this id ended so."""
+        self.cases.add(case)
+        for capability in needs:
+            self._verdicts.setdefault(capability, []).append((case, verdict))
 
     def conclude(self, *, complete: bool) -> list[CapabilityResult]:
         """One conclusion for each capability.

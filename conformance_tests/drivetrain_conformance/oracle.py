@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from io import BytesIO
 from pathlib import Path
@@ -37,6 +38,15 @@ class HiddenStatesOracle(Oracle, Protocol):
 
 
 @runtime_checkable
+class RoundingOracle(Oracle, Protocol):
+    """One that also knows how far rounding moves its logits, which is far where a router picks among experts."""
+
+    def rounded_logits(self, token_ids: Sequence[int], unit: float) -> Iterator[Logits]:
+        """Yield the logits again and again, each time with every weight off by about ``unit`` of its value."""
+        ...
+
+
+@runtime_checkable
 class ImagesOracle(Oracle, Protocol):
     """One that also sees images."""
 
@@ -66,11 +76,18 @@ class TransformersOracle:
 
     def logits(self, token_ids: Sequence[int]) -> Logits:
         """Run the model over the whole sequence."""
+        return _logits(self._model, token_ids)
+
+    def rounded_logits(self, token_ids: Sequence[int], unit: float) -> Iterator[Logits]:
+        """Yield those of eight copies of the model."""
         import torch
 
-        with torch.no_grad():
-            logits = self._model(input_ids=torch.tensor([list(token_ids)]), use_cache=False).logits[0]
-        return np.asarray(logits.double().numpy())
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(8):
+            other = copy.deepcopy(self._model)
+            for parameter in other.parameters():
+                parameter.mul_(1 + unit * torch.randn(parameter.shape, generator=generator))
+            yield _logits(other, token_ids)
 
     @cached_property
     def _image_processor(self) -> Any:
@@ -98,6 +115,14 @@ class TransformersOracle:
         with torch.no_grad():
             states = self._model.base_model(input_ids=torch.tensor([list(token_ids)]), use_cache=False)[0][0]
         return np.asarray(states.double().numpy())
+
+
+def _logits(model: PreTrainedModel, token_ids: Sequence[int]) -> Logits:
+    import torch
+
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([list(token_ids)]), use_cache=False).logits[0]
+    return np.asarray(logits.double().numpy())
 
 
 def log_softmax(logits: Logits) -> Logits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import platform
 from collections import Counter
@@ -13,8 +14,10 @@ from typing import Final
 import msgspec
 import psutil
 
+from drivetrain.capability import Capability
 from drivetrain.errors import InvalidConfig
-from drivetrain_conformance.ledger import CapabilityResult
+from drivetrain_conformance.groups import all_cases
+from drivetrain_conformance.ledger import CapabilityResult, Ledger
 from drivetrain_conformance.runner import CaseResult, Runner
 from drivetrain_conformance.verdict import Verdict
 
@@ -125,6 +128,46 @@ def make_report(
         hardware=_hardware(),
         capabilities=[_capability(item) for item in runner.ledger.conclude(complete=complete)],
         cases=[_case(result) for result in results],
+    )
+
+
+_OF_ONE_RUN: Final = ("backend", "isolation", "model", "profile", "seed", "versions", "hardware")
+_LASTING: Final = (Verdict.FAILED, Verdict.KNOWN_FAILURE, Verdict.PASSED, Verdict.REFUSED, Verdict.NOT_RUN)
+"""Which verdict of a case stays, where it was run twice: with other settings an engine may claim less."""
+
+
+def combine_reports(reports: Sequence[Report]) -> Report:
+    """Put the reports of parts of the suite together, as if they were of one run.
+
+    Raises:
+        InvalidConfig: they are of different engines, machines, models or seeds.
+    """
+    first = reports[0]
+    for report in reports[1:]:
+        for name in _OF_ONE_RUN:
+            one, other = str(getattr(first, name)), str(getattr(report, name))
+            if one != other:
+                raise InvalidConfig(f"{name} differs: {one} and {other}; only parts of one run combine")
+    cases: dict[str, CaseEntry] = {}
+    for entry in (entry for report in reports for entry in report.cases):
+        kept = cases.get(entry.case)
+        if kept is None or _LASTING.index(entry.verdict) < _LASTING.index(kept.verdict):
+            cases[entry.case] = entry
+    named = {capability.value: capability for capability in Capability}
+    ledger = Ledger()
+    for report in reports:
+        ledger.claim(named[entry.capability] for entry in report.capabilities if entry.claimed)
+    for entry in cases.values():
+        ledger.note(entry.case, [named[name] for name in entry.needs], entry.verdict)
+    order = {case.id: place for place, case in enumerate(all_cases())}
+    complete = order.keys() <= cases.keys()
+    return dataclasses.replace(
+        first,
+        date=max(report.date for report in reports),
+        seconds=round(sum(report.seconds for report in reports), 1),
+        complete=complete,
+        capabilities=[_capability(item) for item in ledger.conclude(complete=complete)],
+        cases=sorted(cases.values(), key=lambda entry: order.get(entry.case, len(order))),
     )
 
 

@@ -89,7 +89,7 @@ class Runner:
         begun = time.monotonic()
         judgement, error = self._judged(case)
         judgement = apply_known_failures(case.id, judgement, error, self.suite.known_failures)
-        self.ledger.note(case, judgement.verdict)
+        self.ledger.note(case.id, case.needs, judgement.verdict)
         return CaseResult(case, judgement, time.monotonic() - begun, error)
 
     # ---------------------------------------------------------------------------------------------------------------
@@ -216,7 +216,13 @@ def _kill(pid: int) -> None:
 
 def _has(hardware: Hardware) -> bool:
     gpus = gpu_count()
-    return {Hardware.ANY: True, Hardware.GPU: gpus >= 1, Hardware.TWO_RANKS: gpus != 1}[hardware]
+    enough = {
+        Hardware.ANY: True,
+        Hardware.GPU: gpus >= 1,
+        Hardware.TWO_GPUS: gpus >= 2,
+        Hardware.TWO_RANKS: gpus != 1,
+    }
+    return enough[hardware]
 
 
 def gpu_count() -> int:

@@ -18,9 +18,8 @@ from drivetrain.outputs import Completion, VersionSpan
 from drivetrain.states import EngineState
 from drivetrain.updates import WeightTransaction
 from drivetrain.weights import DiskSource, WeightUpdateRequest
-from drivetrain_conformance.answers import check_greedy, check_same
+from drivetrain_conformance.answers import check_greedy, check_same, gaps
 from drivetrain_conformance.bench import Bench
-from drivetrain_conformance.oracle import Logits
 from drivetrain_conformance.weight_sources import nowhere
 
 _E = TypeVar("_E", bound=BaseException)
@@ -87,7 +86,7 @@ async def check_serves(bench: Bench, model: Path, version: str) -> None:
     check_made_by(bench, completions, model)
     assert {completion.weight_version for completion in completions} <= {version, None}
     another = bench.other_weights() if model == bench.model else bench.model
-    assert max(_gaps(bench, completion, another).max() for completion in completions) > bench.tolerance(), (
+    assert max(gaps(bench, completion, another).max() for completion in completions) > bench.tolerance(), (
         "the answers are as good as those of other weights, so they show nothing"
     )
 
@@ -114,12 +113,6 @@ async def unchanged(bench: Bench) -> AsyncIterator[None]:
     assert not engine.is_paused
     assert engine.get_weight_version() == version
     check_same(bench, await one_by_one(bench, prompts), before)
-
-
-def _gaps(bench: Bench, completion: Completion, model: Path) -> Logits:
-    """How far each token is below the most likely one of ``model``, in nats."""
-    rows = bench.output_logits(completion, model)
-    return np.asarray(rows.max(axis=1) - rows[np.arange(len(rows)), completion.token_ids])
 
 
 # Updates ---------------------------------------------------------------------------------------------------------
@@ -259,7 +252,7 @@ def check_boundary(bench: Bench, completion: Completion, old: Path, new: Path, *
     After a cache that was not recomputed they are no model's own, but they are not those of ``old`` either.
     """
     end = completion.weight_versions[0].end
-    by_old, by_new = _gaps(bench, completion, old), _gaps(bench, completion, new)
+    by_old, by_new = gaps(bench, completion, old), gaps(bench, completion, new)
     tolerance = bench.tolerance()
     assert by_old[:end].max() <= tolerance, "a token of the first span was not made by the old weights"
     assert by_old[end:].max() > tolerance, "the tokens of the second span are still those of the old weights"

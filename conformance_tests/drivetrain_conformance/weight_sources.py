@@ -212,6 +212,12 @@ def nowhere(models: Models) -> Path:
 # A trainer that fails --------------------------------------------------------------------------------------------
 
 
+def with_another_digest(request: WeightUpdateRequest, name: str) -> WeightUpdateRequest:
+    """The request of a trainer that sent another tensor of this name than what arrives."""
+    digests = dict(request.digests or {})
+    return request.model_copy(update={"digests": {**digests, name: digests[name] ^ 1}})
+
+
 class Between:
     """Stands between a ``WeightSync`` and its engine, and changes what the engine is told.
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from drivetrain import Capability, InvalidConfig
+from drivetrain_conformance.groups import all_cases
 from drivetrain_conformance.matrix import differences, render_html, render_markdown
 from drivetrain_conformance.report import (
     CapabilityEntry,
     CaseEntry,
     Hardware,
     Report,
+    combine_reports,
     read_report,
     write_report,
 )
@@ -53,6 +56,37 @@ def test_a_report_survives_its_file(tmp_path: Path) -> None:
     made = report(entry("stop/x", Verdict.KNOWN_FAILURE, ["seed"], "upstream"))
     write_report(made, tmp_path / "deep" / "r.json")
     assert read_report(tmp_path / "deep" / "r.json") == made
+
+
+def test_parts_of_a_run_become_one() -> None:
+    claimed = [CapabilityEntry("seed", True, Verdict.NOT_RUN, "")]
+    parts = [
+        report(entry("stop/a", Verdict.PASSED), entry("sampling/b", Verdict.REFUSED, ["seed"]), complete=False),
+        report(entry("sampling/b", Verdict.PASSED, ["seed"]), capabilities=claimed, complete=False),
+        report(entry("stop/a", Verdict.FAILED, message="once"), complete=False),
+    ]
+    whole = combine_reports(parts)
+    assert {item.case: item.verdict for item in whole.cases} == {
+        "stop/a": Verdict.FAILED,
+        "sampling/b": Verdict.PASSED,
+    }
+    assert (whole.seconds, whole.complete) == (3.0, False)
+    (seed,) = (item for item in whole.capabilities if item.capability == "seed")
+    assert (seed.claimed, seed.verdict) == (True, Verdict.PASSED)
+
+
+def test_all_parts_of_the_suite_are_a_whole() -> None:
+    cases = [entry(case.id, Verdict.PASSED, [need.value for need in case.needs]) for case in all_cases()]
+    claimed = [CapabilityEntry("seed", True, Verdict.NOT_RUN, "")]
+    parts = [report(*cases[:9], complete=False), report(*cases[9:], capabilities=claimed, complete=False)]
+    assert combine_reports(parts).complete
+    assert combine_reports(parts).failures() == []
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"versions": {}}, {"isolation": "process"}, {"model": "llama"}])
+def test_reports_of_different_runs_do_not_combine(change: dict[str, Any]) -> None:
+    with pytest.raises(InvalidConfig, match=f"{next(iter(change))} differs"):
+        combine_reports([report(), dataclasses.replace(report(), **change)])
 
 
 @pytest.mark.parametrize("content", ["{}", "no json", '{"format": 1}'])

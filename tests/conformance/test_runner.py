@@ -16,7 +16,7 @@ from drivetrain_conformance.case import Body, Case, Hardware
 from drivetrain_conformance.groups import GROUPS, all_cases
 from drivetrain_conformance.ledger import Ledger
 from drivetrain_conformance.profile import Profile
-from drivetrain_conformance.runner import CaseResult, Runner, gpu_count
+from drivetrain_conformance.runner import CaseResult, Runner
 from drivetrain_conformance.suite import suite_of
 from drivetrain_conformance.verdict import Verdict
 
@@ -133,14 +133,18 @@ def test_a_process_left_behind_fails(runner: Runner) -> None:
     assert left[0].wait(5) != 0
 
 
-@pytest.mark.skipif(gpu_count() > 0, reason="this machine has what the case lacks")
-def test_what_the_machine_lacks_is_not_run_and_still_refused_where_unclaimed(runner: Runner) -> None:
+@pytest.mark.parametrize(("gpus", "hardware"), [(0, Hardware.GPU), (1, Hardware.TWO_GPUS), (1, Hardware.TWO_RANKS)])
+def test_what_the_machine_lacks_is_not_run_and_still_refused_where_unclaimed(
+    gpus: int, hardware: Hardware, runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drivetrain_conformance.runner.gpu_count", lambda: gpus)
+
     async def body(bench: Bench) -> None:
         bench.create(tensor_parallel_size=2)
 
-    claimed = run(runner, body, Capability.STREAMING, hardware=Hardware.GPU)
+    claimed = run(runner, body, Capability.STREAMING, hardware=hardware)
     assert claimed.verdict is Verdict.NOT_RUN
-    unclaimed = run(runner, body, Capability.TENSOR_PARALLEL, hardware=Hardware.GPU)
+    unclaimed = run(runner, body, Capability.TENSOR_PARALLEL, hardware=hardware)
     assert unclaimed.verdict is Verdict.REFUSED
 
 
@@ -159,7 +163,7 @@ def noted(verdicts: list[Verdict], *, claimed: bool) -> tuple[Verdict, str]:
     if claimed:
         ledger.claim({Capability.SEED})
     for index, verdict in enumerate(verdicts):
-        ledger.note(Case("g", str(index), "s", frozenset({Capability.SEED}), body), verdict)
+        ledger.note(f"g/{index}", {Capability.SEED}, verdict)
     return concluded(ledger, Capability.SEED)
 
 

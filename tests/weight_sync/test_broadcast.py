@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 _A_TRAINER_THAT_STOPS = """
 import sys, time, torch
 from drivetrain_weight_sync.transports.broadcast import BroadcastSender
-sender = BroadcastSender()
+sender = BroadcastSender(torch.device("cpu"))
 spec, store = sender.offer("gloo", "127.0.0.1", 1, 20)
 print(spec.model_dump_json(), flush=True)
 sender.join(spec, store)
@@ -56,7 +56,7 @@ def test_a_group_of_which_nobody_is_there_ends_by_its_deadline(free_port: int) -
 
 
 def test_a_trainer_whose_engine_does_not_come_stops_waiting() -> None:
-    sender = BroadcastSender()
+    sender = BroadcastSender(torch.device("cpu"))
     offered, store = sender.offer("gloo", "127.0.0.1", 1, 0.5)
     with pytest.raises(DeadlineExceeded, match="did not form"):
         sender.join(offered, store)
@@ -68,7 +68,7 @@ def test_a_rank_outside_of_the_group_is_refused(free_port: int) -> None:
 
 
 def test_a_group_is_joined_behind_a_worker_that_goes_on() -> None:
-    sender, groups = BroadcastSender(), Groups()
+    sender, groups = BroadcastSender(torch.device("cpu")), Groups()
     offered, store = sender.offer("gloo", "127.0.0.1", 1, 20)
     with pytest.raises(EngineBusy):
         groups.join_behind(offered, 1, CPU)
@@ -81,7 +81,10 @@ def test_a_group_is_joined_behind_a_worker_that_goes_on() -> None:
         except EngineBusy:
             assert time.monotonic() < ends
             time.sleep(0.01)
+    groups.join_behind(offered, 1, CPU)  # a rank that is through is asked again while others are not
     assert groups.get(offered.group_name).spec == offered
+    with pytest.raises(InvalidRequest, match="already"):
+        groups.join_behind(offered.model_copy(update={"master_port": 1}), 1, CPU)
     with pytest.raises(InvalidRequest, match="already"):
         groups.join(offered, 1, CPU)
     groups.leave(offered.group_name)

@@ -40,13 +40,14 @@ class Source:
         return isinstance(self._given, nn.Module | Mapping)
 
     @property
-    def on_gpu(self) -> bool:
-        """Whether the tensors of a held source lie on a GPU; streamed ones are not looked at."""
+    def gpu(self) -> torch.device | None:
+        """Where the first tensor of a held source that is on a GPU lies; streamed ones are not looked at."""
+        tensors: Iterable[object] = ()
         if isinstance(self._given, nn.Module):
-            return any(parameter.is_cuda for parameter in self._given.parameters())
-        if isinstance(self._given, Mapping):
-            return any(isinstance(tensor, torch.Tensor) and tensor.is_cuda for tensor in self._given.values())
-        return False
+            tensors = self._given.parameters()
+        elif isinstance(self._given, Mapping):
+            tensors = self._given.values()
+        return next((tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.is_cuda), None)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors of a held source.

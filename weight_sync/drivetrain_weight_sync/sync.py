@@ -131,7 +131,7 @@ class WeightSync:
             mode: what becomes of requests in flight while the weights change.
             directory: where strategy ``disk`` makes its folder; None: the temporary folder.
             group_backend: of strategy ``broadcast``: ``"gloo"``, over any network, from CPU memory to CPU memory; or
-                ``"nccl"``, from this process's current GPU to others.
+                ``"nccl"``, from the GPU of the tensors, or this thread's current one, to others.
             master_address: of this host, where the engine's ranks reach strategy ``broadcast``.
 
         Raises:
@@ -140,12 +140,15 @@ class WeightSync:
             UnsupportedCapability: the engine cannot take weights that way.
         """
         given = Source(source)
-        on_the_gpu = given.on_gpu and torch.cuda.device_count() == 1
+        on_the_gpu = given.gpu is not None and torch.cuda.device_count() == 1
         chosen = choose(strategy, engine.isolation, engine.capabilities, on_gpu=on_the_gpu)
         if bucket_bytes <= 0:
             raise InvalidConfig(f"bucket_bytes is {bucket_bytes}; give a positive number", field="bucket_bytes")
         options = _Options(bucket_bytes, cast, mode, group_backend, master_address)
-        return cls(given, engine, chosen, _make_sender(chosen, directory), options)
+        device = torch.device("cpu")
+        if group_backend == "nccl" and torch.cuda.is_available():
+            device = given.gpu or torch.device("cuda", torch.cuda.current_device())
+        return cls(given, engine, chosen, _make_sender(chosen, directory, device), options)
 
     async def push(self, *, version: str) -> WeightSyncResult:
         """Make the engine serve the source's weights as ``version``; every push is a full one.
@@ -289,7 +292,7 @@ class _Options:
     master_address: str
 
 
-def _make_sender(strategy: Strategy, directory: Path | None) -> Sender:
+def _make_sender(strategy: Strategy, directory: Path | None, device: torch.device) -> Sender:
     match strategy:
         case Strategy.IN_PROCESS:
             return InProcessSender()
@@ -302,7 +305,7 @@ def _make_sender(strategy: Strategy, directory: Path | None) -> Sender:
                 raise InvalidRequest("strategy 'cuda_ipc' needs a GPU in the trainer's process", field="strategy")
             return CudaIpcSender()
         case Strategy.BROADCAST:
-            return BroadcastSender()
+            return BroadcastSender(device)
         case _:
             raise AssertionError(strategy)
 

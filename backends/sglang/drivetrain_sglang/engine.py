@@ -115,18 +115,6 @@ _ALWAYS: Final = frozenset(
         Capability.REWARD_SCORE,
     }
 )
-_UNSEEN_ON_A_GPU: Final = frozenset(
-    {
-        Capability.TENSOR_PARALLEL,
-        Capability.IMAGES,
-        Capability.ROUTED_EXPERTS,
-        Capability.DETERMINISTIC,
-        Capability.SLEEP_CUDA_GRAPH,
-        Capability.HICACHE_STORAGE,
-    }
-)
-"""Written, and not claimed until the suite has seen it."""
-
 _MEMORY_SAVERS: Final = frozenset(
     {
         Capability.SLEEP_WEIGHTS,
@@ -174,8 +162,6 @@ class SGLangBackend(Backend):
         claimed = set(_ALWAYS)
         if config.enable_prefix_caching:
             claimed.add(Capability.PREFIX_CACHE)
-        if not labels_tokens():
-            claimed -= {Capability.VERSION_SPANS, Capability.WEIGHT_UPDATE_IN_FLIGHT}
         if config.enable_lora:
             claimed.add(Capability.LORA)
         if takes_images(config):
@@ -188,7 +174,6 @@ class SGLangBackend(Backend):
             claimed -= {Capability.SAVE_SHARDED, Capability.SAVE_REMOTE}
         if device_of(config) != "cpu":
             claimed |= _of_a_gpu(config)
-            claimed -= _UNSEEN_ON_A_GPU
             if not config.enable_sleep or importlib.util.find_spec("torch_memory_saver") is None:
                 claimed -= _MEMORY_SAVERS
         return frozenset(claimed)
@@ -208,6 +193,8 @@ class SGLangBackend(Backend):
         report("importing SGLang")
         os.environ[SWITCH] = "1"
         os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+        # SGLang turns this off for its processes, and NCCL forms no group of ranks that differ in it: NCCL's default.
+        os.environ.setdefault("NCCL_CUMEM_ENABLE", "-2")
         if Capability.SLEEP_CUDA_GRAPH in self.capabilities(self.config):
             os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
         try:
@@ -237,7 +224,7 @@ class SGLangBackend(Backend):
         self._engine = _engine_class()(**engine_arguments(config, device, dtype, context_length))
         started = self._engine._scheduler_init_result.scheduler_infos[0]
         served = self._manager.model_config
-        if takes_images(config):
+        if Capability.IMAGES in self.capabilities(config):
             self._images = ImageReader(config, model_config)
         self._expert_shape = (int(text.num_hidden_layers), int(getattr(text, "num_experts_per_tok", None) or 0))
         from drivetrain_sglang.inside.model import checkpoint_of, eos_token_ids
@@ -261,10 +248,10 @@ class SGLangBackend(Backend):
         for params in (SamplingParams(temperature=0), SamplingParams(min_p=0.1, top_k=2)):
             request = GenerateRequest("warm-up", [0, 0], params, 2, (), LogprobsMode.TEMPERATURE)
             await self.generate(request)
-        for size in ((64, 64), (64, 128)) if self._images is not None else ():
-            assert self._images is not None
-            ids, media = self._images.example(size)
-            await self.generate(replace(request, prompt_token_ids=ids, media=media))
+        if self._images is not None:
+            for size in ((64, 64), (64, 128)):
+                ids, media = self._images.example(size)
+                await self.generate(replace(request, prompt_token_ids=ids, media=media))
         await self.reset_prefix_cache()
 
     async def close(self) -> None:
@@ -413,16 +400,7 @@ class SGLangBackend(Backend):
         self._version = version
 
     async def init_communicator(self, spec: CommunicatorSpec) -> None:
-        """Join a group while generation goes on.
-
-        Raises:
-            UnsupportedCapability: it is one of NCCL, which did not form when it was tried.
-        """
-        if spec.backend == "nccl":
-            raise UnsupportedCapability(
-                "backend='nccl': groups of NCCL with SGLang's scheduler are not supported yet; use 'gloo'",
-                capability=Capability.WEIGHTS_BROADCAST.value,
-            )
+        """Join a group while generation goes on."""
         await self._ask_until_free(2 * spec.timeout, "init_communicator", spec)
 
     async def destroy_communicator(self, group_name: str) -> None:

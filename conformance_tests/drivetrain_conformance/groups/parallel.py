@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Final
 
-import numpy as np
 import torch
 
 from drivetrain.capability import Capability
@@ -17,13 +17,12 @@ from drivetrain.memory import MemoryTag, PauseMode
 from drivetrain.outputs import FinishReason
 from drivetrain.sampling import SamplingParams
 from drivetrain.states import EngineState
-from drivetrain.weights import WeightUpdateRequest
 from drivetrain_conformance.answers import check_greedy
 from drivetrain_conformance.bench import Bench
 from drivetrain_conformance.case import Hardware, ModelKind, case
 from drivetrain_conformance.memory import held_by_ranks, parameter_bytes
 from drivetrain_conformance.weight_checks import raises
-from drivetrain_conformance.weight_sources import Between, a_matrix, tensors_of
+from drivetrain_conformance.weight_sources import Between, a_matrix, raw_bytes, tensors_of, with_another_digest
 from drivetrain_weight_sync import WeightSync
 
 TOKENS: Final = 24
@@ -79,8 +78,7 @@ async def an_update_reaches_every_rank(bench: Bench) -> None:
         for folder, version in ((bench.other_weights(), "others"), (bench.model, "back")):
             await engine.load_weights_from_disk(str(folder), version)
             assert engine.get_weight_version() == version
-            for completion in await bench.greedy(bench.prompts(4, engine=engine), TOKENS, engine):
-                check_greedy(bench, completion, engine, folder)
+            await _answers_as_the_model(bench, engine, folder)
 
 
 @case(
@@ -96,8 +94,7 @@ async def an_update_of_a_mixture_reaches_every_rank(bench: Bench) -> None:
         await _answers_as_the_model(bench, engine)
         other = bench.other_weights()
         await engine.load_weights_from_disk(str(other), "others")
-        for completion in await bench.greedy(bench.prompts(4, engine=engine), TOKENS, engine):
-            check_greedy(bench, completion, engine, other)
+        await _answers_as_the_model(bench, engine, other)
 
 
 @case(
@@ -118,11 +115,10 @@ async def a_push_reaches_every_rank(bench: Bench) -> None:
             async with WeightSync.connect(tensors, engine, strategy) as sync:
                 await sync.push(version=strategy)
             await _holds(engine, tensors)
-            for completion in await bench.greedy(bench.prompts(4, engine=engine), TOKENS, engine):
-                check_greedy(bench, completion, engine, other)
+            await _answers_as_the_model(bench, engine, other)
             async with WeightSync.connect(first, between, strategy) as back:
                 name = a_matrix(await engine.weight_manifest())
-                between.change = partial(_with_another_digest, name=name)
+                between.change = partial(with_another_digest, name=name)
                 with raises(WeightVerifyFailed, "a tensor that is not what was sent") as failure:
                     await back.push(version="bad")
                 assert failure.error.tensors == (name,)
@@ -133,18 +129,12 @@ async def a_push_reaches_every_rank(bench: Bench) -> None:
         assert (await engine.validate_weights()).ok
 
 
-def _with_another_digest(request: WeightUpdateRequest, name: str) -> WeightUpdateRequest:
-    digests = dict(request.digests or {})
-    return request.model_copy(update={"digests": {**digests, name: digests[name] ^ 1}})
-
-
 async def _holds(engine: InferenceEngine, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise unless every tensor of the engine, read from all its ranks, is that of the trainer."""
     manifest = await engine.weight_manifest()
     for spec in manifest.tensors:
-        read = np.frombuffer((await engine.get_weights_by_name(spec.name)).data, np.uint8)
-        sent = tensors[spec.name].contiguous().flatten().view(torch.uint8).numpy()
-        assert np.array_equal(read, sent), f"{spec.name} is not what was pushed"
+        read = await engine.get_weights_by_name(spec.name)
+        assert read.data == raw_bytes(tensors[spec.name]), f"{spec.name} is not what was pushed"
 
 
 @case(
@@ -171,8 +161,7 @@ async def every_rank_gives_its_memory_back(bench: Bench) -> None:
             await engine.load_weights_from_disk(str(bench.model), f"turn-{turn}")
             await engine.wake_up([MemoryTag.KV_CACHE])
             _check_state(engine, EngineState.READY)
-            for completion in await bench.greedy(bench.prompts(4, engine=engine), TOKENS, engine):
-                check_greedy(bench, completion, engine, bench.model)
+            await _answers_as_the_model(bench, engine)
 
 
 @case(Capability.DATA_PARALLEL, Capability.PAUSE_WAIT, hardware=Hardware.TWO_RANKS, own_engine=True)
@@ -222,11 +211,13 @@ def _check_state(engine: InferenceEngine, state: EngineState) -> None:
     assert engine.state is state
 
 
-async def _answers_as_the_model(bench: Bench, engine: InferenceEngine, prompts: int = 6) -> None:
-    """One request alone, and several of unlike lengths together, take the oracle's most likely token at each step."""
+async def _answers_as_the_model(
+    bench: Bench, engine: InferenceEngine, model: Path | None = None, prompts: int = 6
+) -> None:
+    """One request alone, and several of unlike lengths together, take the likeliest tokens of ``model``."""
     asked = [bench.prompt(3 + 5 * (index % 7), engine) for index in range(prompts)]
     answers = await bench.greedy(asked[:1], TOKENS, engine) + await bench.greedy(asked, TOKENS, engine)
     assert [completion.prompt_token_ids for completion in answers] == [asked[0], *asked]
     for completion in answers:
         assert completion.token_ids
-        check_greedy(bench, completion, engine, bench.model)
+        check_greedy(bench, completion, engine, model or bench.model)

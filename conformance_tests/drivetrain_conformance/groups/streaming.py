@@ -341,7 +341,7 @@ def _hear(engine: InferenceEngine, sample: Heard, chunk: CompletionChunk) -> Non
 def _check_whole(sample: Heard) -> None:
     """Assert that the chunks put together are the completion, and that none showed what the completion has not."""
     completion = sample.completion
-    assert sample.token_ids == completion.token_ids
+    assert sample.token_ids == completion.token_ids, f"{sample.token_ids} were shown, not {completion.token_ids}"
     # Each chunk is added to those before it, so this also says that nothing which was shown was taken back.
     assert sample.text == completion.text, f"shown: {sample.text!r}, completion: {completion.text!r}"
 

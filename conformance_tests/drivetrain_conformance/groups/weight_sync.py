@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Final
 
 import psutil
@@ -81,10 +82,12 @@ from drivetrain_conformance.weight_sources import (
     nowhere,
     raw_bytes,
     tensors_of,
+    with_another_digest,
     without_tensor,
     write_checkpoint,
 )
 from drivetrain_weight_sync import Strategy, WeightInput, WeightSync, make_plan
+from drivetrain_weight_sync.transports.broadcast import GroupBackend
 
 ONE_BUCKET: Final = 1 << 40
 LONG_PROMPT: Final = 320
@@ -194,14 +197,26 @@ async def a_broadcast_equals_a_fresh_load(bench: Bench) -> None:
     await _equals_a_fresh_load(bench, [Strategy.BROADCAST])
 
 
-async def _equals_a_fresh_load(bench: Bench, strategies: Sequence[Strategy], device: str = "cpu") -> None:
+@case(Capability.WEIGHTS_BROADCAST, Capability.LOGPROBS_RAW, own_engine=True, hardware=Hardware.TWO_GPUS)
+async def a_broadcast_between_gpus_equals_a_fresh_load(bench: Bench) -> None:
+    """The same from the second GPU to an engine on the first, over NCCL."""
+    await _equals_a_fresh_load(bench, [Strategy.BROADCAST], device="cuda:1", group_backend="nccl")
+
+
+async def _equals_a_fresh_load(
+    bench: Bench, strategies: Sequence[Strategy], device: str = "cpu", group_backend: GroupBackend = "gloo"
+) -> None:
     other, prompts = bench.other_weights(), [[17, 42, 99, 7], list(range(33, 73))]
-    old, new = tensors_of(bench.model), tensors_of(other)
     pushed = bench.create()
-    there = [WeightSync.connect(new, pushed, strategy) for strategy in strategies]
-    back = [WeightSync.connect(old, pushed, strategy) for strategy in strategies]
-    for tensors in (old, new):
-        tensors.update({name: tensor.to(device) for name, tensor in tensors.items()})
+    for strategy in strategies:
+        WeightSync.connect({}, pushed, strategy, group_backend=group_backend)  # refused before anything was done
+    old, new = (
+        {name: tensor.to(device) for name, tensor in tensors_of(model).items()} for model in (bench.model, other)
+    )
+    there, back = (
+        [WeightSync.connect(tensors, pushed, strategy, group_backend=group_backend) for strategy in strategies]
+        for tensors in (new, old)
+    )
     async with bench.open(model=other) as fresh:
         expected = await _numbers(fresh, prompts)
     async with pushed:
@@ -630,12 +645,7 @@ async def what_arrives_otherwise_than_sent_is_found(bench: Bench) -> None:
     between = Between(engine)
     async with WeightSync.connect(tensors_of(other), between, "shared_memory") as sync:
         name = a_matrix(await engine.weight_manifest())
-
-        def changed(request: WeightUpdateRequest) -> WeightUpdateRequest:
-            digests = dict(request.digests or {})
-            return request.model_copy(update={"digests": {**digests, name: digests[name] ^ 1}})
-
-        between.change = changed
+        between.change = partial(with_another_digest, name=name)
         with raises(WeightVerifyFailed, "a tensor that is not what was sent") as failure:
             await sync.push(version="bad")
         assert failure.error.tensors == (name,)

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -53,6 +54,7 @@ class ForkServer:
         finally:
             theirs.close()
         self.pid: int = self._process.pid
+        self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
         said = self._socket.recv(_MESSAGE).decode()
@@ -80,13 +82,23 @@ class ForkServer:
             arguments: As after ``python -m drivetrain.host``; ``{0}`` stands for the first of ``fds``, and so on.
             environment: All of its environment.
             fds: Files that it gets.
+
+        Raises:
+            OSError: this server has ended.
         """
         ours, stdout = os.pipe()
         status, ended = os.pipe()
+        message = json.dumps([list(arguments), dict(environment)]).encode()
         try:
-            message = json.dumps([list(arguments), dict(environment)]).encode()
-            socket.send_fds(self._socket, [message], [stdout, ended, *fds])
-            answer = self._socket.recv(_MESSAGE)
+            with self._lock:
+                socket.send_fds(self._socket, [message], [stdout, ended, *fds])
+                answer = self._socket.recv(_MESSAGE)
+            if not answer:
+                raise BrokenPipeError("the fork server has ended")
+        except OSError:
+            os.close(ours)
+            os.close(status)
+            raise
         finally:
             os.close(stdout)
             os.close(ended)

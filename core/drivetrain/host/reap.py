@@ -77,7 +77,7 @@ def shared_memory_of(processes: Collection[psutil.Process]) -> set[Path]:
     Those are the semaphores of Python's multiprocessing that they use, and what is named after one of them.
     """
     files: dict[int, Path] = {}
-    for file in _SHARED_MEMORY.iterdir():
+    for file in _SHARED_MEMORY.glob("*"):  # which finds nothing where there is no such folder
         try:
             files[file.stat().st_ino] = file
         except OSError:

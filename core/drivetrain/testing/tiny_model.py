@@ -1,4 +1,4 @@
-"""Real models of a few thousand parameters, for tests, tutorials and the demo."""
+"""Real models of a few hundred thousand parameters, for tests, tutorials and the demo."""
 
 from __future__ import annotations
 
@@ -39,28 +39,33 @@ _random_state: Final = threading.Lock()
 """Held while torch's random state, which all threads share, is set aside."""
 _FILES: Final = ("config.json", "model.safetensors", "tokenizer.json", "generation_config.json")
 
+_WIDTH: Final = 128
+_HEAD: Final = 64
+"""Smaller heads are refused by the attention of some engines: vLLM's on a CPU, SGLang's rotary kernel on a GPU."""
+
 _COMMON: Final[dict[str, ConfigValue]] = {
     "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
+    "hidden_size": _WIDTH,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
+    "num_attention_heads": _WIDTH // _HEAD,
     "max_position_embeddings": 1024,
     # The usual 0.02 makes logits of so small a model nearly uniform, and hides mistakes in whatever is compared.
-    "initializer_range": 0.15,
+    "initializer_range": 0.1,
     "bos_token_id": _ENDOFTEXT,
     "eos_token_id": _IM_END,
     "pad_token_id": _PAD,
 }
-_GROUPED: Final[dict[str, ConfigValue]] = {**_COMMON, "intermediate_size": 128, "num_key_value_heads": 2}
+_GROUPED: Final[dict[str, ConfigValue]] = {**_COMMON, "intermediate_size": _WIDTH, "num_key_value_heads": 2}
 _MOE: Final[dict[str, ConfigValue]] = {
     **_GROUPED,
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
 }
+_OWN_HEADS: Final[dict[str, ConfigValue]] = {"head_dim": _HEAD, "num_attention_heads": 4, "num_key_value_heads": 2}
 _ALTERNATING: Final[dict[str, ConfigValue]] = {
     **_GROUPED,
-    "head_dim": 16,
+    **_OWN_HEADS,
     "sliding_window": 32,
     "layer_types": ("sliding_attention", "full_attention"),
 }
@@ -68,20 +73,20 @@ _ALTERNATING: Final[dict[str, ConfigValue]] = {
 ARCHITECTURES: Final[Mapping[str, Mapping[str, ConfigValue]]] = MappingProxyType(
     {
         "qwen2": _GROUPED,
-        "qwen3": {**_GROUPED, "head_dim": 16},
-        "llama": {**_GROUPED, "head_dim": 16},
-        "mistral": {**_GROUPED, "head_dim": 16, "sliding_window": 32},
+        "qwen3": {**_GROUPED, **_OWN_HEADS},
+        "llama": {**_GROUPED, **_OWN_HEADS},
+        "mistral": {**_GROUPED, **_OWN_HEADS, "sliding_window": 32},
         "phi3": _GROUPED,
-        "gemma2": {**_ALTERNATING, "query_pre_attn_scalar": 16},
-        "gemma3_text": {**_ALTERNATING, "query_pre_attn_scalar": 16},
+        "gemma2": {**_ALTERNATING, "query_pre_attn_scalar": _HEAD},
+        "gemma3_text": {**_ALTERNATING, "query_pre_attn_scalar": _HEAD},
         "gpt2": _COMMON,
-        "gpt_neox": {**_COMMON, "intermediate_size": 128},
+        "gpt_neox": {**_COMMON, "intermediate_size": _WIDTH},
         "opt": {key: value for key, value in _COMMON.items() if key != "initializer_range"}
-        | {"ffn_dim": 128, "word_embed_proj_dim": 64, "init_std": 0.15},
+        | {"ffn_dim": _WIDTH, "word_embed_proj_dim": _WIDTH, "init_std": 0.1},
         "bloom": {key: value for key, value in _COMMON.items() if key != "max_position_embeddings"},
         "qwen2_moe": {**_MOE, "shared_expert_intermediate_size": 64},
-        "qwen3_moe": {**_MOE, "head_dim": 16},
-        "mixtral": {**_GROUPED, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+        "qwen3_moe": {**_MOE, **_OWN_HEADS},
+        "mixtral": {**_GROUPED, "head_dim": _HEAD, "num_local_experts": 4, "num_experts_per_tok": 2},
     }
 )
 """Architecture (the ``model_type`` of transformers) → the configuration values that make it tiny."""
@@ -96,7 +101,7 @@ _EYES: Final[dict[str, ConfigValue]] = {
     "in_chans": 3,
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
-    "initializer_range": 0.15,
+    "initializer_range": 0.1,
 }
 _PLACES: Final[dict[str, ConfigValue]] = {
     "vision_start_token_id": _VISION_START,
@@ -113,17 +118,17 @@ VISION_ARCHITECTURES: Final[Mapping[str, Mapping[str, ConfigValue]]] = MappingPr
     {
         "qwen2_vl": {
             **_PLACES,
-            "text_config": {**_WITH_IMAGES, "rope_parameters": {**_ROPE, "mrope_section": (2, 3, 3)}},
-            "vision_config": {**_EYES, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
+            "text_config": {**_WITH_IMAGES, "rope_parameters": {**_ROPE, "mrope_section": (8, 12, 12)}},
+            "vision_config": {**_EYES, "embed_dim": _WIDTH, "hidden_size": _WIDTH, "mlp_ratio": 2},
         },
         "qwen2_5_vl": {
             **_PLACES,
-            "text_config": {**_WITH_IMAGES, "rope_parameters": {**_ROPE, "mrope_section": (2, 3, 3)}},
+            "text_config": {**_WITH_IMAGES, "rope_parameters": {**_ROPE, "mrope_section": (8, 12, 12)}},
             "vision_config": {
                 **_EYES,
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "out_hidden_size": 64,
+                "hidden_size": _WIDTH,
+                "intermediate_size": _WIDTH,
+                "out_hidden_size": _WIDTH,
                 "window_size": 4 * _PATCH,
                 "fullatt_block_indexes": (1,),
             },
@@ -132,14 +137,14 @@ VISION_ARCHITECTURES: Final[Mapping[str, Mapping[str, ConfigValue]]] = MappingPr
             **_PLACES,
             "text_config": {
                 **_WITH_IMAGES,
-                "head_dim": 16,
-                "rope_parameters": {**_ROPE, "mrope_section": (4, 2, 2), "mrope_interleaved": True},
+                "head_dim": _HEAD,
+                "rope_parameters": {**_ROPE, "mrope_section": (12, 10, 10), "mrope_interleaved": True},
             },
             "vision_config": {
                 **_EYES,
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "out_hidden_size": 64,
+                "hidden_size": _WIDTH,
+                "intermediate_size": _WIDTH,
+                "out_hidden_size": _WIDTH,
                 "num_position_embeddings": 64,
                 "deepstack_visual_indexes": (0, 1),
             },
@@ -172,7 +177,7 @@ def tiny_model(
 
     The folder holds a transformers configuration, safetensors weights in float32, a byte-level tokenizer with a
     ChatML template (see :func:`byte_tokenizer`) and a generation configuration with the EOS ids. The model has 2
-    layers of width 64, 260 token ids and, where the architecture has positions, a context of 1024 tokens. Sliding
+    layers of width 128, 260 token ids and, where the architecture has positions, a context of 1024 tokens. Sliding
     windows are 32 tokens wide. The same arguments give the same weights. Nothing is downloaded.
 
     One of :data:`VISION_ARCHITECTURES` takes images besides: four more token ids, a template that places images, and
@@ -223,6 +228,8 @@ def _write(folder: Path, architecture: str, seed: int, overrides: Mapping[str, C
                 if parameter.ndim == 1:
                     parameter.add_(torch.randn_like(parameter), alpha=0.1)
             model = model.to(dtype)
+            for part in model.config.sub_configs:  # as from_config left them
+                getattr(model.config, part).dtype = dtype
             model(torch.zeros((1, 4), dtype=torch.long))
         except Exception as error:  # whatever the architecture makes of values that do not fit together
             raise _does_not_work(architecture, overrides, error) from error

@@ -188,12 +188,19 @@ def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
+def _taken(spec: CommunicatorSpec) -> InvalidRequest:
+    return InvalidRequest(
+        f"the engine is in a group {spec.group_name!r} already, or forms one; leave it first", field="group_name"
+    )
+
+
 class Groups:
     """The groups that one worker of an engine is in, by name. Safe from any thread."""
 
     def __init__(self) -> None:
         self._groups: dict[str, Group] = {}
-        self._forming: dict[str, tuple[threading.Thread, list[BaseException]]] = {}
+        self._forming: dict[str, tuple[CommunicatorSpec, threading.Thread, list[BaseException]]] = {}
+        """Of each name that was asked for in :meth:`join_behind`: until it failed or was left."""
         self._lock = threading.Lock()
 
     def join(self, spec: CommunicatorSpec, rank: int, device: torch.device) -> None:
@@ -204,9 +211,7 @@ class Groups:
             DeadlineExceeded, WeightSyncError: it does not form.
         """
         if spec.group_name in self._groups:
-            raise InvalidRequest(
-                f"the engine is in a group {spec.group_name!r} already; leave it first", field="group_name"
-            )
+            raise _taken(spec)
         group = Group(spec, rank, device)
         with self._lock:
             self._groups[spec.group_name] = group
@@ -218,7 +223,8 @@ class Groups:
 
         Raises:
             EngineBusy: it is still forming.
-            InvalidRequest, DeadlineExceeded, WeightSyncError: it does not form.
+            InvalidRequest: this worker is in another group of that name, or forms one.
+            DeadlineExceeded, WeightSyncError: it does not form.
         """
         forming = self._forming.get(spec.group_name)
         if forming is None:
@@ -230,10 +236,12 @@ class Groups:
                 except BaseException as error:
                     errors.append(error)
 
-            forming = threading.Thread(target=form, name="drivetrain-forms-group", daemon=True), errors
+            forming = spec, threading.Thread(target=form, name="drivetrain-forms-group", daemon=True), errors
             self._forming[spec.group_name] = forming
-            forming[0].start()
-        thread, errors = forming
+            forming[1].start()
+        asked, thread, errors = forming
+        if asked != spec:
+            raise _taken(spec)
         if thread.is_alive():
             raise EngineBusy(f"the group {spec.group_name!r} is still forming")
         if errors:
@@ -273,9 +281,14 @@ class Groups:
 
 
 class BroadcastSender(Sender):
-    """Rank 0. Packs a bucket and broadcasts it while the engine loads it: a push holds one bucket of memory."""
+    """Rank 0. Packs a bucket and broadcasts it while the engine loads it: a push holds one bucket of memory.
 
-    def __init__(self) -> None:
+    Args:
+        device: Where buckets are packed: a GPU for NCCL.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._group: Group | None = None
         self._plan = WeightPlan(())
         self._specs: dict[str, TensorSpec] = {}
@@ -304,8 +317,7 @@ class BroadcastSender(Sender):
 
     def join(self, spec: CommunicatorSpec, store: Any) -> None:
         """Form the group; the engine must be told to, at the same time."""
-        device = torch.device("cuda", torch.cuda.current_device()) if spec.backend == "nccl" else torch.device("cpu")
-        self._group = Group(spec, 0, device, store)
+        self._group = Group(spec, 0, self._device, store)
 
     def leave(self) -> None:
         """Let go of the group; a broadcast under way gives up. Safe from any thread."""
