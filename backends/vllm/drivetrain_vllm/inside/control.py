@@ -1,0 +1,88 @@
+# pyright: reportMissingImports=false
+"""The engine core's side of the backend: what the ``Backend`` page asks for, done between two steps of the batch.
+
+A call comes as one of vLLM's own utility calls. What is a scheduler's to do is done here; the rest is every worker's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, cast
+
+from drivetrain.backend import EngineStats
+from drivetrain.errors import EngineBusy
+from drivetrain.host.calls import Calls
+from drivetrain.memory import MemoryTag
+from drivetrain.weights import CommitUpdate, WeightMessage, WeightReply
+from drivetrain_vllm.inside.worker import Worker
+
+CALL: Final = "drivetrain"
+"""Name of the utility method, and of the workers'."""
+
+
+class Core:
+    """The scheduler. Methods are named as on the ``Backend`` page and mean the same."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+
+    def _of_workers(self, method: str, *arguments: object) -> object:
+        return calls.result_of(method, forward(self._core, calls.ask(method, arguments)))
+
+    def stats(self) -> EngineStats:
+        """Count requests and memory."""
+        running, waiting = self._core.scheduler.get_request_counts()
+        cache, weights = cast("tuple[int, int]", self._of_workers("occupied"))
+        return EngineStats(running=running, waiting=waiting, kv_cache_bytes=cache, weight_bytes=weights)
+
+    def tokens_so_far(self) -> dict[str, int]:
+        """How many tokens each request has that is not over, by vLLM's id."""
+        requests = self._core.scheduler.requests.values()
+        return {request.request_id: request.num_output_tokens for request in requests if not request.is_finished()}
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes that no request holds; the backend never asks for the others again."""
+        self._core.scheduler.reset_prefix_cache()
+
+    def sleep(self, tags: frozenset[MemoryTag]) -> None:
+        """Give memory back."""
+        if self._core.scheduler.running or self._core.batch_queue:
+            raise EngineBusy("requests hold cache: abort them, or pause_generation('retract') first")
+        if MemoryTag.KV_CACHE in tags:
+            self.reset_prefix_cache()
+        self._of_workers("sleep", tags)
+
+    def receive_weights(self, message: WeightMessage) -> WeightReply:
+        """Take one step of an update."""
+        reply = cast("WeightReply", self._of_workers("receive_weights", message))
+        if isinstance(message, CommitUpdate):
+            self._core.reset_encoder_cache()
+            self.set_weight_version(message.version)
+        return reply
+
+    def set_weight_version(self, version: str) -> None:
+        """Label the weights."""
+        # Releases that do not have it give tokens no labels: there the backend counts them.
+        if hasattr(self._core, "set_weight_version"):
+            self._core.set_weight_version(version)
+
+
+calls: Final = Calls(Core.tokens_so_far, Worker.occupied)
+
+
+def forward(core: Any, question: str) -> str:
+    """Ask every worker; all answer the same."""
+    answers: list[str] = core.collective_rpc(CALL, args=(question,))
+    return answers[0]
+
+
+def _answer(core: Any, question: str) -> str:
+    if hasattr(Core, calls.method_of(question)):
+        return calls.serve(Core(core), question)
+    return forward(core, question)
+
+
+def register() -> None:
+    """Give the engine core a utility method."""
+    from vllm.v1.engine.core import EngineCore
+
+    setattr(EngineCore, CALL, _answer)

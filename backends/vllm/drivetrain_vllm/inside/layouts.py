@@ -1,0 +1,79 @@
+# pyright: reportMissingImports=false
+"""Weights as they are in a checkpoint, where vLLM would pack or name them otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch.nn import functional
+
+_WRAPPED: Final = ".base_layer"
+
+
+def register() -> None:
+    """On a CPU, leave weights to plain torch: packed ones cannot be read, updated or put to sleep."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    import vllm._custom_ops as ops
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    ops._supports_onednn = False
+    CPUUnquantizedExperts.process_weights_after_loading = _leave
+    CPUUnquantizedExperts.apply = _apply_experts
+
+
+def _leave(experts: Any, layer: torch.nn.Module) -> None:
+    pass
+
+
+def _apply_experts(
+    experts: Any,
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: Any,
+    *_: object,
+    **__: object,
+) -> None:
+    """The sum of the chosen experts' outputs; ``w1`` holds gate and up projection, in this order."""
+    gates = {"silu": functional.silu, "gelu": functional.gelu, "gelu_tanh": _gelu_tanh}
+    gate = gates[activation.value]
+    output.zero_()
+    for expert in topk_ids.unique().tolist():
+        tokens, choices = torch.where(topk_ids == expert)
+        states = functional.linear(hidden_states[tokens], w1[expert], _row(experts.w1_bias, expert))
+        gated, up = states.chunk(2, dim=-1)
+        states = functional.linear(gate(gated) * up, w2[expert], _row(experts.w2_bias, expert))
+        output.index_add_(0, tokens, states * topk_weights[tokens, choices, None].to(states.dtype))
+
+
+def _row(bias: torch.Tensor | None, expert: int) -> torch.Tensor | None:
+    return None if bias is None else bias[expert]
+
+
+def _gelu_tanh(states: torch.Tensor) -> torch.Tensor:
+    return functional.gelu(states, approximate="tanh")
+
+
+@contextmanager
+def plain_names() -> Iterator[None]:
+    """Parameters have the names that vLLM's loaders look for, also those of layers that LoRA wraps."""
+    original = torch.nn.Module.named_parameters
+
+    def named_parameters(module: torch.nn.Module, *more: Any, **newer: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for name, parameter in original(module, *more, **newer):
+            yield name.replace(_WRAPPED, ""), parameter
+
+    torch.nn.Module.named_parameters = named_parameters  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.nn.Module.named_parameters = original  # type: ignore[method-assign]

@@ -1,0 +1,149 @@
+# pyright: reportMissingImports=false
+"""The primitives of the ``Backend`` page that are a worker's to do: where the model and the cache are."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drivetrain.errors import EngineStateError
+from drivetrain.host.calls import Calls
+from drivetrain.memory import MemoryTag
+from drivetrain.weights import WeightManifest
+from drivetrain_vllm.inside.layouts import plain_names
+from drivetrain_weight_sync.checkpoint import checkpoint_of
+from drivetrain_weight_sync.host_memory import HostMemory
+from drivetrain_weight_sync.rank import RankWeights
+
+
+class Worker(RankWeights):
+    """One worker of vLLM."""
+
+    def __init__(self, worker: Any) -> None:
+        super().__init__()
+        self._worker = worker
+        self._profile: tuple[torch.profiler.profile, Path] | None = None
+
+    @property
+    def _runner(self) -> Any:
+        return self._worker.model_runner
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """VLLM's own."""
+        model: torch.nn.Module = self._runner.get_model()
+        return model
+
+    @property
+    def checkpoint(self) -> WeightManifest:
+        """What a trainer has of the model."""
+        config = self._worker.model_config
+        return checkpoint_of(config.model, config.revision, trust_remote_code=config.trust_remote_code)
+
+    @property
+    def group(self) -> Any:
+        """The ranks of vLLM's world."""
+        from vllm.distributed.parallel_state import get_world_group
+
+        world = get_world_group()
+        return world.cpu_group if world.world_size > 1 else None
+
+    @property
+    def rank(self) -> int:
+        """This worker's place among them."""
+        return int(self._worker.rank)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
+        """Load tensors as vLLM loads a checkpoint."""
+        with plain_names():
+            return super().load_weights(weights)
+
+    # Profile -----------------------------------------------------------------------------------------------------
+
+    def start_profile(self, directory: str) -> None:
+        """Begin to record."""
+        self._profile = torch.profiler.profile(), Path(directory)
+        self._profile[0].start()
+
+    def stop_profile(self) -> str:
+        """Write the trace file."""
+        if self._profile is None:
+            raise EngineStateError("no profile is being recorded; call start_profile first", state="ready")
+        (profile, directory), self._profile = self._profile, None
+        profile.stop()
+        path = directory / f"{uuid.uuid4().hex[:12]}.rank-{self.rank}.trace.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(path))
+        return str(path)
+
+    # Memory ------------------------------------------------------------------------------------------------------
+
+    def occupied(self) -> tuple[int, int]:
+        """Bytes of the cache and of the weights, on all ranks."""
+        weights = {tensor.untyped_storage()._cdata: _nbytes(tensor) for tensor in self.model.parameters()}
+        own = (
+            0 if MemoryTag.KV_CACHE in self.asleep else sum(map(_nbytes, self._cache())),
+            0 if MemoryTag.WEIGHTS in self.asleep else sum(weights.values()),
+        )
+        of_ranks = self.of_ranks(lambda: own)
+        return sum(cache for cache, _ in of_ranks), sum(held for _, held in of_ranks)
+
+    def _cache(self) -> list[torch.Tensor]:
+        tensors = {tensor.untyped_storage()._cdata: tensor for tensor in _tensors(self._runner.kv_caches)}
+        return list(tensors.values())
+
+    @cached_property
+    def _memory(self) -> HostMemory | None:
+        """Only on a CPU: on a GPU vLLM's allocator gives memory back, at the same addresses."""
+        if next(self.model.parameters()).device.type != "cpu":
+            return None
+        cache = [tensor.untyped_storage() for tensor in self._cache()]
+        return HostMemory({MemoryTag.WEIGHTS: self.target.storages, MemoryTag.KV_CACHE: cache})
+
+    def sleep(self, tags: frozenset[MemoryTag]) -> None:
+        """Give memory back."""
+        if MemoryTag.WEIGHTS in tags:
+            self.receiver  # noqa: B018  # its ways through the model are found while there are weights
+            self.writer.stop()
+        assert self._memory is not None
+        self._memory.sleep(tags)
+        self.asleep |= tags
+
+    def wake_up(self, tags: frozenset[MemoryTag]) -> None:
+        """Take memory again."""
+        assert self._memory is not None
+        self._memory.wake_up(tags)
+        self.asleep -= tags
+
+
+calls = Calls(Worker.occupied)
+
+
+class Extension:
+    """What vLLM adds to its worker's class."""
+
+    _drivetrain_worker: Worker
+
+    def drivetrain(self, question: str) -> str:
+        """Serve one call; every rank has the same at the same time."""
+        worker = self.__dict__.get("_drivetrain_worker")
+        if worker is None:
+            worker = self._drivetrain_worker = Worker(self)
+        return calls.serve(worker, question, None if worker.group is None else worker.gather)
+
+
+def _tensors(held: Any) -> Iterator[torch.Tensor]:
+    if isinstance(held, torch.Tensor):
+        yield held
+    elif isinstance(held, list | tuple):
+        for item in held:
+            yield from _tensors(item)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes()

@@ -1,0 +1,361 @@
+# pyright: reportMissingImports=false
+"""Between drivetrain's names and those of vLLM. Pure functions over plain values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from drivetrain.backend import GenerateRequest, GenerateResult
+from drivetrain.config import EngineConfig, Task
+from drivetrain.errors import EngineInternalError, InvalidConfig, InvalidRequest
+from drivetrain.outputs import FinishReason, TopLogprobs, VersionSpan
+from drivetrain.sampling import EbnfGrammar, JsonSchema, LogprobsMode, RegexGrammar
+from drivetrain_sampling.carried import carried
+
+CONFIG_NAMES: Final[Mapping[str, str]] = {
+    "revision": "revision",
+    "trust_remote_code": "trust_remote_code",
+    "dtype": "dtype",
+    "device": "CUDA_VISIBLE_DEVICES",
+    "gpu_memory_utilization": "gpu_memory_utilization",
+    "max_num_batched_tokens": "max_num_batched_tokens",
+    "max_num_seqs": "max_num_seqs",
+    "context_length": "max_model_len",
+    "enable_prefix_caching": "enable_prefix_caching",
+    "attention_backend": "attention_backend",
+    "tensor_parallel_size": "tensor_parallel_size",
+    "task": "runner",
+    "enable_lora": "enable_lora",
+    "max_loras": "max_loras",
+    "max_lora_rank": "max_lora_rank",
+    "enable_sleep": "enable_sleep_mode",
+    "sleep_keeps_weights": "sleep(level=1)",
+    "engine_kwargs": "AsyncEngineArgs(**)",
+}
+"""Field of EngineConfig → what honours it here."""
+
+SEEN_WORKING: Final = ("0.32.0", "0.32.0")
+"""Oldest and newest release that the conformance suite was run on. What differs between releases is found by looking
+for it."""
+
+KEY: Final = "drivetrain"
+"""Key of ``extra_args`` under which a request carries how to draw it."""
+
+LORA_RANK: Final = 64
+"""Largest rank of an adapter, unless ``max_lora_rank`` says."""
+
+MOST_LORAS: Final = 8
+"""Most adapters loaded at once, unless ``max_loras`` says."""
+
+CPU_CACHE_BYTES: Final = 1 << 28
+"""Of keys and values on a CPU, unless ``engine_kwargs`` says."""
+
+_ON_A_CPU: Final[Mapping[str, object]] = {
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": CPU_CACHE_BYTES,
+    "block_size": 32,
+    "distributed_executor_backend": "uni",
+}
+_SMALLEST_TEMPERATURE: Final = 0.01
+"""vLLM takes what is lower, but zero, for this."""
+
+
+def device_of(config: EngineConfig) -> str:
+    """The kind of device: the configured one, or a GPU when there is one."""
+    if config.device is not None:
+        return config.device.partition(":")[0]
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def engine_arguments(config: EngineConfig, device: str, dtype: str, context_length: int) -> dict[str, object]:
+    """Keyword arguments of vLLM's ``AsyncEngineArgs``.
+
+    Args:
+        config: The configuration.
+        device: The kind of device.
+        dtype: Of the checkpoint: what vLLM takes for "auto" may be another.
+        context_length: Most tokens of prompt and output together.
+
+    Raises:
+        InvalidConfig: ``engine_kwargs`` sets what the configuration has a field for, or what the backend relies on.
+    """
+    relied_on: dict[str, object] = {
+        "model": config.model,
+        "tokenizer": config.tokenizer or config.model,
+        "dtype": dtype if config.dtype == "auto" else config.dtype,
+        "trust_remote_code": config.trust_remote_code,
+        "max_model_len": context_length,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "scheduling_policy": "priority",
+        "max_logprobs": -1,
+        "logprobs_mode": "raw_logprobs",
+        "generation_config": "vllm",  # a folder's own would change what requests mean
+        "worker_extension_cls": "drivetrain_vllm.inside.worker.Extension",
+        "disable_log_stats": True,
+    }
+    optional: dict[str, object | None] = {
+        "revision": config.revision,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "max_num_seqs": config.max_num_seqs,
+        "attention_backend": config.attention_backend,
+    }
+    relied_on |= {name: value for name, value in optional.items() if value is not None}
+    match config.task:
+        case Task.GENERATE:
+            pass
+        case Task.EMBED:
+            relied_on |= {"runner": "pooling", "convert": "embed"}
+        case _:
+            relied_on |= {"runner": "pooling", "convert": "classify"}
+    if config.enable_lora:
+        relied_on |= {
+            "enable_lora": True,
+            "max_lora_rank": config.max_lora_rank or LORA_RANK,
+            # On a CPU, vLLM gives a request without an adapter that of the last place, in a batch where others have
+            # one: a place that stays empty.
+            "max_loras": (config.max_loras or MOST_LORAS) + (device == "cpu"),
+        }
+    if device != "cpu" and config.enable_sleep:
+        relied_on["enable_sleep_mode"] = True
+    both = sorted(relied_on.keys() & config.engine_kwargs.keys())
+    if both:
+        raise InvalidConfig(
+            f"engine_kwargs holds {', '.join(both)}, which the backend sets itself; use the fields of the "
+            "configuration, or leave it out",
+            field="engine_kwargs",
+        )
+    defaults: Mapping[str, object] = _ON_A_CPU if device == "cpu" else {}
+    if config.tensor_parallel_size > 1:
+        defaults = {name: value for name, value in defaults.items() if name != "distributed_executor_backend"}
+    return {**defaults, **relied_on, **config.engine_kwargs}
+
+
+# Requests ---------------------------------------------------------------------------------------------------------
+
+
+def drawn_by_vllm(request: GenerateRequest) -> bool:
+    """Whether vLLM's own sampler and logprobs do exactly what this request asks for."""
+    params = request.params
+    adjusted = bool(
+        params.repetition_penalty != 1
+        or params.frequency_penalty
+        or params.presence_penalty
+        or params.logit_bias
+        or params.logit_processors
+        or (params.min_new_tokens and request.stop_token_ids)
+        or 0 < params.temperature < _SMALLEST_TEMPERATURE
+    )
+    limits = (params.top_k > 0) + (params.top_p < 1) + (params.min_p > 0)
+    if adjusted or limits > 1 or request.seed is not None:
+        return False
+    if params.logprobs is None:
+        return True
+    if params.structured_output is not None:
+        return False  # its logprobs are those of the masked distribution
+    same_as_raw = request.logprobs_mode is LogprobsMode.TEMPERATURE and params.temperature in (0.0, 1.0)
+    return same_as_raw or request.logprobs_mode is LogprobsMode.RAW
+
+
+def sampling_params(request: GenerateRequest, *, stream: bool) -> Any:
+    """VLLM's ``SamplingParams`` of a request."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+
+    params = request.params
+    native: dict[str, Any] = {
+        "max_tokens": max(request.max_new_tokens, 1),
+        "stop_token_ids": list(request.stop_token_ids),
+        "ignore_eos": True,  # a request names every id that ends it
+        "detokenize": False,
+        "logprobs": params.logprobs,
+        "prompt_logprobs": params.prompt_logprobs,
+        "flat_logprobs": True,
+        "output_kind": RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
+        "skip_clone": True,
+    }
+    match params.structured_output:
+        case JsonSchema(json_schema=schema):
+            native["structured_outputs"] = StructuredOutputsParams(json=schema)
+        case RegexGrammar(regex=expression):
+            native["structured_outputs"] = StructuredOutputsParams(regex=expression)
+        case EbnfGrammar(ebnf=grammar):
+            native["structured_outputs"] = StructuredOutputsParams(grammar=grammar)
+        case None:
+            pass
+    if drawn_by_vllm(request):
+        native["temperature"] = params.temperature
+        native["top_p"] = params.top_p
+        native["top_k"] = params.top_k
+        native["min_p"] = params.min_p
+    else:
+        native["temperature"] = 1.0
+        native["extra_args"] = {KEY: carried(request)}
+    return SamplingParams(**native)
+
+
+# Results ----------------------------------------------------------------------------------------------------------
+
+
+class Collected:
+    """What vLLM has said of one sample so far, chunk by chunk."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self._params = request.params
+        self._request = request
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._top: list[TopLogprobs] = []
+        self._replaced: list[tuple[str, float]] = []
+        self._last: Any = None
+        self._prompt: Any = None
+        """Logprobs of the prompt, which come with the first chunk of a stream."""
+
+    def replaced(self, version: str, tokens: float) -> None:
+        """Note that weights were replaced when the sample had so many tokens, or, if it was complete, infinitely many.
+
+        For releases of vLLM that do not say which weights made which token.
+        """
+        self._replaced.append((version, tokens))
+
+    def add(self, output: Any) -> tuple[list[int], list[float] | None, list[TopLogprobs] | None]:
+        """Take a ``RequestOutput``; return its ids, their logprobs and the likeliest tokens beside them."""
+        self._last = output
+        if output.prompt_logprobs:
+            self._prompt = output.prompt_logprobs
+        completion = output.outputs[0]
+        ids = list(completion.token_ids) if self._request.max_new_tokens else []
+        logprobs, top = None, None
+        if self._params.logprobs is not None:
+            positions = completion.logprobs or ()
+            logprobs = [_of(positions, index, token) for index, token in enumerate(ids)]
+            self._logprobs += logprobs
+            if self._params.logprobs:
+                top = [_top(positions, index, self._params.logprobs) for index in range(len(ids))]
+                self._top += top
+        self._ids += ids
+        return ids, logprobs, top
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last chunk was the last."""
+        return bool(self._last.finished)
+
+    def result(self, version: str) -> GenerateResult:
+        """The whole sample.
+
+        Args:
+            version: Of the weights that are served now.
+        """
+        params, count = self._params, len(self._ids)
+        completion = self._last.outputs[0]
+        reason, matched = _finish(completion, self._request)
+        prompt = self._prompt if params.prompt_logprobs is not None else None
+        prompt_ids = self._request.prompt_token_ids
+        return GenerateResult(
+            token_ids=self._ids,
+            finish_reason=reason,
+            weight_versions=_spans(
+                getattr(completion, "weight_versions", None), [*self._replaced, (version, math.inf)], count
+            ),
+            matched_stop=matched,
+            logprobs=self._logprobs if params.logprobs is not None else None,
+            top_logprobs=self._top if params.logprobs else None,
+            prompt_logprobs=(
+                [None, *(_of(prompt, index, prompt_ids[index]) for index in range(1, len(prompt_ids)))]
+                if prompt
+                else None
+            ),
+            prompt_top_logprobs=(
+                [None, *(_top(prompt, index, params.prompt_logprobs) for index in range(1, len(prompt_ids)))]
+                if prompt and params.prompt_logprobs
+                else None
+            ),
+            cached_tokens=self._last.num_cached_tokens or 0,
+        )
+
+
+def _of(positions: Any, index: int, token: int) -> float:
+    """The logprob of a token at a position of vLLM's ``FlatLogprobs``."""
+    start = positions.start_indices[index]
+    if positions.token_ids[start] == token:  # the token itself comes first
+        return float(positions.logprobs[start])
+    return float(positions[index][token].logprob)
+
+
+def _top(positions: Any, index: int, count: int) -> TopLogprobs:
+    start, end = positions.start_indices[index], positions.end_indices[index]
+    # First the token itself, then the likeliest, of which it may be one: chunks that vLLM joined have that one once.
+    ranked: dict[int, tuple[int, bool, float]] = {}
+    for place in range(start, end):
+        ranked[positions.token_ids[place]] = (positions.ranks[place], place == start, positions.logprobs[place])
+    likeliest = sorted(ranked.items(), key=lambda item: item[1])[:count]
+    # What cannot be drawn is no alternative.
+    return [(int(token), float(logprob)) for token, (_, _, logprob) in likeliest if logprob > -1e30]
+
+
+def _finish(completion: Any, request: GenerateRequest) -> tuple[FinishReason, int | None]:
+    if not request.max_new_tokens and completion.finish_reason != "abort":
+        return FinishReason.LENGTH, None
+    match completion.finish_reason:
+        case "stop":
+            matched = completion.stop_reason
+            return FinishReason.STOP, int(matched) if matched in request.stop_token_ids else None
+        case "length":
+            last = completion.token_ids[-1] if completion.token_ids else None
+            if last in request.stop_token_ids:
+                return FinishReason.STOP, last
+            return FinishReason.LENGTH, None
+        case "abort":
+            return FinishReason.ABORT, None
+        case other:
+            raise EngineInternalError(f"request {request.request_id}: vLLM ended it with finish_reason {other!r}")
+
+
+def _spans(spans: Sequence[Any] | None, versions: Sequence[tuple[str, float]], count: int) -> list[VersionSpan]:
+    """VLLM's own, or those of versions, each of which made what was there when it was replaced."""
+    ends = list(versions) if spans is None else [(str(span.version), float(span.end)) for span in spans]
+    found: list[VersionSpan] = []
+    for version, replaced in ends:
+        begin, end = found[-1].end if found else 0, int(min(replaced, count))
+        if end <= begin:
+            continue
+        if found and found[-1].version == version:
+            begin = found.pop().start
+        found.append(VersionSpan(version, begin, end))
+    return found
+
+
+def shortened(vector: list[float], dimensions: int) -> list[float]:
+    """The first numbers of an embedding, at length 1 again, as Matryoshka models are used.
+
+    Raises:
+        InvalidRequest: it has fewer.
+    """
+    if dimensions > len(vector):
+        raise InvalidRequest(
+            f"dimensions={dimensions} is more than the model's {len(vector)}; ask for fewer", field="dimensions"
+        )
+    kept = vector[:dimensions]
+    norm = math.sqrt(math.fsum(value * value for value in kept)) or 1.0
+    return [value / norm for value in kept]
+
+
+def context_length_of(own: int, configured: int | None) -> int:
+    """Most tokens of prompt and output together: the configured limit, or the model's own.
+
+    Raises:
+        InvalidConfig: more is asked for than the model has.
+    """
+    if configured is None:
+        return own
+    if configured > own:
+        raise InvalidConfig(
+            f"context_length={configured} is more than the model's {own}; lower it or leave it out",
+            field="context_length",
+        )
+    return configured

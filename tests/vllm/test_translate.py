@@ -1,0 +1,185 @@
+"""Translations to and from vLLM's words, with no vLLM installed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from drivetrain import (
+    EngineConfig,
+    FinishReason,
+    GenerateRequest,
+    InvalidConfig,
+    LogprobsMode,
+    SamplingParams,
+    VersionSpan,
+)
+from drivetrain.errors import EngineDied, EngineInternalError, EngineOutOfMemory, InvalidRequest
+from drivetrain_vllm import translate
+from drivetrain_vllm.errors import as_engine_error
+
+
+def request(
+    params: dict[str, Any] | None = None,
+    mode: str = "raw",
+    seed: int | None = None,
+    stops: tuple[int, ...] = (9,),
+    max_new_tokens: int = 8,
+) -> GenerateRequest:
+    made = SamplingParams.model_validate(params or {})
+    return GenerateRequest("r", [1, 2, 3], made, max_new_tokens, stops, LogprobsMode(mode), seed)
+
+
+def config(**fields: object) -> EngineConfig:
+    return EngineConfig.from_mapping({"backend": "vllm", "model": "m", **fields})
+
+
+def flat(*positions: list[tuple[int, float, int]]) -> Any:
+    """What vLLM's ``FlatLogprobs`` holds: of each position the token itself and the likeliest ones, with ranks."""
+    starts, ends, entries = [], [], []
+    for position in positions:
+        starts.append(len(entries))
+        entries += position
+        ends.append(len(entries))
+    return SimpleNamespace(
+        start_indices=starts,
+        end_indices=ends,
+        token_ids=[token for token, _, _ in entries],
+        logprobs=[logprob for _, logprob, _ in entries],
+        ranks=[rank for _, _, rank in entries],
+    )
+
+
+def output(ids: list[int], reason: str | None = None, **more: Any) -> Any:
+    completion = SimpleNamespace(
+        token_ids=ids,
+        finish_reason=reason,
+        stop_reason=more.pop("stop_reason", None),
+        logprobs=more.pop("logprobs", None),
+    )
+    if "weight_versions" in more:
+        completion.weight_versions = more.pop("weight_versions")
+    fields = {"prompt_logprobs": None, "num_cached_tokens": 0, **more}
+    return SimpleNamespace(outputs=[completion], finished=reason is not None, **fields)
+
+
+@pytest.mark.parametrize(
+    ("params", "mode", "seed", "native"),
+    [
+        ({}, "raw", None, True),
+        ({"temperature": 0.7, "logprobs": 3}, "raw", None, True),
+        ({"temperature": 0.7, "logprobs": 0}, "temperature", None, False),
+        ({"temperature": 1.0, "logprobs": 0}, "temperature", None, True),
+        ({"temperature": 0, "logprobs": 0}, "temperature", None, True),
+        ({"logprobs": 0}, "processed", None, False),
+        ({"temperature": 0.005}, "raw", None, False),
+        ({"top_p": 0.9}, "raw", None, True),
+        ({"top_p": 0.9, "top_k": 5}, "raw", None, False),
+        ({}, "raw", 4, False),
+        ({"repetition_penalty": 1.1}, "raw", None, False),
+        ({"logit_bias": {3: 1.0}}, "raw", None, False),
+        ({"min_new_tokens": 2}, "raw", None, False),
+        ({"logprobs": 0, "structured_output": {"kind": "regex", "regex": "a"}}, "raw", None, False),
+        ({"structured_output": {"kind": "regex", "regex": "a"}}, "raw", None, True),
+    ],
+)
+def test_who_draws(params: dict[str, Any], mode: str, seed: int | None, native: bool) -> None:
+    assert translate.drawn_by_vllm(request(params, mode, seed)) is native
+
+
+def test_the_configuration_becomes_arguments() -> None:
+    arguments = translate.engine_arguments(
+        config(max_num_seqs=4, enable_lora=True, max_loras=2, engine_kwargs={"block_size": 64}), "cpu", "bfloat16", 512
+    )
+    assert arguments["max_model_len"] == 512
+    assert arguments["max_num_seqs"] == 4
+    assert arguments["dtype"] == "bfloat16"
+    assert arguments["block_size"] == 64
+    assert arguments["max_loras"] == 3, "one place stays empty on a CPU"
+    on_a_gpu = translate.engine_arguments(config(enable_lora=True, max_loras=2), "cuda", "bfloat16", 512)
+    assert on_a_gpu["max_loras"] == 2
+    assert "enforce_eager" not in on_a_gpu
+
+
+def test_an_argument_that_has_a_field_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match="max_model_len"):
+        translate.engine_arguments(config(engine_kwargs={"max_model_len": 5}), "cpu", "float32", 512)
+
+
+def test_chunks_become_a_result() -> None:
+    asked = request({"logprobs": 2, "prompt_logprobs": 1})
+    collected = translate.Collected(asked)
+    prompt = flat([], [(2, -1.0, 3), (7, -0.1, 1)], [(3, -0.2, 1), (3, -0.2, 1)])
+    first = output([5], logprobs=flat([(5, -2.0, 9), (6, -0.5, 1), (7, -1.0, 2)]), prompt_logprobs=prompt)
+    assert collected.add(first) == ([5], [-2.0], [[(6, -0.5), (7, -1.0)]])
+    joined = flat([(6, -0.5, 1), (8, -1.5, 2)], [(9, -0.1, 1), (4, -3.0, 2)])
+    last = output([6, 9], "stop", stop_reason=9, logprobs=joined, num_cached_tokens=2)
+    assert collected.add(last)[2] == [[(6, -0.5), (8, -1.5)], [(9, -0.1), (4, -3.0)]]
+    result = collected.result("now")
+    assert (result.token_ids, result.logprobs) == ([5, 6, 9], [-2.0, -0.5, -0.1])
+    assert (result.finish_reason, result.matched_stop) == (FinishReason.STOP, 9)
+    assert result.prompt_logprobs == [None, -1.0, -0.2]
+    assert result.prompt_top_logprobs == [None, [(7, -0.1)], [(3, -0.2)]]
+    assert result.cached_tokens == 2
+    assert result.weight_versions == [VersionSpan("now", 0, 3)]
+
+
+def test_versions_are_vllms_own_where_it_has_them() -> None:
+    spans = [SimpleNamespace(version="a", start=0, end=2), SimpleNamespace(version="b", start=2, end=3)]
+    collected = translate.Collected(request())
+    collected.add(output([1, 2, 3], "length", weight_versions=spans))
+    assert collected.result("b").weight_versions == [VersionSpan("a", 0, 2), VersionSpan("b", 2, 3)]
+
+
+def test_versions_are_counted_where_it_has_none() -> None:
+    collected = translate.Collected(request())
+    collected.replaced("a", 2)
+    collected.add(output([1, 2, 3], "length"))
+    assert collected.result("b").weight_versions == [VersionSpan("a", 0, 2), VersionSpan("b", 2, 3)]
+
+
+def test_a_prompt_that_is_only_scored_has_no_tokens() -> None:
+    collected = translate.Collected(request(max_new_tokens=0))
+    collected.add(output([9], "stop", stop_reason=9))
+    assert collected.result("v").token_ids == []
+    assert collected.result("v").finish_reason is FinishReason.LENGTH
+
+
+def test_a_stop_at_the_last_token_is_a_stop() -> None:
+    collected = translate.Collected(request())
+    collected.add(output([1, 9], "length"))
+    assert collected.result("v").finish_reason is FinishReason.STOP
+
+
+def test_an_end_that_vllm_does_not_explain_is_an_error() -> None:
+    collected = translate.Collected(request())
+    collected.add(output([1], "error"))
+    with pytest.raises(EngineInternalError, match="'error'"):
+        collected.result("v")
+
+
+class VLLMClientError(Exception):
+    """Named as vLLM's."""
+
+
+class EngineDeadError(Exception):
+    """Named as vLLM's."""
+
+
+@pytest.mark.parametrize(
+    ("error", "mapped"),
+    [
+        (VLLMClientError("no such grammar"), InvalidRequest),
+        (ValueError("temperature"), InvalidRequest),
+        (EngineDeadError("see above"), EngineDied),
+        (RuntimeError("CUDA out of memory"), EngineOutOfMemory),
+        (RuntimeError("what"), EngineInternalError),
+    ],
+)
+def test_errors_are_of_drivetrains_tree(error: Exception, mapped: type[Exception]) -> None:
+    made = as_engine_error(error)
+    assert type(made) is mapped
+    assert made.__cause__ is error
+    assert as_engine_error(made) is made

@@ -1,0 +1,157 @@
+"""One rank of an engine, as far as weights go: the primitives of the ``Backend`` page, done where the weights are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from drivetrain.errors import EngineStateError
+from drivetrain.host.calls import FailedElsewhere
+from drivetrain.memory import MemoryTag
+from drivetrain.weights import (
+    BeginUpdate,
+    CommunicatorSpec,
+    PrepareUpdate,
+    TensorData,
+    WeightManifest,
+    WeightMessage,
+    WeightReply,
+    WeightReport,
+)
+from drivetrain_weight_sync.inspect import merged, require_tensor, tensor_data, validate_weights
+from drivetrain_weight_sync.receiver import Receiver
+from drivetrain_weight_sync.recorded import RecordedTarget
+from drivetrain_weight_sync.saving import WeightWriter
+
+_T = TypeVar("_T")
+
+
+class RankWeights:
+    """Base of an engine's worker. Methods are named as on the ``Backend`` page and mean the same.
+
+    A subclass says which model it has, what the checkpoint holds, and who the other ranks are.
+    """
+
+    def __init__(self) -> None:
+        self.asleep: set[MemoryTag] = set()
+        """What was given back."""
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The engine's own."""
+        raise NotImplementedError
+
+    @property
+    def checkpoint(self) -> WeightManifest:
+        """What a trainer has of the model."""
+        raise NotImplementedError
+
+    @property
+    def group(self) -> Any:
+        """The process group, on the CPU, of the ranks that take each call together; None when there is one."""
+        raise NotImplementedError
+
+    @property
+    def rank(self) -> int:
+        """This one's place among all ranks that hold weights."""
+        raise NotImplementedError
+
+    @cached_property
+    def target(self) -> RecordedTarget:
+        """The model's tensors by their checkpoint names. First asked for while there are weights."""
+        return RecordedTarget(self.load_weights, self.checkpoint, split=self.group is not None)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
+        """Load tensors as the engine loads a checkpoint."""
+        return self.model.load_weights(weights)  # type: ignore[operator]
+
+    @cached_property
+    def receiver(self) -> Receiver:
+        """The end of an update."""
+        return Receiver(self.target)
+
+    @cached_property
+    def writer(self) -> WeightWriter:
+        """Writes weights beside what else goes on."""
+        return WeightWriter(self.target)
+
+    def require_weights(self) -> None:
+        """Raise :class:`EngineStateError` if they sleep."""
+        if MemoryTag.WEIGHTS in self.asleep:
+            raise EngineStateError(
+                "the memory of the weights was given back by sleep; call wake_up(tags=[MemoryTag.WEIGHTS]) first",
+                state="asleep",
+            )
+
+    def weight_manifest(self) -> WeightManifest:
+        """Tensors by their checkpoint names."""
+        return self.target.manifest()
+
+    def receive_weights(self, message: WeightMessage) -> WeightReply:
+        """Take one step of an update."""
+        if isinstance(message, PrepareUpdate):
+            self.require_weights()
+        if isinstance(message, BeginUpdate):
+            self.writer.stop()
+        return self.receiver.handle(message)
+
+    def init_communicator(self, spec: CommunicatorSpec) -> None:
+        """Join a group in which a trainer broadcasts; raises EngineBusy, to be asked again, while it forms."""
+        device = next(self.model.parameters()).device
+        self.receiver.groups.join_behind(spec, spec.rank_offset + self.rank, device)
+
+    def destroy_communicator(self, group_name: str) -> None:
+        """Leave it."""
+        self.receiver.groups.leave(group_name)
+
+    def read_weight(self, name: str) -> TensorData:
+        """Copy one tensor out."""
+        self.require_weights()
+        target = self.target
+        require_tensor(target, name)
+        if self.group is None:
+            return tensor_data(name, target.read(name))
+        pieces = itertools.chain.from_iterable(self.of_ranks(lambda: target.pieces(name)))
+        return tensor_data(name, target.assembled(name, pieces))
+
+    def validate_weights(self) -> WeightReport:
+        """Look at every tensor where it lies."""
+        self.require_weights()
+        return merged(self.of_ranks(lambda: validate_weights(self.target)))
+
+    def save_sharded(self, path: str) -> None:
+        """Write the weights alone, in another thread; raises EngineBusy, to be asked again, until they are there."""
+        self.require_weights()
+        self.writer.write(Path(path))
+
+    def of_ranks(self, look: Callable[[], _T]) -> list[_T]:
+        """What each rank sees, on every rank. All come here together, or none does.
+
+        Raises:
+            FailedElsewhere: another rank's ``look`` raised; what this rank's raises goes on.
+        """
+        if self.group is None:
+            return [look()]
+        error: Exception | None = None
+        own: _T | None = None
+        try:
+            own = look()
+        except Exception as raised:
+            error = raised
+        gathered: list[Any] = self.gather((error is None, own))
+        if error is not None:
+            raise error
+        if not all(fine for fine, _ in gathered):
+            raise FailedElsewhere
+        return [seen for _, seen in gathered]
+
+    def gather(self, own: _T) -> list[_T]:
+        """What each rank brings, by rank."""
+        gathered: list[Any] = [None] * torch.distributed.get_world_size(self.group)
+        torch.distributed.all_gather_object(gathered, own, group=self.group)
+        return gathered
