@@ -38,7 +38,9 @@ def config(**fields: object) -> EngineConfig:
 
 def flat(*positions: list[tuple[int, float, int]]) -> Any:
     """What vLLM's ``FlatLogprobs`` holds: of each position the token itself and the likeliest ones, with ranks."""
-    starts, ends, entries = [], [], []
+    starts: list[int] = []
+    ends: list[int] = []
+    entries: list[tuple[int, float, int]] = []
     for position in positions:
         starts.append(len(entries))
         entries += position

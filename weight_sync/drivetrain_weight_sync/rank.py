@@ -24,6 +24,7 @@ from drivetrain.weights import (
     WeightReport,
 )
 from drivetrain_weight_sync.inspect import merged, require_tensor, tensor_data, validate_weights
+from drivetrain_weight_sync.proof import require_as_stored
 from drivetrain_weight_sync.receiver import Receiver
 from drivetrain_weight_sync.recorded import RecordedTarget
 from drivetrain_weight_sync.saving import WeightWriter
@@ -52,6 +53,11 @@ class RankWeights:
         raise NotImplementedError
 
     @property
+    def folder(self) -> Path | None:
+        """Where the engine read its weights; None if they are its own invention."""
+        raise NotImplementedError
+
+    @property
     def group(self) -> Any:
         """The process group, on the CPU, of the ranks that take each call together; None when there is one."""
         raise NotImplementedError
@@ -63,8 +69,15 @@ class RankWeights:
 
     @cached_property
     def target(self) -> RecordedTarget:
-        """The model's tensors by their checkpoint names. First asked for while there are weights."""
-        return RecordedTarget(self.load_weights, self.checkpoint, split=self.group is not None)
+        """The model's tensors by their checkpoint names. First asked for while there are weights, before any update.
+
+        Raises:
+            WeightSyncError: the engine's weights cannot be followed.
+        """
+        target = RecordedTarget(self.load_weights, self.checkpoint, split=self.group is not None)
+        if self.folder is not None:
+            require_as_stored(target, self.folder)
+        return target
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
         """Load tensors as the engine loads a checkpoint."""

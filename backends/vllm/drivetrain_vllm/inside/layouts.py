@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -44,10 +44,9 @@ def _apply_experts(
     **__: object,
 ) -> None:
     """The sum of the chosen experts' outputs; ``w1`` holds gate and up projection, in this order."""
-    gates = {"silu": functional.silu, "gelu": functional.gelu, "gelu_tanh": _gelu_tanh}
-    gate = gates[activation.value]
+    gate = _GATES[activation.value]
     output.zero_()
-    for expert in topk_ids.unique().tolist():
+    for expert in sorted(set(topk_ids.flatten().tolist())):
         tokens, choices = torch.where(topk_ids == expert)
         states = functional.linear(hidden_states[tokens], w1[expert], _row(experts.w1_bias, expert))
         gated, up = states.chunk(2, dim=-1)
@@ -55,12 +54,19 @@ def _apply_experts(
         output.index_add_(0, tokens, states * topk_weights[tokens, choices, None].to(states.dtype))
 
 
-def _row(bias: torch.Tensor | None, expert: int) -> torch.Tensor | None:
-    return None if bias is None else bias[expert]
-
-
 def _gelu_tanh(states: torch.Tensor) -> torch.Tensor:
     return functional.gelu(states, approximate="tanh")
+
+
+_GATES: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": _gelu_tanh,
+}
+
+
+def _row(bias: torch.Tensor | None, expert: int) -> torch.Tensor | None:
+    return None if bias is None else bias[expert]
 
 
 @contextmanager

@@ -46,6 +46,12 @@ class Worker(RankWeights):
         return checkpoint_of(config.model, config.revision, trust_remote_code=config.trust_remote_code)
 
     @property
+    def folder(self) -> Path | None:
+        """Where vLLM read the weights."""
+        folder = Path(self._worker.model_config.model)
+        return folder if folder.is_dir() and self._worker.load_config.load_format != "dummy" else None
+
+    @property
     def group(self) -> Any:
         """The ranks of vLLM's world."""
         from vllm.distributed.parallel_state import get_world_group
