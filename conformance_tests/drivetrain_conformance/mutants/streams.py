@@ -19,7 +19,7 @@ from drivetrain_conformance.mutants.registry import spoiled_backend, spoiled_eng
 from drivetrain_conformance.mutants.spoil import SoundBackend, mixed
 
 
-@spoiled_backend(caught_by="streaming/a_stream_equals_generate", says="shown, ")
+@spoiled_backend(caught_by="streaming/a_stream_equals_generate", says="were shown, not")
 def loses_a_delta(backend: type[Backend]) -> type[Backend]:
     """A stream's third step is not shown."""
 
@@ -37,7 +37,7 @@ def loses_a_delta(backend: type[Backend]) -> type[Backend]:
     return mixed(backend, Wrong)
 
 
-@spoiled_backend(caught_by="streaming/a_stream_equals_generate", says="shown, ")
+@spoiled_backend(caught_by="streaming/a_stream_equals_generate", says="were shown, not")
 def repeats_a_delta(backend: type[Backend]) -> type[Backend]:
     """A stream's third step is shown twice."""
 
