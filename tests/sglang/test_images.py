@@ -18,7 +18,7 @@ from drivetrain.testing import VISION_ARCHITECTURES, tiny_model
 from drivetrain_sglang import images, translate
 from drivetrain_sglang.engine import SGLangBackend
 from drivetrain_sglang.images import ImageReader, takes_images
-from drivetrain_sglang.inside.model import checkpoint_of
+from drivetrain_weight_sync.checkpoint import checkpoint_of
 
 
 def config(model: Path | str, **fields: object) -> EngineConfig:
@@ -112,9 +112,6 @@ def test_a_checkpoint_with_a_vision_model_is_named_as_it_is_stored(architecture:
 
     folder = tiny_model(architecture)
 
-    class Served:
-        model_path = str(folder)
-
     with safe_open(folder / "model.safetensors", "pt") as file:
         stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
-    assert {spec.name: spec.shape for spec in checkpoint_of(Served).tensors} == stored
+    assert {spec.name: spec.shape for spec in checkpoint_of(str(folder)).tensors} == stored

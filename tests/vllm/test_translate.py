@@ -77,6 +77,8 @@ def output(ids: list[int], reason: str | None = None, **more: Any) -> Any:
         ({"temperature": 0, "logprobs": 0}, "temperature", None, True),
         ({"logprobs": 0}, "processed", None, False),
         ({"temperature": 0.005}, "raw", None, False),
+        ({"temperature": 2.0}, "raw", None, True),
+        ({"temperature": 2.5}, "raw", None, False),
         ({"top_p": 0.9}, "raw", None, True),
         ({"top_p": 0.9, "top_k": 5}, "raw", None, False),
         ({}, "raw", 4, False),
@@ -185,3 +187,18 @@ def test_errors_are_of_drivetrains_tree(error: Exception, mapped: type[Exception
     assert type(made) is mapped
     assert made.__cause__ is error
     assert as_engine_error(made) is made
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "visible", "expected"),
+    [("cuda:1", 1, None, "1"), ("cuda:2", 2, None, "2,3"), ("cuda:1", 1, "4,5", "5"), ("cuda:0", 2, "4,5", "4,5")],
+)
+def test_a_numbered_device_is_the_one_that_vllm_sees(
+    device: str, count: int, visible: str | None, expected: str
+) -> None:
+    assert translate.visible_devices(device, count, visible) == expected
+
+
+def test_a_device_that_is_not_visible_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match="cuda:1"):
+        translate.visible_devices("cuda:1", 1, "3")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +33,7 @@ from drivetrain_weight_sync.saving import WeightWriter
 _T = TypeVar("_T")
 
 
-class RankWeights:
+class RankWeights(ABC):
     """Base of an engine's worker. Methods are named as on the ``Backend`` page and mean the same.
 
     A subclass says which model it has, what the checkpoint holds, and who the other ranks are.
@@ -43,29 +44,29 @@ class RankWeights:
         """What was given back."""
 
     @property
+    @abstractmethod
     def model(self) -> torch.nn.Module:
         """The engine's own."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def checkpoint(self) -> WeightManifest:
         """What a trainer has of the model."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def folder(self) -> Path | None:
         """Where the engine read its weights; None if they are its own invention."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def group(self) -> Any:
         """The process group, on the CPU, of the ranks that take each call together; None when there is one."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def rank(self) -> int:
         """This one's place among all ranks that hold weights."""
-        raise NotImplementedError
 
     @cached_property
     def target(self) -> RecordedTarget:

@@ -11,17 +11,15 @@ import os
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
+from typing import Any, ClassVar, Final
 
 import psutil
 
 from drivetrain.backend import (
-    Backend,
-    EngineStats,
     GenerateRequest,
     GenerateResult,
     ModelInfo,
@@ -31,7 +29,6 @@ from drivetrain.backend import (
 from drivetrain.capability import Capability
 from drivetrain.config import EngineConfig, Task
 from drivetrain.errors import (
-    EngineBusy,
     EngineInternalError,
     EngineStartError,
     InvalidConfig,
@@ -39,19 +36,10 @@ from drivetrain.errors import (
     UnsupportedCapability,
 )
 from drivetrain.host.reap import shared_memory_of, unlink
-from drivetrain.memory import MemoryTag, PauseMode
+from drivetrain.memory import PauseMode
 from drivetrain.prompts import MediaInput
 from drivetrain.sampling import LogprobsMode, SamplingParams
-from drivetrain.weights import (
-    CommitUpdate,
-    CommunicatorSpec,
-    TensorData,
-    WeightManifest,
-    WeightMessage,
-    WeightReply,
-    WeightReport,
-)
-from drivetrain_sglang.adapters import check_adapter
+from drivetrain.translation import context_length_of, shortened
 from drivetrain_sglang.errors import as_engine_error
 from drivetrain_sglang.images import ImageReader, takes_images
 from drivetrain_sglang.inside import SWITCH
@@ -60,17 +48,13 @@ from drivetrain_sglang.translate import (
     LORA_RANK,
     SEEN_WORKING,
     Collected,
-    context_length_of,
-    device_of,
     engine_arguments,
     fitting,
     labels_tokens,
     request_fields,
-    shortened,
 )
-
-if TYPE_CHECKING:
-    from drivetrain_weight_sync import ModelFiles
+from drivetrain_weight_sync.adapters import check_adapter
+from drivetrain_weight_sync.worker_backend import WorkerBackend, device_type_of
 
 _ALWAYS: Final = frozenset(
     {
@@ -126,10 +110,9 @@ _MEMORY_SAVERS: Final = frozenset(
 """On a GPU, what SGLang's memory saver does."""
 
 _ABORT_AGAIN_S: Final = 0.1
-_LAST_STEP_S: Final = 10.0
 
 
-class SGLangBackend(Backend):
+class SGLangBackend(WorkerBackend):
     """Any model that SGLang serves. It belongs in a host process: SGLang ends its process, and that one's children."""
 
     name: ClassVar[str] = "sglang"
@@ -145,10 +128,6 @@ class SGLangBackend(Backend):
         self._numbers = itertools.count()
         self._prefix = uuid.uuid4().hex[:12]
         self._rids: dict[str, str] = {}
-        self._collected: dict[str, Collected] = {}
-        """Of each request in flight, by SGLang's id."""
-        self._version = config.weight_version
-        self._cache_epoch = 0
         self._shapes: dict[str, tuple[int, ...]] = {}
         """Of the model's tensors, by checkpoint name."""
         self._expert_shape = (0, 0)
@@ -172,7 +151,7 @@ class SGLangBackend(Backend):
             claimed.add(Capability.SAVE_REMOTE)
         if config.tensor_parallel_size > 1:
             claimed -= {Capability.SAVE_SHARDED, Capability.SAVE_REMOTE}
-        if device_of(config) != "cpu":
+        if device_type_of(config) != "cpu":
             claimed |= _of_a_gpu(config)
             if not config.enable_sleep or importlib.util.find_spec("torch_memory_saver") is None:
                 claimed -= _MEMORY_SAVERS
@@ -212,7 +191,7 @@ class SGLangBackend(Backend):
         from transformers import AutoConfig
 
         config = self.config
-        device = device_of(config)
+        device = device_type_of(config)
         model_config = AutoConfig.from_pretrained(
             config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
@@ -227,13 +206,14 @@ class SGLangBackend(Backend):
         if Capability.IMAGES in self.capabilities(config):
             self._images = ImageReader(config, model_config)
         self._expert_shape = (int(text.num_hidden_layers), int(getattr(text, "num_experts_per_tok", None) or 0))
-        from drivetrain_sglang.inside.model import checkpoint_of, eos_token_ids
+        from drivetrain_weight_sync.checkpoint import checkpoint_of, eos_token_ids
 
-        self._shapes = {spec.name: spec.shape for spec in checkpoint_of(served).tensors}
+        checkpoint = checkpoint_of(config.model, config.revision, trust_remote_code=config.trust_remote_code)
+        self._shapes = {spec.name: spec.shape for spec in checkpoint.tensors}
         return ModelInfo(
             vocab_size=served.vocab_size,
             context_length=fitting(context_length, started.get("max_total_num_tokens", float("inf"))),
-            eos_token_ids=eos_token_ids(served),
+            eos_token_ids=eos_token_ids(config.model, text, model_config),
             dtype=str(served.dtype).removeprefix("torch."),
             architecture=(model_config.architectures or [type(model_config).__name__])[0],
             parameters=sum(map(math.prod, self._shapes.values())),
@@ -265,10 +245,6 @@ class SGLangBackend(Backend):
             unlink(files)
         self._calls.shutdown(wait=False, cancel_futures=True)
 
-    async def stats(self) -> EngineStats:
-        """Requests and memory, as the scheduler counts them."""
-        return cast(EngineStats, await self._ask("stats"))
-
     # Generation --------------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -276,7 +252,7 @@ class SGLangBackend(Backend):
         collected = Collected(request, self._expert_shape)
         async for output in self._outputs(request, collected, stream=False):
             collected.add(output)
-        return collected.result(self._version)
+        return collected.result(self.version)
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         """Generate one sample, a delta a step."""
@@ -285,7 +261,7 @@ class SGLangBackend(Backend):
             ids, logprobs, top = collected.add(output)
             ended = output["meta_info"].get("finish_reason") is not None
             if ids or ended:
-                yield TokenDelta(ids, logprobs, top, collected.result(self._version) if ended else None)
+                yield TokenDelta(ids, logprobs, top, collected.result(self.version) if ended else None)
 
     async def _outputs(
         self, request: GenerateRequest, collected: Collected, *, stream: bool
@@ -295,13 +271,13 @@ class SGLangBackend(Backend):
         # SGLang aborts whatever begins like the id that it is given: none of these is the beginning of another.
         rid = f"{self._prefix}-{next(self._numbers)}."
         self._rids[request.request_id] = rid
-        self._collected[rid] = collected
+        self.in_flight[rid] = collected
         image_data: list[dict[str, Any]] = []
         try:
             if request.media and self._images is not None:
                 image_data = await asyncio.to_thread(self._images.image_data, request.media)
-            cache_key = f"drivetrain-{self._cache_epoch}"
-            wanted = GenerateReqInput(**request_fields(request, rid, cache_key, stream=stream, image_data=image_data))
+            fields = request_fields(request, rid, self.cache_key, stream=stream, image_data=image_data)
+            wanted = GenerateReqInput(**fields)
             async with aclosing(self._manager.generate_request(wanted)) as outputs:
                 try:
                     async for output in outputs:
@@ -313,7 +289,7 @@ class SGLangBackend(Backend):
             raise as_engine_error(error) from error
         finally:
             self._rids.pop(request.request_id, None)
-            self._collected.pop(rid, None)
+            self.in_flight.pop(rid, None)
 
     async def read_media(self, media: tuple[MediaInput, ...]) -> list[ReadMedium]:
         """Fetch and decode images."""
@@ -342,93 +318,17 @@ class SGLangBackend(Backend):
 
     async def freeze(self, mode: PauseMode) -> None:
         """Stop stepping; ``RETRACT`` lets the caches go."""
-        await self._ask("freeze", mode)
+        await self.ask("freeze", mode)
 
     async def unfreeze(self) -> None:
         """Step again."""
-        await self._ask("unfreeze")
-
-    async def sleep(self, tags: frozenset[MemoryTag]) -> None:
-        """Give back memory, through SGLang's memory saver on a GPU."""
-        if MemoryTag.KV_CACHE in tags:
-            self._cache_epoch += 1
-        # A request whose caller went away takes one step more, of which nobody outside the scheduler knows.
-        await self._ask_until_free(_LAST_STEP_S, "sleep", tags)
-
-    async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
-        """Take it again."""
-        await self._ask("wake_up", tags)
-
-    async def reset_prefix_cache(self) -> None:
-        """Ask for no earlier prefix any more, and let go of those that no frozen request holds."""
-        self._cache_epoch += 1
-        await self._ask("reset_prefix_cache")
+        await self.ask("unfreeze")
 
     async def clear_hicache_storage(self) -> None:
         """Forget what the storage tier of the cache holds."""
         answer = await self._manager.clear_hicache_storage()
         if not answer.success:
             raise EngineInternalError("SGLang did not clear the storage tier of its cache")
-
-    # Weights -----------------------------------------------------------------------------------------------------
-
-    async def weight_manifest(self) -> WeightManifest:
-        """Tensors by their checkpoint names."""
-        return cast(WeightManifest, await self._ask("weight_manifest"))
-
-    async def receive_weights(self, message: WeightMessage) -> WeightReply:
-        """Take one step of an update, between two steps of the batch."""
-        if not isinstance(message, CommitUpdate):
-            return cast(WeightReply, await self._ask("receive_weights", message))
-        async with self._new_version(message.version):
-            return cast(WeightReply, await self._ask("receive_weights", message))
-
-    async def set_weight_version(self, version: str) -> None:
-        """Label the weights."""
-        async with self._new_version(version):
-            await self._ask("set_weight_version", version)
-
-    @asynccontextmanager
-    async def _new_version(self, version: str) -> AsyncGenerator[None, None]:
-        """What is in flight has tokens of the weights before, which releases without labels do not tell apart."""
-        tokens = None if labels_tokens() else cast("Mapping[str, int]", await self._ask("tokens_so_far"))
-        yield
-        if tokens is not None:
-            for rid, collected in self._collected.items():
-                # The scheduler knows no more of one that is complete, whose result is on its way here.
-                collected.replaced(self._version, tokens.get(rid, math.inf))
-        self._version = version
-
-    async def init_communicator(self, spec: CommunicatorSpec) -> None:
-        """Join a group while generation goes on."""
-        await self._ask_until_free(2 * spec.timeout, "init_communicator", spec)
-
-    async def destroy_communicator(self, group_name: str) -> None:
-        """Leave it."""
-        await self._ask("destroy_communicator", group_name)
-
-    async def read_weight(self, name: str) -> TensorData:
-        """Copy one tensor out."""
-        return cast(TensorData, await self._ask("read_weight", name))
-
-    async def validate_weights(self) -> WeightReport:
-        """Look at every tensor where it lies."""
-        return cast(WeightReport, await self._ask("validate_weights"))
-
-    async def save_sharded(self, path: str) -> None:
-        """Write a model folder, the weights in a thread of the scheduler's process."""
-        from drivetrain_weight_sync import save_sharded
-
-        await save_sharded(path, self._files, self._write_weights)
-
-    async def save_remote(self, url: str) -> None:
-        """Write one, and copy it there from this process."""
-        from drivetrain_weight_sync import save_remote
-
-        await save_remote(url, self._files, self._write_weights)
-
-    async def _write_weights(self, folder: Path) -> None:
-        await self._ask("save_sharded", str(folder))
 
     # LoRA --------------------------------------------------------------------------------------------------------
 
@@ -475,7 +375,7 @@ class SGLangBackend(Backend):
         """Begin to record the scheduler with torch's profiler."""
         from sglang.srt.managers import io_struct
 
-        activities = ["CPU"] if device_of(self.config) == "cpu" else ["CPU", "GPU"]
+        activities = ["CPU"] if device_type_of(self.config) == "cpu" else ["CPU", "GPU"]
         request = io_struct.ProfileReq(output_dir=directory, activities=activities, with_stack=False)
         self._profile = Path(directory), await asyncio.to_thread(_files_in, Path(directory))
         await self._manager.start_profile(request)
@@ -493,26 +393,27 @@ class SGLangBackend(Backend):
     # ---------------------------------------------------------------------------------------------------------------
 
     @property
-    def _files(self) -> ModelFiles:
-        from drivetrain_weight_sync import ModelFiles
-
-        dtype = str(self._manager.model_config.dtype).removeprefix("torch.")
-        return ModelFiles(self.config.model, self.config.revision, dtype)
-
-    @property
     def _manager(self) -> Any:
         if self._engine is None:
             raise EngineInternalError("the SGLang backend is not running")
         return self._engine.tokenizer_manager
 
-    async def _ask(self, method: str, *arguments: object) -> object:
+    def labels_tokens(self) -> bool:
+        """Whether this SGLang says which weights made which token."""
+        return labels_tokens()
+
+    def served_dtype(self) -> str:
+        """The dtype of SGLang's weights."""
+        return str(self._manager.model_config.dtype).removeprefix("torch.")
+
+    async def ask(self, method: str, *arguments: object) -> object:
         """Call the worker in the scheduler's process."""
         from drivetrain_sglang.inside import control
 
         engine = self._engine
         if engine is None:
             raise EngineInternalError("the SGLang backend is not running")
-        question = control.ask(method, arguments)
+        question = control.calls.ask(method, arguments)
 
         def call() -> str:
             from sglang.srt.managers.io_struct import RpcReqInput, sock_recv, sock_send
@@ -523,20 +424,7 @@ class SGLangBackend(Backend):
                 raise control.failed(answer.message)
             return str(answer.message)
 
-        return control.result_of(method, await asyncio.get_running_loop().run_in_executor(self._calls, call))
-
-    async def _ask_until_free(self, patience: float, method: str, *arguments: object) -> None:
-        """Call the worker again and again while it is busy, for ``patience`` seconds."""
-        ends = asyncio.get_running_loop().time() + patience
-        while True:
-            try:
-                await self._ask(method, *arguments)
-            except EngineBusy:
-                if asyncio.get_running_loop().time() > ends:
-                    raise
-                await asyncio.sleep(0.01)
-            else:
-                return
+        return control.calls.result_of(method, await asyncio.get_running_loop().run_in_executor(self._calls, call))
 
 
 def _files_in(directory: Path) -> set[Path]:

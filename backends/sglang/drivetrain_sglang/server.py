@@ -28,7 +28,7 @@ from drivetrain.errors import (
 )
 from drivetrain.outputs import FinishReason
 from drivetrain.sampling import LogprobsMode, SamplingParams
-from drivetrain_sglang.adapters import check_adapter
+from drivetrain.translation import context_length_of, shortened
 from drivetrain_sglang.client import ServerClient
 from drivetrain_sglang.served import (
     CONFIG_NAMES,
@@ -48,13 +48,12 @@ from drivetrain_sglang.translate import (
     Collected,
     Deltas,
     Ending,
-    context_length_of,
     cut_at,
     ending,
     plain_sampling_params,
     request_fields,
-    shortened,
 )
+from drivetrain_weight_sync.adapters import check_adapter
 
 _LOOK_S: Final = 4.0
 """Within this a server that is up has said what it is."""
@@ -439,33 +438,23 @@ class _Model:
     shapes: dict[str, tuple[int, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Folder:
-    """A model's folder with the names by which SGLang's own description of one has these."""
-
-    model_path: str
-    trust_remote_code: bool
-    hf_config: Any
-    hf_text_config: Any
-
-
 def _model_of(config: EngineConfig) -> _Model:
     from transformers import AutoConfig, AutoTokenizer
 
-    from drivetrain_sglang.inside.model import checkpoint_of, eos_token_ids
+    from drivetrain_weight_sync.checkpoint import checkpoint_of, eos_token_ids
 
     whole = AutoConfig.from_pretrained(
         config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
     )
     text = whole.get_text_config()
-    folder = _Folder(config.model, config.trust_remote_code, whole, text)
     tokenizer = AutoTokenizer.from_pretrained(
         config.tokenizer or config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
     )
-    eos = eos_token_ids(folder)
+    eos = eos_token_ids(config.model, text, whole)
     named = getattr(text, "eos_token_id", None)
     own = named if isinstance(named, list) else [named]
     more = tokenizer.get_added_vocab().get("<|eom_id|>")
+    checkpoint = checkpoint_of(config.model, config.revision, trust_remote_code=config.trust_remote_code)
     return _Model(
         architecture=(whole.architectures or [type(whole).__name__])[0],
         vocab_size=int(text.vocab_size),
@@ -473,7 +462,7 @@ def _model_of(config: EngineConfig) -> _Model:
         eos_token_ids=eos,
         ends=frozenset(one for one in (*eos, *own, tokenizer.eos_token_id, more) if one is not None),
         dtype=str(getattr(text, "dtype", None) or "auto").removeprefix("torch."),
-        shapes={spec.name: spec.shape for spec in checkpoint_of(folder).tensors},
+        shapes={spec.name: spec.shape for spec in checkpoint.tensors},
     )
 
 

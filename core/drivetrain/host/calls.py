@@ -12,7 +12,6 @@ from typing import Final
 
 import msgspec
 
-from drivetrain.errors import DrivetrainError
 from drivetrain.host.failures import exception, failure
 from drivetrain.host.methods import METHODS, Method, method_of
 from drivetrain.host.wire import Failure
@@ -103,6 +102,5 @@ class Calls:
         """
         decoded = _answers.decode(base64.b64decode(answer))
         if decoded.failure is not None:
-            raised: DrivetrainError = exception(decoded.failure)
-            raise raised
+            raise exception(decoded.failure)
         return self._methods[method].result.decode(decoded.result)

@@ -1,102 +1,28 @@
 # pyright: reportMissingImports=false
 """The scheduler's side of the backend: what the ``Backend`` page asks for, done between two steps of the batch.
 
-A call is a method of the page, or of the worker's own, with its arguments, in the encoding of the wire protocol, sent
-as one of SGLang's own collective RPCs. Nothing that goes wrong here may reach SGLang, which would end with its host.
+A call comes as one of SGLang's own collective RPCs, which every rank has at the same time.
 """
 
 from __future__ import annotations
 
-import base64
 import importlib.util
 from collections.abc import Callable
 from typing import Any, Final
 
-import msgspec
-import torch
-
 from drivetrain.errors import DrivetrainError, EngineInternalError
-from drivetrain.host.failures import exception, failure
-from drivetrain.host.methods import METHODS, Method, method_of
-from drivetrain.host.wire import Failure
-from drivetrain_sglang.inside.model import checkpoint_of
-from drivetrain_sglang.inside.worker import FailedElsewhere, Worker
+from drivetrain.host.calls import Calls
+from drivetrain_sglang.inside.worker import Worker
 
 CALL: Final = "drivetrain"
 """Name of the RPC."""
+
+calls: Final = Calls(Worker.tokens_so_far)
 
 _SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
 _GRAMMARS: Final = "sglang.srt.constrained.grammar_manager.GrammarManager"
 _LOADS: Final = "sglang.srt.managers.load_snapshot"
 _WORKER: Final = "_drivetrain_worker"
-
-
-class Question(msgspec.Struct, array_like=True, frozen=True):
-    """A method and its arguments."""
-
-    method: str
-    arguments: tuple[msgspec.Raw, ...]
-
-
-class Answer(msgspec.Struct, array_like=True, frozen=True):
-    """What it returned, or how it failed."""
-
-    result: msgspec.Raw
-    failure: Failure | None = None
-
-
-_METHODS: Final[dict[str, Method]] = {**METHODS, "tokens_so_far": method_of(Worker.tokens_so_far)}
-_questions: Final = msgspec.msgpack.Decoder(Question)
-_answers: Final = msgspec.msgpack.Decoder(Answer)
-_NOTHING: Final = msgspec.Raw(msgspec.msgpack.encode(None))
-
-
-def ask(method: str, arguments: tuple[object, ...]) -> str:
-    """Encode a call."""
-    codecs = _METHODS[method].arguments
-    encoded = tuple(argument.codec.encode(value) for argument, value in zip(codecs, arguments, strict=True))
-    return base64.b64encode(msgspec.msgpack.encode(Question(method, encoded))).decode()
-
-
-def result_of(method: str, answer: str) -> object:
-    """Decode what a call returned.
-
-    Raises:
-        DrivetrainError: what it raised.
-    """
-    decoded = _answers.decode(base64.b64decode(answer))
-    if decoded.failure is not None:
-        raise exception(decoded.failure)
-    return _METHODS[method].result.decode(decoded.result)
-
-
-def _serve(worker: Worker, question: str) -> str:
-    answer = Answer(_NOTHING)
-    try:
-        asked = _questions.decode(base64.b64decode(question))
-        method = _METHODS[asked.method]
-        arguments = [
-            argument.codec.decode(data) for argument, data in zip(method.arguments, asked.arguments, strict=True)
-        ]
-        answer = Answer(method.result.encode(getattr(worker, asked.method)(*arguments)))
-    except FailedElsewhere:
-        pass  # the other rank's failure is what all answer
-    except Exception as error:
-        answer = Answer(_NOTHING, failure(0, error))
-    return base64.b64encode(msgspec.msgpack.encode(_of_all_ranks(worker, answer))).decode()
-
-
-def _of_all_ranks(worker: Worker, own: Answer) -> Answer:
-    """The first failure of any rank, or rank 0's answer. Every rank has the same call at the same time."""
-    group = worker.group
-    if group is None:
-        return own
-    failures: list[Failure | None] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(failures, own.failure, group=group)
-    for rank, failed in enumerate(failures):
-        if failed is not None:
-            return Answer(_NOTHING, msgspec.structs.replace(failed, message=f"rank {rank}: {failed.message}"))
-    return own
 
 
 def register() -> None:
@@ -126,7 +52,9 @@ def _rpc(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
     from sglang.srt.managers.io_struct import RpcReqOutput
 
     try:
-        return RpcReqOutput(success=True, message=_serve(_worker(scheduler), request.parameters["question"]))
+        worker = _worker(scheduler)
+        gather = None if worker.group is None else worker.gather
+        return RpcReqOutput(success=True, message=calls.serve(worker, request.parameters["question"], gather))
     except Exception as error:
         return RpcReqOutput(success=False, message=f"{type(error).__name__}: {error}")
 
@@ -147,8 +75,7 @@ def _no_invented_bias(_: None, scheduler: Any) -> None:
     model = scheduler.tp_worker.model_runner.model
     bias = dict(model.named_parameters()).get("score.bias")
     if bias is not None:
-        names = {spec.name for spec in checkpoint_of(scheduler.model_config).tensors}
-        if "score.bias" not in names:
+        if "score.bias" not in {spec.name for spec in _worker(scheduler).checkpoint.tensors}:
             bias.data.zero_()
 
 

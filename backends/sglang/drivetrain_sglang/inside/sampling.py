@@ -2,46 +2,32 @@
 """Draws as :class:`~drivetrain.sampling.SamplingParams` says where SGLang's own sampler does otherwise.
 
 A request that SGLang draws exactly right (temperature, one of top-k, top-p and min-p, logprobs after temperature)
-carries nothing extra, and a batch of such requests goes SGLang's own way. Any other request carries its params under
-:data:`KEY` and neutral ones for SGLang; a batch that holds one is drawn by :mod:`drivetrain_sampling`.
+carries nothing extra, and a batch of such requests goes SGLang's own way. Any other request carries how to draw it
+under :data:`~drivetrain_sglang.translate.KEY`, and neutral params for SGLang; a batch that holds one is drawn by
+:mod:`drivetrain_sampling`.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
 import torch
 
 from drivetrain.sampling import LogprobsMode, SamplingParams
 from drivetrain_sampling import Row
 from drivetrain_sampling import Sampler as RowSampler
+from drivetrain_sampling.carried import row_of
+from drivetrain_sglang.translate import KEY
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
-
-KEY: Final = "drivetrain"
-"""Key of ``custom_params`` under which a request carries what :func:`drivetrain_sglang.translate.own_params` wrote."""
 
 _BATCH: Final = "_drivetrain_batch"
 _ROW: Final = "_drivetrain_row"
 _INFO: Final = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 _TOP_K_ALL: Final = 1 << 30
-
-
-class Drawing(msgspec.Struct, array_like=True, frozen=True):
-    """How to draw one request."""
-
-    params: dict[str, object]
-    """Fields of :class:`~drivetrain.sampling.SamplingParams`; the others do not matter here."""
-    mode: LogprobsMode
-    seed: int
-
-
-_drawings: Final = msgspec.msgpack.Decoder(Drawing)
 
 
 class Batch:
@@ -87,9 +73,7 @@ def _make_row(req: Req) -> Row:
     stops = sorted(native.stop_token_ids or ())
     own = _own(req)
     if own is not None:
-        carried = _drawings.decode(base64.b64decode(own))
-        params = SamplingParams.model_validate(carried.params)
-        return Row(params, carried.mode, prompt, stops, carried.seed, generated)
+        return row_of(own, prompt, stops, generated)
     greedy = native.top_k == 1
     params = SamplingParams(
         temperature=0.0 if greedy else native.temperature,

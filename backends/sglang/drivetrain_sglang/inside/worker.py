@@ -3,98 +3,87 @@
 
 from __future__ import annotations
 
-import ctypes
 import inspect
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from drivetrain.backend import EngineStats
-from drivetrain.errors import EngineBusy, EngineStateError
+from drivetrain.errors import EngineBusy
 from drivetrain.memory import MemoryTag, PauseMode
-from drivetrain.weights import (
-    BeginUpdate,
-    CommitUpdate,
-    CommunicatorSpec,
-    PrepareUpdate,
-    TensorData,
-    WeightManifest,
-    WeightMessage,
-    WeightReply,
-    WeightReport,
-)
+from drivetrain.weights import CommitUpdate, WeightManifest, WeightMessage, WeightReply
 from drivetrain_sglang.inside.images import forget_embeddings
-from drivetrain_sglang.inside.memory import HostMemory
-from drivetrain_sglang.inside.model import checkpoint_of, eos_token_ids
-from drivetrain_weight_sync import (
-    Receiver,
-    RecordedTarget,
-    WeightWriter,
-    merged,
-    require_tensor,
-    tensor_data,
-    validate_weights,
-)
+from drivetrain_weight_sync.checkpoint import checkpoint_of, eos_token_ids
+from drivetrain_weight_sync.host_memory import HostMemory
+from drivetrain_weight_sync.rank import RankWeights
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 
-_T = TypeVar("_T")
-
-
-class FailedElsewhere(Exception):
-    """Another rank could not do its part of what all do together; it says why."""
-
-
-class Worker:
+class Worker(RankWeights):
     """One scheduler, of one rank. Methods are named as on the ``Backend`` page and mean the same."""
 
     def __init__(self, scheduler: Any) -> None:
+        super().__init__()
         self._scheduler = scheduler
-        self._asleep: set[MemoryTag] = set()
 
     @property
-    def group(self) -> Any:
-        """The ranks that take each call together; None when there is one."""
-        group = self._scheduler.tp_group
-        return group.cpu_group if group.world_size > 1 else None
-
-    @cached_property
-    def eos_token_ids(self) -> set[int]:
-        """The model's EOS ids, which a grammar ends with."""
-        return set(eos_token_ids(self._scheduler.model_config))
-
-    @property
-    def _model(self) -> torch.nn.Module:
+    def model(self) -> torch.nn.Module:
+        """SGLang's own."""
         model: torch.nn.Module = self._scheduler.tp_worker.model_runner.model
         return model
 
     @cached_property
-    def _target(self) -> RecordedTarget:
-        checkpoint = checkpoint_of(self._scheduler.model_config)
-        return RecordedTarget(self._model.load_weights, checkpoint, split=self.group is not None)  # type: ignore[arg-type]
+    def checkpoint(self) -> WeightManifest:
+        """What a trainer has of the model."""
+        served = self._served
+        return checkpoint_of(served.model_path, served.revision, trust_remote_code=self._arguments.trust_remote_code)
+
+    @property
+    def folder(self) -> Path | None:
+        """Where SGLang read the weights."""
+        folder = Path(self._served.model_path)
+        return folder if folder.is_dir() and self._arguments.load_format != "dummy" else None
+
+    @property
+    def group(self) -> Any:
+        """The ranks of SGLang's tensor parallelism."""
+        group = self._scheduler.tp_group
+        return group.cpu_group if group.world_size > 1 else None
+
+    @property
+    def rank(self) -> int:
+        """This scheduler's place among them."""
+        return int(self._scheduler.tp_group.rank_in_group)
+
+    @property
+    def _served(self) -> Any:
+        return self._scheduler.model_config
+
+    @property
+    def _arguments(self) -> Any:
+        return self._scheduler.server_args
 
     @cached_property
-    def _receiver(self) -> Receiver:
-        return Receiver(self._target)
-
-    @cached_property
-    def _writer(self) -> WeightWriter:
-        return WeightWriter(self._target)
+    def eos_token_ids(self) -> set[int]:
+        """The model's EOS ids, which a grammar ends with."""
+        served = self._served
+        return set(eos_token_ids(served.model_path, served.hf_text_config, served.hf_config))
 
     @cached_property
     def _memory(self) -> HostMemory | None:
         """Only on a CPU: on a GPU SGLang's memory saver gives memory back, at the same addresses."""
-        if next(self._model.parameters()).device.type != "cpu":
+        if next(self.model.parameters()).device.type != "cpu":
             return None
-        cache = self._scheduler.token_to_kv_pool_allocator.get_kvcache()
-        return HostMemory(self._target.storages, cache)
+        cache = kv_tensors(self._scheduler.token_to_kv_pool_allocator.get_kvcache())
+        return HostMemory(
+            {MemoryTag.WEIGHTS: self.target.storages, MemoryTag.KV_CACHE: [held.untyped_storage() for held in cache]}
+        )
 
     def _dispatch(self, request: Any) -> Any:
         return self._scheduler._request_dispatcher(request)
@@ -106,7 +95,7 @@ class Worker:
         scheduler = self._scheduler
         running = {req.rid for req in self._in_batch() if not req.finished()}
         waiting = [req for req in scheduler.waiting_queue if not req.finished()]
-        of_ranks = self._of_ranks(self._occupied)
+        of_ranks = self.of_ranks(self._occupied)
         return EngineStats(
             running=len(running),
             waiting=len(waiting) + len(scheduler.grammar_manager.grammar_queue),
@@ -117,10 +106,10 @@ class Worker:
     def _occupied(self) -> tuple[int, int]:
         """Bytes of this rank's cache and of its weights."""
         cache = self._scheduler.token_to_kv_pool_allocator.get_kvcache()
-        weights = {tensor.untyped_storage()._cdata: _nbytes(tensor) for tensor in self._model.parameters()}
+        weights = {tensor.untyped_storage()._cdata: _nbytes(tensor) for tensor in self.model.parameters()}
         return (
-            0 if MemoryTag.KV_CACHE in self._asleep else sum(map(_nbytes, kv_tensors(cache))),
-            0 if MemoryTag.WEIGHTS in self._asleep else sum(weights.values()),
+            0 if MemoryTag.KV_CACHE in self.asleep else sum(map(_nbytes, kv_tensors(cache))),
+            0 if MemoryTag.WEIGHTS in self.asleep else sum(weights.values()),
         )
 
     def tokens_so_far(self) -> dict[str, int]:
@@ -231,21 +220,20 @@ class Worker:
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         if MemoryTag.WEIGHTS in tags:
-            self._receiver  # noqa: B018  # its ways through the model are found while there are weights
-            self._writer.stop()
+            self.receiver  # noqa: B018  # its ways through the model are found while there are weights
+            self.writer.stop()
         with self._without_waiting():
             if not self._scheduler.is_fully_idle():
                 raise EngineBusy("requests hold cache: abort them, or pause_generation('retract') first")
             if self._memory is None:
                 names = sorted(tag.value for tag in tags)
                 self._dispatch(ReleaseMemoryOccupationReqInput(tags=names))
-                self._asleep |= tags
+                self.asleep |= tags
                 return
             if MemoryTag.KV_CACHE in tags:
                 self._scheduler.flush_cache()
         self._memory.sleep(tags)
-        self._asleep |= tags
-        _trim_heap()
+        self.asleep |= tags
 
     def wake_up(self, tags: frozenset[MemoryTag]) -> None:
         """Take memory again."""
@@ -255,7 +243,7 @@ class Worker:
             self._dispatch(ResumeMemoryOccupationReqInput(tags=sorted(tag.value for tag in tags)))
         else:
             self._memory.wake_up(tags)
-        self._asleep -= tags
+        self.asleep -= tags
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes that no running request holds; the backend never asks for the others again."""
@@ -265,24 +253,9 @@ class Worker:
 
     # Weights -----------------------------------------------------------------------------------------------------
 
-    def _require_weights(self) -> None:
-        if MemoryTag.WEIGHTS in self._asleep:
-            raise EngineStateError(
-                "the memory of the weights was given back by sleep; call wake_up(tags=[MemoryTag.WEIGHTS]) first",
-                state="asleep",
-            )
-
-    def weight_manifest(self) -> WeightManifest:
-        """Tensors by their checkpoint names."""
-        return self._target.manifest()
-
     def receive_weights(self, message: WeightMessage) -> WeightReply:
         """Take one step of an update."""
-        if isinstance(message, PrepareUpdate):
-            self._require_weights()
-        if isinstance(message, BeginUpdate):
-            self._writer.stop()
-        reply = self._receiver.handle(message)
+        reply = super().receive_weights(message)
         if isinstance(message, CommitUpdate):
             forget_embeddings()
             self.set_weight_version(message.version)
@@ -293,57 +266,6 @@ class Worker:
         # Releases that do not have it give tokens no labels: there the backend's host labels whole completions.
         if hasattr(self._scheduler, "record_weight_version_change"):
             self._scheduler.record_weight_version_change(new_version=version)
-
-    def init_communicator(self, spec: CommunicatorSpec) -> None:
-        """Join a group in which a trainer broadcasts; raises EngineBusy, to be asked again, while it forms."""
-        rank = spec.rank_offset + self._scheduler.tp_group.rank_in_group
-        self._receiver.groups.join_behind(spec, rank, next(self._model.parameters()).device)
-
-    def destroy_communicator(self, group_name: str) -> None:
-        """Leave it."""
-        self._receiver.groups.leave(group_name)
-
-    def read_weight(self, name: str) -> TensorData:
-        """Copy one tensor out."""
-        self._require_weights()
-        target = self._target
-        require_tensor(target, name)
-        if self.group is None:
-            return tensor_data(name, target.read(name))
-        pieces = itertools.chain.from_iterable(self._of_ranks(lambda: target.pieces(name)))
-        return tensor_data(name, target.assembled(name, pieces))
-
-    def validate_weights(self) -> WeightReport:
-        """Look at every tensor where it lies."""
-        self._require_weights()
-        return merged(self._of_ranks(lambda: validate_weights(self._target)))
-
-    def _of_ranks(self, look: Callable[[], _T]) -> list[_T]:
-        """What each rank sees, on every rank. All come here together, or none does.
-
-        Raises:
-            FailedElsewhere: another rank's ``look`` raised; what this rank's raises goes on.
-        """
-        if self.group is None:
-            return [look()]
-        error: Exception | None = None
-        own: _T | None = None
-        try:
-            own = look()
-        except Exception as raised:
-            error = raised
-        gathered: list[Any] = [None] * torch.distributed.get_world_size(self.group)
-        torch.distributed.all_gather_object(gathered, (error is None, own), group=self.group)
-        if error is not None:
-            raise error
-        if not all(fine for fine, _ in gathered):
-            raise FailedElsewhere
-        return [seen for _, seen in gathered]
-
-    def save_sharded(self, path: str) -> None:
-        """Write the weights alone, in another thread; raises EngineBusy, to be asked again, until they are there."""
-        self._require_weights()
-        self._writer.write(Path(path))
 
 
 def kv_tensors(cache: Any) -> list[torch.Tensor]:
@@ -359,9 +281,3 @@ def kv_tensors(cache: Any) -> list[torch.Tensor]:
 
 def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().nbytes()
-
-
-def _trim_heap() -> None:
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -35,9 +35,10 @@ class Core:
         return EngineStats(running=running, waiting=waiting, kv_cache_bytes=cache, weight_bytes=weights)
 
     def tokens_so_far(self) -> dict[str, int]:
-        """How many tokens each request has that is not over, by vLLM's id."""
-        requests = self._core.scheduler.requests.values()
-        return {request.request_id: request.num_output_tokens for request in requests if not request.is_finished()}
+        """How many tokens each request has that is not over, by the id that the backend gave it."""
+        requests = [one for one in self._core.scheduler.requests.values() if not one.is_finished()]
+        # vLLM has added to it: characters without a dot.
+        return {_given(request.request_id): request.num_output_tokens for request in requests}
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes that no request holds; the backend never asks for the others again."""
@@ -64,6 +65,11 @@ class Core:
         # Releases that do not have it give tokens no labels: there the backend counts them.
         if hasattr(self._core, "set_weight_version"):
             self._core.set_weight_version(version)
+
+
+def _given(request_id: str) -> str:
+    given, dot, _ = request_id.rpartition(".")
+    return given + dot
 
 
 calls: Final = Calls(Core.tokens_so_far, Worker.occupied)

@@ -10,8 +10,6 @@ from typing import Any, Final
 import torch
 from torch.nn import functional
 
-_WRAPPED: Final = ".base_layer"
-
 
 def register() -> None:
     """On a CPU, leave weights to plain torch: packed ones cannot be read, updated or put to sleep."""
@@ -70,16 +68,20 @@ def _row(bias: torch.Tensor | None, expert: int) -> torch.Tensor | None:
 
 
 @contextmanager
-def plain_names() -> Iterator[None]:
-    """Parameters have the names that vLLM's loaders look for, also those of layers that LoRA wraps."""
-    original = torch.nn.Module.named_parameters
+def without_lora(model: torch.nn.Module) -> Iterator[None]:
+    """The model as vLLM's loaders know it: layers that LoRA wraps are in the places of their wrappers."""
+    from vllm.lora.layers import BaseLayerWithLoRA
 
-    def named_parameters(module: torch.nn.Module, *more: Any, **newer: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        for name, parameter in original(module, *more, **newer):
-            yield name.replace(_WRAPPED, ""), parameter
-
-    torch.nn.Module.named_parameters = named_parameters  # type: ignore[method-assign, assignment]
+    wrapped = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, BaseLayerWithLoRA)
+    ]
+    for parent, name, child in wrapped:
+        parent._modules[name] = child.base_layer
     try:
         yield
     finally:
-        torch.nn.Module.named_parameters = original  # type: ignore[method-assign]
+        for parent, name, child in wrapped:
+            parent._modules[name] = child

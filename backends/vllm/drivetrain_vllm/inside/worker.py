@@ -15,7 +15,9 @@ from drivetrain.errors import EngineStateError
 from drivetrain.host.calls import Calls
 from drivetrain.memory import MemoryTag
 from drivetrain.weights import WeightManifest
-from drivetrain_vllm.inside.layouts import plain_names
+from drivetrain_vllm.inside.layouts import without_lora
+from drivetrain_vllm.inside.memory import DeviceMemory
+from drivetrain_vllm.translate import KEEPS_WEIGHTS
 from drivetrain_weight_sync.checkpoint import checkpoint_of
 from drivetrain_weight_sync.host_memory import HostMemory
 from drivetrain_weight_sync.rank import RankWeights
@@ -66,7 +68,7 @@ class Worker(RankWeights):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
         """Load tensors as vLLM loads a checkpoint."""
-        with plain_names():
+        with without_lora(self.model):
             return super().load_weights(weights)
 
     # Profile -----------------------------------------------------------------------------------------------------
@@ -104,25 +106,27 @@ class Worker(RankWeights):
         return list(tensors.values())
 
     @cached_property
-    def _memory(self) -> HostMemory | None:
-        """Only on a CPU: on a GPU vLLM's allocator gives memory back, at the same addresses."""
+    def _memory(self) -> HostMemory | DeviceMemory:
+        """First asked for while there are weights."""
         if next(self.model.parameters()).device.type != "cpu":
-            return None
+            return DeviceMemory(self.model, self.target.storages, keeps_weights=self._keeps_weights)
         cache = [tensor.untyped_storage() for tensor in self._cache()]
         return HostMemory({MemoryTag.WEIGHTS: self.target.storages, MemoryTag.KV_CACHE: cache})
+
+    @property
+    def _keeps_weights(self) -> bool:
+        return bool(self._worker.vllm_config.additional_config.get(KEEPS_WEIGHTS))
 
     def sleep(self, tags: frozenset[MemoryTag]) -> None:
         """Give memory back."""
         if MemoryTag.WEIGHTS in tags:
             self.receiver  # noqa: B018  # its ways through the model are found while there are weights
             self.writer.stop()
-        assert self._memory is not None
         self._memory.sleep(tags)
         self.asleep |= tags
 
     def wake_up(self, tags: frozenset[MemoryTag]) -> None:
         """Take memory again."""
-        assert self._memory is not None
         self._memory.wake_up(tags)
         self.asleep -= tags
 

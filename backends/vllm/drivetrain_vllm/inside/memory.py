@@ -1,0 +1,102 @@
+# pyright: reportMissingImports=false
+"""Sleep on a GPU: memory that vLLM's allocator took is given back by tag, and taken again at the same addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from drivetrain.memory import MemoryTag
+
+
+class DeviceMemory:
+    """Memory of vLLM's ``CuMemAllocator``, whose own way puts all tags to sleep at once.
+
+    Args:
+        model: The model; what an update does not bring of it is kept.
+        updated: Storages that an update brings.
+        keeps_weights: Whether weights are copied to the host, and back.
+    """
+
+    def __init__(self, model: torch.nn.Module, updated: Iterable[torch.UntypedStorage], *, keeps_weights: bool) -> None:
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        self._allocations: dict[int, Any] = CuMemAllocator.get_instance().pointer_to_data
+        self._keeps_weights = keeps_weights
+        self._host: dict[int, torch.Tensor] = {}
+        """Pinned copies of weights, by address; kept for the next sleep."""
+        brought = {storage.data_ptr() for storage in updated}
+        self._others = [
+            held
+            for held in _tensors_of(model)
+            if held.data_ptr() not in brought and self._is_of_weights(held.data_ptr())
+        ]
+        self._saved: list[torch.Tensor] = []
+
+    def _is_of_weights(self, address: int) -> bool:
+        return any(
+            pointer <= address < pointer + allocation.handle[1]
+            for pointer, allocation in self._allocations.items()
+            if allocation.tag == MemoryTag.WEIGHTS.value
+        )
+
+    def sleep(self, tags: frozenset[MemoryTag]) -> None:
+        """Give memory back."""
+        from vllm.device_allocator.cumem import unmap_and_release
+
+        torch.cuda.synchronize()
+        if MemoryTag.WEIGHTS in tags and not self._keeps_weights:
+            self._saved = [held.cpu() for held in self._others]
+        for pointer, allocation in self._of(tags, asleep=False):
+            if allocation.tag == MemoryTag.WEIGHTS.value and self._keeps_weights:
+                self._copy(pointer, allocation, wakes=False)
+            unmap_and_release(allocation.handle)
+            allocation.is_asleep = True
+        torch.cuda.synchronize()
+
+    def wake_up(self, tags: frozenset[MemoryTag]) -> None:
+        """Take it again; what is not there can be asked for again, once others gave memory back."""
+        from vllm.device_allocator.cumem import create_and_map
+
+        for pointer, allocation in self._of(tags, asleep=True):
+            create_and_map(allocation.handle)
+            allocation.is_asleep = False
+            if allocation.tag == MemoryTag.WEIGHTS.value and self._keeps_weights:
+                self._copy(pointer, allocation, wakes=True)
+        if MemoryTag.WEIGHTS in tags:
+            for held, saved in zip(self._others, self._saved, strict=bool(self._saved)):
+                held.copy_(saved)
+            self._saved = []
+        torch.cuda.synchronize()
+
+    def _of(self, tags: frozenset[MemoryTag], *, asleep: bool) -> list[tuple[int, Any]]:
+        return [
+            (pointer, allocation)
+            for pointer, allocation in self._allocations.items()
+            if allocation.tag in {tag.value for tag in tags} and allocation.is_asleep is asleep
+        ]
+
+    def _copy(self, pointer: int, allocation: Any, *, wakes: bool) -> None:
+        from vllm.device_allocator.cumem import libcudart
+
+        nbytes: int = allocation.handle[1]
+        host = self._host.get(pointer)
+        if host is None:
+            host = self._host[pointer] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        to, source = (pointer, host.data_ptr()) if wakes else (host.data_ptr(), pointer)
+        libcudart.cudaMemcpy(to, source, nbytes)
+
+
+def _tensors_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters, buffers and what modules hold beside them, each storage once."""
+    seen: set[int] = set()
+    for module in model.modules():
+        held = [*module.parameters(recurse=False), *module.buffers(recurse=False), *vars(module).values()]
+        for tensor in held:
+            if isinstance(tensor, torch.Tensor) and tensor.is_cuda and tensor.numel():
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in seen:
+                    seen.add(storage.data_ptr())
+                    yield torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)

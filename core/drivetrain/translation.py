@@ -1,0 +1,73 @@
+"""What backends have in common when they translate to and from an engine's words. Pure functions over plain values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from drivetrain.config import EngineConfig
+from drivetrain.errors import InvalidConfig, InvalidRequest
+from drivetrain.outputs import VersionSpan
+
+
+def with_engine_kwargs(
+    config: EngineConfig, relied_on: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The engine's arguments: the backend's defaults, what ``engine_kwargs`` says instead, and what is relied on.
+
+    Raises:
+        InvalidConfig: ``engine_kwargs`` sets what the configuration has a field for, or what the backend relies on.
+    """
+    both = sorted(relied_on.keys() & config.engine_kwargs.keys())
+    if both:
+        raise InvalidConfig(
+            f"engine_kwargs holds {', '.join(both)}, which the backend sets itself; use the fields of the "
+            "configuration, or leave it out",
+            field="engine_kwargs",
+        )
+    return {**defaults, **relied_on, **config.engine_kwargs}
+
+
+def context_length_of(own: int, configured: int | None) -> int:
+    """Most tokens of prompt and output together: the configured limit, or the model's own.
+
+    Raises:
+        InvalidConfig: more is asked for than the model has.
+    """
+    if configured is None:
+        return own
+    if configured > own:
+        raise InvalidConfig(
+            f"context_length={configured} is more than the model's {own}; lower it or leave it out",
+            field="context_length",
+        )
+    return configured
+
+
+def version_spans(ends: Iterable[tuple[str, float]], count: int) -> list[VersionSpan]:
+    """The spans of a sample of ``count`` tokens, of versions and how many tokens there were at the end of each."""
+    found: list[VersionSpan] = []
+    for version, replaced in ends:
+        begin, end = found[-1].end if found else 0, int(min(replaced, count))
+        if end <= begin:
+            continue
+        if found and found[-1].version == version:
+            begin = found.pop().start
+        found.append(VersionSpan(version, begin, end))
+    return found
+
+
+def shortened(vector: list[float], dimensions: int) -> list[float]:
+    """The first numbers of an embedding, at length 1 again, as Matryoshka models are used.
+
+    Raises:
+        InvalidRequest: it has fewer.
+    """
+    if dimensions > len(vector):
+        raise InvalidRequest(
+            f"dimensions={dimensions} is more than the model's {len(vector)}; ask for fewer", field="dimensions"
+        )
+    kept = vector[:dimensions]
+    norm = math.sqrt(math.fsum(value * value for value in kept)) or 1.0
+    return [value / norm for value in kept]

@@ -1,0 +1,52 @@
+"""What backends have in common when they translate."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from drivetrain import EngineConfig, InvalidConfig, InvalidRequest, VersionSpan
+from drivetrain.translation import context_length_of, shortened, version_spans, with_engine_kwargs
+
+
+@pytest.mark.parametrize(
+    ("ends", "spans"),
+    [
+        ([("c", math.inf)], [VersionSpan("c", 0, 3)]),
+        ([("a", 1), ("c", math.inf)], [VersionSpan("a", 0, 1), VersionSpan("c", 1, 3)]),
+        ([("a", 0), ("c", math.inf)], [VersionSpan("c", 0, 3)]),
+        ([("a", 3), ("c", math.inf)], [VersionSpan("a", 0, 3)]),
+        ([("a", math.inf), ("c", math.inf)], [VersionSpan("a", 0, 3)]),
+        (
+            [("a", 1), ("b", 2), ("c", math.inf)],
+            [VersionSpan("a", 0, 1), VersionSpan("b", 1, 2), VersionSpan("c", 2, 3)],
+        ),
+        ([("a", 1), ("b", 1), ("c", math.inf)], [VersionSpan("a", 0, 1), VersionSpan("c", 1, 3)]),
+        ([("a", 1), ("c", 2), ("c", math.inf)], [VersionSpan("a", 0, 1), VersionSpan("c", 1, 3)]),
+    ],
+)
+def test_each_version_made_what_was_there_when_it_was_replaced(
+    ends: list[tuple[str, float]], spans: list[VersionSpan]
+) -> None:
+    assert version_spans(ends, 3) == spans
+
+
+def test_engine_kwargs_replace_defaults_and_nothing_else() -> None:
+    config = EngineConfig.from_mapping({"backend": "b", "model": "m", "engine_kwargs": {"block_size": 64}})
+    assert with_engine_kwargs(config, {"model": "m"}, {"block_size": 32}) == {"model": "m", "block_size": 64}
+    with pytest.raises(InvalidConfig, match="block_size"):
+        with_engine_kwargs(config, {"block_size": 16}, {})
+
+
+def test_a_context_is_no_longer_than_the_models() -> None:
+    assert context_length_of(64, None) == 64
+    assert context_length_of(64, 32) == 32
+    with pytest.raises(InvalidConfig, match="context_length=65"):
+        context_length_of(64, 65)
+
+
+def test_a_shortened_embedding_has_length_one() -> None:
+    assert shortened([3.0, 4.0, 12.0], 2) == pytest.approx([0.6, 0.8])
+    with pytest.raises(InvalidRequest, match="dimensions=4"):
+        shortened([3.0, 4.0, 12.0], 4)
