@@ -79,9 +79,8 @@ async def all_end_and_new_requests_are_served(bench: Bench) -> None:
     prompts = bench.prompts(4)
     before = await bench.greedy(prompts)
     many = prompts * 75  # more than engines commonly run at once
-    task = asyncio.create_task(engine.generate(many, bench.long()))
+    task = await until_running(engine, 1, lambda: engine.generate(many, bench.long()))
     try:
-        await until_running(engine, 1, task)
         await engine.abort_generation()
         async with asyncio.timeout(BOUND):
             ended = (await task).completions

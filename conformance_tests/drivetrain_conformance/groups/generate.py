@@ -456,10 +456,9 @@ async def higher_priority_starts_sooner(bench: Bench) -> None:
         await engine.generate([bench.prompt()], SamplingParams(max_new_tokens=3), priority=priority)
         ended.append(priority)
 
-    blocker = asyncio.create_task(engine.generate([bench.prompt()], bench.long(), priority=7))
+    blocker = await until_running(engine, 1, lambda: engine.generate([bench.prompt()], bench.long(), priority=7))
     asking: list[asyncio.Task[None]] = []
     try:
-        await until_running(engine, 1, blocker)
         asking = [asyncio.create_task(ask(priority)) for priority in priorities]
         async with asyncio.timeout(60):
             while (await engine.stats()).waiting < len(priorities):

@@ -11,7 +11,7 @@ from drivetrain.capability import Capability
 from drivetrain.outputs import Completion, FinishReason, TopLogprobs
 from drivetrain.sampling import LogprobsMode, SamplingParams
 from drivetrain.validation import MODE_CAPABILITY
-from drivetrain_conformance.answers import check_same
+from drivetrain_conformance.answers import check_prefix, check_same
 from drivetrain_conformance.bench import Bench
 from drivetrain_conformance.case import case
 from drivetrain_conformance.oracle import Logits, log_softmax
@@ -173,7 +173,13 @@ async def a_stop_token_has_its_logprob(bench: Bench) -> None:
     output = await bench.engine.generate(prompts, params)
     for completion, one, before in zip(output.completions, params, free, strict=True):
         stop = one.stop_token_ids[0]
-        assert completion.token_ids == before.token_ids[: before.token_ids.index(stop) + 1]
+        check_prefix(bench, completion, before)
+        if stop in completion.token_ids:
+            assert completion.finish_reason is FinishReason.STOP
+            assert completion.token_ids.index(stop) == len(completion.token_ids) - 1
+        else:
+            same = before.token_ids[: len(completion.token_ids)]
+            assert completion.token_ids != same, "it did not reach the stop token, though it was on the way there"
         _assert_logprobs(bench, completion, one, LogprobsMode.TEMPERATURE)
 
 

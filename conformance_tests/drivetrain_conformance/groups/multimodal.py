@@ -245,9 +245,8 @@ async def a_retracted_image_is_seen_again(bench: Bench) -> None:
             break
     else:
         raise AssertionError("every answer holds the token that stands for an image, so none can be checked to its end")
-    task = asyncio.create_task(bench.engine.generate(_with_images(images), params))
+    task = await until_running(bench.engine, 1, lambda: bench.engine.generate(_with_images(images), params))
     try:
-        await until_running(bench.engine, 1, task)
         await asyncio.sleep(0.05)
         await bench.engine.pause_generation(PauseMode.RETRACT)
         assert not task.done(), "it had ended before it could be retracted"
