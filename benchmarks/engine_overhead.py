@@ -1,12 +1,12 @@
-"""Throughput of drivetrain's SGLang engine against ``sglang.Engine`` itself, on one GPU, in one run.
+"""Throughput of drivetrain's engine against the engine itself, ``sglang.Engine`` or vLLM's ``AsyncLLM``, in one run.
 
-    python benchmarks/gpu/sglang_overhead.py [--work 1x128 64x128 512x128 2048x128 64x1024] [--rounds 3]
+    python benchmarks/engine_overhead.py sglang [--work 1x512 64x1024 512x512 2048x256] [--rounds 3]
         [--hidden-size 1536] [--layers 28] [--vocabulary 151936] [--json FILE]
 
 Both engines are started with the same arguments and share the GPU; a round times each once on the same requests, in
-turn, and which goes first alternates. SGLang's own runs in this process, drivetrain's in its host process: what is
-compared is what a trainer has of either. Every request asks for the logprobs of its tokens. Ratio is drivetrain's
-throughput ÷ SGLang's, the median over rounds with its range.
+turn, and which goes first alternates. The engine itself runs in this process (with what processes it starts),
+drivetrain's in its host process: what is compared is what a trainer has of either. Every request asks for the logprobs
+of its tokens. Ratio is drivetrain's throughput ÷ the engine's own, the median over rounds with its range.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import itertools
 import json
 import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -34,28 +35,111 @@ def prompts(count: int, vocabulary: int, salt: int) -> list[list[int]]:
     return torch.randint(0, vocabulary, (count, PROMPT_TOKENS), generator=draw).tolist()  # type: ignore[no-any-return]
 
 
-def arguments_of_both(share: float, most: int) -> dict[str, object]:
-    sizes = [1, 8, 64, 128, 256, 512, *range(768, most + 1, 256)]
-    return {
-        "attention_backend": "triton",
-        "sampling_backend": "pytorch",
-        "grammar_backend": "none",
-        "disable_prefill_cuda_graph": True,
-        "cuda_graph_bs_decode": [size for size in sizes if size <= max(most, 8)],
-        "mem_fraction_static": share,
-        "max_running_requests": most,
-        "sleep_on_idle": True,  # or the idle one of the two would keep a core busy
-    }
+class SGLang:
+    """``sglang.Engine``."""
+
+    fields: ClassVar[dict[str, Any]] = {"attention_backend": "triton"}
+
+    def __init__(self, share: float, most: int) -> None:
+        sizes = [1, 8, 64, 128, 256, 512, *range(768, most + 1, 256)]
+        self.engine_kwargs: dict[str, Any] = {
+            "sampling_backend": "pytorch",
+            "grammar_backend": "none",
+            "disable_prefill_cuda_graph": True,
+            "cuda_graph_bs_decode": [size for size in sizes if size <= max(most, 8)],
+        }
+        self._most = most
+        self._share = share
+
+    async def start(self, model: str) -> None:
+        from sglang import Engine
+
+        self._engine = Engine(
+            model_path=model,
+            skip_tokenizer_init=True,
+            log_level="error",
+            mem_fraction_static=2 * self._share,  # it counts what others hold of the GPU as its own
+            max_running_requests=self._most,
+            sleep_on_idle=True,  # as drivetrain sets it, or the idle one of the two would keep a core busy
+            **self.fields,
+            **self.engine_kwargs,
+        )
+
+    async def time(self, work: list[list[int]], new_tokens: int) -> float:
+        began = time.perf_counter()
+        params = {"max_new_tokens": new_tokens, "temperature": 1.0, "ignore_eos": True}
+        results = await self._engine.async_generate(input_ids=work, sampling_params=params, return_logprob=True)
+        elapsed = time.perf_counter() - began
+        assert all(len(result["output_ids"]) == new_tokens for result in results)
+        assert all(len(result["meta_info"]["output_token_logprobs"]) == new_tokens for result in results)
+        return elapsed
+
+    def shutdown(self) -> None:
+        self._engine.shutdown()
 
 
-async def time_sglang(engine: Any, work: list[list[int]], new_tokens: int) -> float:
-    began = time.perf_counter()
-    params = {"max_new_tokens": new_tokens, "temperature": 1.0, "ignore_eos": True}
-    results = await engine.async_generate(input_ids=work, sampling_params=params, return_logprob=True)
-    elapsed = time.perf_counter() - began
-    assert all(len(result["output_ids"]) == new_tokens for result in results)
-    assert all(len(result["meta_info"]["output_token_logprobs"]) == new_tokens for result in results)
-    return elapsed
+class VLLM:
+    """vLLM's ``AsyncLLM``."""
+
+    fields: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, share: float, most: int) -> None:
+        sizes = [1, 8, 64, 128, 256, 512, *range(768, most + 1, 256)]
+        self.engine_kwargs: dict[str, Any] = {
+            "optimization_level": 0,
+            "compilation_config": {
+                "mode": 0,
+                "cudagraph_mode": "FULL_DECODE_ONLY",
+                "cudagraph_capture_sizes": [size for size in sizes if size <= max(most, 8)],
+            },
+            "kernel_config": {"enable_flashinfer_autotune": False},
+        }
+        self._most = most
+        self._share = share
+        self._numbers = itertools.count()
+
+    async def start(self, model: str) -> None:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        arguments = AsyncEngineArgs(
+            model=model,
+            gpu_memory_utilization=self._share,
+            max_num_seqs=self._most,
+            enable_prefix_caching=True,
+            disable_log_stats=True,
+            **self.engine_kwargs,
+        )
+        self._engine = AsyncLLM.from_engine_args(arguments)
+
+    async def time(self, work: list[list[int]], new_tokens: int) -> float:
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        params = SamplingParams(
+            max_tokens=new_tokens,
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+        async def one(prompt: list[int]) -> Any:
+            name = str(next(self._numbers))
+            async for output in self._engine.generate({"prompt_token_ids": prompt}, params, name):
+                last = output
+            return last.outputs[0]
+
+        began = time.perf_counter()
+        results = await asyncio.gather(*map(one, work))
+        elapsed = time.perf_counter() - began
+        assert all(len(result.token_ids) == len(result.logprobs) == new_tokens for result in results)
+        return elapsed
+
+    def shutdown(self) -> None:
+        self._engine.shutdown()
+
+
+BARE: dict[str, type[SGLang | VLLM]] = {"sglang": SGLang, "vllm": VLLM}
 
 
 async def time_drivetrain(engine: InferenceEngine, work: list[list[int]], new_tokens: int) -> float:
@@ -67,32 +151,34 @@ async def time_drivetrain(engine: InferenceEngine, work: list[list[int]], new_to
     return elapsed
 
 
-async def compare(own: Any, engine: InferenceEngine, batch: int, new_tokens: int, rounds: int) -> dict[str, object]:
-    times: dict[str, list[float]] = {"sglang": [], "drivetrain": []}
+async def compare(
+    own: SGLang | VLLM, engine: InferenceEngine, batch: int, new_tokens: int, rounds: int
+) -> dict[str, object]:
+    times: dict[str, list[float]] = {"bare": [], "drivetrain": []}
     for number in range(rounds + 1):
-        for side in ("sglang", "drivetrain") if number % 2 else ("drivetrain", "sglang"):
-            work = prompts(batch, engine.model_info.vocab_size, 2 * number + (side == "sglang"))
+        for side in ("bare", "drivetrain") if number % 2 else ("drivetrain", "bare"):
+            work = prompts(batch, engine.model_info.vocab_size, 2 * number + (side == "bare"))
             gc.collect()
-            if side == "sglang":
-                elapsed = await time_sglang(own, work, new_tokens)
+            if side == "bare":
+                elapsed = await own.time(work, new_tokens)
             else:
                 elapsed = await time_drivetrain(engine, work, new_tokens)
             if number:  # The first round warms both sides up.
                 times[side].append(elapsed)
-    ratios = sorted(own / other for own, other in zip(times["sglang"], times["drivetrain"], strict=True))
+    ratios = sorted(own / other for own, other in zip(times["bare"], times["drivetrain"], strict=True))
     row: dict[str, object] = {
         "batch": batch,
         "new_tokens": new_tokens,
-        "sglang_s": times["sglang"],
+        "bare_s": times["bare"],
         "drivetrain_s": times["drivetrain"],
         "ratio": statistics.median(ratios),
         "ratio_low": ratios[0],
         "ratio_high": ratios[-1],
         "tokens_per_s": batch * new_tokens / statistics.median(times["drivetrain"]),
-        "sglang_tokens_per_s": batch * new_tokens / statistics.median(times["sglang"]),
+        "bare_tokens_per_s": batch * new_tokens / statistics.median(times["bare"]),
     }
     print(
-        f"batch {batch:5} x {new_tokens:5}  SGLang {row['sglang_tokens_per_s']:9.0f} tok/s  "
+        f"batch {batch:5} x {new_tokens:5}  bare {row['bare_tokens_per_s']:9.0f} tok/s  "
         f"drivetrain {row['tokens_per_s']:9.0f} tok/s  ratio {row['ratio']:.3f} "
         f"({ratios[0]:.3f} to {ratios[-1]:.3f})",
         file=sys.stderr,
@@ -102,8 +188,6 @@ async def compare(own: Any, engine: InferenceEngine, batch: int, new_tokens: int
 
 
 async def measure(arguments: argparse.Namespace) -> list[dict[str, object]]:
-    from sglang import Engine
-
     model = tiny_model(
         "qwen2",
         hidden_size=arguments.hidden_size,
@@ -117,18 +201,21 @@ async def measure(arguments: argparse.Namespace) -> list[dict[str, object]]:
         dtype="bfloat16",
     )
     work = [tuple(map(int, item.split("x"))) for item in arguments.work]
-    same = arguments_of_both(arguments.memory_share, max(batch for batch, _ in work))
-    fields = {"backend": "sglang", "model": str(model), "enable_sleep": False, "engine_kwargs": dict(same)}
-    fields["gpu_memory_utilization"] = fields["engine_kwargs"].pop("mem_fraction_static")  # type: ignore[attr-defined]
-    fields["max_num_seqs"] = fields["engine_kwargs"].pop("max_running_requests")  # type: ignore[attr-defined]
-    fields["engine_kwargs"].pop("sleep_on_idle")  # type: ignore[attr-defined]  # drivetrain sets it itself
-    fields["attention_backend"] = fields["engine_kwargs"].pop("attention_backend")  # type: ignore[attr-defined]
+    most = max(batch for batch, _ in work)
+    own = BARE[arguments.backend](arguments.memory_share, most)
+    fields = {
+        "backend": arguments.backend,
+        "model": str(model),
+        "enable_sleep": False,
+        "gpu_memory_utilization": arguments.memory_share,
+        "max_num_seqs": most,
+        "engine_kwargs": own.engine_kwargs,
+        **own.fields,
+    }
     async with create_engine(fields) as engine:
         print("drivetrain's engine is up", file=sys.stderr, flush=True)
-        # SGLang counts what others hold of the GPU as its own share.
-        same["mem_fraction_static"] = 2 * arguments.memory_share
-        own = Engine(model_path=str(model), skip_tokenizer_init=True, log_level="error", **same)
-        print("SGLang's own is up", file=sys.stderr, flush=True)
+        await own.start(str(model))
+        print("the engine itself is up", file=sys.stderr, flush=True)
         rows = []
         for batch, new_tokens in work:
             rows.append(await compare(own, engine, batch, new_tokens, arguments.rounds))
@@ -140,7 +227,7 @@ async def measure(arguments: argparse.Namespace) -> list[dict[str, object]]:
 
 def write(arguments: argparse.Namespace, engine: InferenceEngine, rows: list[dict[str, object]]) -> None:
     document = {
-        "device": torch.cuda.get_device_name(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "versions": engine.versions,
         "parameters": engine.model_info.parameters,
         "prompt_tokens": PROMPT_TOKENS,
@@ -151,7 +238,8 @@ def write(arguments: argparse.Namespace, engine: InferenceEngine, rows: list[dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", nargs="+", default=["1x128", "64x128", "512x128", "2048x128", "64x1024"])
+    parser.add_argument("backend", choices=sorted(BARE))
+    parser.add_argument("--work", nargs="+", default=["1x512", "64x1024", "512x512", "2048x256"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--hidden-size", type=int, default=1536)
     parser.add_argument("--layers", type=int, default=28)

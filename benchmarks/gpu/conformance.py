@@ -1,0 +1,178 @@
+"""The conformance suite on a GPU, in shards beside each other: most of the time of each is engines that start.
+
+    python benchmarks/gpu/conformance.py sglang FOLDER      # whole.json, and a report and a log of each shard
+
+Wants a core for each shard (``--list`` shows them) and 80 GB of GPU; a second GPU for what needs two. Shards that
+measure memory run after the others, alone. Every case is in exactly one shard: the first whose pattern it matches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Cases that run one after another."""
+
+    name: str
+    pattern: str
+    parts: int = 1
+    """Into how many shards these cases are split."""
+    gpus: int = 1
+    alone: bool = False
+    settings: str = "usual"
+
+
+_MEASURES_MEMORY = r"^sleep/(the_memory|memory_is|kept_weights_give|cycles|many_cycles_of)|/many_pushes"
+
+SHARDS = [
+    Shard(
+        "memory",
+        r"^sleep/(the_memory|memory_is|kept_weights_give|cycles|many_cycles_of)|/many_pushes",
+        alone=True,
+        settings="large",
+    ),
+    Shard("between", r"between_gpus", gpus=2),
+    Shard("parallel", r"^parallel/", parts=4, gpus=2),
+    Shard("faults", r"^faults/", parts=3),
+    Shard("lifecycle", r"^lifecycle/", parts=3),
+    Shard("lora", r"^lora/|^openai/lora"),
+    Shard("storage", r"storage_tier", settings="storage"),
+    Shard("experts", r"^hidden_states/.*expert", settings="experts"),
+    Shard("mixtures", r"expert|mixture"),
+    Shard("images", r"^multimodal/|^openai/image"),
+    Shard("pooling", r"^(embeddings|score)/", settings="pooling"),
+    Shard("weights", r"^weight_sync/", parts=2),
+    Shard("sleep", r"^sleep/", parts=2),
+    Shard("answers", r"^(generate|stop|logprob|streaming|structured_output|errors)/"),
+    Shard("pauses", r"^(abort|pause|histories)/"),
+    Shard("rest", r""),
+]
+
+_SGLANG = {
+    "sampling_backend": "pytorch",
+    "mm_attention_backend": "triton_attn",
+    "disable_prefill_cuda_graph": True,
+    "cuda_graph_bs_decode": [1, 2, 4, 8, 16],
+}
+_SMALL_POOL = {"max_total_tokens": 60000}
+_NO_COMPILER = {"enforce_disable_flashinfer_allreduce_fusion": True}
+"""Or two ranks compile a kernel with nvcc first, for minutes."""
+_VLLM = {
+    "optimization_level": 0,
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1, 2, 4, 8, 16],
+    },
+    "kernel_config": {"enable_flashinfer_autotune": False},
+}
+_SMALL_CACHE = {"kv_cache_memory_bytes": 2_000_000_000}
+_STORAGE = {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}
+
+ENGINE_KWARGS: dict[str, dict[str, dict[str, object]]] = {
+    "sglang": {
+        "usual": {**_SGLANG, **_SMALL_POOL, **_NO_COMPILER, "enable_return_hidden_states": True},
+        "experts": {**_SGLANG, **_SMALL_POOL, "enable_return_routed_experts": True},
+        "storage": {**_SGLANG, **_STORAGE},
+        "pooling": {**_SGLANG, **_SMALL_POOL},
+        "large": _SGLANG,
+    },
+    "vllm": {
+        "usual": {**_VLLM, **_SMALL_CACHE},
+        "experts": {**_VLLM, **_SMALL_CACHE},
+        "pooling": {"enforce_eager": True, **_SMALL_CACHE},
+        "storage": {**_VLLM, **_SMALL_CACHE},
+        "large": _VLLM,
+    },
+}
+FIELDS: dict[str, dict[str, dict[str, object]]] = {
+    "sglang": {
+        # Of a pool that is small: the share must hold what others take while it starts.
+        "usual": {"attention_backend": "triton", "gpu_memory_utilization": 0.7},
+        "large": {"attention_backend": "triton", "gpu_memory_utilization": 0.3},
+    },
+    "vllm": {"usual": {"gpu_memory_utilization": 0.05}, "large": {"gpu_memory_utilization": 0.3}},
+}
+ENVIRONMENT = {
+    # SGLang takes what others hold of a GPU for its own, and for an imbalance between two.
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "2",
+}
+
+
+def shards_of(cases: list[str]) -> dict[str, tuple[Shard, list[str]]]:
+    """Each shard with its cases, by name."""
+    found: dict[str, tuple[Shard, list[str]]] = {}
+    left = list(cases)
+    for shard in SHARDS:
+        mine = [case for case in left if re.search(shard.pattern, case)]
+        left = [case for case in left if case not in mine]
+        for part in range(shard.parts):
+            name = f"{shard.name}-{part + 1}" if shard.parts > 1 else shard.name
+            if mine[part :: shard.parts]:
+                found[name] = shard, mine[part :: shard.parts]
+    return found
+
+
+def run(backend: str, name: str, shard: Shard, cases: list[str], devices: str, folder: Path) -> None:
+    """Run one shard, and print its last line."""
+    fields = FIELDS[backend].get(shard.settings, FIELDS[backend]["usual"])
+    settings = [f"{field}={value}" for field, value in fields.items()]
+    settings.append(f"engine_kwargs={json.dumps(ENGINE_KWARGS[backend][shard.settings])}")
+    command = ["drivetrain", "conformance", backend, "--dtype", "bfloat16", "--report", str(folder / f"{name}.json")]
+    command += [word for setting in settings for word in ("--set", setting)]
+    command += [word for case in cases for word in ("--case", case)]
+    with (folder / f"{name}.log").open("w") as log:
+        environment = {**os.environ, **ENVIRONMENT, "CUDA_VISIBLE_DEVICES": devices}
+        subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment, check=False)
+    lines = (folder / f"{name}.log").read_text(errors="replace").splitlines()
+    print(f"{name} on {devices}: {lines[-1] if lines else 'nothing'}", flush=True)
+
+
+def main() -> None:
+    """Run the shards that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("backend", choices=sorted(ENGINE_KWARGS))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", default="", help="run shards whose name matches this pattern")
+    parser.add_argument("--list", action="store_true", help="list the shards and run nothing")
+    args = parser.parse_args()
+    listed = subprocess.run(
+        ["drivetrain", "conformance", "--list", "--json"], capture_output=True, text=True, check=True
+    )
+    shards = shards_of([item["case"] for item in json.loads(listed.stdout)["cases"]])
+    chosen = {name: value for name, value in shards.items() if re.search(args.only, name)}
+    if args.list:
+        for name, (_, cases) in chosen.items():
+            print(f"{len(cases):4}  {name}")
+        return
+    args.folder.mkdir(parents=True, exist_ok=True)
+    gpus = max(torch.cuda.device_count(), 1)
+    every = ",".join(map(str, range(gpus)))
+    for alone in (False, True):
+        together = [(name, *value) for name, value in chosen.items() if value[0].alone is alone]
+        with ThreadPoolExecutor(1 if alone else max(len(together), 1)) as pool:
+            for index, (name, shard, cases) in enumerate(together):
+                devices = every if shard.gpus > 1 else str(index % gpus)
+                pool.submit(run, args.backend, name, shard, cases, devices, args.folder)
+    reports = [str(args.folder / f"{name}.json") for name in chosen if (args.folder / f"{name}.json").exists()]
+    whole = args.folder / "whole.json"
+    sys.exit(subprocess.run(["drivetrain", "combine", *reports, "--output", str(whole)], check=False).returncode)
+
+
+if __name__ == "__main__":
+    main()
