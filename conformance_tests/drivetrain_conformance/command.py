@@ -170,6 +170,61 @@ def combine(
         raise typer.Exit(1)
 
 
+def record(
+    backend: Annotated[str, typer.Argument(help="The backend's name.")],
+    output: Annotated[Path, typer.Option(metavar="FILE", help="Write what it answers there, as JSON.")],
+    dtype: Annotated[str, typer.Option(help="Of the tiny model's weights.")] = "float32",
+    engine_fields: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="FIELD=VALUE", help="A field of the engine's configuration, as YAML; repeatable."
+        ),
+    ] = None,
+) -> None:
+    """Ask one backend the requests by which backends are compared."""
+    import asyncio
+
+    from drivetrain_conformance import parity
+
+    try:
+        made = asyncio.run(parity.record(backend, dtype, _fields(engine_fields or [])))
+    except DrivetrainError as error:
+        print_error(str(error))
+        raise typer.Exit(2) from None
+    parity.write_recording(made, output)
+    out.print(f"wrote {len(made.exchanges)} answers of {backend} to {output}", soft_wrap=True)
+
+
+def parity(
+    recordings: Annotated[list[Path], typer.Argument(help="What 'drivetrain record' wrote.")],
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the page there.")] = None,
+    check: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Fail unless this page is what the recordings give.")
+    ] = None,
+) -> None:
+    """Compare what backends answered to the same requests. Exits with 1 if they differ."""
+    from drivetrain_conformance.parity import read_recording
+    from drivetrain_conformance.parity_page import columns_of, differences, render
+
+    try:
+        read = [read_recording(path) for path in recordings]
+        page, found = render(read), differences(columns_of(read))
+    except DrivetrainError as error:
+        print_error(str(error))
+        raise typer.Exit(2) from None
+    if output is not None:
+        output.write_text(page, encoding="utf-8")
+    elif check is None:
+        out.print(Text(page), soft_wrap=True)
+    for line in found:
+        print_error(line, kind="differs")
+    if check is not None and (not check.is_file() or check.read_text(encoding="utf-8") != page):
+        print_error(f"{check} is not what these recordings give; write it anew with --output", kind="stale")
+        raise typer.Exit(1)
+    if found:
+        raise typer.Exit(1)
+
+
 # Running -------------------------------------------------------------------------------------------------------------
 
 

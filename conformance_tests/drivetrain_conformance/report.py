@@ -125,13 +125,13 @@ def make_report(
         seconds=round(seconds, 1),
         complete=complete,
         versions=dict(sorted(runner.versions.items())),
-        hardware=_hardware(),
+        hardware=hardware_here(),
         capabilities=[_capability(item) for item in runner.ledger.conclude(complete=complete)],
         cases=[_case(result) for result in results],
     )
 
 
-_OF_ONE_RUN: Final = ("backend", "isolation", "model", "profile", "seed", "versions", "hardware")
+_OF_ONE_RUN: Final = ("backend", "isolation", "model", "profile", "seed", "versions", "machine")
 _LASTING: Final = (Verdict.FAILED, Verdict.KNOWN_FAILURE, Verdict.PASSED, Verdict.REFUSED, Verdict.NOT_RUN)
 """Which verdict of a case stays, where it was run twice: with other settings an engine may claim less."""
 
@@ -145,7 +145,7 @@ def combine_reports(reports: Sequence[Report]) -> Report:
     first = reports[0]
     for report in reports[1:]:
         for name in _OF_ONE_RUN:
-            one, other = str(getattr(first, name)), str(getattr(report, name))
+            one, other = str(_of_run(first, name)), str(_of_run(report, name))
             if one != other:
                 raise InvalidConfig(f"{name} differs: {one} and {other}; only parts of one run combine")
     cases: dict[str, CaseEntry] = {}
@@ -164,11 +164,19 @@ def combine_reports(reports: Sequence[Report]) -> Report:
     return dataclasses.replace(
         first,
         date=max(report.date for report in reports),
+        hardware=max((report.hardware for report in reports), key=lambda hardware: len(hardware.gpus)),
         seconds=round(sum(report.seconds for report in reports), 1),
         complete=complete,
         capabilities=[_capability(item) for item in ledger.conclude(complete=complete)],
         cases=sorted(cases.values(), key=lambda entry: order.get(entry.case, len(order))),
     )
+
+
+def _of_run(report: Report, name: str) -> object:
+    if name != "machine":
+        return getattr(report, name)
+    # Parts may have seen fewer of its GPUs or cores.
+    return report.hardware.cpu, sorted(set(report.hardware.gpus))
 
 
 def write_report(report: Report, path: Path) -> None:
@@ -199,7 +207,8 @@ def _capability(item: CapabilityResult) -> CapabilityEntry:
     return CapabilityEntry(item.capability.value, item.claimed, item.verdict, item.message)
 
 
-def _hardware() -> Hardware:
+def hardware_here() -> Hardware:
+    """This machine."""
     import torch
 
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
