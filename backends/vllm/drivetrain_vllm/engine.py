@@ -81,6 +81,7 @@ _ALWAYS: Final = frozenset(
         Capability.READ_WEIGHTS,
         Capability.SAVE_SHARDED,
         Capability.PROFILE,
+        Capability.TENSOR_PARALLEL,
         Capability.EMBED,
         Capability.REWARD_SCORE,
     }
@@ -191,6 +192,9 @@ class VLLMBackend(WorkerBackend):
         if device == "cpu":
             # The worker is in the engine core's process, where vLLM would give it one of its own.
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+            if config.tensor_parallel_size > 1:
+                # Or each rank wants a NUMA node to bind its threads to.
+                os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         if len(tempfile.gettempdir()) > _LONGEST_SOCKET_FOLDER:
             self._sockets = tempfile.mkdtemp(prefix="vllm-", dir="/tmp")
             os.environ["VLLM_RPC_BASE_PATH"] = self._sockets
@@ -411,7 +415,7 @@ class VLLMBackend(WorkerBackend):
 def _of_a_gpu() -> set[Capability]:
     from drivetrain_weight_sync.transports import cuda_ipc
 
-    found = {Capability.SLEEP_KEEPS_WEIGHTS, Capability.TENSOR_PARALLEL}
+    found = {Capability.SLEEP_KEEPS_WEIGHTS}
     if cuda_ipc.is_available():
         found.add(Capability.WEIGHTS_CUDA_IPC)
     return found

@@ -37,9 +37,9 @@ CONFIG_NAMES: Final[Mapping[str, str]] = {
 }
 """Field of EngineConfig → what honours it here."""
 
-SEEN_WORKING: Final = ("0.32.0", "0.32.0")
-"""Oldest and newest release that the conformance suite was run on. What differs between releases is found by looking
-for it."""
+SEEN_WORKING: Final = ("0.26.0", "0.32.0")
+"""Oldest and newest release that the conformance suite was run on: on a GPU and on a CPU. What differs between them is
+found by looking for it: whether vLLM labels tokens with weight versions."""
 
 KEY: Final = "drivetrain"
 """Key of ``extra_args`` under which a request carries how to draw it."""
