@@ -162,7 +162,8 @@ class VLLMBackend(WorkerBackend):
         """Start vLLM; its event loop is this one from here on."""
         report("importing vLLM")
         os.environ[SWITCH] = "1"
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # whose sampler is another
+        # vLLM's second model runner was not yet seen to draw as it must on a GPU.
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         try:
