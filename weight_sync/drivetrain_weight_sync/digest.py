@@ -25,11 +25,12 @@ import torch
 
 from drivetrain_weight_sync.dtypes import dtype_name
 
-_COLUMNS: Final = 1024
-_ROW_BYTES: Final = 8 * _COLUMNS
+COLUMNS: Final = 1024
+"""Words of 64 bits in a row."""
+_ROW_BYTES: Final = 8 * COLUMNS
 # torch splits an elementwise operation over threads above 32768 elements, which would fight with our own threads.
-_CPU_ROWS: Final = 32768 // _COLUMNS
-_DEVICE_ROWS: Final = (1 << 22) // _COLUMNS
+_CPU_ROWS: Final = 32768 // COLUMNS
+_DEVICE_ROWS: Final = (1 << 22) // COLUMNS
 _POOL_ROWS: Final = 1024
 _GROUP: Final = 512
 _MASK: Final = (1 << 64) - 1
@@ -56,11 +57,12 @@ def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
         for begin in range(0, len(names), _GROUP):
             group = names[begin : begin + _GROUP]
             sums = _weighted_sums([tensors[name] for name in group]).tolist()
-            found.update((name, _finish(value, tensors[name])) for name, value in zip(group, sums, strict=True))
+            found.update((name, finished(value, tensors[name])) for name, value in zip(group, sums, strict=True))
     return {name: found[name] for name in tensors}
 
 
-def _finish(weighted_sum: int, tensor: torch.Tensor) -> int:
+def finished(weighted_sum: int, tensor: torch.Tensor) -> int:
+    """The digest of a tensor whose Σ c·row is ``weighted_sum``."""
     dtype = zlib.crc32(dtype_name(tensor.dtype).encode())
     return _signed(weighted_sum + tensor.nbytes * _LENGTH_FACTOR + dtype * _DTYPE_FACTOR)
 
@@ -71,7 +73,7 @@ def _weighted_sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     device = tensors[0].device
     fold = _fold_on_cpu if device.type == "cpu" else fold_on_device
     whole_rows = [tensor.nbytes // _ROW_BYTES for tensor in tensors]
-    weights = _weights_on(device)
+    weights = weights_on(device)
     c = weights.per_row(max(whole_rows) + 1)
     sums = torch.zeros(len(tensors), dtype=torch.int64, device=device)
     # The last rows of all are folded together: most tensors of a model are small.
@@ -84,7 +86,7 @@ def _weighted_sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         last[index, : len(rest)] = rest
         if count:
             rows = torch.empty(count, dtype=torch.int64, device=device)
-            fold(raw[: count * _ROW_BYTES].view(torch.int64).view(count, _COLUMNS), weights.a, weights.b, rows)
+            fold(raw[: count * _ROW_BYTES].view(torch.int64).view(count, COLUMNS), weights.a, weights.b, rows)
             torch.sum(rows * c[:count], 0, out=sums[index])
 
     threads = min(torch.get_num_threads(), len(tensors)) if device.type == "cpu" else 1
@@ -107,7 +109,7 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _fold_on_cpu(words: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    upper = torch.empty(min(_CPU_ROWS, len(words)), _COLUMNS, dtype=torch.int64)
+    upper = torch.empty(min(_CPU_ROWS, len(words)), COLUMNS, dtype=torch.int64)
     part = torch.empty(len(upper), dtype=torch.int64)
     for block, block_out in zip(torch.split(words, _CPU_ROWS), torch.split(out, _CPU_ROWS), strict=True):
         n = len(block)
@@ -127,7 +129,7 @@ def fold_on_device(words: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: t
         out: int64 ``[rows]``.
     """
     # The upper half of a little-endian word, as a signed integer of 32 bits, is the word shifted by 32.
-    upper = words.view(torch.int32).view(-1, _COLUMNS, 2)[..., 1]
+    upper = words.view(torch.int32).view(-1, COLUMNS, 2)[..., 1]
     for block, block_upper, block_out in zip(
         torch.split(words, _DEVICE_ROWS), torch.split(upper, _DEVICE_ROWS), torch.split(out, _DEVICE_ROWS), strict=True
     ):
@@ -139,11 +141,12 @@ class _Weights:
     """The weights on one device; those of rows grow with the largest tensor seen."""
 
     def __init__(self, device: torch.device) -> None:
-        self.a = _pseudo_random(1, _COLUMNS).to(device)
-        self.b = _pseudo_random(2, _COLUMNS).to(device)
+        self.a = _pseudo_random(1, COLUMNS).to(device)
+        self.b = _pseudo_random(2, COLUMNS).to(device)
         self._c = _pseudo_random(3, 1024).to(device)
 
     def per_row(self, count: int) -> torch.Tensor:
+        """Those of at least ``count`` rows."""
         c = self._c
         if len(c) < count:
             c = self._c = _pseudo_random(3, 1 << (count - 1).bit_length()).to(c.device)
@@ -154,7 +157,8 @@ _weights: dict[torch.device, _Weights] = {}
 _weights_lock = threading.Lock()
 
 
-def _weights_on(device: torch.device) -> _Weights:
+def weights_on(device: torch.device) -> _Weights:
+    """The weights a, b and c, on a device; made once."""
     with _weights_lock:
         if device not in _weights:
             _weights[device] = _Weights(device)
