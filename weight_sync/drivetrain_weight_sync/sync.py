@@ -208,8 +208,12 @@ class WeightSync:
         )
         asked = time.perf_counter()
         async with self._engine.weight_update(request) as update:
-            for index in range(update.buckets):
-                await self._send(update, index)
+            if self.strategy is Strategy.CUDA_IPC:
+                # A bucket takes less time there than a call.
+                await update.load(list(range(update.buckets)))
+            else:
+                for index in range(update.buckets):
+                    await self._send(update, index)
         ended = time.perf_counter()
         return WeightSyncResult(
             version=version,
