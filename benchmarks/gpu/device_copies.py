@@ -65,7 +65,7 @@ def main() -> None:
         sources[name] = arena[begin : begin + count].view(shape)
         begin += count
     held = {name: torch.zeros_like(source) for name, source in sources.items()}
-    made = DeviceCopies([DeviceCopy(name, source, held[name]) for name, source in sources.items()])
+    made = DeviceCopies([DeviceCopy(source, held[name], name) for name, source in sources.items()])
 
     def one_by_one() -> None:
         for name, source in sources.items():

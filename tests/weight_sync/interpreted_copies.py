@@ -17,11 +17,11 @@ def main() -> None:
         for size in sizes
     }
     destinations = {name: torch.zeros_like(source) for name, source in sources.items()}
-    copies = [DeviceCopy(name, source, destinations[name]) for name, source in sources.items()]
+    copies = [DeviceCopy(source, destinations[name], name) for name, source in sources.items()]
     twice = torch.zeros_like(sources["float32-1020"])
-    copies.append(DeviceCopy("float32-1020", sources["float32-1020"], twice))
+    copies.append(DeviceCopy(sources["float32-1020"], twice))
     only_digested = torch.randn(5000, generator=draw)
-    copies.append(DeviceCopy("only digested", only_digested))
+    copies.append(DeviceCopy(only_digested, name="only digested"))
     made = DeviceCopies(copies)
     for _ in range(2):
         found = made.digests(made.launch())

@@ -27,11 +27,11 @@ _FIELDS: Final = 5
 class DeviceCopy:
     """One tensor to digest, and where to copy it to."""
 
-    name: str
-    """By which its digest is given; of copies with one name, the first is digested."""
     source: torch.Tensor
     destination: torch.Tensor | None = None
     """Of the same bytes; None: only the digest is wanted."""
+    name: str | None = None
+    """By which the digest of the source is given; None: it is not wanted."""
 
 
 def is_available() -> bool:
@@ -54,17 +54,17 @@ class DeviceCopies:
     """Copies that are made together, again and again; the tensors stay where they are.
 
     Args:
-        copies: Each of which :func:`fits`, on one device. A destination is not another's source.
+        copies: Each of which :func:`fits`, on one device, no two of one name. A destination is not another's source.
     """
 
     def __init__(self, copies: Iterable[DeviceCopy]) -> None:
         self._copies = list(copies)
-        self._first: dict[str, DeviceCopy] = {}
+        self._digested: dict[str, torch.Tensor] = {}
         items: list[torch.Tensor] = []
         for copy in self._copies:
-            index = len(self._first) if copy.name not in self._first else -1
-            self._first.setdefault(copy.name, copy)
-            items.append(_items(copy, index))
+            items.append(_items(copy, len(self._digested) if copy.name is not None else -1))
+            if copy.name is not None:
+                self._digested[copy.name] = copy.source
         self.device = self._copies[0].source.device
         self._table = torch.cat(items).to(self.device)
         # The kernel reads the weights of all rows of its last item, also of those that are not there.
@@ -81,7 +81,7 @@ class DeviceCopies:
         from drivetrain_weight_sync.device_kernel import copy_and_fold
 
         weights = weights_on(self.device)
-        sums = torch.zeros(len(self._first), dtype=torch.int64, device=self.device)
+        sums = torch.zeros(max(len(self._digested), 1), dtype=torch.int64, device=self.device)
         copy_and_fold[(len(self._table),)](
             self._table,
             weights.a,
@@ -99,8 +99,8 @@ class DeviceCopies:
         Args:
             sums: What :meth:`launch` returned; this waits for its work.
         """
-        values = zip(self._first.items(), sums.tolist(), strict=True)
-        return {name: finished(value, copy.source) for (name, copy), value in values}
+        values = zip(self._digested.items(), sums.tolist()[: len(self._digested)], strict=True)
+        return {name: finished(value, source) for (name, source), value in values}
 
 
 def _items(copy: DeviceCopy, index: int) -> torch.Tensor:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -31,6 +32,9 @@ from drivetrain_weight_sync.recorded import RecordedTarget
 from drivetrain_weight_sync.saving import WeightWriter
 
 _T = TypeVar("_T")
+
+COPIES_AT_ONCE: Final = "DRIVETRAIN_COPIES_AT_ONCE"
+"""Environment variable: with 1, copies within a GPU are one kernel. Not the default until it was seen on a GPU."""
 
 
 class RankWeights(ABC):
@@ -75,7 +79,12 @@ class RankWeights(ABC):
         Raises:
             WeightSyncError: the engine's weights cannot be followed.
         """
-        target = RecordedTarget(self.load_weights, self.checkpoint, split=self.group is not None)
+        target = RecordedTarget(
+            self.load_weights,
+            self.checkpoint,
+            split=self.group is not None,
+            at_once=os.environ.get(COPIES_AT_ONCE) == "1",
+        )
         if self.folder is not None:
             require_as_stored(target, self.folder)
         return target

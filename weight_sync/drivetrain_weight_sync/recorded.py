@@ -7,7 +7,7 @@ copies can be made again at the speed of a copy, and made backwards, to read wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.errors import EngineStateError, WeightSyncError, WeightTransferFailed
 from drivetrain.weights import TensorSpec, WeightManifest
+from drivetrain_weight_sync.device_copies import DeviceCopies, DeviceCopy, fits
 from drivetrain_weight_sync.dtypes import dtype_name, dtype_of
 from drivetrain_weight_sync.names import listed
 
@@ -110,12 +111,19 @@ class RecordedTarget:
         checkpoint: Names, shapes and aliases of the checkpoint's tensors, as a trainer has them. Dtypes are the
             engine's own, whatever is said here.
         split: Whether other ranks take the parts of tensors that this one's loader leaves out.
+        at_once: Make copies within a GPU as one kernel, where tensors stay, and digest them on the way.
 
     Raises:
         WeightSyncError: the loader transforms weights, or takes parts of some and ``split`` is false.
     """
 
-    def __init__(self, load_weights: LoadWeights, checkpoint: WeightManifest, *, split: bool = False) -> None:
+    def __init__(
+        self, load_weights: LoadWeights, checkpoint: WeightManifest, *, split: bool = False, at_once: bool = False
+    ) -> None:
+        self._at_once = at_once
+        self._batch: tuple[Hashable, DeviceCopies] | None = None
+        """The last one, and what it was made for: an arena lies where it lay."""
+        self._launched: list[tuple[DeviceCopies, torch.Tensor]] = []
         self._copies = record(load_weights, checkpoint.tensors)
         tensors = [
             replace(spec, dtype=dtype_name(self._copies[spec.name][0].destination.dtype))
@@ -163,18 +171,49 @@ class RecordedTarget:
                 )
 
     def begin(self) -> None:
-        """Nothing to prepare: storage never moves."""
+        """Forget the digests of the last update. Storage never moves."""
+        self._launched = []
 
     @torch.no_grad()
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, stay: bool = False) -> None:
         """Make the recorded copies of these tensors."""
-        for name, tensor in tensors:
-            own = self._own(name)
-            if own not in self._copies:
-                raise WeightTransferFailed(f"the model has no tensor {name!r}; names are those of weight_manifest()")
-            whole = tensor.contiguous()
-            for copy in self._copies[own]:
-                copy.destination.copy_(copy.part_of(whole))
+        whole = ((name, tensor.contiguous()) for name, tensor in tensors)
+        if self._at_once and stay:
+            self._load_at_once(list(whole))
+            return
+        for name, tensor in whole:
+            for copy in self._ways(name):
+                copy.destination.copy_(copy.part_of(tensor))
+
+    def _ways(self, name: str) -> list[Copy]:
+        own = self._own(name)
+        if own not in self._copies:
+            raise WeightTransferFailed(f"the model has no tensor {name!r}; names are those of weight_manifest()")
+        return self._copies[own]
+
+    def _load_at_once(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        fitting: list[DeviceCopy] = []
+        for name, whole in tensors:
+            parts = [DeviceCopy(copy.part_of(whole), copy.destination) for copy in self._ways(name)]
+            if fits(DeviceCopy(whole)) and all(map(fits, parts)):
+                fitting += [DeviceCopy(whole, name=name), *parts]
+                if parts[0].source.nbytes == whole.nbytes:  # read once for both
+                    fitting[-len(parts) - 1 :] = [replace(parts[0], name=name), *parts[1:]]
+            else:
+                for part in parts:
+                    assert part.destination is not None
+                    part.destination.copy_(part.source)
+        if not fitting:
+            return
+        key = tuple((copy.name, copy.source.data_ptr()) for copy in fitting)
+        if self._batch is None or self._batch[0] != key:
+            self._batch = key, DeviceCopies(fitting)
+        batch = self._batch[1]
+        self._launched.append((batch, batch.launch()))
+
+    def digests(self) -> Mapping[str, int]:
+        """Of what was copied at once; this waits for it."""
+        return {name: value for batch, sums in self._launched for name, value in batch.digests(sums).items()}
 
     def finish(self) -> None:
         """Wait until copies to a GPU have been made."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Protocol
 
 import torch
@@ -30,8 +30,15 @@ class WeightTarget(Protocol):
         """Make ready to load. From here on the weights may hold anything until :meth:`finish`."""
         ...
 
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy these into the model; they may change as soon as this returns. All of a layer come in one call."""
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, stay: bool = False) -> None:
+        """Copy these into the model; they may change as soon as this returns. All of a layer come in one call.
+
+        ``stay`` says that each is there until the update is over; otherwise only until the next is asked for.
+        """
+        ...
+
+    def digests(self) -> Mapping[str, int]:
+        """Of tensors that :meth:`load` digested while it copied them, since :meth:`begin`; others are read back."""
         ...
 
     def finish(self) -> None:
@@ -83,10 +90,14 @@ class ModuleTarget:
         self._look()
 
     @torch.no_grad()
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, stay: bool = False) -> None:
         """Copy in place. Dtypes and shapes are those of the manifest."""
         for name, tensor in tensors:
             self.destination(name).copy_(tensor)
+
+    def digests(self) -> Mapping[str, int]:
+        """All are read back."""
+        return {}
 
     def finish(self) -> None:
         """Wait until copies to a GPU have been made."""

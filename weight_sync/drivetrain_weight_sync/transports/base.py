@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -52,6 +53,9 @@ class Opened:
 class Reader(ABC):
     """The engine's end: reads the source of one update at a time, in the engine's own thread."""
 
+    tensors_stay: ClassVar[bool] = False
+    """Whether every tensor is there until the update is over."""
+
     @abstractmethod
     def open(self, request: WeightUpdateRequest, manifest: WeightManifest) -> Opened:
         """Find the source and look at it; all that can be refused is refused here.
@@ -62,7 +66,7 @@ class Reader(ABC):
 
     @abstractmethod
     def tensors(self, index: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield bucket ``index`` of the plan; a tensor is valid until the next one is asked for."""
+        """Yield bucket ``index`` of the plan; a tensor is valid until the next one is asked for, unless they stay."""
 
     @abstractmethod
     def release(self) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -148,6 +148,8 @@ class CudaIpcSender(Sender):
 
 class CudaIpcReader(Reader):
     """Maps the arena for one update at a time: its owner may only free what nobody maps."""
+
+    tensors_stay: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._mapped: MappedDeviceArena | None = None

@@ -1,0 +1,130 @@
+"""Run by test_device_copies.py with TRITON_INTERPRET=1: updates whose copies are made at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from drivetrain.errors import WeightVerifyFailed
+from drivetrain.weights import (
+    BeginUpdate,
+    CommitUpdate,
+    LoadBuckets,
+    PrepareUpdate,
+    TensorSpec,
+    VerifyUpdate,
+    WeightManifest,
+    WeightUpdateRequest,
+)
+from drivetrain_weight_sync import Receiver, make_plan
+from drivetrain_weight_sync.recorded import RecordedTarget
+from drivetrain_weight_sync.source import Source
+from drivetrain_weight_sync.staging import stage
+from drivetrain_weight_sync.transports.in_process import InProcessReader, InProcessSender
+
+SHAPES = {"q": (32, 16), "k": (16, 16), "turned": (16, 8), "tied": (24, 16), "odd": (3,)}
+
+
+class Model:
+    """An engine's: q and k in one tensor, one transposed, one in two places, one too small for the kernel."""
+
+    def __init__(self) -> None:
+        self.qk = torch.zeros(48, 16)
+        self.turned = torch.zeros(8, 16)
+        self.tied = torch.zeros(24, 16), torch.zeros(24, 16)
+        self.odd = torch.zeros(3)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            match name:
+                case "q":
+                    self.qk[:32].copy_(tensor)
+                case "k":
+                    self.qk[32:].copy_(tensor)
+                case "turned":
+                    self.turned.copy_(tensor.t())
+                case "tied":
+                    for held in self.tied:
+                        held.copy_(tensor)
+                case "odd":
+                    self.odd.copy_(tensor)
+
+
+class Watched(RecordedTarget):
+    """Notes what is read back; ``answers`` are given instead of what the copies lead to."""
+
+    def __init__(self, model: Model) -> None:
+        manifest = WeightManifest(tuple(TensorSpec(name, "float32", shape) for name, shape in SHAPES.items()), {})
+        super().__init__(model.load_weights, manifest, at_once=True)
+        self.read_back: list[str] = []
+        self.answers: dict[str, torch.Tensor] = {}
+
+    def read(self, name: str) -> torch.Tensor:
+        self.read_back.append(name)
+        return self.answers[name] if name in self.answers else super().read(name)
+
+
+def update(receiver: Receiver, target: Watched, weights: dict[str, torch.Tensor], spoil: str = "") -> None:
+    target.read_back.clear()
+    plan = make_plan(target.manifest().tensors, bucket_bytes=1024)
+    sender = InProcessSender()
+    staged = stage(Source(weights), sender, target.manifest(), plan, cast=False)
+    digests = dict(staged.digests)
+    if spoil:
+        digests[spoil] ^= 4
+    request = WeightUpdateRequest(version="new", source=sender.source(), plan=plan, digests=digests)
+    receiver.handle(PrepareUpdate(request))
+    receiver.handle(BeginUpdate())
+    receiver.handle(LoadBuckets(tuple(range(len(plan.buckets)))))
+    receiver.handle(VerifyUpdate())
+    receiver.handle(CommitUpdate("new"))
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()}
+
+
+def held(model: Model) -> list[torch.Tensor]:
+    return [model.qk, model.turned, *model.tied, model.odd]
+
+
+def same(model: Model, sent: dict[str, torch.Tensor]) -> bool:
+    fresh = Model()
+    fresh.load_weights(sent.items())
+    return all(torch.equal(one, other) for one, other in zip(held(model), held(fresh), strict=True))
+
+
+def main() -> None:
+    InProcessReader.tensors_stay = True
+    model = Model()
+    target = Watched(model)
+    receiver = Receiver(target)
+    update(receiver, target, weights(1))
+    assert same(model, weights(1))
+    assert set(target.read_back) == set(SHAPES), "the first update is read back whole"
+    update(receiver, target, weights(2))
+    assert same(model, weights(2))
+    assert set(target.read_back) == {"turned", "odd"}, "what the kernel copied is known to arrive"
+    for spoilt in ("k", "turned"):
+        with pytest.raises(WeightVerifyFailed) as failed:
+            update(receiver, target, weights(3), spoil=spoilt)
+        assert list(failed.value.tensors) == [spoilt]
+    update(receiver, target, weights(4))
+    assert set(target.read_back) == set(SHAPES), "after a failure all is read back again"
+
+    misled = Watched(Model())
+    way = misled._copies["q"][0]
+    misled._copies["q"] = [replace(way, destination=torch.zeros(32, 16))]
+    misled.answers["q"] = way.destination  # what the engine computes with
+    with pytest.raises(WeightVerifyFailed) as failed:
+        update(Receiver(misled), misled, weights(5))
+    assert list(failed.value.tensors) == ["q"], "a copy that leads elsewhere is digested all the same"
+    print("all equal")
+
+
+if __name__ == "__main__":
+    main()
