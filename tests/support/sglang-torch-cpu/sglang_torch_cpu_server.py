@@ -132,7 +132,8 @@ SERVERS: Final = Servers()
 
 def arguments_of(config: EngineConfig) -> dict[str, object]:
     """What a server of this configuration is launched with."""
-    text = json.loads((Path(config.model) / "config.json").read_text(encoding="utf-8"))
+    whole = json.loads((Path(config.model) / "config.json").read_text(encoding="utf-8"))
+    text = whole.get("text_config") or whole
     dtype = str(text.get("dtype") or text.get("torch_dtype") or "float32")
     arguments = engine_arguments(config, "cpu", dtype, int(text["max_position_embeddings"]))
     plain = {name: value for name, value in arguments.items() if name not in _NOT_PLAIN}
