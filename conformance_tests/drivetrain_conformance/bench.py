@@ -247,6 +247,7 @@ async def until_running(
 
     On a machine that does other work they may be over before anybody looks: then they are started again, twice at most.
     """
+    ended: GenerationOutput | None = None
     for _ in range(_STARTS):
         task = asyncio.create_task(generate())
         try:
@@ -259,6 +260,7 @@ async def until_running(
             await end_requests(engine, task)
             raise
         ended = await task
+    assert ended is not None
     raise AssertionError(f"the requests ended before they could be looked at: {ended.completions[0].finish_reason}")
 
 

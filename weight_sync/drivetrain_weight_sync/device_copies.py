@@ -1,4 +1,4 @@
-# pyright: reportMissingImports=false, reportUnknownMemberType=false
+# pyright: reportMissingImports=false, reportUnknownMemberType=false, reportArgumentType=false
 """Many copies within a GPU as one kernel, with the digest of each tensor computed on the way.
 
 A push of a model is hundreds of copies of a few megabytes. Launched one by one they cost 20 µs each of the host's time,

@@ -1,3 +1,4 @@
+# pyright: reportArgumentType=false
 """Lets vLLM's second model runner, which wants Triton, run without a GPU: in Triton's own interpreter. It is slow.
 
     VLLM_USE_V2_MODEL_RUNNER=1 PYTHONPATH=tests/support/triton-interpreter .venvs/vllm/bin/drivetrain conformance vllm
@@ -12,7 +13,7 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-import triton.backends  # type: ignore[import-not-found]
+import triton.backends
 
 
 class _Driver:

@@ -38,7 +38,7 @@ class Worker(RankWeights):
         model: torch.nn.Module = self._scheduler.tp_worker.model_runner.model
         return model
 
-    @cached_property
+    @property
     def checkpoint(self) -> WeightManifest:
         """What a trainer has of the model."""
         served = self._served

@@ -72,7 +72,7 @@ def without_lora(model: torch.nn.Module) -> Iterator[None]:
     """The model as vLLM's loaders know it: layers that LoRA wraps are in the places of their wrappers."""
     from vllm.lora.layers import BaseLayerWithLoRA
 
-    wrapped = [
+    wrapped: list[tuple[torch.nn.Module, str, Any]] = [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
