@@ -27,7 +27,8 @@ _T = TypeVar("_T")
 
 GREEDY_TOKENS = 12
 """Tokens of each probe in :meth:`Bench.fresh_outputs`."""
-_TOLERANCE = {"float32": 5e-4, "float16": 2e-2, "bfloat16": 1.5e-1}
+TOLERANCE = {"float32": 5e-4, "float16": 2e-2, "bfloat16": 1.5e-1}
+"""Of logprobs, in nats, by dtype."""
 _ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """The largest relative error of one rounding."""
 _STARTS = 3
@@ -145,7 +146,7 @@ class Bench:
 
     def tolerance(self, engine: InferenceEngine | None = None) -> float:
         """How far a logprob may be from the oracle's, in nats, for the dtype of the engine's weights."""
-        return _TOLERANCE.get((engine or self.engine).model_info.dtype, _TOLERANCE["bfloat16"])
+        return TOLERANCE.get((engine or self.engine).model_info.dtype, TOLERANCE["bfloat16"])
 
     # Requests ----------------------------------------------------------------------------------------------------
 

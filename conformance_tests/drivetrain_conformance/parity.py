@@ -28,8 +28,6 @@ from drivetrain_conformance.models import Models
 from drivetrain_conformance.report import Hardware, hardware_here
 
 FORMAT: Final = 1
-TOLERANCE: Final[Mapping[str, float]] = {"float32": 5e-4, "float16": 2e-2, "bfloat16": 1.5e-1}
-"""Largest difference of two engines' logprobs, in nats, and of two tokens' that are as likely, by dtype."""
 
 _NEW = "parity-2"
 _TOP = 5
@@ -125,10 +123,7 @@ def _requests(engine: InferenceEngine, other: Path) -> Iterator[tuple[str, Ask]]
     for name, grammar in (
         ("a regex", {"kind": "regex", "regex": "[0-9]{3}-[a-f]{4}"}),
         ("an EBNF", {"kind": "ebnf", "ebnf": 'root ::= "yes" | "no"'}),
-        (
-            "JSON",
-            {"kind": "json_schema", "json_schema": _SCHEMA},
-        ),
+        ("JSON", {"kind": "json_schema", "json_schema": _SCHEMA}),
     ):
         yield f"held to {name}", asks(prompt, structured_output=grammar, ignore_eos=False)
     yield from _mistakes(engine, prompt, asks)

@@ -9,7 +9,8 @@ from typing import Final
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from drivetrain.errors import InvalidConfig
-from drivetrain_conformance.parity import TOLERANCE, Agreement, Exchange, Recording, compare
+from drivetrain_conformance.bench import TOLERANCE
+from drivetrain_conformance.parity import Agreement, Exchange, Recording, compare
 
 REFERENCE: Final = "transformers"
 """The backend that the others are compared with."""

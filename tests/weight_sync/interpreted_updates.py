@@ -53,12 +53,24 @@ class Model:
                     self.odd.copy_(tensor)
 
 
+class Half:
+    """One rank of two: it takes the upper half of q, and nothing else."""
+
+    def __init__(self) -> None:
+        self.q = torch.zeros(16, 16)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "q":
+                self.q.copy_(tensor[:16])
+
+
 class Watched(RecordedTarget):
     """Notes what is read back; ``answers`` are given instead of what the copies lead to."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model | Half, *, split: bool = False) -> None:
         manifest = WeightManifest(tuple(TensorSpec(name, "float32", shape) for name, shape in SHAPES.items()), {})
-        super().__init__(model.load_weights, manifest, at_once=True)
+        super().__init__(model.load_weights, manifest, split=split, at_once=True)
         self.read_back: list[str] = []
         self.answers: dict[str, torch.Tensor] = {}
 
@@ -123,6 +135,15 @@ def main() -> None:
     with pytest.raises(WeightVerifyFailed) as failed:
         update(Receiver(misled), misled, weights(5))
     assert list(failed.value.tensors) == ["q"], "a copy that leads elsewhere is digested all the same"
+
+    half = Half()
+    target = Watched(half, split=True)
+    receiver = Receiver(target)
+    for number, stays in enumerate((True, True, False, True)):  # by one transport, and by another that digests nothing
+        InProcessReader.tensors_stay = stays
+        sent = {"q": weights(6 + number)["q"]}
+        update(receiver, target, sent)
+        assert torch.equal(half.q, sent["q"][:16])
     print("all equal")
 
 

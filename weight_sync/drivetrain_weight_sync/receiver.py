@@ -185,8 +185,10 @@ class Receiver:
 
     def _noted(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Pass tensors on, with a look at those of which this worker takes a part."""
+        assert self._reader is not None
+        digested = self._proved if self._reader.tensors_stay else frozenset()
         for name, tensor in tensors:
-            if name in self._proved:
+            if name in digested:
                 yield name, tensor
                 continue
             part = self._target.part_of(name, tensor)

@@ -34,6 +34,7 @@ from drivetrain_vllm.translate import (
     CONFIG_NAMES,
     LORA_RANK,
     MOST_LORAS,
+    SECOND_RUNNER,
     SEEN_WORKING,
     Collected,
     engine_arguments,
@@ -163,7 +164,7 @@ class VLLMBackend(WorkerBackend):
         report("importing vLLM")
         os.environ[SWITCH] = "1"
         # vLLM's second model runner was not yet seen to draw as it must on a GPU.
-        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+        os.environ.setdefault(SECOND_RUNNER, "0")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         try:

@@ -44,6 +44,9 @@ found by looking for it: whether vLLM labels tokens with weight versions."""
 KEY: Final = "drivetrain"
 """Key of ``extra_args`` under which a request carries how to draw it."""
 
+SECOND_RUNNER: Final = "VLLM_USE_V2_MODEL_RUNNER"
+"""Environment variable by which vLLM takes its first (0) or second (1) model runner."""
+
 KEEPS_WEIGHTS: Final = "drivetrain_sleep_keeps_weights"
 """Key of ``additional_config`` that tells vLLM's workers to copy weights to the host when they sleep."""
 

@@ -13,6 +13,7 @@ output, which is the same for both; where they sample differs.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
@@ -23,7 +24,7 @@ import torch
 from drivetrain.sampling import LogprobsMode, SamplingParams
 from drivetrain_sampling import Choice, Row, Sampler
 from drivetrain_sampling.carried import row_of
-from drivetrain_vllm.translate import KEY
+from drivetrain_vllm.translate import KEY, SECOND_RUNNER
 
 _STATE: Final = "_drivetrain_sampling"
 _DRAWN: Final = "_drivetrain_drawn"
@@ -150,7 +151,9 @@ def register() -> None:
         from vllm.v1.worker.gpu.sample.sampler import Sampler as SecondSampler
         from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
     except ImportError:  # it wants Triton
-        return
+        if os.environ.get(SECOND_RUNNER) == "0":
+            return
+        raise
     SecondModelRunner.add_requests = _noting(SecondModelRunner.add_requests)
     StructuredOutputsWorker.apply_grammar_bitmask = _second_mask(StructuredOutputsWorker.apply_grammar_bitmask)
     SecondSampler.__call__ = _second_call(SecondSampler.__call__)
