@@ -38,6 +38,13 @@ from drivetrain.weights import WeightManifest, WeightMessage, WeightReply
 
 print("fakeplug is imported")
 
+HOLDS_A_SEMAPHORE = """
+import multiprocessing, time
+lock = multiprocessing.get_context("spawn").Lock()
+print("held", flush=True)
+time.sleep(600)
+"""
+
 
 class OddError(Exception):
     pass
@@ -101,6 +108,14 @@ class FakeBackend(Backend):
         elif self.trouble == "forked child":
             while True:
                 time.sleep(60)
+        elif self.trouble == "titled child":
+            self.child = subprocess.Popen(["engine::rank_1"], executable=sys.executable, stdin=subprocess.PIPE)
+            self.child_pid = self.child.pid
+        elif self.trouble == "semaphore child":
+            self.child = subprocess.Popen([sys.executable, "-c", HOLDS_A_SEMAPHORE], stdout=subprocess.PIPE)
+            assert self.child.stdout is not None
+            self.child.stdout.readline()
+            self.child_pid = self.child.pid
         elif self.trouble.endswith("child"):
             self.child = subprocess.Popen(["sleep", "600"], start_new_session=self.trouble == "detached child")
             self.child_pid = self.child.pid

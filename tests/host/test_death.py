@@ -14,6 +14,7 @@ import pytest
 
 from drivetrain import EngineDied, GenerateRequest, GenerateResult
 from drivetrain.host import HostedBackend
+from drivetrain.host.reap import shared_memory_of
 
 Ask = Callable[..., GenerateRequest]
 Make = Callable[..., HostedBackend]
@@ -143,6 +144,40 @@ async def test_an_engine_whose_child_is_killed(make: Make, ask: Ask) -> None:
     child = (await backend.stats()).kv_cache_bytes
     reason = rf"lost a process that its engine needs: process {child} \(sleep\) was killed by SIGKILL"
     await dies(backend, lambda: os.kill(child, signal.SIGKILL), 2, reason, ask)
+
+
+@pytest.mark.parametrize(("child", "name"), [("child", "sleep"), ("titled child", "engine::rank_1")])
+async def test_an_engine_whose_child_is_frozen(make: Make, ask: Ask, child: str, name: str) -> None:
+    backend = make(child, heartbeat=1.5)
+    await started(backend)
+    pid = (await backend.stats()).kv_cache_bytes
+    reason = rf"lost a process that its engine needs: process {pid} \({name}\) has been stopped for 1\.\d s"
+    await dies(backend, lambda: os.kill(pid, signal.SIGSTOP), 3.5, reason + r" .timeouts.heartbeat=1.5", ask)
+
+
+async def test_an_engine_whose_child_is_frozen_for_a_moment_lives_on(make: Make, ask: Ask) -> None:
+    backend = make("child", heartbeat=1.5)
+    await started(backend)
+    child = (await backend.stats()).kv_cache_bytes
+    for _ in range(3):
+        os.kill(child, signal.SIGSTOP)
+        await asyncio.sleep(0.8)
+        os.kill(child, signal.SIGCONT)
+        await asyncio.sleep(0.4)
+    assert (await backend.generate(ask())).token_ids == [0, 1, 2, 3]
+
+
+async def test_shared_memory_of_a_child_that_was_killed_goes_with_the_host(make: Make) -> None:
+    backend = make("semaphore child")
+    await started(backend)
+    child = psutil.Process((await backend.stats()).kv_cache_bytes)
+    (semaphore,) = shared_memory_of([child])
+    await asyncio.sleep(1)
+    # The first is its resource tracker, which would have removed the semaphore.
+    for process in (*child.children(), child):
+        process.kill()
+    assert "process" in str(await asyncio.wait_for(backend.died(), 5))
+    assert not semaphore.exists()
 
 
 async def test_a_child_that_the_engine_does_not_need_may_end(make: Make, ask: Ask) -> None:

@@ -52,3 +52,30 @@ def test_memory_that_is_named_after_the_killed_is_removed_and_no_other() -> None
     assert not own.exists()
     assert other.exists()
     other.unlink()
+
+
+_SHARES_MEMORY = """
+import sys, time
+from multiprocessing import resource_tracker, shared_memory
+memory = shared_memory.SharedMemory(create=len(sys.argv) < 2, size=4096, name=(sys.argv[1:] or [None])[0])
+resource_tracker.unregister(memory._name, "shared_memory")
+print(memory.name, flush=True)
+time.sleep(60)
+"""
+
+
+def test_memory_that_nobody_uses_any_more_is_removed_whatever_its_name() -> None:
+    def sharing(*name: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", _SHARES_MEMORY, *name]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+    with sharing() as engine:
+        assert engine.stdout is not None
+        name = engine.stdout.readline().strip()
+        with sharing(name) as other:
+            assert other.stdout is not None
+            other.stdout.readline()
+            kill_family(engine.pid, "no mark")
+            assert (Path("/dev/shm") / name).exists(), "another process uses it"
+            kill_family(other.pid, "no mark")
+    assert not (Path("/dev/shm") / name).exists()

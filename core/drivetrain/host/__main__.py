@@ -13,6 +13,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--fd", type=int, help="socket that carries the calls")
     parser.add_argument("--watch-fd", type=int, help="socket that carries the heartbeats")
     parser.add_argument("--period", type=float, default=1.0, help="seconds between heartbeats")
+    parser.add_argument("--patience", type=float, default=10.0, help="seconds that a frozen process is waited for")
     parser.add_argument("--probe", action="store_true", help="configuration on stdin, what the engine can do on stdout")
     parser.add_argument("--fork-server", type=int, help="socket that asks for hosts, to be forked from this process")
     parser.add_argument("--backend", default="", help="with --fork-server: the backend that the hosts will serve")
@@ -31,7 +32,7 @@ def main(given: list[str] | None = None) -> int:
         parser.error("--fd and --watch-fd are needed; start an engine with drivetrain.create_engine instead")
     from drivetrain.host.server import serve
 
-    return serve(arguments.fd, arguments.watch_fd, arguments.period)
+    return serve(arguments.fd, arguments.watch_fd, arguments.period, arguments.patience)
 
 
 if __name__ == "__main__":

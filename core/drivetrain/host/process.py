@@ -31,7 +31,7 @@ from drivetrain.errors import WireError
 from drivetrain.host import fork_server
 from drivetrain.host.fork_server import ForkedHost
 from drivetrain.host.interpreter import cannot_run, command
-from drivetrain.host.reap import MARK, SCRATCH, ending, kill_family
+from drivetrain.host.reap import MARK, SCRATCH, ending, family, kill_family, shared_memory_of
 from drivetrain.host.wire import Fatal, FrameReader, from_watch, read
 
 _logger = logging.getLogger("drivetrain.host")
@@ -70,12 +70,14 @@ class HostProcess:
         self._over = False
         self._log: collections.deque[str] = collections.deque(maxlen=_LOG_LINES)
         self._partial_line = b""
+        self._shared_memory: set[Path] | None = None
+        """Of the engine's processes, once it has started."""
         self.socket, theirs = socket.socketpair()
         self._watch_socket, watch_theirs = socket.socketpair()
         period = min(1.0, timeouts.heartbeat / 4)
         # Engines leave temporary files behind when they are killed.
         self._scratch = tempfile.mkdtemp(prefix="drivetrain-host-")
-        arguments = ["--fd", "{0}", "--watch-fd", "{1}", "--period", str(period)]
+        arguments = ["--fd", "{0}", "--watch-fd", "{1}", "--period", str(period), "--patience", str(timeouts.heartbeat)]
         try:
             self._process = _start(
                 python, arguments, _environment(self._mark, self._scratch), [theirs.fileno(), watch_theirs.fileno()]
@@ -122,7 +124,7 @@ class HostProcess:
         try:
             self._watch()
         finally:
-            kill_family(self.pid, self._mark)
+            kill_family(self.pid, self._mark, self._shared_memory or ())
             returncode = self._process.wait()
             shutil.rmtree(self._scratch, ignore_errors=True)
             self._read_log()
@@ -162,6 +164,8 @@ class HostProcess:
                     )
                 if self._verdict or self._process.poll() is not None:
                     return
+                if self._shared_memory is None and self._started.is_set():
+                    self._shared_memory = shared_memory_of(family(self.pid, self._mark))
 
     def _hear(self, frames: FrameReader, data: bytes) -> None:
         try:

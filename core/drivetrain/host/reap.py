@@ -48,15 +48,21 @@ def family(host: int, mark: str) -> list[psutil.Process]:
     return [process for process in found if process.pid != os.getpid()]
 
 
-def kill_family(host: int, mark: str) -> None:
-    """Kill (SIGKILL) everything of a host, and wait until it is gone; what is left after that is logged."""
+def kill_family(host: int, mark: str, known: Iterable[Path] = ()) -> None:
+    """Kill (SIGKILL) everything of a host, and wait until it is gone; what is left after that is logged.
+
+    Nobody removes the shared memory of the killed, so that is done here. ``known`` is what the family was seen to use:
+    that of a process which is dead already is not found.
+    """
     left: list[psutil.Process] = []
-    files: set[Path] = set()
+    killed: set[int] = set()
+    files = set(known)
     for _ in range(_ROUNDS):  # what forked while we looked is found the next time
         left = [process for process in family(host, mark) if _runs(process)]
         if not left:
             break
         files |= shared_memory_of(left)
+        killed |= {process.pid for process in left}
         for process in left:
             try:
                 process.kill()
@@ -66,34 +72,43 @@ def kill_family(host: int, mark: str) -> None:
         patience = time.monotonic() + _PATIENCE_S
         while any(map(_runs, left)) and time.monotonic() < patience:
             time.sleep(0.005)
-    unlink(files)
+    unlink(_left_by(killed, files))
     if left := [process for process in left if _runs(process)]:
         _logger.error("these processes of an engine's host do not end: %s", ", ".join(map(str, left)))
 
 
-def shared_memory_of(processes: Collection[psutil.Process]) -> set[Path]:
-    """The files in shared memory that are these processes' own, which nobody removes when they are killed.
-
-    Those are the semaphores of Python's multiprocessing that they use, and what is named after one of them.
-    """
+def shared_memory_of(processes: Iterable[psutil.Process]) -> set[Path]:
+    """The files in shared memory that these processes use."""
+    # By inode: whoever made a semaphore has mapped it under a temporary name that is gone.
     files: dict[int, Path] = {}
     for file in _SHARED_MEMORY.glob("*"):  # which finds nothing where there is no such folder
         try:
             files[file.stat().st_ino] = file
         except OSError:
             continue  # removed meanwhile
-    pids = {str(process.pid) for process in processes}
     found: set[Path] = set()
     for process in processes if files else ():
         try:
             maps = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8", errors="replace")
         except OSError:
-            continue  # it ended meanwhile
-        # By inode: whoever made a semaphore has mapped it under a temporary name that is gone.
+            continue  # it ended meanwhile, or is another user's
         columns = (line.split(maxsplit=5) for line in maps.splitlines() if f"{_SHARED_MEMORY}/" in line)
-        used = {files[inode] for inode in (int(column[4]) for column in columns) if inode in files}
-        found |= {file for file in used if file.name.startswith(_SEMAPHORE) or pids & set(_NUMBERS.findall(file.name))}
+        found |= {files[inode] for inode in (int(column[4]) for column in columns) if inode in files}
     return found
+
+
+def _left_by(killed: Collection[int], files: Collection[Path]) -> set[Path]:
+    """Choose what goes of the files that the killed used.
+
+    Those are the semaphores of Python's multiprocessing, what is named after one of the killed, and what nobody uses
+    any more, unless it is named after this process or its parent, who may have lent it.
+    """
+    numbers = {file: {int(number) for number in _NUMBERS.findall(file.name)} for file in files}
+    own = {file for file in files if file.name.startswith(_SEMAPHORE) or not numbers[file].isdisjoint(killed)}
+    others = {file for file in set(files) - own if numbers[file].isdisjoint((os.getpid(), os.getppid()))}
+    if others:
+        others -= shared_memory_of(process for process in psutil.process_iter() if process.pid != os.getpid())
+    return own | others
 
 
 def unlink(files: Iterable[Path]) -> None:

@@ -41,14 +41,15 @@ _logger = logging.getLogger("drivetrain.host")
 _TICK_S: Final = 0.2
 
 
-def serve(call_fd: int, watch_fd: int, period: float) -> int:
+def serve(call_fd: int, watch_fd: int, period: float, patience: float) -> int:
     """Serve the socket ``call_fd`` until it closes; returns the exit code.
 
-    ``watch_fd`` is the socket that carries heartbeats, one every ``period`` seconds.
+    ``watch_fd`` is the socket that carries heartbeats, one every ``period`` seconds. A process of
+    the engine that is stopped for longer than ``patience`` seconds is the engine's end.
     """
     for fd in (call_fd, watch_fd):
         os.set_inheritable(fd, False)  # a process of the engine must not keep the socket open when this one is gone
-    watch = Watch(socket.socket(fileno=watch_fd), period)
+    watch = Watch(socket.socket(fileno=watch_fd), period, patience)
     watch.start()
     try:
         return asyncio.run(_serve(socket.socket(fileno=call_fd), watch))

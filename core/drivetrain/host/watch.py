@@ -1,7 +1,7 @@
 """The host's side of the watch: a thread that speaks while the engine blocks the event loop.
 
-It sends heartbeats, notices that a process of the engine is gone, and ends the host, with everything that came
-of it, when the trainer is gone.
+It sends heartbeats, notices that a process of the engine is gone or frozen, and ends the host, with everything that
+came of it, when the trainer is gone.
 """
 
 from __future__ import annotations
@@ -23,13 +23,17 @@ _TICK_S: Final = 0.25
 
 
 class Watch(threading.Thread):
-    """Sends a heartbeat every ``period`` seconds over the watch socket, until the process ends."""
+    """Sends a heartbeat every ``period`` seconds over the watch socket, until the process ends.
 
-    def __init__(self, watch_socket: socket.socket, period: float) -> None:
+    A process of the engine that is stopped for longer than ``patience`` seconds counts as lost, as a silent host does.
+    """
+
+    def __init__(self, watch_socket: socket.socket, period: float, patience: float) -> None:
         super().__init__(name="drivetrain-watch", daemon=True)
         self._socket = watch_socket
         self._socket.setblocking(False)
         self._period = period
+        self._patience = patience
         self._trainer = os.getppid()
         self._unsent = b""
         self._ticks = 0
@@ -66,13 +70,17 @@ class Watch(threading.Thread):
                 _end_all()
             before, now = now, time.monotonic()
             needed = self._needed
-            # Capped, so that a pause of the whole machine does not count as the event loop's.
-            lag = lag + min(now - before, 2 * _TICK_S) if needed is not None and seen == self._ticks else 0.0
+            # Capped, so that a pause of the whole machine does not count as the event loop's, or a process's.
+            passed = min(now - before, 2 * _TICK_S)
+            lag = lag + passed if needed is not None and seen == self._ticks else 0.0
             seen = self._ticks
-            lost = next((process for process in needed or () if process.ended()), None)
+            for process in needed or ():
+                process.look(passed)
+            lost = next((process for process in needed or () if process.ended or process.frozen > self._patience), None)
             # Asked a second time: it may have ended because the engine was told to close just now.
             if lost is not None and self._needed is not None:
-                self.engine_died(f"lost a process that its engine needs: {lost}")
+                limit = "" if lost.ended else f" (timeouts.heartbeat={self._patience:g})"
+                self.engine_died(f"lost a process that its engine needs: {lost}{limit}")
             if self._fatal and not reported:
                 self._send(Fatal(self._fatal))
                 reported = True
@@ -96,24 +104,33 @@ class _Needed:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
+        self.ended = False
+        self.frozen = 0.0
+        """For how many seconds it was seen to be stopped."""
         try:
             self._process: psutil.Process | None = psutil.Process(pid)
-            self._name = self._process.name()
+            self._name = _title(self._process)
         except psutil.NoSuchProcess:
             self._process, self._name = None, "unknown"
 
-    def ended(self) -> bool:
+    def look(self, passed: float) -> None:
+        """See what became of it in the seconds that have passed."""
         try:
-            return (
-                self._process is None
-                or not self._process.is_running()
-                or bool(self._process.status() == psutil.STATUS_ZOMBIE)
-            )
+            status = self._process.status() if self._process is not None and self._process.is_running() else None
         except psutil.NoSuchProcess:
-            return True
+            status = None
+        self.ended = status in (None, psutil.STATUS_ZOMBIE)
+        self.frozen = self.frozen + passed if status == psutil.STATUS_STOPPED else 0.0
 
     def __str__(self) -> str:
-        return f"process {self._pid} ({self._name}) {_how(self._pid)}"
+        how = _how(self._pid) if self.ended else f"has been stopped for {self.frozen:.1f} s"
+        return f"process {self._pid} ({self._name}) {how}"
+
+
+def _title(process: psutil.Process) -> str:
+    """What it calls itself, which often says its rank; else the name of its program."""
+    command = [part for part in process.cmdline() if part]
+    return command[0] if len(command) == 1 else process.name()
 
 
 def _how(pid: int) -> str:
