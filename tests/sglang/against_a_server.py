@@ -1,184 +1,27 @@
-"""What the suite does not look at: real servers that die, freeze, want a key, or get a thousand requests at once.
+"""Real SGLang servers that die, freeze, want a key, or get a thousand requests at once.
 
 Run in the environment that holds SGLang: ``make test-sglang-server``.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import signal
-import time
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import asynccontextmanager
+from typing import ClassVar
 
-import pytest
-from sglang_torch_cpu_server import Server, arguments_of
+import psutil
+from sglang_torch_cpu_server import launch_of
 
-from drivetrain import EngineConfig, EngineDied, EngineState, InferenceEngine, InvalidConfig, create_engine
-from drivetrain.errors import DrivetrainError
-from drivetrain.testing import tiny_model
-
-MODEL = str(tiny_model("qwen2"))
-KEY = "a-key-that-nobody-may-see"
-LONG = {"max_new_tokens": 900, "ignore_eos": True}
-SOON = 5.0
+from drivetrain import EngineConfig
+from drivetrain_conformance.servers import Server
+from server_faults import ServerFaults
 
 
-def launch(**arguments: object) -> Server:
-    plain = arguments_of(EngineConfig.from_mapping({"backend": "sglang-server", "model": MODEL}))
-    return Server({**plain, **arguments})
+class TestSGLangServer(ServerFaults):
+    backend: ClassVar[str] = "sglang-server"
 
+    def launch(self, config: EngineConfig, key: str | None) -> Server:
+        # That one streams what is new, where the suite's streams everything so far.
+        more = {} if key is None else {"api_key": key, "incremental_streaming_output": True}
+        return Server(launch_of(config, **more))
 
-@pytest.fixture
-def server() -> Iterator[Server]:
-    made = launch()
-    yield made
-    made.stop()
-
-
-@pytest.fixture(scope="module")
-def with_key() -> Iterator[Server]:
-    """One that wants a key and streams what is new, where the suite's streams everything so far."""
-    made = launch(api_key=KEY, incremental_streaming_output=True)
-    yield made
-    made.stop()
-
-
-@asynccontextmanager
-async def connected(server: Server, **fields: object) -> AsyncGenerator[InferenceEngine, None]:
-    async with create_engine("sglang-server", model=MODEL, endpoint=server.endpoint, **fields) as engine:
-        yield engine
-
-
-def signal_all(server: Server, number: signal.Signals) -> None:
-    for process in [server.process, *server.process.children(recursive=True)]:
-        process.send_signal(number)
-
-
-async def everyone_hears(engine: InferenceEngine, harm: object, within: float) -> float:
-    """Harm a server that generates and streams; return the seconds after which all callers had their EngineDied."""
-    assert callable(harm)
-
-    async def streamed() -> None:
-        async for _ in engine.generate_stream("stream", LONG):
-            pass
-
-    callers = [asyncio.create_task(engine.generate("call", LONG)) for _ in range(3)]
-    callers.append(asyncio.create_task(streamed()))  # type: ignore[arg-type]
-    while (await engine.stats()).running < 4:  # noqa: ASYNC110 - it is another process
-        await asyncio.sleep(0.02)
-    begun = time.monotonic()
-    harm()
-    done, waiting = await asyncio.wait(callers, timeout=within)
-    seconds = time.monotonic() - begun
-    assert not waiting, f"{len(waiting)} callers still wait after {within} s"
-    assert {type(task.exception()) for task in done} == {EngineDied}
-    while engine.state is not EngineState.FAILED:
-        assert time.monotonic() - begun < within, f"after {within} s the engine is {engine.state}"
-        await asyncio.sleep(0.05)
-    with pytest.raises(DrivetrainError):
-        await engine.generate("no more", {"max_new_tokens": 1})
-    return seconds
-
-
-def test_a_killed_server_fails_everyone(server: Server) -> None:
-    async def run() -> float:
-        async with connected(server) as engine:
-            return await everyone_hears(engine, lambda: signal_all(server, signal.SIGKILL), SOON)
-
-    print(f"killed: {asyncio.run(run()):.2f} s")
-
-
-def test_a_killed_scheduler_fails_everyone(server: Server) -> None:
-    async def run() -> float:
-        async with connected(server) as engine:
-            scheduler = next(p for p in server.process.children(recursive=True) if "scheduler" in p.name())
-            return await everyone_hears(engine, scheduler.kill, 30.0)
-
-    print(f"scheduler killed: {asyncio.run(run()):.2f} s")
-
-
-def test_a_frozen_server_fails_everyone(server: Server) -> None:
-    async def run() -> float:
-        async with connected(server, timeouts={"heartbeat": 2.0}) as engine:
-            return await everyone_hears(engine, lambda: signal_all(server, signal.SIGSTOP), SOON)
-
-    seconds = asyncio.run(run())
-    signal_all(server, signal.SIGCONT)
-    print(f"frozen: {seconds:.2f} s")
-
-
-def test_a_wrong_key_is_refused_and_a_right_one_is_not_shown(
-    with_key: Server, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.DEBUG)
-    for key in (None, "another"):
-        with pytest.raises(InvalidConfig) as refused:
-            create_engine("sglang-server", model=MODEL, endpoint=with_key.endpoint, endpoint_api_key=key)
-        assert refused.value.field == "endpoint_api_key"
-
-    async def run() -> None:
-        async with connected(with_key, endpoint_api_key=KEY) as engine:
-            assert len((await engine.generate("x", {"max_new_tokens": 2, "ignore_eos": True})).completions) == 1
-            await engine.update_weight_version("labelled")
-            assert KEY not in repr(engine.describe())
-            assert KEY not in repr(engine.config)
-
-    asyncio.run(run())
-    assert KEY not in caplog.text
-
-
-def test_a_host_process_is_given_the_key(with_key: Server) -> None:
-    async def run() -> None:
-        async with connected(with_key, endpoint_api_key=KEY, isolation="process") as engine:
-            assert (await engine.generate("x", {"max_new_tokens": 2})).completions
-
-    asyncio.run(run())
-
-
-def test_a_stream_of_what_is_new_is_the_completion(with_key: Server) -> None:
-    async def run() -> None:
-        params = {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True, "logprobs": 2, "stop_token_ids": [0]}
-        async with connected(with_key, endpoint_api_key=KEY) as engine:
-            whole = (await engine.generate("abc", params)).completions[0]
-            chunks = [chunk async for chunk in engine.generate_stream("abc", params)]
-        assert len(chunks) > 3
-        assert [token for chunk in chunks for token in chunk.token_ids] == whole.token_ids
-        assert [value for chunk in chunks for value in chunk.logprobs or ()] == pytest.approx(whole.logprobs)
-        tops = [[token for token, _ in top] for chunk in chunks for top in chunk.top_logprobs or ()]
-        assert tops == [[token for token, _ in top] for top in whole.top_logprobs or ()]
-
-    asyncio.run(run())
-
-
-def test_a_thousand_requests_are_with_the_server_at_once(with_key: Server) -> None:
-    async def run() -> int:
-        most = 0
-        async with connected(with_key, endpoint_api_key=KEY) as engine:
-            prompts = [[1 + index % 200, 2, 3] for index in range(1024)]
-            task = asyncio.create_task(engine.generate(prompts, {"max_new_tokens": 64, "ignore_eos": True}))
-            while not task.done():
-                stats = await engine.stats()
-                most = max(most, stats.running + stats.waiting)
-                await asyncio.sleep(0.05)
-            assert [len(one.token_ids) for one in (await task).completions] == [64] * 1024
-        return most
-
-    most = asyncio.run(run())
-    print(f"most at once: {most}")
-    assert most == 1024
-
-
-def test_a_trainer_that_stands_still_loses_no_server(with_key: Server) -> None:
-    async def run() -> None:
-        async with connected(with_key, endpoint_api_key=KEY, timeouts={"heartbeat": 1.0}) as engine:
-            task = asyncio.create_task(engine.generate("x", {"max_new_tokens": 200, "ignore_eos": True}))
-            await asyncio.sleep(0.3)
-            for _ in range(3):
-                time.sleep(6.0)  # noqa: ASYNC251 - a training step
-                await asyncio.sleep(0.6)
-            assert len((await task).completions[0].token_ids) == 200
-            assert engine.state is EngineState.READY
-
-    asyncio.run(run())
+    def engine_of(self, server: Server) -> psutil.Process:
+        return next(one for one in server.process.children(recursive=True) if "scheduler" in one.name())

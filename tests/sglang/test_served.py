@@ -24,10 +24,10 @@ from drivetrain import (
 )
 from drivetrain.errors import EngineInternalError, EngineOutOfMemory
 from drivetrain.host.handshake import open_for, opened_config
+from drivetrain.server_client import refusal
 from drivetrain.testing import tiny_model
 from drivetrain_sglang import served, translate
-from drivetrain_sglang.errors import from_http
-from drivetrain_sglang.server import SGLangServerBackend
+from drivetrain_sglang.server import KIND, SGLangServerBackend
 from drivetrain_sglang.translate import Ending
 
 KEY = "a-key-that-nobody-may-see"
@@ -296,11 +296,11 @@ def test_a_watched_stop_ends_as_the_servers_own() -> None:
 
 
 def test_refusals_over_http_are_told_apart() -> None:
-    refused = from_http(400, b'{"error": {"message": "top_p must be in (0, 1]"}}', "/generate")
+    refused = refusal(400, b'{"error": {"message": "top_p must be in (0, 1]"}}', "/generate", KIND)
     assert isinstance(refused, InvalidRequest)
     assert "top_p must be" in str(refused)
-    assert isinstance(from_http(500, b"CUDA out of memory", "/generate"), EngineOutOfMemory)
-    assert isinstance(from_http(404, b'{"detail": "Not Found"}', "/x"), EngineInternalError)
+    assert isinstance(refusal(500, b"CUDA out of memory", "/generate", KIND), EngineOutOfMemory)
+    assert isinstance(refusal(404, b'{"detail": "Not Found"}', "/x", KIND), EngineInternalError)
 
 
 def test_a_capability_that_needs_the_inside_is_not_claimed() -> None:

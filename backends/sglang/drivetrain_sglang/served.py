@@ -11,8 +11,8 @@ from drivetrain.capability import Capability
 from drivetrain.config import EngineConfig, Task
 from drivetrain.engine_versions import release
 from drivetrain.errors import EngineInternalError, EngineStartError, InvalidConfig
+from drivetrain.server_backend import ENDPOINT
 
-ENDPOINT: Final = "endpoint"
 OLDEST: Final = (0, 5, 23)
 """Oldest release that this was seen to work with."""
 

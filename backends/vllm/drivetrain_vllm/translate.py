@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from drivetrain.backend import GenerateRequest, GenerateResult
 from drivetrain.config import EngineConfig, Task
-from drivetrain.errors import EngineInternalError, InvalidConfig
+from drivetrain.errors import EngineInternalError, InvalidConfig, InvalidRequest
 from drivetrain.outputs import FinishReason, TopLogprobs
 from drivetrain.sampling import EbnfGrammar, JsonSchema, LogprobsMode, RegexGrammar
 from drivetrain.translation import version_spans, with_engine_kwargs
@@ -214,6 +214,59 @@ def sampling_params(request: GenerateRequest, *, stream: bool) -> Any:
     return SamplingParams(**native)
 
 
+def plain_sampling_params(request: GenerateRequest) -> dict[str, object]:
+    """VLLM's ``SamplingParams`` of a request as JSON, for a server that holds nothing of drivetrain's.
+
+    Raises:
+        InvalidRequest: the temperature is one that vLLM takes for another.
+    """
+    params = request.params
+    if params.temperature and not _TEMPERATURES[0] <= params.temperature <= _TEMPERATURES[1]:
+        raise InvalidRequest(
+            f"sampling_params.temperature={params.temperature:g}: a vLLM server draws at 0, and from "
+            f"{_TEMPERATURES[0]:g} to {_TEMPERATURES[1]:g}",
+            field="sampling_params.temperature",
+        )
+    native: dict[str, object] = {
+        "max_tokens": max(request.max_new_tokens, 1),
+        "stop_token_ids": list(request.stop_token_ids),
+        "ignore_eos": True,  # a request names every id that ends it
+        "detokenize": False,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "frequency_penalty": params.frequency_penalty,
+        "presence_penalty": params.presence_penalty,
+    }
+    if params.logprobs is not None:
+        # The drawn token takes the place of one of those that were asked for.
+        native["logprobs"] = params.logprobs and params.logprobs + 1
+    if params.prompt_logprobs is not None:
+        native["prompt_logprobs"] = params.prompt_logprobs
+    if params.logit_bias:
+        native["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
+    if request.seed is not None:
+        native["seed"] = request.seed
+    match params.structured_output:
+        case JsonSchema(json_schema=schema):
+            native["structured_outputs"] = {"json": schema}
+        case RegexGrammar(regex=expression):
+            native["structured_outputs"] = {"regex": expression}
+        case EbnfGrammar(ebnf=grammar):
+            native["structured_outputs"] = {"grammar": grammar}
+        case None:
+            pass
+    return native
+
+
+PLAIN_FIELDS: Final = frozenset(
+    {"max_tokens", "stop_token_ids", "ignore_eos", "detokenize", "temperature", "top_p", "top_k"}
+    | {"frequency_penalty", "presence_penalty", "logprobs", "prompt_logprobs", "logit_bias", "seed"}
+    | {"structured_outputs"}
+)
+"""What :func:`plain_sampling_params` may hold; a server drops in silence what it does not know."""
+
+
 # Results ----------------------------------------------------------------------------------------------------------
 
 
@@ -269,7 +322,7 @@ class Collected:
         """
         params, count = self._params, len(self._ids)
         completion = self._last.outputs[0]
-        reason, matched = _finish(completion, self._request)
+        reason, matched = _finish(completion.finish_reason, completion.stop_reason, completion.token_ids, self._request)
         prompt = self._prompt if params.prompt_logprobs is not None else None
         prompt_ids = self._request.prompt_token_ids
         return GenerateResult(
@@ -319,15 +372,17 @@ def _top(positions: Any, index: int, count: int) -> TopLogprobs:
     return [(int(token), float(logprob)) for token, (_, _, logprob) in likeliest if logprob > -1e30]
 
 
-def _finish(completion: Any, request: GenerateRequest) -> tuple[FinishReason, int | None]:
-    if not request.max_new_tokens and completion.finish_reason != "abort":
+def _finish(
+    reason: str | None, matched: int | str | None, ids: Sequence[int], request: GenerateRequest
+) -> tuple[FinishReason, int | None]:
+    """Why a sample ended, and at which stop; ``ids`` end with its last."""
+    if not request.max_new_tokens and reason != "abort":
         return FinishReason.LENGTH, None
-    match completion.finish_reason:
+    match reason:
         case "stop":
-            matched = completion.stop_reason
             return FinishReason.STOP, int(matched) if matched in request.stop_token_ids else None
         case "length":
-            last = completion.token_ids[-1] if completion.token_ids else None
+            last = ids[-1] if ids else None
             if last in request.stop_token_ids:
                 return FinishReason.STOP, last
             return FinishReason.LENGTH, None
@@ -335,3 +390,103 @@ def _finish(completion: Any, request: GenerateRequest) -> tuple[FinishReason, in
             return FinishReason.ABORT, None
         case other:
             raise EngineInternalError(f"request {request.request_id}: vLLM ended it with finish_reason {other!r}")
+
+
+_CLAMPED: Final = -9998.0
+"""A server gives -9999 for minus infinity: what cannot be drawn."""
+
+
+class Served:
+    """What a server has said of one sample so far, answer by answer."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self._request = request
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._top: list[TopLogprobs] = []
+        self._prompt: Sequence[Mapping[str, Any] | None] | None = None
+        self._spans: Sequence[Mapping[str, Any]] = ()
+        self._cached = 0
+        self._reason: str | None = None
+        self._matched: int | str | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the server said why it ended."""
+        return self._reason is not None
+
+    def add(self, answer: Mapping[str, Any]) -> tuple[list[int], list[float] | None, list[TopLogprobs] | None]:
+        """Take an answer, or an event of a stream; return its ids, their logprobs and the likeliest beside them."""
+        self._prompt = answer.get("prompt_logprobs") or self._prompt
+        usage = answer.get("usage") or {}
+        self._cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or self._cached
+        if not answer["choices"]:
+            return [], None, None
+        choice = answer["choices"][0]
+        self._reason, self._matched = choice["finish_reason"], choice["stop_reason"]
+        self._spans = choice.get("weight_versions") or self._spans
+        params = self._request.params
+        ids: list[int] = list(choice["token_ids"] or ()) if self._request.max_new_tokens else []
+        logprobs, top = None, None
+        if params.logprobs is not None:
+            drawn = ((choice.get("logprobs") or {}).get("content") or ())[: len(ids)]
+            logprobs = [0.0 if self._is_certain else float(entry["logprob"]) for entry in drawn]
+            self._logprobs += logprobs
+            if params.logprobs:
+                top = [self._alternatives(entry, params.logprobs) for entry in drawn]
+                self._top += top
+        self._ids += ids
+        return ids, logprobs, top
+
+    @property
+    def _is_certain(self) -> bool:
+        """Whether what was drawn had no alternative: vLLM gives the distribution whose likeliest token it took."""
+        greedy = self._request.params.temperature == 0
+        return greedy and self._request.logprobs_mode is LogprobsMode.PROCESSED
+
+    def _alternatives(self, entry: Mapping[str, Any], count: int) -> TopLogprobs:
+        if self._is_certain:
+            return [(int(entry["token_id"]), 0.0)]
+        return _likeliest(entry["top_logprobs"], count)
+
+    def result(self, version: str) -> GenerateResult:
+        """The whole sample.
+
+        Args:
+            version: Of the weights that are served now.
+        """
+        params, count = self._request.params, len(self._ids)
+        reason, matched = _finish(self._reason, self._matched, self._ids, self._request)
+        prompt_ids = self._request.prompt_token_ids
+        prompt = [entries or {} for entries in self._prompt[1:]] if self._prompt else None
+        ends = [(str(span["version"]), float(span["end"])) for span in self._spans]
+        return GenerateResult(
+            token_ids=self._ids,
+            finish_reason=reason,
+            weight_versions=version_spans([*ends, (version, math.inf)], count),
+            matched_stop=matched,
+            logprobs=self._logprobs if params.logprobs is not None else None,
+            top_logprobs=self._top if params.logprobs else None,
+            prompt_logprobs=(
+                [None, *(float(of[str(token)]["logprob"]) for of, token in zip(prompt, prompt_ids[1:], strict=True))]
+                if prompt is not None
+                else None
+            ),
+            prompt_top_logprobs=(
+                [None, *(_likeliest(_entries(of), params.prompt_logprobs) for of in prompt)]
+                if prompt is not None and params.prompt_logprobs
+                else None
+            ),
+            cached_tokens=self._cached,
+        )
+
+
+def _entries(of: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [{"token_id": int(token), **entry} for token, entry in of.items()]
+
+
+def _likeliest(entries: Sequence[Mapping[str, Any]], count: int) -> TopLogprobs:
+    # First the token itself, then the likeliest, of which it may be one.
+    ranked = sorted(enumerate(entries), key=lambda item: (item[1]["rank"] or math.inf, item[0] == 0))
+    found = [(int(entry["token_id"]), float(entry["logprob"])) for _, entry in ranked[:count]]
+    return [(token, logprob) for token, logprob in found if logprob > _CLAMPED]

@@ -248,8 +248,11 @@ class Worker(RankWeights):
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes that no running request holds; the backend never asks for the others again."""
         forget_embeddings()
+        flush = self._scheduler.flush_cache
+        # Where there is a choice: to give memory back to a GPU's driver takes milliseconds, and is sleep's to do.
+        keeps = {"empty_cache"} & set(inspect.signature(flush).parameters)
         with self._without_waiting():
-            self._scheduler.flush_cache()
+            flush(**{name: False for name in keeps})
 
     # Weights -----------------------------------------------------------------------------------------------------
 
@@ -259,6 +262,13 @@ class Worker(RankWeights):
         if isinstance(message, CommitUpdate):
             forget_embeddings()
             self.set_weight_version(message.version)
+        return reply
+
+    def apply_weights(self, version: str, buckets: int, keep_prefix_cache: bool) -> WeightReply:
+        """Take all steps of an update."""
+        reply = super().apply_weights(version, buckets, keep_prefix_cache)
+        if not keep_prefix_cache:
+            self.reset_prefix_cache()
         return reply
 
     def set_weight_version(self, version: str) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import Any, Final, cast
 
 from drivetrain.backend import EngineStats
-from drivetrain.errors import EngineBusy
+from drivetrain.errors import EngineBusy, EngineDied
 from drivetrain.host.calls import Calls
 from drivetrain.memory import MemoryTag
 from drivetrain.weights import CommitUpdate, WeightMessage, WeightReply
+from drivetrain_vllm.errors import LOST_WORKER
 from drivetrain_vllm.inside.worker import Worker
 
 CALL: Final = "drivetrain"
@@ -56,9 +57,20 @@ class Core:
         """Take one step of an update."""
         reply = cast("WeightReply", self._of_workers("receive_weights", message))
         if isinstance(message, CommitUpdate):
-            self._core.reset_encoder_cache()
-            self.set_weight_version(message.version)
+            self._committed(message.version)
         return reply
+
+    def apply_weights(self, version: str, buckets: int, keep_prefix_cache: bool) -> WeightReply:
+        """Take all steps of an update."""
+        reply = cast("WeightReply", self._of_workers("apply_weights", version, buckets, keep_prefix_cache))
+        if not keep_prefix_cache:
+            self.reset_prefix_cache()
+        self._committed(version)
+        return reply
+
+    def _committed(self, version: str) -> None:
+        self._core.reset_encoder_cache()
+        self.set_weight_version(version)
 
     def set_weight_version(self, version: str) -> None:
         """Label the weights."""
@@ -76,9 +88,24 @@ calls: Final = Calls(Core.tokens_so_far, Worker.occupied)
 
 
 def forward(core: Any, question: str) -> str:
-    """Ask every worker; all answer the same."""
-    answers: list[str] = core.collective_rpc(CALL, args=(question,))
+    """Ask every worker; all answer the same.
+
+    Raises:
+        EngineDied: one of them is gone.
+    """
+    try:
+        answers: list[str] = core.collective_rpc(CALL, args=(question,))
+    except Exception as error:
+        if _lost_worker(core.model_executor):
+            raise EngineDied(LOST_WORKER) from error
+        raise
     return answers[0]
+
+
+def _lost_worker(executor: Any) -> bool:
+    """Whether a worker's process is gone: the others fail sooner than vLLM finds out."""
+    workers = getattr(executor, "workers", None) or ()
+    return getattr(executor, "is_failed", False) or any(not worker.proc.is_alive() for worker in workers)
 
 
 def _answer(core: Any, question: str) -> str:

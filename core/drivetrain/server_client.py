@@ -1,18 +1,18 @@
-"""HTTP to a running SGLang server: JSON there and back, and events. Every wait is bounded but those for tokens."""
+"""HTTP to a running server: JSON there and back, and events. Every wait is bounded but those for tokens."""
 
 from __future__ import annotations
 
 import asyncio
 import resource
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 import msgspec
 
-from drivetrain.errors import EngineDied, EngineInternalError, InvalidConfig
-from drivetrain_sglang.errors import as_engine_error, from_http
+from drivetrain.errors import DrivetrainError, EngineDied, EngineInternalError, InvalidConfig
 
 if TYPE_CHECKING:
     import aiohttp
@@ -21,18 +21,34 @@ if TYPE_CHECKING:
 _MOST_FILES: Final = 65536
 _SPARE_FILES: Final = 256
 """Files that the rest of this process opens."""
-_KEEP_S: Final = 2.0
-"""How long an idle connection is kept: less than SGLang does, which closes it while a request may be on its way."""
 _EVENT: Final = b"data: "
 _END: Final = b"[DONE]"
 _LARGEST_EVENT: Final = 2**30
 
 
+@dataclass(frozen=True, slots=True)
+class ServerKind:
+    """What is said of servers of one engine, and how their refusals are read."""
+
+    engine: str
+    """Its name, such as ``"SGLang"``."""
+    launch: str
+    """How one is launched, with MODEL for the model."""
+    port: int
+    """Where it listens unless told otherwise."""
+    as_engine_error: Callable[[BaseException], DrivetrainError]
+    """A refusal is a ValueError to it, what went wrong a RuntimeError, both with the server's words."""
+    key_statuses: tuple[int, ...] = (401, 403)
+    """What it answers to a wrong key."""
+    key_remedy: str = "set endpoint_api_key to its key"
+
+
 class ServerClient:
     """Connections to one server. Belongs to the event loop that it was opened in."""
 
-    def __init__(self, endpoint: str, api_key: SecretStr | None) -> None:
+    def __init__(self, endpoint: str, api_key: SecretStr | None, kind: ServerKind) -> None:
         self.endpoint = endpoint
+        self.kind = kind
         self._api_key = api_key
         self._session: aiohttp.ClientSession | None = None
         self._answers: set[aiohttp.ClientResponse] = set()
@@ -47,7 +63,8 @@ class ServerClient:
             headers["Authorization"] = f"Bearer {self._api_key.get_secret_value()}"
         self._session = aiohttp.ClientSession(
             headers=headers,
-            connector=aiohttp.TCPConnector(limit=_connections(), keepalive_timeout=_KEEP_S),
+            # None is used again: while this loop stands still, as in a training step, the server closes idle ones.
+            connector=aiohttp.TCPConnector(limit=_connections(), force_close=True),
             # Thousands of connections at once take their time; whoever calls says how long it waits.
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
             read_bufsize=2**18,
@@ -80,11 +97,16 @@ class ServerClient:
             InvalidConfig: the server wants another key.
             EngineError: it refuses.
         """
-        return await self._call("GET", path, None, seconds)
+        return _decoded(*await self._call("GET", path, None, seconds), path)
 
     async def post(self, path: str, body: object, seconds: float | None) -> Any:
         """Send JSON and return the answer's, or None where there is none; raises as :meth:`get` does."""
-        return await self._call("POST", path, body, seconds)
+        return _decoded(*await self._call("POST", path, body, seconds), path)
+
+    async def text(self, path: str, seconds: float | None) -> str:
+        """Return the text at ``path``; raises as :meth:`get` does."""
+        content, _ = await self._call("GET", path, None, seconds)
+        return content.decode(errors="replace")
 
     async def events(self, path: str, body: object) -> AsyncGenerator[dict[str, Any], None]:
         """Send JSON and yield each server-sent event; closing early closes the connection."""
@@ -99,46 +121,41 @@ class ServerClient:
                         continue
                     if line[len(_EVENT) :].strip() == _END:
                         return
-                    event = _decoded(line[len(_EVENT) :], path)
+                    event = _json(line[len(_EVENT) :], path)
                     if "error" in event:
-                        # SGLang breaks the connection of a stream that it refuses.
+                        # The connection of a stream that is refused may stay open.
                         answer.close()
-                        raise from_http(int(event["error"].get("code") or 500), event, path)
+                        raise self._refusal(int(event["error"].get("code") or 500), event, path)
                     yield event
-        raise EngineDied(f"the SGLang server at {self.endpoint} broke a stream off")
+        raise EngineDied(f"the {self.kind.engine} server at {self.endpoint} broke a stream off")
 
-    async def _call(self, method: str, path: str, body: object, seconds: float | None) -> Any:
+    async def _call(self, method: str, path: str, body: object, seconds: float | None) -> tuple[bytes, str]:
+        """The answer's content, and its type."""
         try:
-            async with asyncio.timeout(seconds):
-                return await self._json(method, path, body)
+            async with asyncio.timeout(seconds), self._answer(method, path, body) as answer:
+                return await answer.read(), answer.content_type
         except TimeoutError as error:
             raise EngineDied(
-                f"the SGLang server at {self.endpoint} did not answer {method} {path} within {seconds:g} s"
+                f"the {self.kind.engine} server at {self.endpoint} did not answer {method} {path} within {seconds:g} s"
             ) from error
-
-    async def _json(self, method: str, path: str, body: object) -> Any:
-        async with self._answer(method, path, body) as answer:
-            content = await answer.read()
-            return _decoded(content, path) if answer.content_type == "application/json" else None
 
     @asynccontextmanager
     async def _answer(self, method: str, path: str, body: object) -> AsyncGenerator[aiohttp.ClientResponse, None]:
         import aiohttp
 
         if self._session is None:
-            raise EngineDied(f"the connection to the SGLang server at {self.endpoint} is closed")
+            raise EngineDied(f"the connection to the {self.kind.engine} server at {self.endpoint} is closed")
         data = None if body is None else msgspec.json.encode(body)
         try:
             async with self._session.request(method, self.endpoint + path, data=data, allow_redirects=False) as answer:
-                if answer.status in (401, 403):
+                if answer.status in self.kind.key_statuses:
                     raise InvalidConfig(
-                        f"the SGLang server at {self.endpoint} refuses {path} (HTTP {answer.status}): set "
-                        "endpoint_api_key to its key; if it was started with --admin-api-key, it must have no other "
-                        "--api-key beside it",
+                        f"the {self.kind.engine} server at {self.endpoint} refuses {path} (HTTP {answer.status}): "
+                        f"{self.kind.key_remedy}",
                         field="endpoint_api_key",
                     )
                 if answer.status != 200:
-                    raise from_http(answer.status, await answer.read(), path)
+                    raise self._refusal(answer.status, await answer.read(), path)
                 self._answers.add(answer)
                 try:
                     yield answer
@@ -146,10 +163,33 @@ class ServerClient:
                     self._answers.discard(answer)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             raise EngineDied(
-                f"the SGLang server at {self.endpoint} cannot be reached: {type(error).__name__}: {error}"
+                f"the {self.kind.engine} server at {self.endpoint} cannot be reached: {type(error).__name__}: {error}"
             ) from error
         except aiohttp.ClientError as error:
-            raise as_engine_error(error) from error
+            raise self.kind.as_engine_error(error) from error
+
+    def _refusal(self, status: int, body: bytes | Mapping[str, Any], path: str) -> DrivetrainError:
+        return refusal(status, body, path, self.kind)
+
+
+def refusal(status: int, body: bytes | Mapping[str, Any], path: str, kind: ServerKind) -> DrivetrainError:
+    """Return what a server's refusal means: its status, and its body as it came or decoded."""
+    said = _message(body)
+    if status in (400, 422):
+        return kind.as_engine_error(ValueError(said))
+    return kind.as_engine_error(RuntimeError(f"{path} answered with HTTP {status}: {said}"))
+
+
+def _message(body: bytes | Mapping[str, Any]) -> str:
+    if isinstance(body, bytes):
+        try:
+            return _message(msgspec.json.decode(body, type=dict[str, Any]))
+        except msgspec.DecodeError:
+            return body[:500].decode(errors="replace")
+    error = body.get("error", body)
+    if isinstance(error, Mapping):
+        error = error.get("message") or error.get("detail") or error
+    return str(error)
 
 
 def _connections() -> int:
@@ -161,7 +201,11 @@ def _connections() -> int:
     return max(most - _SPARE_FILES, 1)
 
 
-def _decoded(content: bytes, path: str) -> Any:
+def _decoded(content: bytes, content_type: str, path: str) -> Any:
+    return _json(content, path) if content_type == "application/json" else None
+
+
+def _json(content: bytes, path: str) -> Any:
     try:
         return msgspec.json.decode(content)
     except msgspec.DecodeError as error:
