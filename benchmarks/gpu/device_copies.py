@@ -66,6 +66,8 @@ def main() -> None:
         begin += count
     held = {name: torch.zeros_like(source) for name, source in sources.items()}
     made = DeviceCopies([DeviceCopy(source, held[name], name) for name, source in sources.items()])
+    looking = DeviceCopies([DeviceCopy(source, held[name], name) for name, source in sources.items()], look=True)
+    only_looking = DeviceCopies([DeviceCopy(source, None, name) for name, source in sources.items()], look=True)
 
     def one_by_one() -> None:
         for name, source in sources.items():
@@ -76,13 +78,15 @@ def main() -> None:
         "one copy_ for each tensor": one_by_one,
         "torch._foreach_copy_": lambda: torch._foreach_copy_(list(held.values()), list(sources.values())),
         "one kernel, digests on the way": made.launch,
-        "one kernel, digests on the way and read": lambda: made.digests(made.launch()),
+        "one kernel, digests on the way and read": lambda: made.launch().read(),
+        "the same, and a look for what is not finite": lambda: looking.launch().read(),
+        "digests and that look, no copy": lambda: only_looking.launch().read(),
         "digests of torch alone": lambda: digests(held),
     }
     rows = {name: median(work, args.repeats) for name, work in ways.items()}
     for tensor in held.values():
         tensor.zero_()
-    assert made.digests(made.launch()) == digests(sources), "the kernel's digests are not torch's"
+    assert made.launch().read() == (digests(sources), []), "the kernel's digests are not torch's"
     assert all(torch.equal(held[name], source) for name, source in sources.items()), "the kernel copied otherwise"
     gigabytes = arena.nbytes / 1e9
     print(f"{torch.cuda.get_device_name()}: {len(named)} tensors, {gigabytes:.2f} GB, C = {c:.2f} ms")

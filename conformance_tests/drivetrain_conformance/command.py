@@ -268,7 +268,7 @@ def _runner(
         raise InvalidConfig(f"the profile {chosen.name!r} needs a GPU, and torch sees none", field="--profile")
     suite.isolation = isolation or suite.isolation
     suite.fields = {**suite.fields, **_fields(assignments)}
-    return Runner(suite, profile=chosen, seed=seed, models=Models(*models, dtype))
+    return Runner(suite, profile=chosen, seed=seed, models=Models(*models, dtype, suite.layers))
 
 
 def _fields(assignments: Sequence[str]) -> dict[str, object]:

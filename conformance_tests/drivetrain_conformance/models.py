@@ -20,6 +20,7 @@ class Models:
         moe: The mixture of experts; None: a tiny one.
         vision: The one that takes images; None: a tiny one.
         dtype: Of the weights of the tiny ones.
+        layers: Of the tiny one that is served; None: as few as it has by itself.
     """
 
     def __init__(
@@ -28,16 +29,18 @@ class Models:
         moe: Path | None = None,
         vision: Path | None = None,
         dtype: str = "float32",
+        layers: int | None = None,
     ) -> None:
         self._given = {ModelKind.TEXT: text, ModelKind.MOE: moe, ModelKind.VISION: vision}
         self.dtype = dtype
         """Of the weights of the tiny ones."""
+        self._layers = layers
         self._folder = Path(tempfile.mkdtemp(prefix="drivetrain-conformance-"))
         self._others: dict[tuple[Path, int], Path] = {}
 
     def path(self, kind: ModelKind) -> Path:
         """The folder of the model of this kind."""
-        return self._given.get(kind) or _tiny(kind, self.dtype)
+        return self._given.get(kind) or _tiny(kind, self.dtype, self._layers)
 
     def with_other_weights(self, model: Path, seed: int = 1) -> Path:
         """A copy of ``model`` in which every weight has another value; the same folder for the same arguments."""
@@ -57,8 +60,10 @@ class Models:
 
 
 @cache
-def _tiny(kind: ModelKind, dtype: str) -> Path:
+def _tiny(kind: ModelKind, dtype: str, layers: int | None) -> Path:
     match kind:
+        case ModelKind.TEXT if layers is not None:
+            return tiny_model("qwen2", dtype=dtype, num_hidden_layers=layers)
         case ModelKind.TEXT:
             return tiny_model("qwen2", dtype=dtype)
         case ModelKind.MOE:

@@ -60,7 +60,7 @@ class Runner:
         self.profile = profile or PROFILES[suite.profile]
         self.seed = suite.seed if seed is None else seed
         self.ledger = Ledger()
-        self.models = models or Models()
+        self.models = models or Models(layers=suite.layers)
         self._loop = asyncio.Runner()
         self._keeper = EngineKeeper(self._open)
         self._oracles: dict[Path, Oracle | None] = {}
@@ -116,6 +116,8 @@ class Runner:
             return judge(case.needs, case.needs, error), error
         except Exception as error:
             return Judgement(Verdict.FAILED, f"no engine could be made: {describe(error)}"), error
+        if missing and (other := self._elsewhere(case, wanted)) is not None:
+            wanted, missing = other, frozenset()
         if missing:
             # The body must be refused, so it needs neither the special model nor the machine.
             kind = ModelKind.TEXT
@@ -134,6 +136,17 @@ class Runner:
             return Judgement(Verdict.FAILED, f"the engine did not start: {describe(error)}"), error
         judged, raised = self._run_body(case, self._bench(case, model, engine), missing)
         return self._looked_at_afterwards(case, judged, children), raised
+
+    def _elsewhere(self, case: Case, wanted: Mapping[str, object]) -> Mapping[str, object] | None:
+        """The configuration in which the engine claims what it does not with ``wanted``; None: there is none."""
+        for fields in self.suite.elsewhere:
+            other = {**fields, **wanted}
+            try:
+                if case.needs <= self._claimed_with(case.model, other):
+                    return other
+            except (InvalidConfig, UnsupportedCapability):
+                continue
+        return None
 
     def _claimed_with(self, kind: ModelKind, fields: Mapping[str, object]) -> frozenset[Capability]:
         """What an engine of this model and configuration claims; nothing is started."""

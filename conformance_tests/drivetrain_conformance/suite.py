@@ -28,8 +28,14 @@ class Suite:
     """How much work to do: ``smoke``, ``ci`` or ``gpu``."""
     seed: ClassVar[int] = 0
     """Seed of everything random in the suite."""
+    layers: ClassVar[int | None] = None
+    """Of the tiny model that is served; None: two. An engine that is done before it can be interrupted wants more."""
     known_failures: ClassVar[tuple[KnownFailure, ...]] = ()
     """Cases that fail, and how."""
+
+    elsewhere: ClassVar[tuple[Mapping[str, object], ...]] = ()
+    """Fields of configurations in which the engine claims what it does not claim without: cases that need one of those
+    capabilities are run with the first that has them."""
 
     isolation: Isolation | None = None
     """Where engines run; None: the backend's choice."""

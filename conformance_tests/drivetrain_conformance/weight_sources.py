@@ -267,6 +267,14 @@ class Between:
         """The engine's."""
         await self._engine.destroy_weight_update_communicator(group_name)
 
+    async def prepare_weight_update(self, request: WeightUpdateRequest) -> None:
+        """The engine's, of the changed request."""
+        await self._engine.prepare_weight_update(self.change(request))
+
+    async def release_weight_sources(self) -> None:
+        """The engine's."""
+        await self._engine.release_weight_sources()
+
     @asynccontextmanager
     async def weight_update(self, request: WeightUpdateRequest) -> AsyncGenerator[UpdateUnderWay, None]:
         """The engine's, of the changed request, over a line that may break."""

@@ -32,6 +32,7 @@ from drivetrain.weights import (
     WeightReply,
     WeightReport,
     WeightUpdateRequest,
+    steps_to_commit,
 )
 
 
@@ -271,6 +272,21 @@ class Backend(ABC):
             WeightVerifyFailed: on VerifyUpdate, when digests differ.
         """
         raise self._unsupported("weight updates")
+
+    async def apply_weights(self, version: str, buckets: int, keep_prefix_cache: bool) -> WeightReply:
+        """Take all steps of an update that was prepared and whose buckets lie ready, and reset the prefix cache.
+
+        The same as the messages one after another, which is what happens unless an engine can take them in one call.
+
+        Raises:
+            WeightTransferFailed, WeightVerifyFailed: as for the messages.
+        """
+        *until_verified, commit = steps_to_commit(version, buckets)
+        replies = [await self.receive_weights(step) for step in until_verified]
+        if not keep_prefix_cache:
+            await self.reset_prefix_cache()
+        await self.receive_weights(commit)
+        return WeightReply(nbytes=sum(reply.nbytes for reply in replies))
 
     async def stage_weights(self, request: WeightUpdateRequest) -> None:
         """Copy the source into memory of the engine's own while generation goes on; the update then starts from it.

@@ -41,12 +41,19 @@ from drivetrain.sessions import Session, TurnMode
 from drivetrain.states import EngineState, EngineStatus, WeightState
 from drivetrain.tokenizer import Tokenizer
 from drivetrain.transfers import WeightTransferHandle
-from drivetrain.updates import SOURCE_CAPABILITY, WeightTransaction, as_transfer_error, failure_reason
+from drivetrain.updates import (
+    SOURCE_CAPABILITY,
+    WeightTransaction,
+    as_transfer_error,
+    failure_reason,
+    loaded_together,
+)
 from drivetrain.validation import absolute_path, as_prompts, check_seconds, check_url, require
 from drivetrain.weights import (
     AbortUpdate,
     CommunicatorSpec,
     DiskSource,
+    ReleaseSources,
     TensorData,
     WeightManifest,
     WeightReport,
@@ -123,6 +130,10 @@ class InferenceEngine:
         self._status = EngineStatus()
         self._version = config.weight_version
         self._backend_closed = False
+        self._frozen = False
+        """Whether the backend was told to freeze requests, and not yet to let them go on."""
+        self._prepared: WeightTransaction | None = None
+        """The update that the receiver checked last, if it was asked to ahead of time."""
         self._holds = 0
         self._loras: set[str] = set()
         self._sessions: dict[str, Session] = {}
@@ -561,6 +572,7 @@ class InferenceEngine:
             case PauseMode.WAIT:
                 await self._flights.drained()
             case PauseMode.IN_PLACE | PauseMode.RETRACT:
+                self._frozen = True
                 await self._backend.freeze(mode)
 
     def _refuse_waiting_for_frozen(self, mode: PauseMode) -> None:
@@ -574,9 +586,10 @@ class InferenceEngine:
 
     async def _unfreeze_if_free(self, after: EngineStatus) -> None:
         """Let frozen requests go on if nothing holds them in ``after``."""
-        if not after.holds_requests and _can_freeze(self.capabilities):
+        if self._frozen and not after.holds_requests:
             async with self._bounded("frozen requests to go on"):
                 await self._backend.unfreeze()
+            self._frozen = False
 
     # Sleep and cache ---------------------------------------------------------------------------------------------
 
@@ -701,15 +714,12 @@ class InferenceEngine:
             WeightTransferFailed: it broke on the way; the engine is dirty.
             WeightVerifyFailed: what arrived is not what was sent; the engine is dirty.
         """
-        what = f"a weight update from {request.source.kind}"
-        self._status.require_open(what)
-        require(self.capabilities, SOURCE_CAPABILITY[request.source.kind], what, self.config.backend)
-        self._status.require_updatable()
+        self._require_update_from(request.source.kind)
         async with self._owning_weights("a weight update"), self._controlling("a weight update"):
             self._status.require_updatable()
             self._check_in_flight(request.mode)
-            transaction = WeightTransaction(self._backend, request, self.config.timeouts.weight_update)
-            await transaction.prepare()
+            prepared, self._prepared = self._prepared, None
+            transaction = prepared if prepared and prepared.request is request else await self._prepare(request)
             before = self._status
             self._set(before.begin_update())
             try:
@@ -720,9 +730,9 @@ class InferenceEngine:
                 await self._unfreeze_if_free(before)
                 raise
             try:
-                await transaction.begin()
+                await transaction.enter()
                 yield transaction
-                await transaction.finish(lambda: self._drop_stale_prefixes(request))
+                await transaction.finish()
             except BaseException as error:
                 self._set(self._status.dirty(failure_reason(request.version, error)))
                 await self._abort_update()
@@ -751,10 +761,39 @@ class InferenceEngine:
         async with deadline(self.config.timeouts.weight_update, f"requests in flight to be dealt with ({mode.value})"):
             await self._quiesce(mode)
 
-    async def _drop_stale_prefixes(self, request: WeightUpdateRequest) -> None:
-        if Capability.PREFIX_CACHE in self.capabilities and not request.keep_prefix_cache:
-            async with self._bounded("the prefix cache to be reset"):
-                await self._backend.reset_prefix_cache()
+    async def prepare_weight_update(self, request: WeightUpdateRequest) -> None:
+        """Open the source of an update and check it against the model, while the engine serves on.
+
+        :meth:`weight_update` does so itself, unless this was called before it with the same object. Changes nothing.
+
+        Raises:
+            WeightPlanMismatch: tensors missing, extra or of another shape or dtype.
+        """
+        self._require_update_from(request.source.kind)
+        async with self._owning_weights("a weight update"), self._controlling("a weight update"):
+            self._status.require_updatable()
+            self._prepared = None
+            self._prepared = await self._prepare(request)
+
+    async def release_weight_sources(self) -> None:
+        """Let go of memory that trainers share with the engine, which stays mapped from one update to the next."""
+        self._status.require_open("release_weight_sources()")
+        async with self._owning_weights("release_weight_sources()"), self._controlling("release_weight_sources()"):
+            self._prepared = None
+            async with self._bounded("the receiver to let go of shared memory"):
+                await self._backend.receive_weights(ReleaseSources())
+
+    def _require_update_from(self, kind: str) -> None:
+        what = f"a weight update from {kind}"
+        self._status.require_open(what)
+        require(self.capabilities, SOURCE_CAPABILITY[kind], what, self.config.backend)
+        self._status.require_updatable()
+
+    async def _prepare(self, request: WeightUpdateRequest) -> WeightTransaction:
+        keep = request.keep_prefix_cache or Capability.PREFIX_CACHE not in self.capabilities
+        transaction = WeightTransaction(self._backend, request, self.config.timeouts.weight_update, keep)
+        await transaction.prepare()
+        return transaction
 
     async def _abort_update(self) -> None:
         try:
@@ -764,17 +803,23 @@ class InferenceEngine:
             logger.warning("the failed update could not be withdrawn from the engine: %s", error)
 
     async def update_named_weights(self, request: WeightUpdateRequest) -> None:
-        """Run a whole weight update whose tensors lie ready: every bucket, verified and committed."""
-        async with self.weight_update(request) as transaction:
-            for index in range(transaction.buckets):
-                await transaction.load([index])
+        """Run a whole weight update whose tensors lie ready: every bucket, verified and committed.
 
-    async def start_weight_transfer(self, request: WeightUpdateRequest) -> WeightTransferHandle:
+        Raises:
+            DrivetrainError: as :meth:`weight_update` does.
+        """
+        async with self.weight_update(request) as transaction:
+            for together in loaded_together(request.source.kind, transaction.buckets):
+                await transaction.load(together)
+
+    async def start_weight_transfer(self, request: WeightUpdateRequest) -> WeightTransferHandle[None]:
         """Begin to stage an update in the background, while generation goes on; only its ``finish`` pauses."""
         self._require("start_weight_transfer()", Capability.WEIGHT_STAGING)
         kind = request.source.kind
         require(self.capabilities, SOURCE_CAPABILITY[kind], f"a weight update from {kind}", self.config.backend)
-        return WeightTransferHandle(request, self._backend.stage_weights(request), self.update_named_weights)
+        return WeightTransferHandle(
+            request.version, self._backend.stage_weights(request), lambda _: self.update_named_weights(request)
+        )
 
     async def load_weights_from_disk(
         self, path: str, version: str, *, mode: PauseMode | str = PauseMode.RETRACT
@@ -1132,10 +1177,6 @@ async def _all(coroutines: Iterable[Coroutine[object, object, _T]]) -> list[_T]:
 
 def _dot(a: Sequence[float], b: Sequence[float]) -> float:
     return math.fsum(x * y for x, y in zip(a, b, strict=True))
-
-
-def _can_freeze(capabilities: frozenset[Capability]) -> bool:
-    return bool({Capability.PAUSE_IN_PLACE, Capability.PAUSE_RETRACT} & capabilities)
 
 
 def _pause_mode(mode: PauseMode | str) -> PauseMode:

@@ -74,6 +74,8 @@ class StopMatcher:
         """Return how many characters and ids will surely remain, whatever comes next."""
         text = self._decoder.text
         sure = len(text)
+        if not (self._params.stop or self._patterns):
+            return sure, len(self._ids)  # nothing cuts them, also those that are no text yet
         if not self._params.include_stop_str_in_output:
             for stop in self._params.stop:
                 held = next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,56 +1,99 @@
-"""A weight update whose tensors are staged in the background while generation goes on."""
+"""A weight update that is staged in the background while generation goes on."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Generic, TypeVar
 
 from drivetrain.errors import WeightSyncError
-from drivetrain.weights import WeightUpdateRequest
+
+_Result = TypeVar("_Result")
+_Staged = TypeVar("_Staged")
 
 
-class WeightTransferHandle:
-    """A transfer under way. Made by ``InferenceEngine.start_weight_transfer``."""
+async def _nothing() -> None:
+    """There is nothing to let go of."""
+
+
+class WeightTransferHandle(Generic[_Result]):
+    """A transfer under way. Made by ``InferenceEngine.start_weight_transfer`` and ``WeightSync.start_weight_transfer``.
+
+    Args:
+        version: What the weights will be called.
+        staging: Brings every tensor to where :meth:`finish` takes it from.
+        apply: Pauses, loads, verifies and commits what was staged.
+        let_go: Called once, when the transfer is over: finished, failed or cancelled.
+        progress: How much is staged, from 0 to 1.
+    """
 
     def __init__(
         self,
-        request: WeightUpdateRequest,
-        staging: Coroutine[object, object, None],
-        apply: Callable[[WeightUpdateRequest], Awaitable[None]],
+        version: str,
+        staging: Coroutine[Any, Any, _Staged],
+        apply: Callable[[_Staged], Awaitable[_Result]],
+        let_go: Callable[[], Awaitable[None]] = _nothing,
+        progress: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self.request = request
+        self.version = version
         self._staging = asyncio.create_task(staging)
         self._apply = apply
-        self._given_up = False
+        self._let_go = let_go
+        self._progress = progress
+        self._ended = ""
+        """How, once it has: in a word."""
 
     @property
     def staged(self) -> bool:
-        """Whether every tensor lies ready in the engine's own memory, to be applied by :meth:`finish`."""
+        """Whether every tensor lies ready, to be applied by :meth:`finish`."""
         staging = self._staging
-        return not self._given_up and staging.done() and not staging.cancelled() and staging.exception() is None
+        return not self._ended and staging.done() and not staging.cancelled() and staging.exception() is None
+
+    @property
+    def progress(self) -> float:
+        """How much is staged, from 0 to 1; 1 means :attr:`staged`."""
+        return 1.0 if self.staged else self._progress()
+
+    @property
+    def over(self) -> bool:
+        """Whether it was finished or cancelled, or has failed."""
+        staging = self._staging
+        return bool(self._ended) or (staging.done() and (staging.cancelled() or staging.exception() is not None))
 
     async def wait(self) -> None:
         """Wait until every tensor is staged; raises what went wrong.
 
         Raises:
-            WeightSyncError: the transfer was cancelled.
+            WeightSyncError: the transfer was finished or cancelled.
         """
         await asyncio.wait({self._staging})
-        if self._given_up or self._staging.cancelled():
-            raise WeightSyncError(f"the transfer of {self.request.version!r} was cancelled; start another")
+        if self._ended or self._staging.cancelled():
+            raise WeightSyncError(
+                f"the transfer of {self.version!r} was {self._ended or 'cancelled'}; start another one"
+            )
+        if self._staging.exception() is not None:
+            await self._end("failed")
         self._staging.result()
 
     async def cancel(self) -> None:
-        """Give the transfer up, staged or not; the engine goes on with the weights it has."""
-        self._given_up = True
+        """Give the transfer up, staged or not; the engine goes on with the weights it has. Idempotent."""
         self._staging.cancel()
-        await asyncio.gather(self._staging, return_exceptions=True)
+        await asyncio.wait({self._staging})
+        await self._end("cancelled")
 
-    async def finish(self) -> None:
+    async def finish(self) -> _Result:
         """Wait for the staging, then pause, apply, verify and commit.
 
         Raises:
-            WeightSyncError: the transfer was cancelled.
+            WeightSyncError: the transfer was finished or cancelled before.
         """
         await self.wait()
-        await self._apply(self.request)
+        try:
+            return await self._apply(self._staging.result())
+        finally:
+            await self._end("finished")
+
+    async def _end(self, how: str) -> None:
+        if not self._ended:
+            self._ended = how
+            await self._let_go()

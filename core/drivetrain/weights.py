@@ -98,6 +98,7 @@ class CudaIpcSource(_Frozen):
     """An arena in the memory of the engine's own GPU, owned by another process."""
 
     kind: Literal["cuda_ipc"] = "cuda_ipc"
+    arena: str = Field(description="Name of the arena, which no other ever has; handles may come again.")
     handles: dict[str, bytes] = Field(description="IPC handle of the arena, by the GPU's UUID.")
     nbytes: int = Field(ge=0, description="Size of the arena in bytes.")
     bucket_offsets: tuple[int, ...] = Field(description="Where in the arena each bucket of the plan begins, in bytes.")
@@ -197,7 +198,17 @@ class AbortUpdate:
     """Forget the update; the sender will not send more of it."""
 
 
-WeightMessage = PrepareUpdate | BeginUpdate | LoadBuckets | VerifyUpdate | CommitUpdate | AbortUpdate
+@dataclass(frozen=True, slots=True)
+class ReleaseSources:
+    """Let go of memory that senders share, mapped until now for their next update; and forget an update."""
+
+
+WeightMessage = PrepareUpdate | BeginUpdate | LoadBuckets | VerifyUpdate | CommitUpdate | AbortUpdate | ReleaseSources
+
+
+def steps_to_commit(version: str, buckets: int) -> tuple[WeightMessage, ...]:
+    """What follows a PrepareUpdate whose buckets all lie ready, in order."""
+    return BeginUpdate(), LoadBuckets(tuple(range(buckets))), VerifyUpdate(), CommitUpdate(version)
 
 
 @dataclass(frozen=True, slots=True)

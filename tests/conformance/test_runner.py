@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import ClassVar
 
 import pytest
 
@@ -73,6 +74,19 @@ def test_a_configuration_that_is_refused_counts_as_the_refusal(runner: Runner) -
         raise AssertionError("never reached")
 
     assert run(runner, body, Capability.DETERMINISTIC, deterministic=True).verdict is Verdict.REFUSED
+
+
+def test_what_is_claimed_in_another_configuration_alone_is_looked_at_there() -> None:
+    class Elsewhere(suite_of("transformers")):  # type: ignore[misc]
+        fields: Mapping[str, object] = {"enable_prefix_caching": False}
+        elsewhere: ClassVar[tuple[Mapping[str, object], ...]] = ({"enable_prefix_caching": True},)
+
+    async def body(bench: Bench) -> None:
+        await bench.engine.reset_prefix_cache()
+
+    with Runner(Elsewhere(), profile=QUICK) as made:
+        assert run(made, body, Capability.PREFIX_CACHE).verdict is Verdict.PASSED
+        assert run(made, body, Capability.PREFIX_CACHE, enable_prefix_caching=False).verdict is Verdict.REFUSED
 
 
 def test_a_body_that_hangs_fails_and_the_next_one_runs(runner: Runner) -> None:

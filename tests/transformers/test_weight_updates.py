@@ -26,6 +26,7 @@ from drivetrain import (
     SamplingParams,
     VersionSpan,
     WeightPlanMismatch,
+    WeightSyncError,
     WeightTransferFailed,
     WeightUpdateRequest,
 )
@@ -91,6 +92,14 @@ async def test_a_checkpoint_on_disk_is_what_is_served_next(
     policy.save_pretrained(tmp_path)
     await engine.load_weights_from_disk(str(tmp_path), "from-disk")
     await assert_serves(engine, policy, "from-disk")
+
+
+@pytest.mark.usefixtures("restored")
+async def test_a_broadcast_of_a_single_bucket_is_what_is_served_next(engine: InferenceEngine, model: Path) -> None:
+    policy = trained(model, 2)
+    async with WeightSync.connect(policy, engine, "broadcast") as sync, asyncio.timeout(60):
+        assert (await sync.push(version="broadcast")).buckets == 1
+    await assert_serves(engine, policy, "broadcast")
 
 
 @pytest.mark.usefixtures("restored")
@@ -256,6 +265,20 @@ async def test_an_update_that_breaks_off_leaves_the_engine_dirty_until_a_full_pu
     (completion,) = (await asyncio.wait_for(in_flight, 60)).completions
     assert [span.version for span in completion.weight_versions] == ["initial", "recovered"]
     await assert_serves(engine, policy, "recovered")
+
+
+async def test_an_unexpected_error_before_an_update_begins_is_typed_and_the_engine_serves_on(
+    open_engine: OpenEngine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(message: object) -> None:
+        raise OSError("no space left on device")
+
+    async with open_engine() as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._backend, "receive_weights", broken)
+            with pytest.raises(WeightSyncError, match="'new' could not be prepared: OSError: no space left"):
+                await engine.load_weights_from_disk(str(model), "new")
+        await assert_serves(engine, oracle.load(model), "initial")
 
 
 @pytest.mark.usefixtures("restored")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import replace
 
 import pytest
@@ -22,7 +22,7 @@ from drivetrain.weights import (
 from drivetrain_weight_sync import Receiver, make_plan
 from drivetrain_weight_sync.recorded import RecordedTarget
 from drivetrain_weight_sync.source import Source
-from drivetrain_weight_sync.staging import stage
+from drivetrain_weight_sync.staging import Staged, Stager, stage
 from drivetrain_weight_sync.transports.in_process import InProcessReader, InProcessSender
 
 SHAPES = {"q": (32, 16), "k": (16, 16), "turned": (16, 8), "tied": (24, 16), "odd": (3,)}
@@ -83,7 +83,8 @@ def update(receiver: Receiver, target: Watched, weights: dict[str, torch.Tensor]
     target.read_back.clear()
     plan = make_plan(target.manifest().tensors, bucket_bytes=1024)
     sender = InProcessSender()
-    staged = stage(Source(weights), sender, target.manifest(), plan, cast=False)
+    staged = Staged()
+    stage(Source(weights), sender, target.manifest(), plan, staged, Stager(), cast=False)
     digests = dict(staged.digests)
     if spoil:
         digests[spoil] ^= 4
@@ -93,6 +94,11 @@ def update(receiver: Receiver, target: Watched, weights: dict[str, torch.Tensor]
     receiver.handle(LoadBuckets(tuple(range(len(plan.buckets)))))
     receiver.handle(VerifyUpdate())
     receiver.handle(CommitUpdate("new"))
+
+
+def addresses(reader: InProcessReader) -> Hashable:
+    """Where the source lies."""
+    return tuple((name, tensor.data_ptr()) for name, tensor in reader._tensors.items())
 
 
 def weights(seed: int) -> dict[str, torch.Tensor]:
@@ -111,7 +117,7 @@ def same(model: Model, sent: dict[str, torch.Tensor]) -> bool:
 
 
 def main() -> None:
-    InProcessReader.tensors_stay = True
+    InProcessReader.place = property(lambda reader: addresses(reader))  # type: ignore[method-assign,assignment]
     model = Model()
     target = Watched(model)
     receiver = Receiver(target)
@@ -140,7 +146,7 @@ def main() -> None:
     target = Watched(half, split=True)
     receiver = Receiver(target)
     for number, stays in enumerate((True, True, False, True)):  # by one transport, and by another that digests nothing
-        InProcessReader.tensors_stay = stays
+        InProcessReader.place = property(addresses if stays else lambda _: None)  # type: ignore[method-assign,assignment]
         sent = {"q": weights(6 + number)["q"]}
         update(receiver, target, sent)
         assert torch.equal(half.q, sent["q"][:16])

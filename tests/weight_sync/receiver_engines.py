@@ -28,6 +28,7 @@ from drivetrain.weights import (
     CommunicatorSpec,
     LoadBuckets,
     PrepareUpdate,
+    ReleaseSources,
     VerifyUpdate,
     WeightManifest,
     WeightMessage,
@@ -60,6 +61,7 @@ class ReceiverEngine:
         self.version = "initial"
         self.messages: list[str] = []
         self.requests: list[WeightUpdateRequest] = []
+        self._prepared: tuple[WeightUpdateRequest, int] | None = None
 
     async def send(self, message: WeightMessage) -> WeightReply:
         self.messages.append(type(message).__name__)
@@ -77,13 +79,22 @@ class ReceiverEngine:
     async def destroy_weight_update_communicator(self, group_name: str) -> None:
         raise NotImplementedError
 
+    async def prepare_weight_update(self, request: WeightUpdateRequest) -> None:
+        self._prepared = request, (await self.send(PrepareUpdate(request))).buckets
+
+    async def release_weight_sources(self) -> None:
+        await self.send(ReleaseSources())
+
     @asynccontextmanager
     async def weight_update(self, request: WeightUpdateRequest) -> AsyncIterator[Update]:
         self.requests.append(request)
-        reply = await self.send(PrepareUpdate(request))
+        if self._prepared is None or self._prepared[0] is not request:
+            await self.prepare_weight_update(request)
+        assert self._prepared is not None
+        (_, buckets), self._prepared = self._prepared, None
         try:
             await self.send(BeginUpdate())
-            yield Update(self, reply.buckets)
+            yield Update(self, buckets)
             await self.send(VerifyUpdate())
             await self.send(CommitUpdate(request.version))
         except BaseException:

@@ -58,8 +58,20 @@ def test_a_group_of_which_nobody_is_there_ends_by_its_deadline(free_port: int) -
 def test_a_trainer_whose_engine_does_not_come_stops_waiting() -> None:
     sender = BroadcastSender(torch.device("cpu"))
     offered, store = sender.offer("gloo", "127.0.0.1", 1, 0.5)
-    with pytest.raises(DeadlineExceeded, match="did not form"):
+    with pytest.raises(DeadlineExceeded, match=r"did not form: of its ranks 0 to 1, 1 did not come within 0\.5 s"):
         sender.join(offered, store)
+
+
+def test_a_trainer_that_leaves_stops_waiting_for_an_engine_that_does_not_come() -> None:
+    sender = BroadcastSender(torch.device("cpu"))
+    offered, store = sender.offer("gloo", "127.0.0.1", 1, 60)
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(sender.join, offered, store)
+        time.sleep(0.2)
+        assert not joining.done()
+        sender.leave()
+        with pytest.raises(WeightTransferFailed, match="left the group"):
+            joining.result(timeout=5)
 
 
 def test_a_rank_outside_of_the_group_is_refused(free_port: int) -> None:

@@ -25,7 +25,7 @@ def test_only_whole_contiguous_words_fit() -> None:
     assert not fits(DeviceCopy(words[:0]))
 
 
-@pytest.mark.parametrize("script", ["interpreted_copies.py", "interpreted_updates.py"])
+@pytest.mark.parametrize("script", ["interpreted_copies.py", "interpreted_updates.py", "interpreted_staging.py"])
 def test_copies_and_digests_are_those_of_torch(script: str) -> None:
     """In a process of its own: Triton decides when it is imported whether it interprets."""
     run = subprocess.run(

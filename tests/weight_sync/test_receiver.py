@@ -34,7 +34,7 @@ from drivetrain.weights import (
 )
 from drivetrain_weight_sync import ModuleTarget, Phase, Receiver, make_plan
 from drivetrain_weight_sync.source import Source
-from drivetrain_weight_sync.staging import stage
+from drivetrain_weight_sync.staging import Staged, Stager, stage
 from drivetrain_weight_sync.transports.base import Sender
 from drivetrain_weight_sync.transports.in_process import InProcessSender
 from drivetrain_weight_sync.transports.shared_memory import SharedMemorySender
@@ -52,7 +52,8 @@ class Pair:
         self.before = tensors_of(self.served)
 
     def request(self, version: str = "v1") -> WeightUpdateRequest:
-        staged = stage(Source(self.trained), self.sender, self.target.manifest(), self.plan, cast=False)
+        staged = Staged()
+        stage(Source(self.trained), self.sender, self.target.manifest(), self.plan, staged, Stager(), cast=False)
         return WeightUpdateRequest(version=version, source=self.sender.source(), plan=self.plan, digests=staged.digests)
 
     def send(self, *messages: WeightMessage) -> list[int]:

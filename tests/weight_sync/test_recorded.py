@@ -20,7 +20,7 @@ from drivetrain.weights import (
 from drivetrain_weight_sync import Receiver, make_plan
 from drivetrain_weight_sync.recorded import RecordedTarget
 from drivetrain_weight_sync.source import Source
-from drivetrain_weight_sync.staging import stage
+from drivetrain_weight_sync.staging import Staged, Stager, stage
 from drivetrain_weight_sync.transports.in_process import InProcessSender
 
 SHAPES = {"q": (4, 3), "k": (2, 3), "up": (6, 3), "embed": (5, 3), "skipped": (2,)}
@@ -166,7 +166,8 @@ def test_a_part_that_is_not_what_was_sent_is_found(name: str, spoiled: str) -> N
     rank = Rank(1)
     receiver = Receiver(RecordedTarget(rank.load_weights, SPLIT, split=True))
     plan, sender = make_plan(SPLIT.tensors), InProcessSender()
-    staged = stage(Source(weights), sender, SPLIT, plan, cast=False)
+    staged = Staged()
+    stage(Source(weights), sender, SPLIT, plan, staged, Stager(), cast=False)
     request = WeightUpdateRequest(version="v1", source=sender.source(), plan=plan, digests=staged.digests)
     receiver.handle(PrepareUpdate(request))
     receiver.handle(BeginUpdate())

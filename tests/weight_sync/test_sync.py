@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -292,6 +295,44 @@ async def test_a_closed_sync_refuses() -> None:
         await sync.push(version="v")
 
 
+_A_SENDER_THAT_IS_KILLED = """
+import os, signal, sys, tests.weight_sync.models as models
+from pathlib import Path
+from drivetrain_weight_sync.plan import make_plan
+from drivetrain_weight_sync.target import ModuleTarget
+from drivetrain_weight_sync.transports.disk import DiskSender
+model = models.Model(1)
+sender = DiskSender(Path(sys.argv[1]))
+sender.begin(make_plan(ModuleTarget(model).manifest().tensors, 8192))
+for name, tensor in list(models.tensors_of(model).items())[:-1]:
+    if name in sender._bucket_of:
+        sender.put(name, tensor, held=True)
+os.kill(os.getpid(), signal.SIGKILL if len(sys.argv) == 2 else signal.SIGSTOP)
+"""
+
+
+def test_what_a_killed_sender_left_on_disk_goes_with_the_next_push(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(root), *sys.path]))
+    command = [sys.executable, "-c", _A_SENDER_THAT_IS_KILLED, str(tmp_path)]
+
+    async def push() -> None:
+        async with WeightSync.connect(Model(1), InlineEngine(Model(2)), "disk", directory=tmp_path) as sync:
+            await sync.push(version="v")
+
+    assert subprocess.run(command, env=environment, check=False).returncode == -signal.SIGKILL
+    (orphan,) = files_in(tmp_path)
+    with subprocess.Popen([*command, "frozen"], env=environment) as frozen:
+        os.waitid(os.P_PID, frozen.pid, os.WSTOPPED)
+        assert not orphan.exists()
+        (kept,) = files_in(tmp_path)
+        asyncio.run(push())
+        assert files_in(tmp_path) == [kept], "a sender that is alive keeps its folder"
+        frozen.kill()
+    asyncio.run(push())
+    assert files_in(tmp_path) == []
+
+
 def files_in(folder: Path) -> list[Path]:
     return list(folder.iterdir())
 
@@ -344,11 +385,96 @@ async def test_two_pushes_at_once_wait_for_each_other() -> None:
     engine = InlineEngine(served)
     async with WeightSync.connect(trained, engine, "shared_memory", bucket_bytes=8192) as sync:
         await asyncio.gather(*(sync.push(version=f"v{i}") for i in range(4)))
+    assert engine.messages.pop() == "ReleaseSources"
     one = engine.messages[: len(engine.messages) // 4]
     assert one[0] == "PrepareUpdate"
     assert one[-1] == "CommitUpdate"
     assert engine.messages == one * 4
     assert not differing(tensors_of(served), tensors_of(trained))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+async def test_a_transfer_is_staged_while_nothing_changes_and_then_applied(strategy: str) -> None:
+    trained, served = Model(1), Model(2)
+    engine = InlineEngine(served)
+    before = {name: tensor.clone() for name, tensor in tensors_of(served).items()}
+    async with WeightSync.connect(trained, engine, strategy, bucket_bytes=8192) as sync:
+        handle = await sync.start_weight_transfer(version="one")
+        with pytest.raises(WeightSyncError, match="'one' was neither finished nor cancelled"):
+            await sync.push(version="two")
+        with pytest.raises(WeightSyncError, match="'one' was neither finished nor cancelled"):
+            await sync.start_weight_transfer(version="two")
+        await handle.wait()
+        assert handle.staged
+        assert handle.progress == 1.0
+        assert not handle.over
+        assert engine.version == "initial"
+        assert not differing(tensors_of(served), before)
+        assert "BeginUpdate" not in engine.messages
+        result = await handle.finish()
+        assert (result.version, engine.version) == ("one", "one")
+        assert not differing(tensors_of(served), tensors_of(trained))
+        with pytest.raises(WeightSyncError, match="'one' was finished"):
+            await handle.finish()
+        await sync.push(version="two")
+    assert engine.version == "two"
+
+
+@pytest.mark.parametrize("strategy", ["shared_memory", "disk"])
+async def test_what_is_staged_is_applied_whatever_becomes_of_the_source(strategy: str) -> None:
+    trained, served = Model(1), Model(2)
+    sent = {name: tensor.clone() for name, tensor in tensors_of(trained).items()}
+    async with WeightSync.connect(trained, InlineEngine(served), strategy) as sync:
+        handle = await sync.start_weight_transfer(version="one")
+        await handle.wait()
+        with torch.no_grad():
+            for parameter in trained.parameters():
+                parameter.zero_()
+        await handle.finish()
+    assert not differing(tensors_of(served), sent)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("staged", [False, True])
+async def test_a_cancelled_transfer_changes_nothing_and_the_next_push_works(strategy: str, staged: bool) -> None:
+    trained, served = Model(1), Model(2)
+    engine = InlineEngine(served)
+    before = {name: tensor.clone() for name, tensor in tensors_of(served).items()}
+    async with WeightSync.connect(trained, engine, strategy) as sync:
+        handle = await sync.start_weight_transfer(version="one")
+        if staged:
+            await handle.wait()
+        await handle.cancel()
+        await handle.cancel()
+        assert handle.over
+        assert not handle.staged
+        with pytest.raises(WeightSyncError, match="cancelled"):
+            await handle.finish()
+        assert not differing(tensors_of(served), before)
+        await sync.push(version="two")
+    assert engine.version == "two"
+    assert not differing(tensors_of(served), tensors_of(trained))
+
+
+async def test_a_transfer_of_wrong_weights_fails_at_its_handle_and_is_over() -> None:
+    trained, served = Model(1), Model(2)
+    source = dict(tensors_of(trained))
+    name = "model.layers.0.up.weight"
+    async with WeightSync.connect(source, InlineEngine(served), "shared_memory") as sync:
+        source[name] = torch.full_like(source[name], torch.nan)
+        handle = await sync.start_weight_transfer(version="one")
+        with pytest.raises(InvalidWeights, match=name):
+            await handle.finish()
+        assert handle.over
+        source[name] = tensors_of(trained)[name]
+        await sync.push(version="two")
+
+
+async def test_closing_cancels_a_transfer() -> None:
+    sync = WeightSync.connect(Model(1), InlineEngine(Model(2)), "shared_memory")
+    handle = await sync.start_weight_transfer(version="one")
+    await sync.close()
+    assert handle.over
 
 
 async def test_a_cancelled_push_leaves_nothing_running_and_the_next_works() -> None:
@@ -369,7 +495,10 @@ async def test_a_cancelled_push_leaves_nothing_running_and_the_next_works() -> N
         push.cancel()
         with pytest.raises(asyncio.CancelledError):
             await push
-        assert len(reads) == len(tensors_of(trained))
+        read = len(reads)
+        assert read < len(tensors_of(trained))
+        await asyncio.sleep(0.05)
+        assert len(reads) == read
         slow = False
         await sync.push(version="two")
     assert not differing(tensors_of(served), tensors_of(trained))

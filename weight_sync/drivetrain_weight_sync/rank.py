@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,7 +23,9 @@ from drivetrain.weights import (
     WeightMessage,
     WeightReply,
     WeightReport,
+    steps_to_commit,
 )
+from drivetrain_weight_sync import device_copies
 from drivetrain_weight_sync.inspect import merged, require_tensor, tensor_data, validate_weights
 from drivetrain_weight_sync.proof import require_as_stored
 from drivetrain_weight_sync.receiver import Receiver
@@ -32,9 +33,6 @@ from drivetrain_weight_sync.recorded import RecordedTarget
 from drivetrain_weight_sync.saving import WeightWriter
 
 _T = TypeVar("_T")
-
-COPIES_AT_ONCE: Final = "DRIVETRAIN_COPIES_AT_ONCE"
-"""Environment variable: with 1, copies within a GPU are one kernel. Not the default until it was seen on a GPU."""
 
 
 class RankWeights(ABC):
@@ -83,7 +81,7 @@ class RankWeights(ABC):
             self.load_weights,
             self.checkpoint,
             split=self.group is not None,
-            at_once=os.environ.get(COPIES_AT_ONCE) == "1",
+            at_once=device_copies.is_available(),
         )
         if self.folder is not None:
             require_as_stored(target, self.folder)
@@ -122,6 +120,16 @@ class RankWeights(ABC):
         if isinstance(message, BeginUpdate):
             self.writer.stop()
         return self.receiver.handle(message)
+
+    def apply_weights(self, version: str, buckets: int, keep_prefix_cache: bool) -> WeightReply:
+        """Take all steps of a prepared update; no rank commits what another could not verify.
+
+        Whoever keeps the prefix cache resets it.
+        """
+        *until_verified, commit = steps_to_commit(version, buckets)
+        replies = self.of_ranks(lambda: [self.receive_weights(step) for step in until_verified])
+        self.receive_weights(commit)
+        return WeightReply(nbytes=sum(reply.nbytes for reply in replies[self.rank]))
 
     def init_communicator(self, spec: CommunicatorSpec) -> None:
         """Join a group in which a trainer broadcasts; raises EngineBusy, to be asked again, while it forms."""

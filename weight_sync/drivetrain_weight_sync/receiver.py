@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from enum import Enum
 from typing import Final
 
@@ -23,7 +23,9 @@ from drivetrain.weights import (
     CommitUpdate,
     LoadBuckets,
     PrepareUpdate,
+    ReleaseSources,
     VerifyUpdate,
+    WeightManifest,
     WeightMessage,
     WeightPlan,
     WeightReply,
@@ -57,6 +59,7 @@ _ALLOWED: Final[Mapping[type[WeightMessage], frozenset[Phase]]] = {
     VerifyUpdate: frozenset({Phase.LOADING}),
     CommitUpdate: frozenset({Phase.VERIFIED}),
     AbortUpdate: frozenset(Phase),
+    ReleaseSources: frozenset(Phase),
 }
 
 
@@ -72,6 +75,10 @@ class Receiver:
         self._request: WeightUpdateRequest | None = None
         self._reader: Reader | None = None
         self._plan = WeightPlan(())
+        self._checked: tuple[WeightPlan, WeightManifest] | None = None
+        """The last plan that was found to be the model's."""
+        self._plan_number = 0
+        """Of that plan: one more for each that is another."""
         self._digests: Mapping[str, int] = {}
         self._loaded: set[int] = set()
         self._proved: frozenset[str] = frozenset()
@@ -107,6 +114,10 @@ class Receiver:
             case AbortUpdate():
                 self._withdraw()
                 return WeightReply()
+            case ReleaseSources():
+                self._withdraw()
+                self._close_readers()
+                return WeightReply()
             case BeginUpdate() | LoadBuckets() | VerifyUpdate() | CommitUpdate():
                 try:
                     return self._step(message)
@@ -121,10 +132,13 @@ class Receiver:
     def close(self) -> None:
         """Let go of every source, mapped ones included."""
         self._withdraw()
+        self._close_readers()
+        self.groups.close()
+
+    def _close_readers(self) -> None:
         for reader in self._readers.values():
             reader.close()
         self._readers.clear()
-        self.groups.close()
 
     def _prepare(self, request: WeightUpdateRequest) -> WeightReply:
         self._withdraw()
@@ -133,8 +147,7 @@ class Receiver:
         self._readers[kind] = reader
         manifest = self._target.manifest()
         if request.plan is not None:
-            check_plan(request.plan.tensors, manifest)
-            check_geometry(request.plan)
+            self._check(request.plan, manifest)
             _check_digests_given(request.plan, request.digests)
         self._target.check_ready()
         try:
@@ -151,6 +164,14 @@ class Receiver:
         self._plan, self._digests, self._loaded, self._split = opened.plan, opened.digests, set(), {}
         self._phase = Phase.PREPARED
         return WeightReply(buckets=len(self._plan.buckets))
+
+    def _check(self, plan: WeightPlan, manifest: WeightManifest) -> None:
+        """Check a plan, unless it is the one that was checked last."""
+        if (plan, manifest) != self._checked:
+            check_plan(plan.tensors, manifest)
+            check_geometry(plan)
+            self._checked = plan, manifest
+            self._plan_number += 1
 
     def _step(self, message: BeginUpdate | LoadBuckets | VerifyUpdate | CommitUpdate) -> WeightReply:
         match message:
@@ -177,18 +198,30 @@ class Receiver:
                 raise WeightTransferFailed(
                     f"bucket {index} is not in the plan, which has {len(self._plan.buckets)}, numbered from 0"
                 )
-        for together in [indices] if reader.tensors_stay else [(index,) for index in indices]:
-            tensors = itertools.chain.from_iterable(reader.tensors(index) for index in together)
-            self._target.load(self._noted(tensors), stay=reader.tensors_stay)
-            self._loaded.update(together)
+        if reader.place is None:
+            for index in indices:
+                self._target.load(self._noted(reader.tensors(index)))
+                self._loaded.add(index)
+        else:
+            self._load_in_place(reader, tuple(indices))
         return sum(placed.nbytes for index in indices for placed in self._plan.buckets[index].tensors)
 
-    def _noted(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pass tensors on, with a look at those of which this worker takes a part."""
-        assert self._reader is not None
-        digested = self._proved if self._reader.tensors_stay else frozenset()
+    def _load_in_place(self, reader: Reader, indices: tuple[int, ...]) -> None:
+        """Load buckets of tensors that lie where they are, by one kernel if that was done before and went well."""
+        place = (self._plan_number, reader.place, indices)
+        done = self._target.load_again(place, self._proved)
+        if len(done) < sum(len(self._plan.buckets[index].tensors) for index in indices):
+            tensors = itertools.chain.from_iterable(reader.tensors(index) for index in indices)
+            rest = ((name, tensor) for name, tensor in tensors if name not in done)
+            self._target.load(self._noted(rest, self._proved), place=None if done else place)
+        self._loaded.update(indices)
+
+    def _noted(
+        self, tensors: Iterator[tuple[str, torch.Tensor]], proved: Set[str] = frozenset()
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Pass tensors on, with a look at those of which this worker takes a part, unless they are proved."""
         for name, tensor in tensors:
-            if name in digested:
+            if name in proved:
                 yield name, tensor
                 continue
             part = self._target.part_of(name, tensor)

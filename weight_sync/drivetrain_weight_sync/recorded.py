@@ -7,18 +7,22 @@ copies can be made again at the speed of a copy, and made backwards, to read wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, Final
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.errors import EngineStateError, WeightSyncError, WeightTransferFailed
 from drivetrain.weights import TensorSpec, WeightManifest
-from drivetrain_weight_sync.device_copies import DeviceCopies, DeviceCopy, fits
+from drivetrain_weight_sync.device_copies import DeviceCopies, DeviceCopy, Launched, fits
 from drivetrain_weight_sync.dtypes import dtype_name, dtype_of
 from drivetrain_weight_sync.names import listed
+
+_MOST_BATCHES: Final = 64
+"""Tables of addresses that are kept. One lists a bucket, or a whole update; arenas seldom move."""
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 """A model's loader: takes (checkpoint name, tensor) pairs."""
@@ -121,9 +125,11 @@ class RecordedTarget:
         self, load_weights: LoadWeights, checkpoint: WeightManifest, *, split: bool = False, at_once: bool = False
     ) -> None:
         self._at_once = at_once
-        self._batch: tuple[Hashable, DeviceCopies] | None = None
-        """The last one, and what it was made for: an arena lies where it lay."""
-        self._launched: list[tuple[DeviceCopies, torch.Tensor]] = []
+        self._batches: dict[Hashable, DeviceCopies] = {}
+        """By where the tensors lie that they copy."""
+        self._addresses: tuple[int, ...] = ()
+        """Of the engine's tensors, when the batches were made."""
+        self._launched: list[Launched] = []
         self._copies = record(load_weights, checkpoint.tensors)
         tensors = [
             replace(spec, dtype=dtype_name(self._copies[spec.name][0].destination.dtype))
@@ -147,7 +153,7 @@ class RecordedTarget:
         """The copies of a tensor, each part once: those of tied tensors repeat them."""
         return list({(copy.size, copy.stride, copy.offset): copy for copy in self._copies[name]}.values())
 
-    @property
+    @cached_property
     def storages(self) -> list[torch.UntypedStorage]:
         """The memory of all that an update brings, each piece once."""
         found = {
@@ -171,19 +177,30 @@ class RecordedTarget:
                 )
 
     def begin(self) -> None:
-        """Forget the digests of the last update. Storage never moves."""
+        """Forget the digests of the last update, and every batch if storage has moved since."""
         self._launched = []
+        addresses = tuple(storage.data_ptr() for storage in self.storages)
+        if addresses != self._addresses:
+            self._batches, self._addresses = {}, addresses
 
     @torch.no_grad()
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, stay: bool = False) -> None:
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, place: Hashable = None) -> None:
         """Make the recorded copies of these tensors."""
         whole = ((name, tensor.contiguous()) for name, tensor in tensors)
-        if self._at_once and stay:
-            self._load_at_once(list(whole))
+        if self._at_once and place is not None:
+            self._load_at_once(list(whole), place)
             return
         for name, tensor in whole:
             for copy in self._ways(name):
                 copy.destination.copy_(copy.part_of(tensor))
+
+    def load_again(self, place: Hashable, among: Set[str]) -> Set[str]:
+        """Make again the copies of an earlier load from this place."""
+        batch = self._batches.get(place)
+        if batch is None or not among >= set(batch.names):
+            return frozenset()
+        self._launched.append(batch.launch())
+        return frozenset(batch.names)
 
     def _ways(self, name: str) -> list[Copy]:
         own = self._own(name)
@@ -191,7 +208,7 @@ class RecordedTarget:
             raise WeightTransferFailed(f"the model has no tensor {name!r}; names are those of weight_manifest()")
         return self._copies[own]
 
-    def _load_at_once(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    def _load_at_once(self, tensors: list[tuple[str, torch.Tensor]], place: Hashable) -> None:
         fitting: list[DeviceCopy] = []
         for name, whole in tensors:
             parts = [DeviceCopy(copy.part_of(whole), copy.destination) for copy in self._ways(name)]
@@ -203,23 +220,26 @@ class RecordedTarget:
                 for part in parts:
                     assert part.destination is not None
                     part.destination.copy_(part.source)
-        if not fitting:
-            return
-        key = tuple((copy.name, copy.source.data_ptr()) for copy in fitting)
-        if self._batch is None or self._batch[0] != key:
-            self._batch = key, DeviceCopies(fitting)
-        batch = self._batch[1]
-        self._launched.append((batch, batch.launch()))
+        if fitting:
+            if len(self._batches) >= _MOST_BATCHES:
+                self._batches.clear()
+            self._batches[place] = batch = DeviceCopies(fitting)
+            self._launched.append(batch.launch())
 
     def digests(self) -> Mapping[str, int]:
         """Of what was copied at once; this waits for it."""
-        return {name: value for batch, sums in self._launched for name, value in batch.digests(sums).items()}
+        return {name: value for launched in self._launched for name, value in launched.read()[0].items()}
 
     def finish(self) -> None:
         """Wait until copies to a GPU have been made."""
-        for device in {copy.destination.device for copies in self._copies.values() for copy in copies}:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+        for device in self._devices:
+            torch.cuda.synchronize(device)
+
+    @cached_property
+    def _devices(self) -> set[torch.device]:
+        """The GPUs that hold the model."""
+        devices = {copy.destination.device for copies in self._copies.values() for copy in copies}
+        return {device for device in devices if device.type == "cuda"}
 
     def cancel(self) -> None:
         """Nothing to undo."""

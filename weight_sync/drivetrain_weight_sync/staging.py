@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator
+from asyncio import CancelledError
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -11,8 +12,9 @@ import torch
 
 from drivetrain.errors import InvalidWeights, WeightPlanMismatch
 from drivetrain.weights import TensorSpec, WeightManifest, WeightPlan
+from drivetrain_weight_sync.device_copies import DeviceCopy, Looks, can_look, fits, reaches
 from drivetrain_weight_sync.digest import digest, digests
-from drivetrain_weight_sync.dtypes import dtype_of, spec_of
+from drivetrain_weight_sync.dtypes import dtype_of, nbytes_of, spec_of
 from drivetrain_weight_sync.finite import non_finite
 from drivetrain_weight_sync.names import listed
 from drivetrain_weight_sync.plan import check_plan
@@ -29,6 +31,26 @@ class Staged:
     """By the names of the plan, of the values as the engine will hold them."""
     check_seconds: float = 0.0
     stage_seconds: float = 0.0
+    nbytes: int = 0
+    """Of all tensors of the plan, each counted once."""
+    put_nbytes: int = 0
+    """Of those that were put so far."""
+    _stopped: bool = False
+
+    @property
+    def fraction(self) -> float:
+        """How much was put, from 0 to 1."""
+        return self.put_nbytes / self.nbytes if self.nbytes else 0.0
+
+    def stop(self) -> None:
+        """Make staging end soon, by an error. Safe from any thread."""
+        self._stopped = True
+
+    def put(self, nbytes: int) -> None:
+        """Count a tensor that was put; raises CancelledError if staging was stopped."""
+        self.put_nbytes += nbytes
+        if self._stopped:
+            raise CancelledError
 
     @contextmanager
     def checking(self) -> Iterator[None]:
@@ -49,10 +71,20 @@ class Staged:
             self.stage_seconds += time.perf_counter() - begun
 
 
-def stage(source: Source, sender: Sender, manifest: WeightManifest, plan: WeightPlan, *, cast: bool) -> Staged:
-    """Put every tensor of ``source`` into ``sender``.
+def stage(
+    source: Source,
+    sender: Sender,
+    manifest: WeightManifest,
+    plan: WeightPlan,
+    staged: Staged,
+    stager: Stager,
+    *,
+    cast: bool,
+) -> None:
+    """Put every tensor of ``source`` into ``sender``, and fill ``staged``.
 
-    A held source is checked as a whole before anything is staged; a streamed one as it is read.
+    The names, dtypes and shapes of a held source are checked before anything is staged; a streamed one is checked as it
+    is read. ``stager`` keeps what can be used again at the next push.
 
     Raises:
         WeightPlanMismatch: tensors are missing, extra, or of another dtype or shape; or names that the engine ties
@@ -60,13 +92,21 @@ def stage(source: Source, sender: Sender, manifest: WeightManifest, plan: Weight
         InvalidWeights: tensors hold NaN or infinity.
     """
     run = _Held if source.held else _Streamed
-    return run(manifest, cast).run(source, sender, plan)
+    staged.nbytes = sum(placed.nbytes for bucket in plan.buckets for placed in bucket.tensors)
+    run(manifest, staged, cast, stager).run(source, sender, plan)
 
 
 class _Checks:
     """Collects what is wrong with a source's tensors, to say all of it at once."""
 
-    def __init__(self, manifest: WeightManifest, cast: bool) -> None:
+    def __init__(self, manifest: WeightManifest, staged: Staged, cast: bool, stager: Stager) -> None:
+        self.staged = staged
+        self.nbytes = {spec.name: nbytes_of(spec) for spec in manifest.tensors}
+        self._stager = stager
+        self._in_one = False
+        """One kernel has looked at all."""
+        self._found: dict[str, int] = {}
+        """Digests, by the first name of each tensor."""
         self._manifest = manifest
         self._expected = {spec.name: spec for spec in manifest.tensors}
         self._cast = cast
@@ -74,7 +114,6 @@ class _Checks:
         self._repeated: list[TensorSpec] = []
         self.differ: list[str] = []
         self.bad: dict[str, str] = {}
-        self.staged = Staged()
 
     def main_name(self, name: str) -> str:
         """Return the name in the plan."""
@@ -128,47 +167,127 @@ class _Checks:
         return self._cast and tensor.is_floating_point() and dtype_of(wanted).is_floating_point
 
 
+class Stager:
+    """Stages one push after another; what it found of tensors that stay where they are is used again."""
+
+    def __init__(self) -> None:
+        self.looks = Looks()
+        self.known: _Known | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A held source of which one kernel looks at all and puts all, as it was seen before."""
+
+    plan: WeightPlan
+    manifest: WeightManifest
+    tensors: Hashable
+    """Their names, addresses, dtypes and shapes."""
+    slots: Mapping[str, torch.Tensor]
+    mains: dict[str, str]
+    """Of each tensor that is digested, its name in the plan."""
+
+
 class _Held(_Checks):
-    def run(self, source: Source, sender: Sender, plan: WeightPlan) -> Staged:
+    def run(self, source: Source, sender: Sender, plan: WeightPlan) -> None:
         staged = self.staged
         with staged.checking():
             tensors = source.tensors()
+            shown = tuple(
+                (name, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+                for name, tensor in tensors.items()
+            )
+        if self._put_again(shown, sender, plan):
+            return
+        self._stager.known = None
+        with staged.checking():
             for name, tensor in tensors.items():
                 self.see(name, tensor)
             self.require_complete()
-            found = self._digests(tensors)
-            for name, value in found.items():
-                if staged.digests.setdefault(self.main_name(name), value) != value:
-                    self.differ.append(name)
-            self.require_sound()
         with staged.staging():
             sender.begin(plan)
-            put: set[str] = set()
-            for name, tensor in tensors.items():
-                main = self.main_name(name)
-                if main not in put:
-                    sender.put(main, tensor, held=True)
-                    put.add(main)
-        return staged
-
-    def _digests(self, tensors: dict[str, torch.Tensor]) -> dict[str, int]:
-        # A tied tensor comes under several names; it is read once.
-        first_names: dict[Hashable, str] = {}
+        # Of a tensor that comes under several names, the first is put, and digested unless the others are elsewhere.
+        firsts: dict[str, str] = {}
+        places: dict[Hashable, str] = {}
         for name, tensor in tensors.items():
-            first_names.setdefault(place_of(tensor), name)
-        unique = {name: tensors[name] for name in first_names.values()}
-        as_is = {name: tensor for name, tensor in unique.items() if spec_of(name, tensor) == self._specs[name]}
-        bad, found = non_finite(as_is), digests(as_is)
-        for name in unique.keys() - as_is.keys():
+            firsts.setdefault(self.main_name(name), name)
+            places.setdefault(place_of(tensor), name)
+        unique = {name: tensors[name] for name in places.values()}
+        with staged.staging():
+            put = self._look_and_put(unique, {first: main for main, first in firsts.items()}, sender.slots())
+        with staged.checking():
+            self._look({name: tensor for name, tensor in unique.items() if name not in self._found})
+            for name, tensor in tensors.items():
+                value = self._found[places[place_of(tensor)]]
+                if staged.digests.setdefault(self.main_name(name), value) != value:
+                    self.differ.append(name)
+            self.bad = {name: self.bad[name] for name in unique if name in self.bad}
+            self.require_sound()
+        with staged.staging():
+            for main, first in firsts.items():
+                if main not in put:
+                    sender.put(main, tensors[first], held=True)
+                staged.put(self.nbytes[main])
+        if self._in_one and len(put) == len(firsts):
+            mains = {name: self.main_name(name) for name in unique}
+            self._stager.known = _Known(plan, self._manifest, shown, sender.slots(), mains)
+
+    def _put_again(self, shown: Hashable, sender: Sender, plan: WeightPlan) -> bool:
+        """Do as at the last push, if everything is where it was then, and nothing is wrong with it."""
+        known, staged = self._stager.known, self.staged
+        if known is None or (known.plan, known.manifest, known.tensors) != (plan, self._manifest, shown):
+            return False
+        with staged.staging():
+            sender.begin(plan)
+            if sender.slots() is not known.slots:
+                return False
+            digests, strange = self._stager.looks.again()
+        for name, value in digests.items():
+            if strange or staged.digests.setdefault(known.mains[name], value) != value:
+                staged.digests.clear()
+                return False  # to be told by name
+        staged.put(staged.nbytes)
+        return True
+
+    def _look_and_put(
+        self, tensors: Mapping[str, torch.Tensor], mains: Mapping[str, str], slots: Mapping[str, torch.Tensor]
+    ) -> set[str]:
+        """Look at what lies on a GPU, and copy it where there are slots, by one kernel; return what was copied."""
+        put: set[str] = set()
+        copies: list[DeviceCopy] = []
+        for name, tensor in tensors.items():
+            if not (reaches(tensor) and can_look(tensor.dtype) and self._is_as_sent(name, tensor)):
+                continue
+            main = mains.get(name)
+            copy = DeviceCopy(tensor, None if main is None else slots.get(main), name)
+            if not fits(copy):
+                copy = replace(copy, destination=None)
+            if fits(copy):
+                copies.append(copy)
+                if copy.destination is not None and main is not None:
+                    put.add(main)
+        if copies:
+            digests, strange = self._stager.looks(copies)
+            self._in_one = len(copies) == len(tensors)
+            self._found.update(digests)
+            self.bad.update(non_finite({name: tensors[name] for name in strange}))
+        return put
+
+    def _look(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        as_is = {name: tensor for name, tensor in tensors.items() if self._is_as_sent(name, tensor)}
+        self.bad.update(non_finite(as_is))
+        self._found.update(digests(as_is))
+        for name in tensors.keys() - as_is.keys():
             converted = self.sent(name, tensors[name])
-            bad.update(non_finite({name: converted}))
-            found[name] = digest(converted)
-        self.bad = {name: bad[name] for name in unique if name in bad}
-        return {name: found[first_names[place_of(tensor)]] for name, tensor in tensors.items()}
+            self.bad.update(non_finite({name: converted}))
+            self._found[name] = digest(converted)
+
+    def _is_as_sent(self, name: str, tensor: torch.Tensor) -> bool:
+        return tensor.dtype == dtype_of(self._specs[name])
 
 
 class _Streamed(_Checks):
-    def run(self, source: Source, sender: Sender, plan: WeightPlan) -> Staged:
+    def run(self, source: Source, sender: Sender, plan: WeightPlan) -> None:
         staged = self.staged
         sender.begin(plan)
         for name, tensor in source.stream():
@@ -185,6 +304,6 @@ class _Streamed(_Checks):
             if first:
                 with staged.staging():
                     sender.put(main, tensor, held=False)
+                    staged.put(self.nbytes[main])
         self.require_complete()
         self.require_sound()
-        return staged

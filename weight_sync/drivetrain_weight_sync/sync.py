@@ -5,23 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence, Set
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import Final, Protocol, Self, TypeVar
 
 import torch
 
 from drivetrain.capability import Capability
 from drivetrain.config import EngineConfig, Isolation
-from drivetrain.errors import DrivetrainError, InvalidConfig, InvalidRequest, WeightSyncError
+from drivetrain.errors import DrivetrainError, EngineDied, InvalidConfig, InvalidRequest, WeightSyncError
 from drivetrain.memory import PauseMode
+from drivetrain.transfers import WeightTransferHandle
+from drivetrain.updates import loaded_together
 from drivetrain.weights import CommunicatorSpec, WeightManifest, WeightPlan, WeightUpdateRequest
 from drivetrain_weight_sync.plan import DEFAULT_BUCKET_BYTES, make_plan
 from drivetrain_weight_sync.source import Source, WeightInput
-from drivetrain_weight_sync.staging import Staged, stage
+from drivetrain_weight_sync.staging import Staged, Stager, stage
 from drivetrain_weight_sync.strategy import Strategy, choose
 from drivetrain_weight_sync.transports.base import Sender
 from drivetrain_weight_sync.transports.broadcast import BroadcastSender, GroupBackend
@@ -32,6 +34,7 @@ from drivetrain_weight_sync.transports.shared_memory import SharedMemorySender
 
 _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
+_GRACE_S: Final = 1.0
 
 
 class UpdateUnderWay(Protocol):
@@ -61,7 +64,11 @@ class UpdatableEngine(Protocol):
 
     async def destroy_weight_update_communicator(self, group_name: str) -> None: ...
 
+    async def prepare_weight_update(self, request: WeightUpdateRequest) -> None: ...
+
     def weight_update(self, request: WeightUpdateRequest) -> AbstractAsyncContextManager[UpdateUnderWay]: ...
+
+    async def release_weight_sources(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +86,7 @@ class WeightSyncResult:
     stage_seconds: float
     """Copying to where the engine takes it from, while the engine serves on."""
     update_seconds: float
-    """From asking the engine to its commit; it is paused for at most this long."""
+    """From the engine's first step to its commit; it is paused for at most this long."""
     total_seconds: float
 
     @property
@@ -101,7 +108,14 @@ class WeightSync:
         self._lock = asyncio.Lock()
         self._agreed: tuple[WeightManifest, WeightPlan] | None = None
         self._group_name: str | None = None
+        self._shown = False
+        """The engine was shown what to take, and no update has begun since."""
+        self._mapped = False
+        """The engine was shown memory of this process."""
         self._closed = False
+        self._stager = Stager()
+        self._open: WeightTransferHandle[WeightSyncResult] | None = None
+        """A transfer that was started, and neither finished nor cancelled."""
         self.strategy = strategy
         """How the weights travel; never ``AUTO``."""
 
@@ -146,7 +160,7 @@ class WeightSync:
             raise InvalidConfig(f"bucket_bytes is {bucket_bytes}; give a positive number", field="bucket_bytes")
         options = _Options(bucket_bytes, cast, mode, group_backend, master_address)
         device = torch.device("cpu")
-        if group_backend == "nccl" and torch.cuda.is_available():
+        if (group_backend == "nccl" or chosen is Strategy.CUDA_IPC) and torch.cuda.is_available():
             device = given.gpu or torch.device("cuda", torch.cuda.current_device())
         return cls(given, engine, chosen, _make_sender(chosen, directory, device), options)
 
@@ -163,27 +177,70 @@ class WeightSync:
             WeightTransferFailed, WeightVerifyFailed: the engine is dirty; the next push that succeeds mends it.
             WeightSyncError: the sync is closed, or a generator given as source is spent.
         """
-        if not version:
-            raise InvalidRequest("the version is empty; give a label such as 'step-1'", field="version")
+        _require_version(version)
         async with self._lock:
-            if self._closed:
-                raise WeightSyncError("this WeightSync is closed; connect a new one")
+            self._require_open()
             try:
-                return await self._push(version)
-            except BaseException:
-                # The engine may hold another model by now, and that may be why it failed.
-                self._agreed = None
-                if isinstance(self._sender, BroadcastSender):
-                    self._sender.leave()  # its ranks may be at different broadcasts
-                raise
+                return await self._update(await self._stage(version, Staged()))
             finally:
-                await _in_thread(self._sender.release)
+                await self._let_go()
+
+    async def start_weight_transfer(self, *, version: str) -> WeightTransferHandle[WeightSyncResult]:
+        """Check and stage a push in the background, while the engine serves on; the handle's ``finish`` updates it.
+
+        What :meth:`push` raises, the handle does. Nothing else can be pushed until it was finished or cancelled. Once
+        it is staged, tensors may be written to again if the strategy copied them, as shared_memory, cuda_ipc and disk
+        do; in_process and broadcast take them only at ``finish``.
+
+        Raises:
+            InvalidRequest: the version is empty.
+            WeightSyncError: the sync is closed, a push is under way, or another transfer was neither finished nor
+                cancelled.
+        """
+        _require_version(version)
+        self._require_open()
+        if self._lock.locked():
+            raise WeightSyncError("a push is under way; wait for it before you start a transfer")
+        staged = Staged()
+        self._open = WeightTransferHandle(
+            version, self._stage(version, staged), self._update, self._let_go, lambda: staged.fraction
+        )
+        return self._open
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise WeightSyncError("this WeightSync is closed; connect a new one")
+        if self._open is not None and not self._open.over:
+            raise WeightSyncError(
+                f"the transfer of {self._open.version!r} was neither finished nor cancelled; do one or the other first"
+            )
+
+    async def _let_go(self) -> None:
+        if self.strategy is Strategy.IN_PROCESS and self._shown:
+            await self._unmap()  # the engine knows the trainer's own tensors, and no update came to forget them
+        await _in_thread(self._sender.release)
+
+    async def _unmap(self) -> None:
+        """Have the engine let go of memory that the sender will free."""
+        mapped, self._mapped = self._mapped, False
+        if mapped:
+            try:
+                await self._engine.release_weight_sources()
+            except DrivetrainError as error:
+                # An engine that is closed or dead holds nothing.
+                _logger.info("the engine did not let go of the source of its weights: %s", error)
 
     async def close(self) -> None:
-        """Free the arena and whatever else was made for pushing, once a push under way has ended. Idempotent."""
+        """Free the arena and whatever else was made for pushing, once a push under way has ended. Idempotent.
+
+        A transfer that was started and not finished is cancelled.
+        """
+        if self._open is not None and not self._open.over:
+            await self._open.cancel()
         async with self._lock:
             self._closed = True
             await self._dissolve()
+            await self._unmap()
             await _in_thread(self._sender.close)
 
     async def __aenter__(self) -> Self:
@@ -194,57 +251,89 @@ class WeightSync:
     ) -> None:
         await self.close()
 
-    async def _push(self, version: str) -> WeightSyncResult:
+    async def _stage(self, version: str, staged: Staged) -> _Ready:
         begun = time.perf_counter()
-        manifest, plan = await self._agree()
-        staged: Staged = await _in_thread(
-            lambda: stage(self._source, self._sender, manifest, plan, cast=self._options.cast)
-        )
-        if isinstance(self._sender, BroadcastSender):
-            await self._form(self._sender)
+        with self._disagreeing_if_it_fails():
+            manifest, plan = await self._agree()
+            await _in_thread(
+                lambda: stage(
+                    self._source, self._sender, manifest, plan, staged, self._stager, cast=self._options.cast
+                ),
+                staged.stop,
+            )
+            request = None
+            if not isinstance(self._sender, BroadcastSender):
+                request = await self._request(version, plan, staged)
+                self._mapped = True
+                self._shown = True
+                await self._engine.prepare_weight_update(request)
+        return _Ready(version, plan, staged, time.perf_counter() - begun, request)
+
+    async def _request(self, version: str, plan: WeightPlan, staged: Staged) -> WeightUpdateRequest:
         source = await _in_thread(self._sender.source)
-        request = WeightUpdateRequest(
+        return WeightUpdateRequest(
             version=version, source=source, plan=plan, digests=staged.digests, mode=self._options.mode
         )
-        asked = time.perf_counter()
-        async with self._engine.weight_update(request) as update:
-            if self.strategy is Strategy.CUDA_IPC:
-                # A bucket takes less time there than a call.
-                await update.load(list(range(update.buckets)))
-            else:
-                for index in range(update.buckets):
-                    await self._send(update, index)
+
+    async def _update(self, ready: _Ready) -> WeightSyncResult:
+        begun = time.perf_counter()
+        plan, staged = ready.plan, ready.staged
+        with self._disagreeing_if_it_fails():
+            if isinstance(self._sender, BroadcastSender):
+                await self._form(self._sender)
+            request = ready.request or await self._request(ready.version, plan, staged)
+            self._shown = False
+            asked = time.perf_counter()
+            async with self._engine.weight_update(request) as update:
+                for together in loaded_together(request.source.kind, update.buckets):
+                    await self._load(update, together)
         ended = time.perf_counter()
         return WeightSyncResult(
-            version=version,
+            version=ready.version,
             strategy=self.strategy,
             tensors=len(plan.tensors),
             buckets=len(plan.buckets),
-            nbytes=sum(placed.nbytes for bucket in plan.buckets for placed in bucket.tensors),
+            nbytes=staged.nbytes,
             check_seconds=staged.check_seconds,
             stage_seconds=staged.stage_seconds,
             update_seconds=ended - asked,
-            total_seconds=ended - begun,
+            total_seconds=ready.seconds + ended - begun,
         )
 
-    async def _send(self, update: UpdateUnderWay, index: int) -> None:
-        """Send a bucket while the engine loads it; the first of the two that fails ends the other."""
-        if not isinstance(self._sender, BroadcastSender):
-            await update.load([index])
-            return
+    @contextmanager
+    def _disagreeing_if_it_fails(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            # The engine may hold another model by now, and that may be why it failed.
+            self._agreed = None
+            if isinstance(self._sender, BroadcastSender):
+                self._sender.leave()  # its ranks may be at different broadcasts
+            raise
+
+    async def _load(self, update: UpdateUnderWay, indices: Sequence[int]) -> None:
+        """Let the engine load buckets, while they are sent; the first of the two that fails ends the other."""
         sender = self._sender
+        if not isinstance(sender, BroadcastSender):
+            await update.load(indices)
+            return
         halves = [
-            asyncio.ensure_future(_in_thread(lambda: sender.send(index))),
-            asyncio.ensure_future(update.load([index])),
+            asyncio.ensure_future(_in_thread(lambda: sender.send(indices))),
+            asyncio.ensure_future(update.load(indices)),
         ]
         try:
             done, _ = await asyncio.wait(halves, return_when=asyncio.FIRST_EXCEPTION)
             for half in done:
                 half.result()
-        except BaseException:
+        except BaseException as error:
             sender.leave()
+            if isinstance(error, Exception):
+                # A broadcast breaks sooner than it is known that the engine died, which is what a caller must be told.
+                await asyncio.wait(halves[1:], timeout=_GRACE_S)
             halves[1].cancel()
-            await asyncio.gather(*halves, return_exceptions=True)
+            _, of_engine = await asyncio.gather(*halves, return_exceptions=True)
+            if isinstance(of_engine, EngineDied):
+                raise of_engine from error
             raise
 
     async def _form(self, sender: BroadcastSender) -> None:
@@ -264,9 +353,10 @@ class WeightSync:
         try:
             await asyncio.gather(*halves)
         except BaseException:
+            sender.leave()
             halves[1].cancel()
             await asyncio.gather(*halves, return_exceptions=True)
-            sender.leave()
+            sender.leave()  # it may have formed meanwhile
             raise
         self._group_name = spec.group_name
 
@@ -296,6 +386,23 @@ class _Options:
     master_address: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A push that is staged."""
+
+    version: str
+    plan: WeightPlan
+    staged: Staged
+    seconds: float
+    request: WeightUpdateRequest | None
+    """That the engine has checked; None: it is told only when it is to take the weights."""
+
+
+def _require_version(version: str) -> None:
+    if not version:
+        raise InvalidRequest("the version is empty; give a label such as 'step-1'", field="version")
+
+
 def _make_sender(strategy: Strategy, directory: Path | None, device: torch.device) -> Sender:
     match strategy:
         case Strategy.IN_PROCESS:
@@ -307,19 +414,20 @@ def _make_sender(strategy: Strategy, directory: Path | None, device: torch.devic
         case Strategy.CUDA_IPC:
             if not torch.cuda.is_available():
                 raise InvalidRequest("strategy 'cuda_ipc' needs a GPU in the trainer's process", field="strategy")
-            return CudaIpcSender()
+            return CudaIpcSender(device)
         case Strategy.BROADCAST:
             return BroadcastSender(device)
         case _:
             raise AssertionError(strategy)
 
 
-async def _in_thread(work: Callable[[], _T]) -> _T:
-    """Run ``work`` in a thread; when cancelled, wait until it has ended: it writes to memory that is used again."""
+async def _in_thread(work: Callable[[], _T], stop: Callable[[], None] = lambda: None) -> _T:
+    """Run ``work`` in a thread; when cancelled, ``stop`` it and wait until it has: its memory is used again."""
     task = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
+        stop()
         while not task.done():
             with suppress(asyncio.CancelledError):
                 await asyncio.wait({task})

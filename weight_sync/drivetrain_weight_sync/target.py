@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Set
 from typing import Protocol
 
 import torch
@@ -30,10 +30,18 @@ class WeightTarget(Protocol):
         """Make ready to load. From here on the weights may hold anything until :meth:`finish`."""
         ...
 
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, stay: bool = False) -> None:
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, place: Hashable = None) -> None:
         """Copy these into the model; they may change as soon as this returns. All of a layer come in one call.
 
-        ``stay`` says that each is there until the update is over; otherwise only until the next is asked for.
+        ``place`` says that each is there until the update is over, and that at another time the same place means the
+        same tensors at the same addresses. With None, each is there only until the next is asked for.
+        """
+        ...
+
+    def load_again(self, place: Hashable, among: Set[str]) -> Set[str]:
+        """Make again the copies of an earlier load from this place that are digested on the way; return whose.
+
+        Nothing is done if any is of a tensor that is not ``among`` these.
         """
         ...
 
@@ -90,10 +98,14 @@ class ModuleTarget:
         self._look()
 
     @torch.no_grad()
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, stay: bool = False) -> None:
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, place: Hashable = None) -> None:
         """Copy in place. Dtypes and shapes are those of the manifest."""
         for name, tensor in tensors:
             self.destination(name).copy_(tensor)
+
+    def load_again(self, place: Hashable, among: Set[str]) -> Set[str]:
+        """No copy is digested on the way."""
+        return frozenset()
 
     def digests(self) -> Mapping[str, int]:
         """All are read back."""

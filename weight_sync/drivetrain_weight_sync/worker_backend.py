@@ -125,6 +125,13 @@ class WorkerBackend(Backend):
         async with self._new_version(message.version):
             return cast(WeightReply, await self.ask("receive_weights", message))
 
+    async def apply_weights(self, version: str, buckets: int, keep_prefix_cache: bool) -> WeightReply:
+        """Take all steps of an update in one call, between two steps of the batch."""
+        if not keep_prefix_cache:
+            self._cache_epoch += 1
+        async with self._new_version(version):
+            return cast(WeightReply, await self.ask("apply_weights", version, buckets, keep_prefix_cache))
+
     async def set_weight_version(self, version: str) -> None:
         """Label the weights."""
         async with self._new_version(version):
@@ -133,7 +140,9 @@ class WorkerBackend(Backend):
     @asynccontextmanager
     async def _new_version(self, version: str) -> AsyncGenerator[None, None]:
         """What is in flight has tokens of the weights before, which releases without labels do not tell apart."""
-        tokens = None if self.labels_tokens() else cast("Mapping[str, int]", await self.ask("tokens_so_far"))
+        tokens: Mapping[str, int] | None = None
+        if self.in_flight and not self.labels_tokens():
+            tokens = cast("Mapping[str, int]", await self.ask("tokens_so_far"))
         yield
         if tokens is not None:
             for request_id, request in self.in_flight.items():

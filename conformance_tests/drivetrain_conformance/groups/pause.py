@@ -65,7 +65,7 @@ async def wait_lets_requests_in_flight_end(bench: Bench) -> None:
     prompts, params = bench.prompts(2), bench.long(TOKENS)
     whole = await engine.generate(prompts, params)
     task = asyncio.create_task(engine.generate(prompts, params))
-    await _begun(engine, task)
+    await _begun(engine, task, len(prompts))
     pausing = asyncio.create_task(engine.pause_generation(PauseMode.WAIT))
     await _is_paused(engine)
     async with _arrival(bench):
@@ -515,10 +515,10 @@ async def _result(task: asyncio.Task[_T], within: float = BOUND) -> _T:
     return task.result()
 
 
-async def _begun(engine: InferenceEngine, task: asyncio.Task[GenerationOutput]) -> None:
-    """Return when the engine works on a request, or is done with it: an engine may be that fast."""
+async def _begun(engine: InferenceEngine, task: asyncio.Task[GenerationOutput], count: int = 1) -> None:
+    """Return when the engine works on so many requests, or is done with them: an engine may be that fast."""
     async with asyncio.timeout(BOUND):
-        while not (await engine.stats()).running and not task.done():  # noqa: ASYNC110 - it may be another process
+        while (await engine.stats()).running < count and not task.done():  # noqa: ASYNC110 - it may be another process
             await asyncio.sleep(0.002)
 
 

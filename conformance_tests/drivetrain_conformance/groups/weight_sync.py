@@ -466,7 +466,9 @@ async def shared_memory_that_is_not_there_is_refused(bench: Bench) -> None:
 @case(Capability.WEIGHTS_CUDA_IPC, hardware=Hardware.GPU)
 async def gpu_memory_that_is_not_there_is_refused(bench: Bench) -> None:
     """An update whose handle belongs to no GPU of the engine is a typed error and changes nothing."""
-    await _refuse_source(bench, CudaIpcSource(handles={"GPU-0": bytes(64)}, nbytes=1 << 40, bucket_offsets=(0,)))
+    await _refuse_source(
+        bench, CudaIpcSource(arena="an arena", handles={"GPU-0": bytes(64)}, nbytes=1 << 40, bucket_offsets=(0,))
+    )
 
 
 @case(Capability.WEIGHTS_BROADCAST)

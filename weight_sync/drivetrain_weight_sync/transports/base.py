@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -28,6 +27,10 @@ class Sender(ABC):
 
         ``held`` says that the tensor stays as it is until the push is over; else its memory may change after this.
         """
+
+    def slots(self) -> Mapping[str, torch.Tensor]:
+        """Where :meth:`put` copies each tensor of the plan to, by name; another may make the copy as well."""
+        return {}
 
     @abstractmethod
     def source(self) -> WeightSource:
@@ -53,8 +56,13 @@ class Opened:
 class Reader(ABC):
     """The engine's end: reads the source of one update at a time, in the engine's own thread."""
 
-    tensors_stay: ClassVar[bool] = False
-    """Whether every tensor is there until the update is over."""
+    @property
+    def place(self) -> Hashable:
+        """Where the source lies, if every tensor is there until the update is over; else None.
+
+        Two updates of one plan and one place bring tensors at the same addresses.
+        """
+        return None
 
     @abstractmethod
     def open(self, request: WeightUpdateRequest, manifest: WeightManifest) -> Opened:
@@ -66,7 +74,7 @@ class Reader(ABC):
 
     @abstractmethod
     def tensors(self, index: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield bucket ``index`` of the plan; a tensor is valid until the next one is asked for, unless they stay."""
+        """Yield bucket ``index`` of the plan; a tensor is valid until the next one is asked for, but see ``place``."""
 
     @abstractmethod
     def release(self) -> None:

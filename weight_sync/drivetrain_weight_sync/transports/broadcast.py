@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final, Literal
@@ -44,13 +44,21 @@ class Group:
         rank: This process's rank.
         device: Where the buffers of this rank lie: of the GPU for NCCL.
         store: Where they meet, if this process made it already.
+        abandoned: Gives it up once it is set, also while it forms.
 
     Raises:
         DeadlineExceeded: the other ranks did not come within ``spec.timeout`` seconds.
         WeightSyncError: the group cannot be formed.
     """
 
-    def __init__(self, spec: CommunicatorSpec, rank: int, device: torch.device, store: Any = None) -> None:
+    def __init__(
+        self,
+        spec: CommunicatorSpec,
+        rank: int,
+        device: torch.device,
+        store: Any = None,
+        abandoned: threading.Event | None = None,
+    ) -> None:
         if not 0 <= rank < spec.world_size:
             raise InvalidRequest(
                 f"rank {rank} is not in a group of {spec.world_size}; world_size counts the trainer and every rank "
@@ -59,13 +67,15 @@ class Group:
             )
         self.spec = spec
         self.device = device if spec.backend == "nccl" else torch.device("cpu")
-        self._abandoned = threading.Event()
+        self._abandoned = abandoned or threading.Event()
         self._group: Any = None
         ends = time.monotonic() + spec.timeout
         try:
             if store is None:
                 store = _reach(spec, ends)
-            self._group = self._form(_dist.PrefixStore(spec.group_name, store), rank, ends)
+            store = _dist.PrefixStore(spec.group_name, store)
+            self._meet(store, rank, ends)
+            self._group = self._form(store, rank, ends)
             self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))
         except (InvalidRequest, DeadlineExceeded, WeightTransferFailed):
             self.leave()
@@ -76,6 +86,22 @@ class Group:
             if time.monotonic() >= ends:
                 raise DeadlineExceeded(f"{what} (after {spec.timeout:g} s)") from error
             raise WeightSyncError(what) from error
+
+    def _meet(self, store: Any, rank: int, ends: float) -> None:
+        """Wait until every rank is there: what forms the group then cannot be given up."""
+        store.set(f"rank {rank}", "here")
+        absent = list(range(self.spec.world_size))
+        pause, longest = _POLL_S
+        while absent := [other for other in absent if not store.check([f"rank {other}"])]:
+            if self._abandoned.is_set():
+                raise WeightTransferFailed(f"this rank left the group {self.spec.group_name!r} before it formed")
+            if time.monotonic() > ends:
+                raise DeadlineExceeded(
+                    f"the group {self.spec.group_name!r} did not form: of its ranks 0 to {self.spec.world_size - 1}, "
+                    f"{', '.join(map(str, absent))} did not come within {self.spec.timeout:g} s"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
 
     def _form(self, store: Any, rank: int, ends: float) -> Any:
         timeout = timedelta(seconds=max(ends - time.monotonic(), 0.001))
@@ -290,6 +316,7 @@ class BroadcastSender(Sender):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._group: Group | None = None
+        self._abandoned = threading.Event()
         self._plan = WeightPlan(())
         self._specs: dict[str, TensorSpec] = {}
         self._tensors: dict[str, torch.Tensor] = {}
@@ -317,10 +344,12 @@ class BroadcastSender(Sender):
 
     def join(self, spec: CommunicatorSpec, store: Any) -> None:
         """Form the group; the engine must be told to, at the same time."""
-        self._group = Group(spec, 0, self._device, store)
+        self._abandoned.clear()
+        self._group = Group(spec, 0, self._device, store, self._abandoned)
 
     def leave(self) -> None:
-        """Let go of the group; a broadcast under way gives up. Safe from any thread."""
+        """Let go of the group; one that forms, and a broadcast under way, give up. Safe from any thread."""
+        self._abandoned.set()
         group, self._group = self._group, None
         if group is not None:
             group.leave()
@@ -340,18 +369,18 @@ class BroadcastSender(Sender):
         assert self._group is not None
         return BroadcastSource(group_name=self._group.spec.group_name)
 
-    def send(self, index: int) -> None:
-        """Broadcast a bucket."""
+    def send(self, indices: Sequence[int]) -> None:
+        """Broadcast these buckets, one after another."""
         group = self._group
         if group is None:
             raise WeightTransferFailed("the trainer left the group; push again")
-        bucket = self._plan.buckets[index]
-        if len(self._buffer) < bucket.nbytes or self._buffer.device != group.device:
-            self._buffer = _buffer(bucket.nbytes, group.device)
-        packed = self._buffer[: bucket.nbytes]
-        for placed in bucket.tensors:
-            slot(packed, 0, placed).copy_(self._tensors[placed.spec.name])
-        group.broadcast(packed)
+        for bucket in (self._plan.buckets[index] for index in indices):
+            if len(self._buffer) < bucket.nbytes or self._buffer.device != group.device:
+                self._buffer = _buffer(bucket.nbytes, group.device)
+            packed = self._buffer[: bucket.nbytes]
+            for placed in bucket.tensors:
+                slot(packed, 0, placed).copy_(self._tensors[placed.spec.name])
+            group.broadcast(packed)
 
     def release(self) -> None:
         """Drop every reference to the tensors; the bucket's memory is kept."""

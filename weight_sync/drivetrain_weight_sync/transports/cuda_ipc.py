@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -35,6 +36,7 @@ class DeviceArena:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         from cuda.bindings import runtime
 
+        self.name = uuid.uuid4().hex
         self.nbytes = nbytes
         self.device = device
         with torch.cuda.device(device):
@@ -98,42 +100,48 @@ class MappedDeviceArena:
 
 
 class CudaIpcSender(Sender):
-    """Copies each tensor to its place in the arena, on the GPU of the first."""
+    """Copies each tensor to its place in the arena.
 
-    def __init__(self) -> None:
+    Args:
+        device: The GPU that trainer and engine share.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._arena: DeviceArena | None = None
         self._offsets: tuple[int, ...] = ()
         self._slots: dict[str, torch.Tensor] = {}
         self._plan: WeightPlan | None = None
 
     def begin(self, plan: WeightPlan) -> None:
-        """Forget the arena, unless that of the last push has the same plan."""
-        if self._plan != plan:
-            self.close()
-            self._plan = plan
-
-    def put(self, name: str, tensor: torch.Tensor, *, held: bool) -> None:
-        """Copy the tensor into the arena, which the first makes."""
-        if self._arena is None:
-            self._make_arena(tensor.device if tensor.is_cuda else torch.device("cuda", torch.cuda.current_device()))
-        self._slots[name].copy_(tensor)
-
-    def _make_arena(self, device: torch.device) -> None:
-        assert self._plan is not None
-        self._arena = arena = DeviceArena(plan_nbytes(self._plan), device)
-        self._offsets = bucket_offsets(self._plan)
+        """Make the arena, unless that of the last push has the same plan."""
+        if self._arena is not None and self._plan == plan:
+            return
+        self.close()
+        self._arena = arena = DeviceArena(plan_nbytes(plan), self._device)
+        self._plan, self._offsets = plan, bucket_offsets(plan)
         self._slots = {
             placed.spec.name: slot(arena.memory, offset, placed)
-            for bucket, offset in zip(self._plan.buckets, self._offsets, strict=True)
+            for bucket, offset in zip(plan.buckets, self._offsets, strict=True)
             for placed in bucket.tensors
         }
+
+    def put(self, name: str, tensor: torch.Tensor, *, held: bool) -> None:
+        """Copy the tensor into the arena."""
+        self._slots[name].copy_(tensor)
+
+    def slots(self) -> Mapping[str, torch.Tensor]:
+        """The places in the arena."""
+        return self._slots
 
     def source(self) -> CudaIpcSource:
         """Name the arena, once the copies into it have been made."""
         assert self._arena is not None
         torch.cuda.synchronize(self._arena.device)
         handles = {uuid_of(self._arena.device): self._arena.handle}
-        return CudaIpcSource(handles=handles, nbytes=self._arena.nbytes, bucket_offsets=self._offsets)
+        return CudaIpcSource(
+            arena=self._arena.name, handles=handles, nbytes=self._arena.nbytes, bucket_offsets=self._offsets
+        )
 
     def release(self) -> None:
         """Keep the arena for the next push."""
@@ -147,12 +155,14 @@ class CudaIpcSender(Sender):
 
 
 class CudaIpcReader(Reader):
-    """Maps the arena for one update at a time: its owner may only free what nobody maps."""
+    """Maps the arena at the first update and keeps it mapped: for 15 GB that and letting go take 110 ms.
 
-    tensors_stay: ClassVar[bool] = True
+    The owner may only free what nobody maps: a trainer that is done has the engine let go before.
+    """
 
     def __init__(self) -> None:
         self._mapped: MappedDeviceArena | None = None
+        self._arena = ""
         self._plan = WeightPlan(())
         self._offsets: tuple[int, ...] = ()
 
@@ -171,9 +181,17 @@ class CudaIpcReader(Reader):
                 "strategy 'broadcast', or put trainer and engine on one GPU",
                 field="source.handles",
             )
-        self._mapped = MappedDeviceArena(source.handles[own], source.nbytes, device)
+        if self._mapped is None or self._arena != source.arena:
+            self.close()
+            self._mapped, self._arena = MappedDeviceArena(source.handles[own], source.nbytes, device), source.arena
         self._plan, self._offsets = plan, source.bucket_offsets
         return Opened(plan, digests)
+
+    @property
+    def place(self) -> Hashable:
+        """Where the arena is mapped."""
+        assert self._mapped is not None
+        return self._mapped.memory.data_ptr(), self._offsets
 
     def tensors(self, index: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield views of the arena."""
@@ -182,6 +200,9 @@ class CudaIpcReader(Reader):
             yield placed.spec.name, slot(self._mapped.memory, self._offsets[index], placed)
 
     def release(self) -> None:
+        """Keep the mapping for the next update."""
+
+    def close(self) -> None:
         """Let go of the mapping."""
         if self._mapped is not None:
             self._mapped.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -37,6 +37,10 @@ class SharedMemorySender(Sender):
     def put(self, name: str, tensor: torch.Tensor, *, held: bool) -> None:
         """Copy the tensor into the arena."""
         self._slots[name].copy_(tensor)
+
+    def slots(self) -> Mapping[str, torch.Tensor]:
+        """The places in the arena."""
+        return self._slots
 
     def source(self) -> SharedMemorySource:
         """Name the arena."""

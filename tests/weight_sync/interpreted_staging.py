@@ -1,0 +1,81 @@
+"""Run by test_device_copies.py with TRITON_INTERPRET=1: the trainer's side, looked at and copied by the kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from drivetrain.errors import InvalidWeights, WeightPlanMismatch
+from drivetrain.weights import TensorSpec, WeightManifest
+from drivetrain_weight_sync import digests, make_plan, staging
+from drivetrain_weight_sync.source import Source
+from drivetrain_weight_sync.staging import Staged, Stager, stage
+from drivetrain_weight_sync.transports.shared_memory import SharedMemorySender
+
+SHAPES = {"embed": (24, 16), "up": (32, 16), "down": (16, 32)}
+MANIFEST = WeightManifest(tuple(TensorSpec(n, "float32", s) for n, s in SHAPES.items()), {"head": "embed"})
+PLAN = make_plan(MANIFEST.tensors, bucket_bytes=2048)
+
+
+def weights() -> dict[str, torch.Tensor]:
+    """With a tied tensor, under both names."""
+    made = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    return {**made, "head": made["embed"]}
+
+
+class Push:
+    """One trainer's, to an arena on what stands for a GPU here."""
+
+    def __init__(self) -> None:
+        self.sender = SharedMemorySender()
+        self.stager = Stager()
+
+    def stage(self, tensors: dict[str, torch.Tensor], *, cast: bool = False) -> Staged:
+        staged = Staged()
+        stage(Source(tensors), self.sender, MANIFEST, PLAN, staged, self.stager, cast=cast)
+        assert staged.fraction == 1.0
+        sent = {name: tensors[name].to(torch.float32) for name in SHAPES}
+        assert staged.digests == digests(sent)
+        for name, tensor in sent.items():
+            assert torch.equal(self.sender.slots()[name], tensor), name
+        return staged
+
+
+def main() -> None:
+    staging.reaches = lambda tensor: True  # type: ignore[attr-defined]
+    push, tensors = Push(), weights()
+    push.stage(tensors)
+    known = push.stager.known
+    assert known is not None
+    tensors["up"].mul_(-1.5)
+    push.stage(tensors)
+    assert push.stager.known is known, "nothing moved: nothing is looked up again"
+
+    tensors["up"][0, 0] = torch.inf
+    with pytest.raises(InvalidWeights, match=r"up \(infinite\)"):
+        push.stage(tensors)
+    tensors["up"][0, 0] = 0
+    push.stage(tensors)
+
+    tensors["head"] = tensors["head"].clone()
+    push.stage(tensors)
+    assert push.stager.known is not known, "a tensor lies elsewhere"
+    push.stage(tensors)
+    tensors["head"][3, 3] += 1
+    with pytest.raises(WeightPlanMismatch, match="head and embed differ"):
+        push.stage(tensors)
+    tensors["head"][3, 3] = tensors["embed"][3, 3]
+    push.stage(tensors)
+
+    push.stage({**tensors, "up": tensors["up"].T.contiguous().T}, cast=False)  # not contiguous: put by torch
+    push.stage({**tensors, "up": tensors["up"].double()}, cast=True)
+    push.stage(tensors)
+    push.sender.close()
+    push.stage(tensors)  # a new arena
+    with pytest.raises(WeightPlanMismatch, match=r"Missing: down"):
+        push.stage({name: tensor for name, tensor in tensors.items() if name != "down"})
+    print("all equal")
+
+
+if __name__ == "__main__":
+    main()
