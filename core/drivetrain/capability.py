@@ -77,6 +77,7 @@ class Capability(Enum):
     WEIGHTS_CUDA_IPC = "weights_cuda_ipc", "Weights can be taken from another process's memory on the same GPU."
     WEIGHTS_BROADCAST = "weights_broadcast", "Weights can be taken from a torch.distributed broadcast."
     WEIGHTS_DISK = "weights_disk", "Weights can be taken from a checkpoint folder."
+    WEIGHTS_PLUGIN = "weights_plugin", "Weights can be taken by a plugin's transport; drivetrain's own delta is one."
     WEIGHTS_LORA = "weights_lora", "A LoRA adapter's weights can be updated from tensors."
     WEIGHT_STAGING = "weight_staging", "Weights can be transferred in the background while generation goes on."
     WEIGHT_UPDATE_IN_FLIGHT = "weight_update_in_flight", "Weights can change while requests are frozen in flight."

@@ -20,6 +20,7 @@
     ├── WireError                   bytes on a socket that are not drivetrain's protocol, or another version of it
     └── WeightSyncError             a weight update
         ├── WeightPlanMismatch      missing, extra, wrong-shaped or wrong-dtype tensors; nothing was changed
+        ├── WeightBaseMismatch      a delta against weights that the engine does not hold; nothing was changed
         ├── InvalidWeights          NaN or infinite tensors in the source; nothing was changed
         ├── WeightTransferFailed    the transfer broke after it began; the engine is dirty
         └── WeightVerifyFailed      what arrived is not what was sent; the engine is dirty
@@ -151,6 +152,10 @@ class WeightPlanMismatch(WeightSyncError):
         self.missing = tuple(missing)
         self.extra = tuple(extra)
         self.mismatched = tuple(mismatched)
+
+
+class WeightBaseMismatch(WeightSyncError):
+    """A delta was made against other weights than the engine is known to hold; nothing was changed."""
 
 
 class InvalidWeights(WeightSyncError, ValueError):

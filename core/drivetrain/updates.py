@@ -26,6 +26,7 @@ SOURCE_CAPABILITY = {
     "cuda_ipc": Capability.WEIGHTS_CUDA_IPC,
     "broadcast": Capability.WEIGHTS_BROADCAST,
     "lora": Capability.WEIGHTS_LORA,
+    "plugin": Capability.WEIGHTS_PLUGIN,
 }
 
 

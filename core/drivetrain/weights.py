@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from drivetrain.memory import PauseMode
 
@@ -119,7 +119,17 @@ class LoraSource(_Frozen):
     path: str = Field(description="Folder that holds the adapter.")
 
 
-WeightSource = InProcessSource | SharedMemorySource | DiskSource | CudaIpcSource | BroadcastSource | LoraSource
+class PluginSource(_Frozen):
+    """Tensors that a transport of a plugin brings; see ``drivetrain_weight_sync.transports.Transport``."""
+
+    kind: Literal["plugin"] = "plugin"
+    transport: str = Field(min_length=1, description="Name under which the engine's side finds the transport.")
+    data: dict[str, JsonValue] = Field(default_factory=dict, description="What the transport's two ends agree on.")
+
+
+WeightSource = (
+    InProcessSource | SharedMemorySource | DiskSource | CudaIpcSource | BroadcastSource | LoraSource | PluginSource
+)
 
 
 class WeightUpdateRequest(_Frozen):

@@ -37,7 +37,14 @@ from drivetrain.weights import (
 )
 from drivetrain_weight_sync import ModuleTarget, Receiver
 
-HOST_CAPABILITIES = frozenset({Capability.WEIGHTS_SHARED_MEMORY, Capability.WEIGHTS_BROADCAST, Capability.WEIGHTS_DISK})
+HOST_CAPABILITIES = frozenset(
+    {
+        Capability.WEIGHTS_SHARED_MEMORY,
+        Capability.WEIGHTS_BROADCAST,
+        Capability.WEIGHTS_DISK,
+        Capability.WEIGHTS_PLUGIN,
+    }
+)
 CPU = torch.device("cpu")
 
 

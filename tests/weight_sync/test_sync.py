@@ -35,7 +35,7 @@ from drivetrain.weights import WeightMessage, WeightReply
 from drivetrain_weight_sync import Strategy, UpdatableEngine, WeightSync
 from drivetrain_weight_sync.source import WeightInput
 
-STRATEGIES = ["in_process", "shared_memory", "broadcast", "disk"]
+STRATEGIES = ["in_process", "shared_memory", "broadcast", "disk", "delta"]
 
 
 def reused_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -73,7 +73,7 @@ async def test_every_source_arrives_bitwise_by_every_strategy(kind: str, strateg
         result = await sync.push(version="step-1")
     assert not differing(tensors_of(served), tensors_of(trained))
     assert engine.version == result.version == "step-1"
-    assert result.strategy is Strategy(strategy)
+    assert result.strategy == (strategy if strategy == "delta" else Strategy(strategy))
     assert result.buckets == engine.messages.count("LoadBuckets") > 2
     assert result.tensors == len(tensors_of(trained)) - 1
     assert result.nbytes == sum(t.nbytes for n, t in tensors_of(trained).items() if n != "lm_head.weight")
@@ -82,7 +82,7 @@ async def test_every_source_arrives_bitwise_by_every_strategy(kind: str, strateg
     assert result.gb_per_second > 0
 
 
-@pytest.mark.parametrize("strategy", ["auto", "broadcast", "disk"])
+@pytest.mark.parametrize("strategy", ["auto", "broadcast", "disk", "delta"])
 async def test_weights_reach_another_process_bitwise_at_every_push(strategy: str) -> None:
     trained = Model(1)
     async with HostedEngine(Model(2)) as engine:
@@ -93,7 +93,10 @@ async def test_weights_reach_another_process_bitwise_at_every_push(strategy: str
                 await sync.push(version=f"step-{step}")
                 assert not differing(await engine.tensors(), tensors_of(trained))
         assert engine.version == "step-2"
-        assert sync.strategy is (Strategy.SHARED_MEMORY if strategy == "auto" else Strategy(strategy))
+        if strategy == "auto":
+            assert sync.strategy is Strategy.SHARED_MEMORY
+        else:
+            assert sync.strategy == (strategy if strategy == "delta" else Strategy(strategy))
 
 
 def without(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
@@ -420,7 +423,7 @@ async def test_a_transfer_is_staged_while_nothing_changes_and_then_applied(strat
     assert engine.version == "two"
 
 
-@pytest.mark.parametrize("strategy", ["shared_memory", "disk"])
+@pytest.mark.parametrize("strategy", ["shared_memory", "disk", "delta"])
 async def test_what_is_staged_is_applied_whatever_becomes_of_the_source(strategy: str) -> None:
     trained, served = Model(1), Model(2)
     sent = {name: tensor.clone() for name, tensor in tensors_of(trained).items()}

@@ -12,6 +12,7 @@ from drivetrain_weight_sync.source import WeightInput
 from drivetrain_weight_sync.strategy import Strategy
 from drivetrain_weight_sync.sync import UpdatableEngine, WeightSync, WeightSyncResult
 from drivetrain_weight_sync.target import ModuleTarget, WeightTarget
+from drivetrain_weight_sync.transports.plugins import Transport
 
 __all__ = [
     "ModelFiles",
@@ -20,6 +21,7 @@ __all__ = [
     "Receiver",
     "RecordedTarget",
     "Strategy",
+    "Transport",
     "UpdatableEngine",
     "WeightInput",
     "WeightSync",

@@ -31,6 +31,11 @@ def dtype_of(spec: TensorSpec) -> torch.dtype:
     return dtype
 
 
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """View a tensor as integers of the size of its elements: torch compares and indexes those of any dtype."""
+    return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
     """Describe ``tensor`` under ``name``."""
     return TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape))

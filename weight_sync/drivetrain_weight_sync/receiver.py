@@ -13,6 +13,7 @@ from drivetrain.errors import (
     DrivetrainError,
     EngineStateError,
     InvalidRequest,
+    WeightBaseMismatch,
     WeightSyncError,
     WeightTransferFailed,
     WeightVerifyFailed,
@@ -31,13 +32,13 @@ from drivetrain.weights import (
     WeightReply,
     WeightUpdateRequest,
 )
-from drivetrain_weight_sync.digest import digests
+from drivetrain_weight_sync.digest import digest, digests
 from drivetrain_weight_sync.names import listed
 from drivetrain_weight_sync.plan import check_geometry, check_plan
 from drivetrain_weight_sync.target import WeightTarget
-from drivetrain_weight_sync.transports.base import Reader
+from drivetrain_weight_sync.transports.base import Patch, Reader, hash_of
 from drivetrain_weight_sync.transports.broadcast import Groups
-from drivetrain_weight_sync.transports.registry import make_reader
+from drivetrain_weight_sync.transports.registry import Readers
 
 
 class Phase(Enum):
@@ -70,7 +71,7 @@ class Receiver:
         self._target = target
         self.groups = Groups()
         """In which a trainer broadcasts to this worker."""
-        self._readers: dict[str, Reader] = {}
+        self._readers = Readers(self.groups)
         self._phase = Phase.IDLE
         self._request: WeightUpdateRequest | None = None
         self._reader: Reader | None = None
@@ -85,6 +86,10 @@ class Receiver:
         """Tensors that were read back after they had been digested on the way, and were what had been sent."""
         self._split: dict[str, tuple[int, int]] = {}
         """Of each tensor of which this worker holds a part: digests of the whole that came, and of the part."""
+        self._held: dict[str, tuple[int, int | None]] = {}
+        """Of each tensor that the last update brought: its digest, and that of the part, if it is split."""
+        self._base: dict[str, tuple[int, int | None]] = {}
+        """The same, of the weights that this update changes; empty: it brings all of them."""
 
     @property
     def phase(self) -> Phase:
@@ -116,7 +121,7 @@ class Receiver:
                 return WeightReply()
             case ReleaseSources():
                 self._withdraw()
-                self._close_readers()
+                self._readers.close()
                 return WeightReply()
             case BeginUpdate() | LoadBuckets() | VerifyUpdate() | CommitUpdate():
                 try:
@@ -129,22 +134,20 @@ class Receiver:
                         f"{type(message).__name__} failed: {type(error).__name__}: {error}; push all weights again"
                     ) from error
 
+    def forget_held(self) -> None:
+        """The memory of the weights is given back: a delta has nothing to change until all came again."""
+        self._held = {}
+
     def close(self) -> None:
         """Let go of every source, mapped ones included."""
         self._withdraw()
-        self._close_readers()
+        self._readers.close()
         self.groups.close()
-
-    def _close_readers(self) -> None:
-        for reader in self._readers.values():
-            reader.close()
-        self._readers.clear()
 
     def _prepare(self, request: WeightUpdateRequest) -> WeightReply:
         self._withdraw()
         kind = request.source.kind
-        reader = self._readers.get(kind) or make_reader(kind, self.groups)
-        self._readers[kind] = reader
+        reader = self._readers.of(request.source)
         manifest = self._target.manifest()
         if request.plan is not None:
             self._check(request.plan, manifest)
@@ -152,6 +155,8 @@ class Receiver:
         self._target.check_ready()
         try:
             opened = reader.open(request, manifest)
+            if opened.base is not None:
+                self._require_held(opened.base)
         except DrivetrainError:
             reader.release()
             raise
@@ -162,6 +167,10 @@ class Receiver:
             ) from error
         self._request, self._reader = request, reader
         self._plan, self._digests, self._loaded, self._split = opened.plan, opened.digests, set(), {}
+        self._base = {} if opened.base is None else self._held
+        for name, (whole, part) in self._base.items():
+            if part is not None:
+                self._split[name] = whole, part
         self._phase = Phase.PREPARED
         return WeightReply(buckets=len(self._plan.buckets))
 
@@ -177,6 +186,7 @@ class Receiver:
         match message:
             case BeginUpdate():
                 self._phase = Phase.LOADING
+                self._held = {}
                 self._target.begin()
                 return WeightReply()
             case LoadBuckets(indices):
@@ -187,6 +197,11 @@ class Receiver:
                 return WeightReply()
             case CommitUpdate(version):
                 self._check_version(version)
+                if self._reader is not None and self._reader.place is None:  # else parts may not have been looked at
+                    self._held = {
+                        name: (value, self._split[name][1] if name in self._split else None)
+                        for name, value in self._digests.items()
+                    }
                 self._forget()
                 return WeightReply()
 
@@ -217,10 +232,13 @@ class Receiver:
         self._loaded.update(indices)
 
     def _noted(
-        self, tensors: Iterator[tuple[str, torch.Tensor]], proved: Set[str] = frozenset()
+        self, tensors: Iterator[tuple[str, torch.Tensor | Patch]], proved: Set[str] = frozenset()
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Pass tensors on, with a look at those of which this worker takes a part, unless they are proved."""
         for name, tensor in tensors:
+            if isinstance(tensor, Patch):
+                yield name, self._patched(name, tensor)
+                continue
             if name in proved:
                 yield name, tensor
                 continue
@@ -229,6 +247,33 @@ class Receiver:
                 found = digests({"whole": tensor, "part": part})
                 self._split[name] = found["whole"], found["part"]
             yield name, tensor
+
+    def _patched(self, name: str, patch: Patch) -> torch.Tensor:
+        """Return the tensor with its new values; of a split one only this worker's part is right."""
+        whole = self._target.whole(name)
+        part = self._target.part_of(name, whole)
+        if part is not None:
+            # Whether the whole is right will not be seen here: the base is, and what changes it came as it was sent.
+            if self._base[name][1] != digest(part):
+                raise WeightTransferFailed(
+                    f"{name} is not what the last update brought: something else changed it; push all weights again"
+                )
+            patch.apply(whole)
+            part = self._target.part_of(name, whole)
+            assert part is not None
+            self._split[name] = self._digests[name], digest(part)
+        else:
+            patch.apply(whole)
+        return whole
+
+    def _require_held(self, base: str) -> None:
+        held = {name: value for name, (value, _) in self._held.items()}
+        if not held or hash_of(held) != base:
+            raise WeightBaseMismatch(
+                "the delta changes other weights than those that the last update brought to this engine"
+                f"{'' if held else ', which got none since it started or the last one failed'}; nothing was changed. "
+                "Send every tensor whole"
+            )
 
     def _verify(self) -> None:
         absent = [index for index in range(len(self._plan.buckets)) if index not in self._loaded]
@@ -280,6 +325,7 @@ class Receiver:
             self._reader.release()
         self._request, self._reader = None, None
         self._plan, self._digests, self._loaded, self._split = WeightPlan(()), {}, set(), {}
+        self._base = {}
         self._phase = Phase.IDLE
 
 

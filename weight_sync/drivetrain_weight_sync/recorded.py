@@ -262,6 +262,17 @@ class RecordedTarget:
             copy.part_of(whole).copy_(copy.destination)
         return whole
 
+    @torch.no_grad()
+    def whole(self, name: str) -> torch.Tensor:
+        """Return a copy of what the engine holds of a checkpoint tensor; zeros where other ranks hold it."""
+        own = self._own(name)
+        parts = self._parts(own)
+        first = parts[0].destination
+        whole = torch.zeros(self._specs[own].shape, dtype=first.dtype, device=first.device)
+        for copy in parts:
+            copy.part_of(whole).copy_(copy.destination)
+        return whole
+
     def part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return what this rank takes of a tensor, as :meth:`read` gives it; None if it takes all."""
         own = self._own(name)

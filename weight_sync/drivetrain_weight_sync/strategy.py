@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Set
 from enum import Enum
+from pathlib import Path
 from typing import Final
 
 from drivetrain.capability import Capability
 from drivetrain.config import Isolation
 from drivetrain.errors import InvalidRequest, UnsupportedCapability
+from drivetrain_weight_sync.transports.plugins import Transport, find_transport, transport_names
 
 
 class Strategy(Enum):
@@ -45,21 +47,37 @@ _FASTEST_FIRST: Final = (
 
 
 def choose(
-    asked: Strategy | str, isolation: Isolation, capabilities: Set[Capability], *, on_gpu: bool = False
-) -> Strategy:
-    """Return the strategy to use, never :attr:`Strategy.AUTO`.
+    asked: Strategy | str | Transport,
+    isolation: Isolation,
+    capabilities: Set[Capability],
+    *,
+    on_gpu: bool = False,
+    directory: Path | None = None,
+) -> Strategy | Transport:
+    """Return the strategy to use, never :attr:`Strategy.AUTO`, or a plugin's transport.
 
     Args:
         asked: By the trainer.
         isolation: Where the engine runs.
         capabilities: What it claims.
         on_gpu: Whether the tensors lie on the one GPU that this process sees, and so the engine too.
+        directory: For a plugin's transport that is made here.
 
     Raises:
         InvalidRequest: there is no strategy of that name.
         UnsupportedCapability: the engine does not claim the one asked for, or none at all.
+        WeightSyncError: a plugin's transport does not load, or two plugins bring it.
     """
-    strategy = _parse(asked)
+    known = _parse(asked)
+    if not isinstance(known, Strategy):
+        name = known if isinstance(known, str) else known.name
+        if Capability.WEIGHTS_PLUGIN not in capabilities:
+            raise UnsupportedCapability(
+                f"weights cannot be sent by {name!r} to this engine: it takes none from a plugin's transport",
+                capability=Capability.WEIGHTS_PLUGIN.value,
+            )
+        return find_transport(known)(directory) if isinstance(known, str) else known
+    strategy = known
     usable = [s for s in _FASTEST_FIRST if _CAPABILITY[s] in capabilities]
     # A process cannot map its own memory, and no other can reach into it.
     elsewhere = Strategy.CUDA_IPC if isolation is Isolation.INLINE else Strategy.IN_PROCESS
@@ -81,9 +99,14 @@ def choose(
     return strategy
 
 
-def _parse(asked: Strategy | str) -> Strategy:
-    try:
-        return Strategy(asked)
-    except ValueError as error:
-        names = ", ".join(strategy.value for strategy in Strategy)
-        raise InvalidRequest(f"strategy is {asked!r}; give one of {names}", field="strategy") from error
+def _parse(asked: Strategy | str | Transport) -> Strategy | str | Transport:
+    """Return what is asked for; of a plugin's transport, its name if that was given."""
+    if isinstance(asked, Strategy | Transport):
+        return asked
+    strategies = {strategy.value: strategy for strategy in Strategy}
+    if asked in strategies:
+        return strategies[asked]
+    if asked not in transport_names():
+        names = ", ".join([*strategies, *transport_names()])
+        raise InvalidRequest(f"strategy is {asked!r}; give one of {names}", field="strategy")
+    return asked

@@ -16,7 +16,14 @@ import torch
 
 from drivetrain.capability import Capability
 from drivetrain.config import EngineConfig, Isolation
-from drivetrain.errors import DrivetrainError, EngineDied, InvalidConfig, InvalidRequest, WeightSyncError
+from drivetrain.errors import (
+    DrivetrainError,
+    EngineDied,
+    InvalidConfig,
+    InvalidRequest,
+    WeightBaseMismatch,
+    WeightSyncError,
+)
 from drivetrain.memory import PauseMode
 from drivetrain.transfers import WeightTransferHandle
 from drivetrain.updates import loaded_together
@@ -30,6 +37,7 @@ from drivetrain_weight_sync.transports.broadcast import BroadcastSender, GroupBa
 from drivetrain_weight_sync.transports.cuda_ipc import CudaIpcSender
 from drivetrain_weight_sync.transports.disk import DiskSender
 from drivetrain_weight_sync.transports.in_process import InProcessSender
+from drivetrain_weight_sync.transports.plugins import Transport
 from drivetrain_weight_sync.transports.shared_memory import SharedMemorySender
 
 _T = TypeVar("_T")
@@ -76,11 +84,14 @@ class WeightSyncResult:
     """What a push did and how long it took, in seconds."""
 
     version: str
-    strategy: Strategy
+    strategy: Strategy | str
+    """How they travelled; of a plugin's transport, its name."""
     tensors: int
     buckets: int
     nbytes: int
     """Bytes of the tensors, each counted once."""
+    sent_nbytes: int
+    """Bytes that had to travel; fewer where only changes do."""
     check_seconds: float
     """Names, dtypes, shapes, NaN and digests, while the engine serves on."""
     stage_seconds: float
@@ -99,7 +110,7 @@ class WeightSync:
     """Pushes the weights of one source to one engine. Made by :meth:`connect`."""
 
     def __init__(
-        self, source: Source, engine: UpdatableEngine, strategy: Strategy, sender: Sender, options: _Options
+        self, source: Source, engine: UpdatableEngine, strategy: Strategy | str, sender: Sender, options: _Options
     ) -> None:
         self._source = source
         self._engine = engine
@@ -117,14 +128,14 @@ class WeightSync:
         self._open: WeightTransferHandle[WeightSyncResult] | None = None
         """A transfer that was started, and neither finished nor cancelled."""
         self.strategy = strategy
-        """How the weights travel; never ``AUTO``."""
+        """How the weights travel; never ``AUTO``. Of a plugin's transport, its name."""
 
     @classmethod
     def connect(
         cls,
         source: WeightInput,
         engine: UpdatableEngine,
-        strategy: Strategy | str = Strategy.AUTO,
+        strategy: Strategy | str | Transport = Strategy.AUTO,
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         cast: bool = False,
@@ -139,11 +150,13 @@ class WeightSync:
             source: a torch module, a mapping of names to tensors, (name, tensor) pairs, or a function that returns
                 pairs. Names are those of the checkpoint; prefixes of ``torch.compile`` and DDP are dropped.
             engine: where the weights go.
-            strategy: how they travel; ``auto`` takes the fastest that the engine claims.
+            strategy: how they travel; ``auto`` takes the fastest that the engine claims. ``"delta"`` sends what
+                changed since the last push, for slow links. Other transports of plugins go by their name too, or by
+                an object of their class.
             bucket_bytes: most bytes that travel together; a larger layer travels by itself.
             cast: convert floating-point tensors to the engine's dtype. Otherwise another dtype is refused.
             mode: what becomes of requests in flight while the weights change.
-            directory: where strategy ``disk`` makes its folder; None: the temporary folder.
+            directory: where strategies ``disk`` and ``delta`` make their folders; None: the temporary folder.
             group_backend: of strategy ``broadcast``: ``"gloo"``, over any network, from CPU memory to CPU memory; or
                 ``"nccl"``, from the GPU of the tensors, or this thread's current one, to others.
             master_address: of this host, where the engine's ranks reach strategy ``broadcast``.
@@ -155,10 +168,12 @@ class WeightSync:
         """
         given = Source(source)
         on_the_gpu = given.gpu is not None and torch.cuda.device_count() == 1
-        chosen = choose(strategy, engine.isolation, engine.capabilities, on_gpu=on_the_gpu)
+        chosen = choose(strategy, engine.isolation, engine.capabilities, on_gpu=on_the_gpu, directory=directory)
         if bucket_bytes <= 0:
             raise InvalidConfig(f"bucket_bytes is {bucket_bytes}; give a positive number", field="bucket_bytes")
         options = _Options(bucket_bytes, cast, mode, group_backend, master_address)
+        if isinstance(chosen, Transport):
+            return cls(given, engine, chosen.name, chosen.sender(), options)
         device = torch.device("cpu")
         if (group_backend == "nccl" or chosen is Strategy.CUDA_IPC) and torch.cuda.is_available():
             device = given.gpu or torch.device("cuda", torch.cuda.current_device())
@@ -266,7 +281,13 @@ class WeightSync:
                 request = await self._request(version, plan, staged)
                 self._mapped = True
                 self._shown = True
-                await self._engine.prepare_weight_update(request)
+                try:
+                    await self._engine.prepare_weight_update(request)
+                except WeightBaseMismatch as error:
+                    _logger.info("every tensor is sent whole: %s", error)
+                    await _in_thread(self._sender.put_whole)
+                    request = await self._request(version, plan, staged)
+                    await self._engine.prepare_weight_update(request)
         return _Ready(version, plan, staged, time.perf_counter() - begun, request)
 
     async def _request(self, version: str, plan: WeightPlan, staged: Staged) -> WeightUpdateRequest:
@@ -288,12 +309,15 @@ class WeightSync:
                 for together in loaded_together(request.source.kind, update.buckets):
                     await self._load(update, together)
         ended = time.perf_counter()
+        self._sender.committed(staged.digests)
+        sent_nbytes = self._sender.sent_nbytes
         return WeightSyncResult(
             version=ready.version,
             strategy=self.strategy,
             tensors=len(plan.tensors),
             buckets=len(plan.buckets),
             nbytes=staged.nbytes,
+            sent_nbytes=staged.nbytes if sent_nbytes is None else sent_nbytes,
             check_seconds=staged.check_seconds,
             stage_seconds=staged.stage_seconds,
             update_seconds=ended - asked,
@@ -307,8 +331,7 @@ class WeightSync:
         except BaseException:
             # The engine may hold another model by now, and that may be why it failed.
             self._agreed = None
-            if isinstance(self._sender, BroadcastSender):
-                self._sender.leave()  # its ranks may be at different broadcasts
+            self._sender.forget()
             raise
 
     async def _load(self, update: UpdateUnderWay, indices: Sequence[int]) -> None:

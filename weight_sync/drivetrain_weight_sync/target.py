@@ -61,6 +61,10 @@ class WeightTarget(Protocol):
         """Return the tensor that the engine computes with (a view, where there is one); of a split one, the part."""
         ...
 
+    def whole(self, name: str) -> torch.Tensor:
+        """Return a copy of the checkpoint tensor, contiguous; of a split one, zeros where other ranks hold it."""
+        ...
+
     def part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return what this worker takes of a checkpoint tensor, as :meth:`read` gives it; None if it takes all."""
         ...
@@ -122,6 +126,10 @@ class ModuleTarget:
     def read(self, name: str) -> torch.Tensor:
         """Return the parameter or buffer itself."""
         return self.destination(name).detach()
+
+    def whole(self, name: str) -> torch.Tensor:
+        """Return a copy of it."""
+        return self.read(name).clone(memory_format=torch.contiguous_format)
 
     def part_of(self, name: str, tensor: torch.Tensor) -> None:
         """A module takes all of every tensor."""

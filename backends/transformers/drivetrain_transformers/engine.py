@@ -62,6 +62,7 @@ _ALWAYS = frozenset(
         Capability.WEIGHTS_SHARED_MEMORY,
         Capability.WEIGHTS_BROADCAST,
         Capability.WEIGHTS_DISK,
+        Capability.WEIGHTS_PLUGIN,
         Capability.WEIGHT_UPDATE_IN_FLIGHT,
         Capability.VERSION_SPANS,
         Capability.READ_WEIGHTS,

@@ -74,6 +74,7 @@ class Weights:
     def sleep(self) -> None:
         """Give back the memory of all that an update brings; buffers that no update brings stay."""
         self._writer.stop()
+        self._receiver.forget_held()
         tensors = [self._target.read(spec.name) for spec in self._target.manifest().tensors]
         # Several may be pieces of one parameter, whose memory is given back once.
         for tensor in {tensor.untyped_storage()._cdata: tensor for tensor in tensors}.values():

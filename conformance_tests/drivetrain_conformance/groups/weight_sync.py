@@ -10,9 +10,11 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 import psutil
+import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
@@ -1149,7 +1151,82 @@ async def weights_asleep_are_not_read(bench: Bench) -> None:
     await check_serves(bench, other, NEW)
 
 
+# Only what changed -----------------------------------------------------------------------------------------------
+
+
+@case(Capability.WEIGHTS_PLUGIN, changes_weights=True)
+async def only_what_changed_is_pushed(bench: Bench) -> None:
+    """After a delta, which carries what changed and no more, an engine answers as a pass over the new weights does."""
+    policy = tensors_of(bench.model)
+    async with WeightSync.connect(policy, bench.engine, "delta") as sync:
+        whole = await sync.push(version="whole")
+        assert whole.sent_nbytes >= whole.nbytes
+        mixed = _take_a_third(bench, policy)
+        assert (await sync.push(version=NEW)).sent_nbytes < 0.7 * whole.sent_nbytes
+        await check_serves(bench, mixed, NEW)
+        assert (await sync.push(version="again")).sent_nbytes < 0.1 * whole.sent_nbytes
+        await check_serves(bench, mixed, "again")
+
+
+@case(Capability.WEIGHTS_PLUGIN, Capability.WEIGHTS_DISK, changes_weights=True)
+async def a_delta_is_never_added_to_other_weights(bench: Bench) -> None:
+    """If the engine got its weights another way since, a push by delta brings every tensor whole."""
+    policy = tensors_of(bench.model)
+    async with WeightSync.connect(policy, bench.engine, "delta") as sync:
+        await sync.push(version="whole")
+        await bench.engine.load_weights_from_disk(str(bench.other_weights()), "another")
+        mixed = _take_a_third(bench, policy)
+        result = await sync.push(version=NEW)
+        assert result.sent_nbytes >= result.nbytes
+        await check_serves(bench, mixed, NEW)
+
+
+@case(Capability.WEIGHTS_PLUGIN, Capability.SLEEP_WEIGHTS, changes_weights=True)
+async def a_delta_is_never_added_to_weights_that_slept(bench: Bench) -> None:
+    """After a sleep of the weights a push by delta brings every tensor whole."""
+    policy = tensors_of(bench.model)
+    async with WeightSync.connect(policy, bench.engine, "delta") as sync:
+        await bench.engine.sleep(tags=[MemoryTag.WEIGHTS])
+        await bench.engine.wake_up(tags=[MemoryTag.WEIGHTS])
+        await sync.push(version="whole")
+        await bench.engine.sleep(tags=[MemoryTag.WEIGHTS])
+        await bench.engine.wake_up(tags=[MemoryTag.WEIGHTS])
+        mixed = _take_a_third(bench, policy)
+        result = await sync.push(version=NEW)
+        assert result.sent_nbytes >= result.nbytes
+        await check_serves(bench, mixed, NEW)
+
+
+def _take_a_third(bench: Bench, policy: dict[str, torch.Tensor]) -> Path:
+    """Set a third of the values to those of other weights; returns a folder with the result."""
+    other = tensors_of(bench.other_weights())
+    for name, tensor in policy.items():
+        tensor.view(-1)[::3] = other[name].view(-1)[::3]
+    return write_checkpoint(bench.folder("mixed"), bench.model, policy)
+
+
 # In the background -----------------------------------------------------------------------------------------------
+
+
+@case(Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
+async def a_push_is_staged_while_the_engine_serves(bench: Bench) -> None:
+    """A transfer of WeightSync leaves the old weights serving until it is finished, and then serves what it staged."""
+    engine, other = bench.engine, bench.other_weights()
+    version, source = engine.get_weight_version(), tensors_of(other)
+    async with WeightSync.connect(source, engine, "shared_memory") as sync:
+        given_up = await sync.start_weight_transfer(version="never")
+        await given_up.cancel()
+        handle = await sync.start_weight_transfer(version=NEW)
+        async with asyncio.timeout(60):
+            await handle.wait()
+        assert handle.progress == 1
+        for tensor in source.values():
+            tensor.zero_()  # what lies ready is what is applied, whatever became of the source since
+        await check_serves(bench, bench.model, version)
+        await handle.finish()
+        await check_serves(bench, other, NEW)
+        with raises(WeightSyncError, "a transfer that was given up"):
+            await given_up.finish()
 
 
 @case(Capability.WEIGHT_STAGING, Capability.WEIGHTS_DISK, changes_weights=True)

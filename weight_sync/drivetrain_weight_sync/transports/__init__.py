@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from drivetrain_weight_sync.transports.base import Opened, Reader, Sender
-from drivetrain_weight_sync.transports.registry import READERS, make_reader
+from drivetrain_weight_sync.transports.base import Opened, Patch, Reader, Sender
+from drivetrain_weight_sync.transports.plugins import Transport, find_transport, transport_names
 
-__all__ = ["READERS", "Opened", "Reader", "Sender", "make_reader"]
+__all__ = ["Opened", "Patch", "Reader", "Sender", "Transport", "find_transport", "transport_names"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import torch
 
 from drivetrain.errors import InvalidRequest
 from drivetrain.weights import PlacedTensor, WeightManifest, WeightPlan, WeightSource, WeightUpdateRequest
-from drivetrain_weight_sync.dtypes import dtype_of
+from drivetrain_weight_sync.dtypes import as_bits, dtype_of
 from drivetrain_weight_sync.plan import ALIGNMENT
 
 
@@ -36,6 +37,25 @@ class Sender(ABC):
     def source(self) -> WeightSource:
         """Say where the tensors lie, now that all were put."""
 
+    def committed(self, digests: Mapping[str, int]) -> None:  # noqa: B027  # not all have something to do
+        """The engine serves what was put, whose digests these are, by name."""
+
+    def put_whole(self) -> None:
+        """What was put changes weights that the engine does not hold: bring every tensor whole, as :meth:`source` says.
+
+        Raises:
+            NotImplementedError: it does so already.
+        """
+        raise NotImplementedError
+
+    def forget(self) -> None:  # noqa: B027
+        """What the engine holds, or how far it is, is not known any more. Safe from any thread."""
+
+    @property
+    def sent_nbytes(self) -> int | None:
+        """Bytes that had to travel for the push; None: those of all tensors."""
+        return None
+
     @abstractmethod
     def release(self) -> None:
         """The push is over, well or not: let go of what only it needed."""
@@ -46,11 +66,28 @@ class Sender(ABC):
 
 
 @dataclass(frozen=True, slots=True)
+class Patch:
+    """What is new of a tensor: ``values[i]`` goes to ``positions[i]`` of the flattened one."""
+
+    positions: torch.Tensor
+    """int64 ``[n]``."""
+    values: torch.Tensor
+    """``[n]``, of the tensor's dtype."""
+
+    def apply(self, tensor: torch.Tensor) -> None:
+        """Write the new values into a contiguous tensor."""
+        device = tensor.device
+        as_bits(tensor).view(-1)[self.positions.to(device)] = as_bits(self.values).to(device)
+
+
+@dataclass(frozen=True, slots=True)
 class Opened:
     """What a source turned out to hold."""
 
     plan: WeightPlan
     digests: Mapping[str, int]
+    base: str | None = None
+    """``hash_of`` the digests of the weights that it changes; None: it holds every tensor whole."""
 
 
 class Reader(ABC):
@@ -73,8 +110,11 @@ class Reader(ABC):
         """
 
     @abstractmethod
-    def tensors(self, index: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield bucket ``index`` of the plan; a tensor is valid until the next one is asked for, but see ``place``."""
+    def tensors(self, index: int) -> Iterator[tuple[str, torch.Tensor | Patch]]:
+        """Yield bucket ``index`` of the plan; a tensor is valid until the next one is asked for, but see ``place``.
+
+        With a base, tensors that are as they were may be left out, and a :class:`Patch` stand for one that is not.
+        """
 
     @abstractmethod
     def release(self) -> None:
@@ -83,6 +123,12 @@ class Reader(ABC):
     def close(self) -> None:
         """Let go of everything."""
         self.release()
+
+
+def hash_of(digests: Mapping[str, int]) -> str:
+    """Name weights by the digests of all their tensors."""
+    lines = (f"{name}={digests[name]}\n" for name in sorted(digests))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def slot(memory: torch.Tensor, bucket_offset: int, placed: PlacedTensor) -> torch.Tensor:

@@ -354,6 +354,10 @@ class BroadcastSender(Sender):
         if group is not None:
             group.leave()
 
+    def forget(self) -> None:
+        """Leave the group: its ranks may be at different broadcasts."""
+        self.leave()
+
     def begin(self, plan: WeightPlan) -> None:
         """Forget earlier tensors."""
         self.release()

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
-import glob
 import json
-import os
-import shutil
-import socket
-import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import Final
 
 import torch
 from safetensors.torch import save_file
@@ -26,22 +18,18 @@ from drivetrain_weight_sync.names import listed
 from drivetrain_weight_sync.plan import check_plan, make_plan
 from drivetrain_weight_sync.transports.base import Opened, Reader, Sender
 from drivetrain_weight_sync.transports.checkpoint import Checkpoint
-
-_PREFIX: Final = "drivetrain-weights-"
-_LOCK: Final = "lock"
+from drivetrain_weight_sync.transports.folder import PushFolder
 
 
 class DiskSender(Sender):
     """Writes one safetensors file per bucket to a new folder, and removes it after the push.
 
-    What senders that were killed left beside it is removed with the next folder that is made on their host.
     ``directory`` is where the folder is made, readable by the engine's process; None: the temporary folder.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
         self._directory = directory
-        self._folder: Path | None = None
-        self._lock: int | None = None
+        self._folder: PushFolder | None = None
         self._plan = WeightPlan(())
         self._bucket_of: dict[str, int] = {}
         self._waiting: list[dict[str, torch.Tensor]] = []
@@ -50,11 +38,7 @@ class DiskSender(Sender):
     def begin(self, plan: WeightPlan) -> None:
         """Make the folder."""
         self.release()
-        prefix = f"{_PREFIX}{socket.gethostname()}-"
-        directory = Path(tempfile.gettempdir() if self._directory is None else self._directory)
-        _remove_orphans(directory, prefix)
-        self._folder = Path(tempfile.mkdtemp(prefix=prefix, dir=directory))
-        self._lock = _locked(self._folder)
+        self._folder = PushFolder(self._directory)
         self._plan = plan
         self._bucket_of = {placed.spec.name: i for i, bucket in enumerate(plan.buckets) for placed in bucket.tensors}
         self._waiting = [{} for _ in plan.buckets]
@@ -71,24 +55,22 @@ class DiskSender(Sender):
         file = f"model-{index + 1:05}-of-{len(self._plan.buckets):05}.safetensors"
         # safetensors refuses tensors that share memory, so each is given memory of its own.
         copies = {p.spec.name: _packed(waiting.pop(p.spec.name), dtype_of(p.spec)) for p in placed}
-        save_file(copies, self._folder / file)
+        save_file(copies, self._folder.path / file)
         self._files.update(dict.fromkeys(copies, file))
 
     def source(self) -> DiskSource:
         """Write the index."""
         assert self._folder is not None
         index = json.dumps({"metadata": {}, "weight_map": self._files})
-        (self._folder / "model.safetensors.index.json").write_text(index)
-        return DiskSource(path=str(self._folder))
+        (self._folder.path / "model.safetensors.index.json").write_text(index)
+        return DiskSource(path=str(self._folder.path))
 
     def release(self) -> None:
         """Remove the folder."""
-        if self._folder is not None:
-            shutil.rmtree(self._folder)
-        if self._lock is not None:
-            os.close(self._lock)
-        self._lock = None
-        self._folder, self._waiting, self._files = None, [], {}
+        folder, self._folder = self._folder, None
+        self._waiting, self._files = [], {}
+        if folder is not None:
+            folder.remove()
 
 
 class DiskReader(Reader):
@@ -159,26 +141,6 @@ class DiskReader(Reader):
 
     def _main(self, name: str) -> str:
         return self._aliases.get(name, name)
-
-
-def _locked(folder: Path) -> int | None:
-    """Show that the folder's owner lives; the system unlocks it when that ends, however it ends."""
-    lock = os.open(folder / f"{_LOCK}ing", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    except OSError:  # a file system without locks: nobody will remove it for us
-        os.close(lock)
-        return None
-    (folder / f"{_LOCK}ing").rename(folder / _LOCK)  # never there without being locked
-    return lock
-
-
-def _remove_orphans(directory: Path, prefix: str) -> None:
-    """Remove the folders of senders that were killed."""
-    for lock in directory.glob(f"{glob.escape(prefix)}*/{_LOCK}"):
-        with suppress(OSError), lock.open("r+b") as file:  # it was removed meanwhile, or its owner lives
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock.parent, ignore_errors=True)
 
 
 def _check_digests(request: WeightUpdateRequest, found: Mapping[str, int]) -> None:

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Final
 
 from drivetrain.errors import UnsupportedCapability
+from drivetrain.weights import PluginSource, WeightSource
 from drivetrain_weight_sync.transports.base import Reader
 from drivetrain_weight_sync.transports.broadcast import BroadcastReader, Groups
 from drivetrain_weight_sync.transports.cuda_ipc import CudaIpcReader
 from drivetrain_weight_sync.transports.disk import DiskReader
 from drivetrain_weight_sync.transports.in_process import InProcessReader
+from drivetrain_weight_sync.transports.plugins import find_transport
 from drivetrain_weight_sync.transports.shared_memory import SharedMemoryReader
 
 READERS: Final[dict[str, Callable[[Groups], Reader]]] = {
@@ -20,18 +22,44 @@ READERS: Final[dict[str, Callable[[Groups], Reader]]] = {
     "broadcast": BroadcastReader,
     "disk": lambda _: DiskReader(),
 }
-"""``WeightSource.kind`` → the engine's end of its transport."""
+"""``WeightSource.kind`` → the engine's end of its transport; those of plugins are found by name."""
 
 
-def make_reader(kind: str, groups: Groups) -> Reader:
-    """Make the engine's end of a transport, for a worker that is in these groups.
+class Readers:
+    """The engine's ends of transports, each made when a source first asks for it.
 
-    Raises:
-        UnsupportedCapability: this version has no transport of that kind.
+    Args:
+        groups: In which a trainer broadcasts to this worker.
     """
-    if kind not in READERS:
-        raise UnsupportedCapability(
-            f"weights cannot be taken from a {kind} source; this version has {', '.join(READERS)}",
-            capability=f"weights_{kind}",
-        )
-    return READERS[kind](groups)
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self._made: dict[str, Reader] = {}
+
+    def of(self, source: WeightSource) -> Reader:
+        """Return the one that reads such a source.
+
+        Raises:
+            UnsupportedCapability: this version has no transport of that kind.
+            InvalidRequest: no plugin brings it.
+        """
+        kind = f"plugin {source.transport}" if isinstance(source, PluginSource) else source.kind
+        if kind not in self._made:
+            self._made[kind] = self._make(source)
+        return self._made[kind]
+
+    def close(self) -> None:
+        """Let go of every source, mapped ones included."""
+        for reader in self._made.values():
+            reader.close()
+        self._made.clear()
+
+    def _make(self, source: WeightSource) -> Reader:
+        if isinstance(source, PluginSource):
+            return find_transport(source.transport).reader()
+        if source.kind not in READERS:
+            raise UnsupportedCapability(
+                f"weights cannot be taken from a {source.kind} source; this version has {', '.join(READERS)}",
+                capability=f"weights_{source.kind}",
+            )
+        return READERS[source.kind](self._groups)

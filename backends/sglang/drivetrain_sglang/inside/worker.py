@@ -220,7 +220,7 @@ class Worker(RankWeights):
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         if MemoryTag.WEIGHTS in tags:
-            self.receiver  # noqa: B018  # its ways through the model are found while there are weights
+            self.receiver.forget_held()  # made here at the latest: its ways through the model need weights
             self.writer.stop()
         with self._without_waiting():
             if not self._scheduler.is_fully_idle():

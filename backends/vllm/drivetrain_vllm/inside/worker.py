@@ -120,7 +120,7 @@ class Worker(RankWeights):
     def sleep(self, tags: frozenset[MemoryTag]) -> None:
         """Give memory back."""
         if MemoryTag.WEIGHTS in tags:
-            self.receiver  # noqa: B018  # its ways through the model are found while there are weights
+            self.receiver.forget_held()  # made here at the latest: its ways through the model need weights
             self.writer.stop()
         self._memory.sleep(tags)
         self.asleep |= tags
