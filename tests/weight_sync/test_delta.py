@@ -267,11 +267,12 @@ def test_a_folder_that_is_not_what_was_written_is_refused() -> None:
     assert isinstance(request.source, PluginSource)
     file = Path(str(request.source.data["folder"])) / "0.safetensors"
     (receiver,) = link.receivers
-    for data, message in [
+    wrong: list[tuple[dict[str, object], str]] = [
         ({"folder": "/nowhere"}, "both reach the folder"),
         ({"files": []}, "0 files for a plan of 1"),
         ({"more": 1}, "data of a delta is not what it should be"),
-    ]:
+    ]
+    for data, message in wrong:
         with pytest.raises(InvalidRequest, match=message):
             receiver.handle(spoiled(request, **data))
     raw = bytearray(file.read_bytes())

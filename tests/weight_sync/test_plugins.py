@@ -13,7 +13,7 @@ from tests.weight_sync.receiver_engines import HostedEngine, InlineEngine
 
 from drivetrain.capability import Capability
 from drivetrain.errors import InvalidRequest, UnsupportedCapability, WeightSyncError
-from drivetrain_weight_sync import WeightSync
+from drivetrain_weight_sync import Strategy, WeightSync
 from drivetrain_weight_sync.transports import find_transport, transport_names
 
 PIGEON = """
@@ -78,11 +78,11 @@ async def test_a_plugins_transport_reaches_another_process(install: Install, tmp
     async with HostedEngine(Model(2)) as engine:
         for how in ("pigeon", find_transport("pigeon")(tmp_path)):
             async with WeightSync.connect(trained, engine, how, directory=tmp_path, bucket_bytes=8192) as sync:
-                assert sync.strategy == "pigeon"
+                assert sync.strategy is Strategy.PLUGIN
                 with torch.no_grad():
                     trained.model.norm.weight.add_(1)
                 result = await sync.push(version="v")
-                assert (result.strategy, result.sent_nbytes) == ("pigeon", result.nbytes)
+                assert (result.strategy, result.sent_nbytes) == (Strategy.PLUGIN, result.nbytes)
             assert not differing(await engine.tensors(), tensors_of(trained))
 
 

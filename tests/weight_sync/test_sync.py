@@ -73,7 +73,7 @@ async def test_every_source_arrives_bitwise_by_every_strategy(kind: str, strateg
         result = await sync.push(version="step-1")
     assert not differing(tensors_of(served), tensors_of(trained))
     assert engine.version == result.version == "step-1"
-    assert result.strategy == (strategy if strategy == "delta" else Strategy(strategy))
+    assert result.strategy is (Strategy.PLUGIN if strategy == "delta" else Strategy(strategy))
     assert result.buckets == engine.messages.count("LoadBuckets") > 2
     assert result.tensors == len(tensors_of(trained)) - 1
     assert result.nbytes == sum(t.nbytes for n, t in tensors_of(trained).items() if n != "lm_head.weight")
@@ -93,10 +93,8 @@ async def test_weights_reach_another_process_bitwise_at_every_push(strategy: str
                 await sync.push(version=f"step-{step}")
                 assert not differing(await engine.tensors(), tensors_of(trained))
         assert engine.version == "step-2"
-        if strategy == "auto":
-            assert sync.strategy is Strategy.SHARED_MEMORY
-        else:
-            assert sync.strategy == (strategy if strategy == "delta" else Strategy(strategy))
+        expected = {"auto": Strategy.SHARED_MEMORY, "delta": Strategy.PLUGIN}
+        assert sync.strategy is (expected.get(strategy) or Strategy(strategy))
 
 
 def without(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
@@ -248,6 +246,9 @@ def test_connect_refuses_what_cannot_work() -> None:
     engine = InlineEngine(Model(0))
     with pytest.raises(InvalidRequest, match="'telepathy'; give one of auto, in_process"):
         WeightSync.connect({}, engine, "telepathy")
+    for plugin in ("plugin", Strategy.PLUGIN):
+        with pytest.raises(InvalidRequest, match=r"give one of .*delta"):
+            WeightSync.connect({}, engine, plugin)
     with pytest.raises(InvalidConfig, match="bucket_bytes"):
         WeightSync.connect({}, engine, bucket_bytes=0)
     with pytest.raises(UnsupportedCapability, match="cuda_ipc") as caught:

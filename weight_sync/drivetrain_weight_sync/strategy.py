@@ -28,6 +28,8 @@ class Strategy(Enum):
     """Through memory of a GPU that both processes use."""
     BROADCAST = "broadcast"
     """Through a torch.distributed broadcast."""
+    PLUGIN = "plugin"
+    """As a plugin's transport does it, which is asked for by its own name."""
 
 
 _CAPABILITY: Final = {
@@ -101,12 +103,12 @@ def choose(
 
 def _parse(asked: Strategy | str | Transport) -> Strategy | str | Transport:
     """Return what is asked for; of a plugin's transport, its name if that was given."""
-    if isinstance(asked, Strategy | Transport):
+    if isinstance(asked, Transport) or (isinstance(asked, Strategy) and asked is not Strategy.PLUGIN):
         return asked
-    strategies = {strategy.value: strategy for strategy in Strategy}
-    if asked in strategies:
+    strategies = {strategy.value: strategy for strategy in Strategy if strategy is not Strategy.PLUGIN}
+    if isinstance(asked, str) and asked in strategies:
         return strategies[asked]
-    if asked not in transport_names():
+    if isinstance(asked, Strategy) or asked not in transport_names():
         names = ", ".join([*strategies, *transport_names()])
         raise InvalidRequest(f"strategy is {asked!r}; give one of {names}", field="strategy")
     return asked

@@ -84,8 +84,7 @@ class WeightSyncResult:
     """What a push did and how long it took, in seconds."""
 
     version: str
-    strategy: Strategy | str
-    """How they travelled; of a plugin's transport, its name."""
+    strategy: Strategy
     tensors: int
     buckets: int
     nbytes: int
@@ -110,7 +109,7 @@ class WeightSync:
     """Pushes the weights of one source to one engine. Made by :meth:`connect`."""
 
     def __init__(
-        self, source: Source, engine: UpdatableEngine, strategy: Strategy | str, sender: Sender, options: _Options
+        self, source: Source, engine: UpdatableEngine, strategy: Strategy, sender: Sender, options: _Options
     ) -> None:
         self._source = source
         self._engine = engine
@@ -128,7 +127,7 @@ class WeightSync:
         self._open: WeightTransferHandle[WeightSyncResult] | None = None
         """A transfer that was started, and neither finished nor cancelled."""
         self.strategy = strategy
-        """How the weights travel; never ``AUTO``. Of a plugin's transport, its name."""
+        """How the weights travel; never ``AUTO``."""
 
     @classmethod
     def connect(
@@ -173,7 +172,7 @@ class WeightSync:
             raise InvalidConfig(f"bucket_bytes is {bucket_bytes}; give a positive number", field="bucket_bytes")
         options = _Options(bucket_bytes, cast, mode, group_backend, master_address)
         if isinstance(chosen, Transport):
-            return cls(given, engine, chosen.name, chosen.sender(), options)
+            return cls(given, engine, Strategy.PLUGIN, chosen.sender(), options)
         device = torch.device("cpu")
         if (group_backend == "nccl" or chosen is Strategy.CUDA_IPC) and torch.cuda.is_available():
             device = given.gpu or torch.device("cuda", torch.cuda.current_device())
