@@ -78,7 +78,7 @@ class Capability(Enum):
     WEIGHTS_BROADCAST = "weights_broadcast", "Weights can be taken from a torch.distributed broadcast."
     WEIGHTS_DISK = "weights_disk", "Weights can be taken from a checkpoint folder."
     WEIGHTS_PLUGIN = "weights_plugin", "Weights can be taken by a plugin's transport; drivetrain's own delta is one."
-    WEIGHTS_LORA = "weights_lora", "A LoRA adapter's weights can be updated from tensors."
+    WEIGHTS_LORA = "weights_lora", "A loaded LoRA adapter can be updated from a folder."
     WEIGHT_STAGING = "weight_staging", "Weights can be transferred in the background while generation goes on."
     WEIGHT_UPDATE_IN_FLIGHT = "weight_update_in_flight", "Weights can change while requests are frozen in flight."
     VERSION_SPANS = "version_spans", "Each output says which weight version made which of its tokens."

@@ -7,6 +7,7 @@ are here, once. What differs between engines is behind :class:`~drivetrain.backe
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 import os
@@ -30,7 +31,7 @@ from drivetrain.errors import (
     EngineStateError,
     InvalidRequest,
 )
-from drivetrain.flights import Flights
+from drivetrain.flights import Flights, LoadedLora
 from drivetrain.memory import MemoryTag, PauseMode
 from drivetrain.openai_api import ChatCompletion, ChatCompletionChunk, TextCompletion, TextCompletionChunk
 from drivetrain.outputs import Completion, CompletionChunk, GenerationOutput
@@ -53,6 +54,7 @@ from drivetrain.weights import (
     AbortUpdate,
     CommunicatorSpec,
     DiskSource,
+    LoraSource,
     ReleaseSources,
     TensorData,
     WeightManifest,
@@ -135,7 +137,7 @@ class InferenceEngine:
         self._prepared: WeightTransaction | None = None
         """The update that the receiver checked last, if it was asked to ahead of time."""
         self._holds = 0
-        self._loras: set[str] = set()
+        self._loras: dict[str, LoadedLora] = {}
         self._sessions: dict[str, Session] = {}
         self._groups: set[str] = set()
         """In which a trainer broadcasts, by name."""
@@ -180,7 +182,7 @@ class InferenceEngine:
         if self._model.weight_version is not None:
             self._version = self._model.weight_version
         self._builder = RequestBuilder(self.config, self.capabilities, self._model, self._tokenizer)
-        self._flights_ = Flights(self._backend, self._tokenizer, lambda: self._is_held)
+        self._flights_ = Flights(self._backend, self._tokenizer, lambda: self._is_held, self._loras)
         self._status = self._status.started()
         self._death_watch = asyncio.create_task(self._watch_for_death())
 
@@ -714,7 +716,7 @@ class InferenceEngine:
             WeightTransferFailed: it broke on the way; the engine is dirty.
             WeightVerifyFailed: what arrived is not what was sent; the engine is dirty.
         """
-        self._require_update_from(request.source.kind)
+        self._require_update_of_all(request.source.kind)
         async with self._owning_weights("a weight update"), self._controlling("a weight update"):
             self._status.require_updatable()
             self._check_in_flight(request.mode)
@@ -769,7 +771,7 @@ class InferenceEngine:
         Raises:
             WeightPlanMismatch: tensors missing, extra or of another shape or dtype.
         """
-        self._require_update_from(request.source.kind)
+        self._require_update_of_all(request.source.kind)
         async with self._owning_weights("a weight update"), self._controlling("a weight update"):
             self._status.require_updatable()
             self._prepared = None
@@ -782,6 +784,12 @@ class InferenceEngine:
             self._prepared = None
             async with self._bounded("the receiver to let go of shared memory"):
                 await self._backend.receive_weights(ReleaseSources())
+
+    def _require_update_of_all(self, kind: str) -> None:
+        """Raise unless an update of all weights may begin."""
+        if kind == "lora":
+            raise InvalidRequest("an adapter is updated as a whole; use update_named_weights()", field="source.kind")
+        self._require_update_from(kind)
 
     def _require_update_from(self, kind: str) -> None:
         what = f"a weight update from {kind}"
@@ -805,9 +813,16 @@ class InferenceEngine:
     async def update_named_weights(self, request: WeightUpdateRequest) -> None:
         """Run a whole weight update whose tensors lie ready: every bucket, verified and committed.
 
+        A source of kind ``lora`` updates one adapter, or loads it if there is none of its name; other weights stay,
+        and if it fails, so does the old adapter.
+
         Raises:
             DrivetrainError: as :meth:`weight_update` does.
+            EngineBusy: requests in flight use the adapter, and ``request.mode`` would have them go on.
         """
+        if isinstance(request.source, LoraSource):
+            await self._update_lora(request, request.source)
+            return
         async with self.weight_update(request) as transaction:
             for together in loaded_together(request.source.kind, transaction.buckets):
                 await transaction.load(together)
@@ -954,14 +969,8 @@ class InferenceEngine:
         async with self._controlling("load_lora_adapter()"), self._bounded(f"the LoRA adapter {lora_name!r} to load"):
             if lora_name in self._loras:
                 raise InvalidRequest(f"lora_name={lora_name!r} is loaded already; unload it first", field="lora_name")
-            if self.config.max_loras is not None and len(self._loras) >= self.config.max_loras:
-                raise InvalidRequest(
-                    f"{len(self._loras)} LoRA adapters are loaded and max_loras={self.config.max_loras}; unload one, "
-                    "or raise max_loras",
-                    field="lora_name",
-                )
-            await self._backend.load_lora_adapter(lora_name, lora_path, pinned)
-            self._loras.add(lora_name)
+            self._require_room_for_lora()
+            self._loras[lora_name] = await self._load_lora(lora_name, lora_path, pinned)
 
     async def unload_lora_adapter(self, lora_name: str) -> None:
         """Unload an adapter; requests that use it afterwards are refused.
@@ -977,9 +986,62 @@ class InferenceEngine:
             raise EngineBusy(
                 f"LoRA adapter {lora_name!r} is used by {users} requests under way; let them end or abort them"
             )
-        self._loras.discard(lora_name)
+        loaded = self._loras.pop(lora_name)
         async with self._controlling("unload_lora_adapter()"), self._bounded(f"the adapter {lora_name!r} to unload"):
-            await self._backend.unload_lora_adapter(lora_name)
+            await self._backend.unload_lora_adapter(loaded.backend_name)
+
+    def _require_room_for_lora(self) -> None:
+        if self.config.max_loras is not None and len(self._loras) >= self.config.max_loras:
+            raise InvalidRequest(
+                f"{len(self._loras)} LoRA adapters are loaded and max_loras={self.config.max_loras}; unload one, "
+                "or raise max_loras",
+                field="lora_name",
+            )
+
+    async def _load_lora(self, lora_name: str, lora_path: str, pinned: bool) -> LoadedLora:
+        taken = {loaded.backend_name for loaded in self._loras.values()}
+        names = itertools.chain([lora_name], (f"{lora_name}-{number}" for number in itertools.count(2)))
+        backend_name = next(name for name in names if name not in taken)
+        await self._backend.load_lora_adapter(backend_name, lora_path, pinned)
+        return LoadedLora(backend_name, pinned)
+
+    async def _update_lora(self, request: WeightUpdateRequest, source: LoraSource) -> None:
+        """Load the new adapter beside the old one, let it take its name, unload the old one."""
+        name, what = source.lora_name, f"an update of the adapter {source.lora_name!r}"
+        self._require_update_from(source.kind)
+        async with self._owning_weights(what), self._controlling(what):
+            self._status.require_weights(what)
+            old = self._loras.get(name)
+            if old is None:
+                self._require_room_for_lora()
+            self._refuse_users_of_lora(name, request.mode)
+            self._refuse_waiting_for_frozen(request.mode)
+            async with self._bounded(f"the LoRA adapter {name!r} to load"):
+                new = await self._load_lora(name, source.path, old is not None and old.pinned)
+            before = self._status
+            surplus: LoadedLora | None = new
+            self._set(before.begin_update())
+            try:
+                self._refuse_users_of_lora(name, request.mode)  # they may have arrived meanwhile
+                if self._flights.running_with_lora(name):
+                    await self._quiesce_for_update(request.mode)
+                async with self._bounded("the weight version to be set"):
+                    await self._backend.set_weight_version(request.version)
+                self._loras[name], self._version, surplus = new, request.version, old
+            finally:
+                self._set(before)
+                if surplus is not None:
+                    async with self._bounded(f"what is not {name!r} any more, or did not become it, to unload"):
+                        await self._backend.unload_lora_adapter(surplus.backend_name)
+
+    def _refuse_users_of_lora(self, name: str, mode: PauseMode) -> None:
+        """Raise if requests are in flight with the adapter that could not go on with another."""
+        users = self._flights.running_with_lora(name)
+        if users and mode in (PauseMode.IN_PLACE, PauseMode.RETRACT):
+            raise EngineBusy(
+                f"LoRA adapter {name!r} is used by {users} requests in flight, which cannot go on with another one "
+                f"(mode={mode.value!r}); let them end first, or say mode='wait' or mode='abort'"
+            )
 
     # Models that do not generate ---------------------------------------------------------------------------------
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass, replace
 
-from drivetrain.backend import Backend, GenerateResult, StopKind, TokenDelta
+from drivetrain.backend import Backend, GenerateRequest, GenerateResult, StopKind, TokenDelta
 from drivetrain.errors import EngineInternalError, EngineOutOfMemory, InvalidRequest
 from drivetrain.outputs import CompletionChunk, TopLogprobs
 from drivetrain.requests import Flight, aborted_before_start, to_completion
@@ -17,13 +18,25 @@ OUT_OF_MEMORY_DELAYS = (0.5, 1.0, 2.0)
 """Seconds to wait before each retry of a request that ran the engine out of memory."""
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedLora:
+    """An adapter that the backend has."""
+
+    backend_name: str
+    """By which the backend knows it; another one after each update of the adapter."""
+    pinned: bool
+
+
 class Flights:
     """Takes samples from the gate to their result, and knows which are under way."""
 
-    def __init__(self, backend: Backend, tokenizer: Tokenizer, is_held: Callable[[], bool]) -> None:
+    def __init__(
+        self, backend: Backend, tokenizer: Tokenizer, is_held: Callable[[], bool], loras: Mapping[str, LoadedLora]
+    ) -> None:
         self._backend = backend
         self._tokenizer = tokenizer
         self._is_held = is_held
+        self._loras = loras
         self._changed = asyncio.Event()
         self._waiters = 0
         self._known: dict[str, Flight] = {}
@@ -52,6 +65,10 @@ class Flights:
     def using_lora(self, lora_name: str) -> int:
         """Samples under way that use the adapter."""
         return sum(flight.request.lora == lora_name for flight in self._known.values())
+
+    def running_with_lora(self, lora_name: str) -> int:
+        """Samples that use the adapter and that the backend has."""
+        return sum(self._known[known].request.lora == lora_name for known in self._running)
 
     async def drained(self) -> None:
         """Wait until the backend has no sample. Nobody enters meanwhile if the gate is shut."""
@@ -139,13 +156,19 @@ class Flights:
         if not self._must_watch_text(flight):
             self._running.add(flight.request.request_id)
             try:
-                return await self._backend.generate(flight.request)
+                return await self._backend.generate(self._for_backend(flight.request))
             finally:
                 self._left(flight)
         result: GenerateResult | None = None
         async for delta, _ in self._watched(flight):
             result = delta.result
         return _whole(flight, result)
+
+    def _for_backend(self, request: GenerateRequest) -> GenerateRequest:
+        """The request with the name that its adapter has in the backend now."""
+        if request.lora is None:
+            return request
+        return replace(request, lora=self._loras[request.lora].backend_name)
 
     def _must_watch_text(self, flight: Flight) -> bool:
         params, native = flight.request.params, self._backend.native_stops
@@ -159,7 +182,7 @@ class Flights:
         matched = False
         self._running.add(flight.request.request_id)
         try:
-            async with aclosing(self._backend.stream(flight.request)) as deltas:
+            async with aclosing(self._backend.stream(self._for_backend(flight.request))) as deltas:
                 async for delta in deltas:
                     for token_id in () if matched else delta.token_ids:
                         if matcher.push(token_id) is not None:

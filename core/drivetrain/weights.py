@@ -154,6 +154,8 @@ class WeightUpdateRequest(_Frozen):
     def _plan_given(self) -> WeightUpdateRequest:
         if self.source.kind not in ("disk", "lora") and (self.plan is None or self.digests is None):
             raise ValueError(f"a {self.source.kind} source needs a plan and digests; use WeightSync to make them")
+        if self.source.kind == "lora" and (self.plan, self.digests, self.keep_prefix_cache) != (None, None, False):
+            raise ValueError("an adapter's folder is taken as it is: no plan, no digests, no keep_prefix_cache")
         return self
 
 

@@ -51,6 +51,7 @@ from drivetrain.weights import (
     CommitUpdate,
     LoadBuckets,
     PlacedTensor,
+    PluginSource,
     PrepareUpdate,
     ReleaseSources,
     VerifyUpdate,
@@ -115,6 +116,12 @@ UPDATES = [
     WeightUpdateRequest(
         version="v3",
         source=CudaIpcSource(arena="a", handles={"GPU-0": b"\0\x80\xff"}, nbytes=1, bucket_offsets=(0,)),
+        plan=PLAN,
+        digests={},
+    ),
+    WeightUpdateRequest(
+        version="v3",
+        source=PluginSource(transport="delta", data={"base": None, "files": [1, -2], "more": {"a": [0.5, "b", True]}}),
         plan=PLAN,
         digests={},
     ),

@@ -11,8 +11,18 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import oracle
-from drivetrain import Completion, EngineBusy, GenerationOutput, InvalidRequest, SamplingParams
-from drivetrain_weight_sync import WeightSync
+from drivetrain import (
+    Completion,
+    EngineBusy,
+    GenerationOutput,
+    InvalidRequest,
+    InvalidWeights,
+    LoraSource,
+    SamplingParams,
+    WeightSyncError,
+    WeightUpdateRequest,
+)
+from drivetrain_weight_sync import LoraSync, WeightSync
 from engines import OpenEngine
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -35,6 +45,10 @@ def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         folders[name] = tmp_path_factory.mktemp(name)
         wrapped.save_pretrained(str(folders[name]))
     return folders
+
+
+def folders_in(directory: Path) -> list[Path]:
+    return list(directory.iterdir())
 
 
 def with_adapter(model: Path, folder: Path | None) -> PreTrainedModel:
@@ -121,3 +135,58 @@ async def test_the_base_can_be_updated_beneath_an_adapter(
         reference = PeftModel.from_pretrained(policy, adapters["a"]).eval()
         assert_made_by(reference, output.completions[0])  # type: ignore[arg-type]
         assert output.completions[0].weight_version == "step-1"
+
+
+async def test_a_trainer_pushes_its_adapter_after_every_step(
+    open_engine: OpenEngine, model: Path, tmp_path: Path
+) -> None:
+    policy = get_peft_model(AutoModelForCausalLM.from_pretrained(model), LoraConfig(r=4, target_modules=["q_proj"]))
+    greedy = SamplingParams(max_new_tokens=8, temperature=0)
+    lora_b = next(p for name, p in policy.named_parameters() if "lora_B" in name)
+    async with open_engine(enable_lora=True, max_loras=1) as engine:
+        base = await engine.generate("x", greedy)
+        async with LoraSync(policy, engine, directory=tmp_path) as sync:
+            for step in range(3):
+                with torch.no_grad():
+                    lora_b.copy_(torch.randn(lora_b.shape, generator=torch.Generator().manual_seed(step)))
+                result = await sync.push(version=f"step-{step}")
+                assert result.version == engine.get_weight_version() == f"step-{step}"
+                assert result.tensors > 0
+                assert 0 < result.update_seconds < result.total_seconds
+                assert len(folders_in(tmp_path)) == 1
+                output = await engine.generate("x", PARAMS, lora="policy")
+                assert_made_by(policy.eval(), output.completions[0])
+                assert (await engine.generate("x", greedy)).completions[0].token_ids == base.completions[0].token_ids
+            with torch.no_grad():
+                lora_b[0, 0] = torch.nan
+            with pytest.raises(InvalidWeights, match="lora_B"):
+                await sync.push(version="step-3")
+            with pytest.raises(InvalidRequest, match="version"):
+                await sync.push(version="")
+        assert not folders_in(tmp_path)
+        with pytest.raises(WeightSyncError, match="closed"):
+            await sync.push(version="step-4")
+        assert engine.get_weight_version() == "step-2"
+        output = await engine.generate("x", PARAMS, lora="policy")
+        assert output.completions[0].weight_version == "step-2"
+
+
+async def test_an_adapter_is_no_update_of_all_weights(open_engine: OpenEngine, adapters: dict[str, Path]) -> None:
+    async with open_engine(enable_lora=True) as engine:
+        request = WeightUpdateRequest(version="v", source=LoraSource(lora_name="a", path=str(adapters["a"])))
+        with pytest.raises(InvalidRequest, match="update_named_weights"):
+            await engine.prepare_weight_update(request)
+        with pytest.raises(InvalidRequest, match="update_named_weights"):
+            async with engine.weight_update(request):
+                pass
+        with pytest.raises(ValueError, match="no keep_prefix_cache"):
+            WeightUpdateRequest(version="v", source=request.source, keep_prefix_cache=True)
+
+
+async def test_a_model_without_the_adapter_is_refused(model: Path) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(model)
+    with pytest.raises(InvalidRequest, match="no adapter 'default'; it has: none"):
+        LoraSync(plain, None)  # type: ignore[arg-type]
+    policy = get_peft_model(plain, LoraConfig(r=4, target_modules=["q_proj"]))
+    with pytest.raises(InvalidRequest, match="no adapter 'critic'; it has: default"):
+        LoraSync(policy, None, adapter="critic")  # type: ignore[arg-type]

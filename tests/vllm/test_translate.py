@@ -101,9 +101,9 @@ def test_the_configuration_becomes_arguments() -> None:
     assert arguments["max_num_seqs"] == 4
     assert arguments["dtype"] == "bfloat16"
     assert arguments["block_size"] == 64
-    assert arguments["max_loras"] == 3, "one place stays empty on a CPU"
+    assert arguments["max_loras"] == 4, "one place is for updates, one stays empty on a CPU"
     on_a_gpu = translate.engine_arguments(config(enable_lora=True, max_loras=2), "cuda", "bfloat16", 512)
-    assert on_a_gpu["max_loras"] == 2
+    assert on_a_gpu["max_loras"] == 3
     assert "enforce_eager" not in on_a_gpu
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from drivetrain_weight_sync.digest import digest, digests
 from drivetrain_weight_sync.inspect import merged, read_weight, require_tensor, tensor_data, validate_weights
+from drivetrain_weight_sync.lora_sync import LoraSync, LoraSyncResult
 from drivetrain_weight_sync.plan import check_plan, make_plan
 from drivetrain_weight_sync.receiver import Phase, Receiver
 from drivetrain_weight_sync.recorded import RecordedTarget
@@ -15,6 +16,8 @@ from drivetrain_weight_sync.target import ModuleTarget, WeightTarget
 from drivetrain_weight_sync.transports.plugins import Transport
 
 __all__ = [
+    "LoraSync",
+    "LoraSyncResult",
     "ModelFiles",
     "ModuleTarget",
     "Phase",

@@ -143,7 +143,7 @@ class SGLangBackend(WorkerBackend):
         if config.enable_prefix_caching:
             claimed.add(Capability.PREFIX_CACHE)
         if config.enable_lora:
-            claimed.add(Capability.LORA)
+            claimed |= {Capability.LORA, Capability.WEIGHTS_LORA}
         if takes_images(config):
             claimed.add(Capability.IMAGES)
         if config.engine_kwargs.get("enable_return_hidden_states"):

@@ -100,7 +100,7 @@ class TransformersBackend(Backend):
             if cuda_ipc.is_available():
                 claimed.add(Capability.WEIGHTS_CUDA_IPC)
         if config.enable_lora and importlib.util.find_spec("peft") is not None:
-            claimed.add(Capability.LORA)
+            claimed |= {Capability.LORA, Capability.WEIGHTS_LORA}
         if importlib.util.find_spec("fsspec") is not None:
             claimed.add(Capability.SAVE_REMOTE)
         return frozenset(claimed)

@@ -20,13 +20,11 @@ class Adapters:
 
     Args:
         module: The model.
-        most: Most adapters at once; None: no limit.
         largest_rank: Largest rank of an adapter; None: no limit.
     """
 
-    def __init__(self, module: PreTrainedModel, *, most: int | None, largest_rank: int | None) -> None:
+    def __init__(self, module: PreTrainedModel, *, largest_rank: int | None) -> None:
         self._module = module
-        self._most = most
         self._largest_rank = largest_rank
         self._loaded: dict[str, int] = {}
         self._loads = 0
@@ -37,18 +35,12 @@ class Adapters:
         """Load an adapter from a peft folder.
 
         Raises:
-            InvalidRequest: the name is taken, a limit is reached, or the folder holds no LoRA adapter of this model.
+            InvalidRequest: the name is taken, its rank is too large, or the folder holds no LoRA adapter of this model.
         """
         from peft import LoraConfig, PeftConfig, inject_adapter_in_model, load_peft_weights, set_peft_model_state_dict
 
         if name in self._loaded:
             raise InvalidRequest(f"lora_name={name!r} is loaded already; unload it first", field="lora_name")
-        if self._most is not None and len(self._loaded) >= self._most:
-            raise InvalidRequest(
-                f"{len(self._loaded)} LoRA adapters are loaded and max_loras={self._most}; "
-                "unload one, or raise max_loras",
-                field="lora_name",
-            )
         if not (Path(path) / "adapter_config.json").is_file():
             raise InvalidRequest(
                 f"lora_path={path!r} holds no adapter_config.json; give a peft folder", field="lora_path"

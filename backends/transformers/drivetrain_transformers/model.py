@@ -70,7 +70,7 @@ class LoadedModel:
         )
         model = cls(module, info)
         if config.enable_lora:
-            model.adapters = Adapters(module, most=config.max_loras, largest_rank=config.max_lora_rank)
+            model.adapters = Adapters(module, largest_rank=config.max_lora_rank)
         return model
 
     @torch.inference_mode()

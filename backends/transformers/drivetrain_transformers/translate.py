@@ -22,7 +22,7 @@ CONFIG_NAMES: Final[Mapping[str, str]] = {
     "enable_prefix_caching": "the scheduler's prefix cache",
     "enable_sleep": "always ready",
     "enable_lora": "peft",
-    "max_loras": "peft adapters at once",
+    "max_loras": "kept by the engine page",
     "max_lora_rank": "largest rank of a peft adapter",
     "engine_kwargs": "from_pretrained(**)",
 }

@@ -139,7 +139,7 @@ class VLLMBackend(WorkerBackend):
         if config.enable_prefix_caching:
             claimed.add(Capability.PREFIX_CACHE)
         if config.enable_lora:
-            claimed.add(Capability.LORA)
+            claimed |= {Capability.LORA, Capability.WEIGHTS_LORA}
         if importlib.util.find_spec("fsspec") is not None:
             claimed.add(Capability.SAVE_REMOTE)
         if config.tensor_parallel_size > 1:
@@ -331,7 +331,7 @@ class VLLMBackend(WorkerBackend):
 
         check_adapter(lora_path, self.config.max_lora_rank or LORA_RANK, self._shapes)
         most = self.config.max_loras or MOST_LORAS
-        if len(self._adapters) >= most:
+        if len(self._adapters) > most:  # one more than that while an update replaces one
             raise InvalidRequest(f"{most} adapters are loaded, and max_loras={most}; unload one", field="lora_name")
         # Neither its number nor its name is used again: vLLM knows adapters, and their caches, by those.
         number = next(self._lora_numbers)

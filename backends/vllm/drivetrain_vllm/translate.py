@@ -115,9 +115,9 @@ def engine_arguments(config: EngineConfig, device: str, dtype: str, context_leng
         relied_on |= {
             "enable_lora": True,
             "max_lora_rank": config.max_lora_rank or LORA_RANK,
-            # On a CPU, vLLM gives a request without an adapter that of the last place, in a batch where others have
-            # one: a place that stays empty.
-            "max_loras": (config.max_loras or MOST_LORAS) + (device == "cpu"),
+            # One place more for an update, which loads the new adapter beside the old one. And on a CPU, vLLM gives a
+            # request without an adapter that of the last place, in a batch where others have one: it stays empty.
+            "max_loras": (config.max_loras or MOST_LORAS) + 1 + (device == "cpu"),
         }
     if device != "cpu" and config.enable_sleep:
         relied_on["enable_sleep_mode"] = True

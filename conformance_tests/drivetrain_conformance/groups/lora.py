@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 from drivetrain.capability import Capability
 from drivetrain.errors import EngineBusy, InvalidRequest
+from drivetrain.memory import PauseMode
 from drivetrain.outputs import Completion
 from drivetrain.sampling import LogprobsMode, SamplingParams
 from drivetrain.weights import LoraSource, WeightUpdateRequest
@@ -285,6 +286,31 @@ async def an_adapter_is_updated_in_place(bench: Bench) -> None:
         _assert_made_by(bench, await _answers(bench, prompts, "a"), newer)
         _assert_made_by(bench, await _answers(bench, prompts, "b"), other)
         check_same(bench, await bench.greedy(prompts), base)
+
+
+@case(Capability.LORA, Capability.WEIGHTS_LORA, Capability.IGNORE_EOS, config=_CONFIG, changes_weights=True)
+async def an_adapter_that_cannot_be_updated_serves_on(bench: Bench) -> None:
+    """An update from a bad folder, or while requests had to change adapters, is refused; mode wait ends them first."""
+    made, newer, prompts = _make(bench, seed=1), _make(bench, seed=3), bench.prompts(2)
+    version = bench.engine.get_weight_version()
+
+    def update(path: str, mode: PauseMode) -> WeightUpdateRequest:
+        return WeightUpdateRequest(version="newer", source=LoraSource(lora_name="a", path=path), mode=mode)
+
+    async with _loaded(bench, a=made):
+        with refused(InvalidRequest):
+            await bench.engine.update_named_weights(update(str(bench.folder("adapter")), PauseMode.WAIT))
+        async with bench.in_flight(prompts, bench.long(200, ignore_eos=True), lora="a") as flying:
+            for mode in (PauseMode.RETRACT, PauseMode.IN_PLACE):
+                with refused(EngineBusy, naming="2 requests"):
+                    await bench.engine.update_named_weights(update(newer.path, mode))
+            assert bench.engine.get_weight_version() == version
+            _assert_made_by(bench, await _answers(bench, prompts, "a"), made)
+            await bench.engine.update_named_weights(update(newer.path, PauseMode.WAIT))
+            assert flying.done(), "the update came before the requests had ended"
+        _assert_made_by(bench, (await flying).completions, made)
+        assert bench.engine.get_weight_version() == "newer"
+        _assert_made_by(bench, await _answers(bench, prompts, "a"), newer)
 
 
 @case(Capability.LORA, Capability.WEIGHTS_DISK, config=_CONFIG, changes_weights=True)

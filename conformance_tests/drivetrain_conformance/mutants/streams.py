@@ -19,7 +19,7 @@ from drivetrain_conformance.mutants.registry import spoiled_backend, spoiled_eng
 from drivetrain_conformance.mutants.spoil import SoundBackend, mixed
 
 
-@spoiled_backend(caught_by="streaming/a_stream_equals_generate", says="were shown, not")
+@spoiled_backend(caught_by="streaming/a_stream_equals_generate", says="shown, ")
 def loses_a_delta(backend: type[Backend]) -> type[Backend]:
     """A stream's third step is not shown."""
 
