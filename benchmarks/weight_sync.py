@@ -1,9 +1,12 @@
 """How long a weight push takes, by strategy, beside one plain copy of the same bytes in the same run.
 
     python benchmarks/weight_sync.py [--layers N] [--width N] [--pushes N] [--threads N] [--json]
+    python benchmarks/weight_sync.py --counts 300 3000 30000 [--megabytes N]
 
 The engine is the transformers backend with random weights, idle. Figures are medians over the pushes after the first;
-the first, which agrees on the plan and makes the arena, is given by itself.
+the first, which agrees on the plan and makes the arena, is given by itself. Before each later push by delta, one
+element in a hundred changes. With --counts: what a push through shared memory to a host process costs against the
+number of tensors, of about the same bytes in all: those of the experts of a mixture.
 """
 
 from __future__ import annotations
@@ -28,13 +31,19 @@ from drivetrain_weight_sync.finite import non_finite
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from drivetrain import InferenceEngine
+
 CASES = [
     ("inline", "in_process"),
     ("inline", "shared_memory"),
     ("inline", "disk"),
     ("process", "shared_memory"),
+    ("process", "broadcast"),
     ("process", "disk"),
+    ("process", "delta"),
 ]
+CHANGED = 0.01
+"""Of the elements, before each push by delta but the first."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,8 @@ class Row:
     stage_ms: float
     update_ms: float
     gb_per_second: float
+    sent: float
+    """Bytes that travelled, of those of all tensors."""
     times_copy: float
     """Total time in plain copies of the same bytes."""
     update_times_copy: float
@@ -81,9 +92,78 @@ def row(isolation: str, strategy: str, results: list[WeightSyncResult], copy_sec
         stage_ms=1e3 * median("stage_seconds"),
         update_ms=1e3 * update,
         gb_per_second=results[0].nbytes / total / 1e9,
+        sent=median("sent_nbytes") / results[0].nbytes,
         times_copy=total / copy_seconds,
         update_times_copy=update / copy_seconds,
     )
+
+
+def change(tensors: dict[str, torch.Tensor], draw: torch.Generator) -> None:
+    for tensor in tensors.values():
+        count = max(1, round(CHANGED * tensor.numel()))
+        places = torch.randint(tensor.numel(), (count,), generator=draw)
+        tensor.view(-1)[places] = torch.randn(count, generator=draw).to(tensor.dtype)
+
+
+async def push_all(
+    engine: InferenceEngine, tensors: dict[str, torch.Tensor], strategy: str, pushes: int
+) -> list[WeightSyncResult]:
+    """One push to begin with, and so many more."""
+    draw, results = torch.Generator().manual_seed(0), []
+    async with WeightSync.connect(tensors, engine, strategy) as sync:
+        for index in range(pushes + 1):
+            if strategy == "delta" and index:
+                change(tensors, draw)
+            results.append(await sync.push(version=f"v{index}"))
+    return results
+
+
+async def random_tensors(engine: InferenceEngine) -> dict[str, torch.Tensor]:
+    manifest = await engine.weight_manifest()
+    return {spec.name: torch.randn(spec.shape).to(getattr(torch, spec.dtype)) for spec in manifest.tensors}
+
+
+async def measure_counts(arguments: argparse.Namespace) -> list[dict[str, float]]:
+    rows: list[dict[str, float]] = []
+    hidden, layers = 64, 4
+    for count in arguments.counts:
+        path = tiny_model(
+            "qwen3_moe",
+            hidden_size=hidden,
+            num_hidden_layers=layers,
+            num_experts=max(2, count // (3 * layers)),
+            moe_intermediate_size=max(1, round(arguments.megabytes * 1e6 / (2 * hidden * count))),
+            dtype="bfloat16",
+        )
+        async with create_engine("transformers", model=str(path), isolation="process") as engine:
+            tensors = await random_tensors(engine)
+            results = await push_all(engine, tensors, "shared_memory", arguments.pushes)
+        sources = list(tensors.values())
+        destinations = [torch.zeros_like(tensor) for tensor in sources]
+        whole = torch.zeros(sum(tensor.nbytes for tensor in sources), dtype=torch.uint8)
+        other = torch.zeros_like(whole)
+        found = row(
+            "process",
+            "shared_memory",
+            results,
+            median_seconds(lambda: copy_all(sources, destinations), arguments.pushes),  # noqa: B023
+        )
+        at_once = median_seconds(lambda: copy_all([whole], [other]), arguments.pushes)  # noqa: B023
+        rows.append(
+            {
+                "tensors": len(tensors),
+                "megabytes": len(whole) / 1e6,
+                "one_copy_ms": 1e3 * at_once,
+                "copies_ms": found.total_ms / found.times_copy,
+                "first_ms": found.first_ms,
+                "total_ms": found.total_ms,
+                "check_ms": found.check_ms,
+                "stage_ms": found.stage_ms,
+                "update_ms": found.update_ms,
+                "update_us_per_tensor": 1e3 * found.update_ms / len(tensors),
+            }
+        )
+    return rows
 
 
 async def measure(arguments: argparse.Namespace) -> dict[str, object]:
@@ -99,13 +179,8 @@ async def measure(arguments: argparse.Namespace) -> dict[str, object]:
     tensors: dict[str, torch.Tensor] = {}
     for isolation, strategy in CASES:
         async with create_engine("transformers", model=str(path), isolation=isolation) as engine:
-            manifest = await engine.weight_manifest()
-            if not tensors:
-                tensors = {
-                    spec.name: torch.randn(spec.shape).to(getattr(torch, spec.dtype)) for spec in manifest.tensors
-                }
-            async with WeightSync.connect(tensors, engine, strategy) as sync:
-                results = [await sync.push(version=f"v{i}") for i in range(arguments.pushes + 1)]
+            tensors = tensors or await random_tensors(engine)
+            results = await push_all(engine, tensors, strategy, arguments.pushes)
         sources = list(tensors.values())
         destinations = [torch.zeros_like(tensor) for tensor in sources]
         copy_seconds = median_seconds(lambda: copy_all(sources, destinations), arguments.pushes)  # noqa: B023
@@ -140,8 +215,8 @@ def show(found: dict[str, object]) -> None:
     size = f"{found['gigabytes']:.3f} GB in {found['tensors']} tensors"
     console.print(f"{found['machine']}, {found['threads']} torch threads: {size}")
     console.print(", ".join(f"{name} {value:.2f}" for name, value in limits.items()))
-    headings = ["engine", "strategy", "first", "total", "check", "stage", "update", "GB/s", "total", "update"]
-    units = ["", "", "ms", "ms", "ms", "ms", "ms", "", "x copy", "x copy"]
+    headings = ["engine", "strategy", "first", "total", "check", "stage", "update", "GB/s", "sent", "total", "update"]
+    units = ["", "", "ms", "ms", "ms", "ms", "ms", "", "", "x copy", "x copy"]
     table = Table(*(f"{heading}\n{unit}" for heading, unit in zip(headings, units, strict=True)), padding=(0, 0))
     for entry in rows:
         table.add_row(*(f"{value:.3g}" if isinstance(value, float) else value for value in entry.values()))
@@ -154,9 +229,15 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--pushes", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--counts", type=int, nargs="+", help="numbers of tensors")
+    parser.add_argument("--megabytes", type=float, default=256, help="with --counts: of all tensors together")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    if arguments.counts:
+        for entry in asyncio.run(measure_counts(arguments)):
+            print(json.dumps({name: round(value, 3) for name, value in entry.items()}), flush=True)
+        return
     found = asyncio.run(measure(arguments))
     if arguments.json:
         print(json.dumps(found, indent=2))

@@ -264,12 +264,17 @@ def read_recording(path: Path) -> Recording:
     """Read what :func:`write_recording` wrote.
 
     Raises:
-        InvalidConfig: the file cannot be read or holds no recording.
+        InvalidConfig: the file cannot be read, holds no recording, or one in another format.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Recording)
+        recording = msgspec.json.decode(path.read_bytes(), type=Recording)
     except (OSError, msgspec.MsgspecError) as error:
-        raise InvalidConfig(f"{path} is no recording of 'drivetrain parity record': {error}") from error
+        raise InvalidConfig(f"{path} is no recording of 'drivetrain record': {error}") from error
+    if recording.format != FORMAT:
+        raise InvalidConfig(
+            f"{path} is a recording in format {recording.format}; this version reads {FORMAT}: record it again"
+        )
+    return recording
 
 
 # Comparing -----------------------------------------------------------------------------------------------------------

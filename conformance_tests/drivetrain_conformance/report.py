@@ -189,12 +189,15 @@ def read_report(path: Path) -> Report:
     """Read what :func:`write_report` wrote.
 
     Raises:
-        InvalidConfig: the file cannot be read or holds no report.
+        InvalidConfig: the file cannot be read, holds no report, or one in another format.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Report)
+        report = msgspec.json.decode(path.read_bytes(), type=Report)
     except (OSError, msgspec.MsgspecError) as error:
         raise InvalidConfig(f"{path} is no report of 'drivetrain conformance --report': {error}") from error
+    if report.format != FORMAT:
+        raise InvalidConfig(f"{path} is a report in format {report.format}; this version reads {FORMAT}: run it again")
+    return report
 
 
 def _case(result: CaseResult) -> CaseEntry:

@@ -96,6 +96,12 @@ def test_a_file_that_is_no_report_is_refused(tmp_path: Path, content: str) -> No
         read_report(tmp_path / "r.json")
 
 
+def test_a_report_in_another_format_is_refused(tmp_path: Path) -> None:
+    write_report(dataclasses.replace(report(), format=2), tmp_path / "r.json")
+    with pytest.raises(InvalidConfig, match="in format 2; this version reads 1"):
+        read_report(tmp_path / "r.json")
+
+
 def test_each_verdict_has_a_mark_of_its_own_and_what_was_not_run_is_not_shown_as_supported() -> None:
     names = [capability.value for capability in list(Capability)[:5]]
     entries = [CapabilityEntry(name, True, verdict, "") for name, verdict in zip(names, Verdict, strict=True)]

@@ -43,11 +43,29 @@ def by_the_formula(tensor: torch.Tensor) -> int:
     return total - (1 << 64) if total >> 63 else total
 
 
-@pytest.mark.parametrize("count", [0, 1, 7, 8, 1023, 1024, 1025, 5000, 40_000])
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 1023, 1024, 1025, 5000, 40_000, 65_536, 67_583, 67_584, 70_000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8])
 def test_it_is_the_formula(count: int, dtype: torch.dtype) -> None:
     tensor = words(count // 8 + 1).view(dtype)[:count]
     assert digest(tensor) == by_the_formula(tensor)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_many_tensors_of_all_sizes_have_the_digests_that_each_has_alone(threads: int) -> None:
+    sizes = [*range(0, 9000, 1), 8191, 8192, 8193, 262_143, 262_144, 270_336, 270_337, 3_000_000]
+    source = words(400_000).view(torch.uint8)
+    tensors = {str(index): source[index : index + size] for index, size in enumerate(sizes)}
+    kept = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = digests(tensors)
+    finally:
+        torch.set_num_threads(kept)
+    chosen = [*range(0, 9000, 97), *range(9000, len(sizes))]
+    assert {str(index): digest(tensors[str(index)]) for index in chosen} == {
+        str(index): found[str(index)] for index in chosen
+    }
+    assert list(found) == list(tensors)
 
 
 @settings(max_examples=200, deadline=None)

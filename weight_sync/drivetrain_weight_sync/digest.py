@@ -15,9 +15,10 @@ It is integer arithmetic, so that a CPU and a GPU agree on every bit, in whateve
 
 from __future__ import annotations
 
+import itertools
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -32,7 +33,10 @@ _ROW_BYTES: Final = 8 * COLUMNS
 _CPU_ROWS: Final = 32768 // COLUMNS
 _DEVICE_ROWS: Final = (1 << 22) // COLUMNS
 _POOL_ROWS: Final = 1024
-_GROUP: Final = 512
+_SMALL_ROWS: Final = 32
+"""Most rows of a tensor that is copied beside others rather than folded where it lies."""
+_PART_ROWS: Final = 1024
+_GROUP_ROWS: Final = 8192
 _MASK: Final = (1 << 64) - 1
 _LENGTH_FACTOR: Final = 0x9E3779B97F4A7C15
 _DTYPE_FACTOR: Final = 0xC2B2AE3D27D4EB4F
@@ -54,11 +58,25 @@ def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
         by_device.setdefault(tensor.device, []).append(name)
     found: dict[str, int] = {}
     for names in by_device.values():
-        for begin in range(0, len(names), _GROUP):
-            group = names[begin : begin + _GROUP]
+        for group in _groups(names, tensors):
             sums = _weighted_sums([tensors[name] for name in group]).tolist()
             found.update((name, finished(value, tensors[name])) for name, value in zip(group, sums, strict=True))
     return {name: found[name] for name in tensors}
+
+
+def _groups(names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
+    """Cut names into groups that take a bounded amount of memory while they are folded together."""
+    group: list[str] = []
+    rows = 0
+    for name in names:
+        group.append(name)
+        whole = tensors[name].nbytes // _ROW_BYTES
+        rows += 1 + (whole if whole <= _SMALL_ROWS else 0)
+        if rows >= _GROUP_ROWS:
+            yield group
+            group, rows = [], 0
+    if group:
+        yield group
 
 
 def finished(weighted_sum: int, tensor: torch.Tensor) -> int:
@@ -76,29 +94,48 @@ def _weighted_sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     weights = weights_on(device)
     c = weights.per_row(max(whole_rows) + 1)
     sums = torch.zeros(len(tensors), dtype=torch.int64, device=device)
-    # The last rows of all are folded together: most tensors of a model are small.
-    last = torch.zeros(len(tensors), _ROW_BYTES, dtype=torch.uint8, device=device)
+    # Large tensors are folded where they lie, but for the rest that is no whole row. Those rests, and small tensors, of
+    # which most models have many, are put one after another and folded together.
+    in_place = [count if count > _SMALL_ROWS else 0 for count in whole_rows]
+    counts = [whole + 1 - before for whole, before in zip(whole_rows, in_place, strict=True)]
+    begins = list(itertools.accumulate(counts, initial=0))
+    together = torch.zeros(begins[-1], _ROW_BYTES, dtype=torch.uint8, device=device)
+    flat = together.view(-1)
 
     @torch.no_grad()  # it is of the thread
-    def fold_whole_rows(index: int) -> None:
-        raw, count = _raw(tensors[index]), whole_rows[index]
+    def take(index: int) -> None:
+        raw, count, begin = _raw(tensors[index]), in_place[index], begins[index] * _ROW_BYTES
         rest = raw[count * _ROW_BYTES :]
-        last[index, : len(rest)] = rest
+        flat[begin : begin + len(rest)] = rest
         if count:
             rows = torch.empty(count, dtype=torch.int64, device=device)
             fold(raw[: count * _ROW_BYTES].view(torch.int64).view(count, COLUMNS), weights.a, weights.b, rows)
             torch.sum(rows * c[:count], 0, out=sums[index])
 
+    folded = torch.empty(len(together), dtype=torch.int64, device=device)
+    words = together.view(torch.int64)
+
+    @torch.no_grad()
+    def fold_together(part: int) -> None:
+        own = slice(part * _PART_ROWS, (part + 1) * _PART_ROWS)
+        fold(words[own], weights.a, weights.b, folded[own])
+
+    parts = -(-len(together) // _PART_ROWS)
     threads = min(torch.get_num_threads(), len(tensors)) if device.type == "cpu" else 1
     if threads > 1 and sum(whole_rows) >= _POOL_ROWS:
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(fold_whole_rows, range(len(tensors))))
+            list(pool.map(take, range(len(tensors))))
+            list(pool.map(fold_together, range(parts)))
     else:
         for index in range(len(tensors)):
-            fold_whole_rows(index)
-    ends = torch.empty(len(tensors), dtype=torch.int64, device=device)
-    fold(last.view(torch.int64), weights.a, weights.b, ends)
-    return sums + ends * c[torch.tensor(whole_rows, device=device)]
+            take(index)
+        for part in range(parts):
+            fold_together(part)
+    size = torch.tensor(counts, device=device)
+    owner = torch.repeat_interleave(torch.arange(len(tensors), device=device), size)
+    begin_of = torch.tensor(begins[:-1], device=device) - torch.tensor(in_place, device=device)
+    row = torch.arange(len(together), device=device) - begin_of[owner]
+    return sums.index_add_(0, owner, folded * c[row])
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:

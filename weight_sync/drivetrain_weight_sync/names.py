@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import lru_cache
 from typing import Final
 
 _ANYWHERE: Final = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
+_NAMES_KEPT: Final = 1 << 16
 
+
+@lru_cache(_NAMES_KEPT)
 def unwrapped(name: str) -> str:
     """Drop what wrappers add: ``_orig_mod.`` (torch.compile), FSDP's and checkpointing's, and a leading ``module.``.
 
@@ -20,6 +24,7 @@ def unwrapped(name: str) -> str:
     return kept
 
 
+@lru_cache(_NAMES_KEPT)
 def base_name(name: str) -> str | None:
     """Return the name that a tensor of a peft-wrapped module has in the checkpoint; None for an adapter's own.
 
