@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from pathlib import Path
 
 import msgspec
@@ -180,6 +179,6 @@ def test_a_file_that_is_no_recording_says_so(tmp_path: Path) -> None:
 
 
 def test_a_recording_in_another_format_says_so(tmp_path: Path) -> None:
-    write_recording(dataclasses.replace(recording("transformers"), format=2), tmp_path / "it.json")
+    write_recording(msgspec.structs.replace(recording("transformers"), format=2), tmp_path / "it.json")
     with pytest.raises(InvalidConfig, match="in format 2; this version reads 1"):
         read_recording(tmp_path / "it.json")
