@@ -36,7 +36,7 @@ _POOL_ROWS: Final = 1024
 _SMALL_ROWS: Final = 32
 """Most rows of a tensor that is copied beside others rather than folded where it lies."""
 _PART_ROWS: Final = 1024
-_GROUP_ROWS: Final = 8192
+_GROUP_ROWS: Final = 2048
 _MASK: Final = (1 << 64) - 1
 _LENGTH_FACTOR: Final = 0x9E3779B97F4A7C15
 _DTYPE_FACTOR: Final = 0xC2B2AE3D27D4EB4F
