@@ -74,7 +74,7 @@ test-vllm-server: environment-vllm ## the same of real vLLM servers
 	@$(call AGAINST_A_SERVER,vllm)
 
 faults: environment-$(BACKEND) $(READY) ## kill and freeze processes during weight updates of BACKEND; EXAMPLES=300 by chance
-	@FAULTS=$(EXAMPLES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(if $(filter vllm,$(BACKEND)),tests/faults/with_vllm.py,tests/faults) $(ARGS)
+	@FAULTS=$(EXAMPLES) FAULTS_BACKEND=$(BACKEND) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(if $(filter transformers,$(BACKEND)),tests/faults,tests/faults/with_an_engine.py) $(ARGS)
 
 conformance: environment-$(BACKEND) ## run the conformance suite on BACKEND, in an environment of its own
 	@$(ENGINE_ENV) OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/drivetrain conformance $(BACKEND) $(if $(ISOLATION),--isolation $(ISOLATION)) $(SETTINGS) --fork-hosts --report $(REPORT) $(ARGS)

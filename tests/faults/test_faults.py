@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]
 
 TIMEOUTS = {"weight_update": 5.0, "control": 5.0, "close": 5.0, "heartbeat": 3.0, "event_loop": 10.0}
 BLOWS = [Blow.KILL, Blow.FREEZE, Blow.PAUSE, Blow.RETURN]
-TRANSPORTS = ["shared_memory", "broadcast", "disk"]
+TRANSPORTS = ["shared_memory", "broadcast", "disk", "delta"]
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
-"""Weight updates of a real vLLM on two ranks, struck at any step: see README.md. ``make faults BACKEND=vllm`` runs it.
+"""Weight updates of a real vLLM or SGLang on two ranks, struck at any step: see README.md.
 
-pytest does not collect it by itself: it wants the environment of ``make environment-vllm``, or another whose Python
-``FAULTS_PYTHON`` names.
+``make faults BACKEND=vllm`` (or ``sglang``) runs it. pytest does not collect it by itself: it wants the environment of
+``make environment-vllm`` (or ``-sglang``), or another whose Python ``FAULTS_PYTHON`` names.
 """
 
 from __future__ import annotations
@@ -27,13 +27,19 @@ from drivetrain.testing import tiny_model
 
 pytestmark = [pytest.mark.timeout(0)]
 
-PYTHON = os.environ.get("FAULTS_PYTHON", ".venvs/vllm/bin/python")
+BACKEND = os.environ.get("FAULTS_BACKEND", "vllm")
+PYTHON = os.environ.get("FAULTS_PYTHON", f".venvs/{BACKEND}/bin/python")
 TIMEOUTS = {"weight_update": 8.0, "control": 8.0, "close": 10.0, "heartbeat": 4.0, "event_loop": 20.0}
+
+
+VICTIMS = [Victim.RANK_0, Victim.RANK_1, Victim.CORE, Victim.HOST, Victim.SENDER]
+if BACKEND == "sglang":
+    VICTIMS.remove(Victim.CORE)  # its ranks are children of the host
 
 
 @dataclass
 class Keeper:
-    """Keeps an engine from one fault to the next, as long as it lives: vLLM takes long to start."""
+    """Keeps an engine from one fault to the next, as long as it lives: it takes long to start."""
 
     fields: dict[str, Any]
     engine: InferenceEngine | None = None
@@ -75,7 +81,7 @@ def theatre(
 ) -> Iterator[Theatre]:
     model = tiny_model("qwen2")
     fields: dict[str, Any] = {
-        "backend": "vllm",
+        "backend": BACKEND,
         "model": str(model),
         "python": os.path.abspath(PYTHON),
         "tensor_parallel_size": 2,
@@ -83,16 +89,16 @@ def theatre(
     }
     keeper = Keeper(fields)
     folder = tmp_path_factory.mktemp("faults")
-    with pytest.MonkeyPatch.context() as patch, ForkServer("vllm", fields["python"]):
+    with pytest.MonkeyPatch.context() as patch, ForkServer(BACKEND, fields["python"]):
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")  # what is forked has imported vLLM
-        yield Theatre("vllm", model, stage, folder, keeper.open, fields, outcomes, bound=45, keeps=True)
+        yield Theatre(BACKEND, model, stage, folder, keeper.open, fields, outcomes, bound=45, keeps=True)
         runner.run(keeper.close())
 
 
 @some(few=6, share=1.0)
 @given(
     faults(
-        [Victim.RANK_0, Victim.RANK_1, Victim.CORE, Victim.HOST, Victim.SENDER],
+        VICTIMS,
         [Blow.KILL, Blow.FREEZE, Blow.PAUSE],
         ["shared_memory", "broadcast", "disk"],
     )
