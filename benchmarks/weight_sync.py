@@ -132,7 +132,7 @@ async def measure_counts(arguments: argparse.Namespace) -> list[dict[str, float]
             hidden_size=hidden,
             num_hidden_layers=layers,
             num_experts=max(2, count // (3 * layers)),
-            moe_intermediate_size=max(1, round(arguments.megabytes * 1e6 / (2 * hidden * count))),
+            moe_intermediate_size=max(8, round(arguments.megabytes * 1e6 / (2 * hidden * count) / 8) * 8),
             dtype="bfloat16",
         )
         async with create_engine("transformers", model=str(path), isolation="process") as engine:

@@ -155,7 +155,7 @@ async def test_a_trainer_pushes_its_adapter_after_every_step(
                 assert 0 < result.update_seconds < result.total_seconds
                 assert len(folders_in(tmp_path)) == 1
                 output = await engine.generate("x", PARAMS, lora="policy")
-                assert_made_by(policy.eval(), output.completions[0])
+                assert_made_by(policy.eval(), output.completions[0])  # type: ignore[arg-type]
                 assert (await engine.generate("x", greedy)).completions[0].token_ids == base.completions[0].token_ids
             with torch.no_grad():
                 lora_b[0, 0] = torch.nan
