@@ -32,9 +32,9 @@ PYTHON = os.environ.get("FAULTS_PYTHON", f".venvs/{BACKEND}/bin/python")
 TIMEOUTS = {"weight_update": 8.0, "control": 8.0, "close": 10.0, "heartbeat": 4.0, "event_loop": 20.0}
 
 
-VICTIMS = [Victim.RANK_0, Victim.RANK_1, Victim.CORE, Victim.HOST, Victim.SENDER]
-if BACKEND == "sglang":
-    VICTIMS.remove(Victim.CORE)  # its ranks are children of the host
+_ON_ANY = [Victim.RANK_0, Victim.RANK_1, Victim.HOST, Victim.SENDER]
+VICTIMS = {"vllm": [*_ON_ANY, Victim.CORE], "sglang": _ON_ANY}
+"""By backend: SGLang's ranks are children of the host, with no core between them."""
 
 
 @dataclass
@@ -98,7 +98,7 @@ def theatre(
 @some(few=6, share=1.0)
 @given(
     faults(
-        VICTIMS,
+        VICTIMS[BACKEND],
         [Blow.KILL, Blow.FREEZE, Blow.PAUSE],
         ["shared_memory", "broadcast", "disk"],
     )

@@ -76,8 +76,11 @@ async def test_a_plugins_transport_reaches_another_process(install: Install, tmp
     install(pigeon="pigeon_plugin:Pigeon")
     trained = Model(1)
     async with HostedEngine(Model(2)) as engine:
-        for how in ("pigeon", find_transport("pigeon")(tmp_path)):
-            async with WeightSync.connect(trained, engine, how, directory=tmp_path, bucket_bytes=8192) as sync:
+        ready = find_transport("pigeon")(tmp_path)
+        with pytest.raises(InvalidRequest, match="directory of its own"):
+            WeightSync.connect(trained, engine, ready, directory=tmp_path)
+        for how, directory in (("pigeon", tmp_path), (ready, None)):
+            async with WeightSync.connect(trained, engine, how, directory=directory, bucket_bytes=8192) as sync:
                 assert sync.strategy is Strategy.PLUGIN
                 with torch.no_grad():
                     trained.model.norm.weight.add_(1)

@@ -66,10 +66,12 @@ def choose(
         directory: For a plugin's transport that is made here.
 
     Raises:
-        InvalidRequest: there is no strategy of that name.
+        InvalidRequest: there is no strategy of that name, or a directory is given beside a transport.
         UnsupportedCapability: the engine does not claim the one asked for, or none at all.
         WeightSyncError: a plugin's transport does not load, or two plugins bring it.
     """
+    if isinstance(asked, Transport) and directory is not None:
+        raise InvalidRequest("a transport has a directory of its own; give it to the transport", field="directory")
     known = _parse(asked)
     if not isinstance(known, Strategy):
         name = known if isinstance(known, str) else known.name

@@ -332,7 +332,9 @@ class VLLMBackend(WorkerBackend):
         check_adapter(lora_path, self.config.max_lora_rank or LORA_RANK, self._shapes)
         most = self.config.max_loras or MOST_LORAS
         if len(self._adapters) > most:  # one more than that while an update replaces one
-            raise InvalidRequest(f"{most} adapters are loaded, and max_loras={most}; unload one", field="lora_name")
+            raise InvalidRequest(
+                f"{len(self._adapters)} adapters are loaded, and max_loras={most}; unload one", field="lora_name"
+            )
         # Neither its number nor its name is used again: vLLM knows adapters, and their caches, by those.
         number = next(self._lora_numbers)
         wanted = LoRARequest(f"{lora_name}.{number}", number, lora_path)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from drivetrain.errors import InvalidRequest
+from drivetrain.errors import InvalidRequest, WeightSyncError
 from drivetrain.weights import PlacedTensor, WeightManifest, WeightPlan, WeightSource, WeightUpdateRequest
 from drivetrain_weight_sync.dtypes import as_bits, dtype_of
 from drivetrain_weight_sync.plan import ALIGNMENT
@@ -44,9 +44,9 @@ class Sender(ABC):
         """What was put changes weights that the engine does not hold: bring every tensor whole, as :meth:`source` says.
 
         Raises:
-            NotImplementedError: it does so already.
+            WeightSyncError: this transport does so already.
         """
-        raise NotImplementedError
+        raise WeightSyncError(f"a {type(self).__name__} brings every tensor whole already; its reader named a base")
 
     def forget(self) -> None:  # noqa: B027
         """What the engine holds, or how far it is, is not known any more. Safe from any thread."""
