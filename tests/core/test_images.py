@@ -1,4 +1,4 @@
-"""Images on their way to SGLang, with no SGLang installed."""
+"""Images on their way to an engine, with no engine installed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,25 @@ import torch
 from PIL import Image
 from transformers import AutoConfig
 
-from drivetrain import Capability, EngineConfig, ImageInput, InvalidRequest, LogprobsMode, SamplingParams, VideoInput
+from drivetrain import (
+    Capability,
+    EngineConfig,
+    ImageInput,
+    InvalidRequest,
+    LogprobsMode,
+    SamplingParams,
+    VideoInput,
+    images,
+)
 from drivetrain.backend import GenerateRequest
 from drivetrain.errors import EngineInternalError
+from drivetrain.images import ImageReader, Patches, takes_images
 from drivetrain.testing import VISION_ARCHITECTURES, tiny_model
-from drivetrain_sglang import images, translate
+from drivetrain_sglang import translate
 from drivetrain_sglang.engine import SGLangBackend
-from drivetrain_sglang.images import ImageReader, takes_images
+from drivetrain_sglang.images import image_data
+from drivetrain_vllm.engine import VLLMBackend
+from drivetrain_vllm.images import places_of
 from drivetrain_weight_sync.checkpoint import checkpoint_of
 
 
@@ -36,7 +48,10 @@ def image(width: int, height: int, value: int = 0) -> ImageInput:
 @pytest.mark.parametrize("architecture", VISION_ARCHITECTURES)
 def test_images_are_claimed_for_models_that_take_them(architecture: str, tmp_path: Path) -> None:
     model = tiny_model(architecture)
-    assert Capability.IMAGES in SGLangBackend.capabilities(config(model))
+    for backend in (SGLangBackend, VLLMBackend):
+        assert Capability.IMAGES in backend.capabilities(config(model, device="cpu"))
+        assert Capability.IMAGES not in backend.capabilities(config(tiny_model("qwen2"), device="cpu"))
+    assert Capability.IMAGES not in VLLMBackend.capabilities(config(model, device="cuda")), "not seen there"
     assert not takes_images(config(model, task="embed"))
     assert not takes_images(config(tiny_model("qwen2")))
     assert not takes_images(config(tmp_path))
@@ -50,7 +65,7 @@ def test_images_become_patches_in_order() -> None:
         (6, 262, 260, None),
         (8, 262, 260, None),
     ]
-    (data,) = made.image_data(media)
+    (data,) = image_data(made.patches(media))
     assert data["format"] == "processor_output"
     assert data["image_grid_thw"].tolist() == [[1, 6, 4], [1, 4, 8]]
     assert data["pixel_values"].shape == (24 + 32, 1176)
@@ -80,15 +95,15 @@ def test_an_image_is_cut_into_patches_once(monkeypatch: pytest.MonkeyPatch) -> N
     done: list[bytes] = []
     original = made._made
 
-    def noted(medium: ImageInput, data: bytes) -> images.Patches:
+    def noted(medium: ImageInput, data: bytes, name: str) -> Patches:
         done.append(data)
-        return original(medium, data)
+        return original(medium, data, name)
 
     monkeypatch.setattr(made, "_made", noted)
     first, second = image(56, 56), image(56, 56, 5)
     for _ in range(2):
         made.read([first, second])
-        made.image_data([first, second])
+        assert len({patches.name for patches in made.patches([first, second])}) == 2
     assert done == [first.data, second.data]
     monkeypatch.setattr(images, "HELD_BYTES", 0)
     made.read([image(56, 56, 7)])
@@ -115,3 +130,10 @@ def test_a_checkpoint_with_a_vision_model_is_named_as_it_is_stored(architecture:
     with safe_open(folder / "model.safetensors", "pt") as file:
         stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
     assert {spec.name: spec.shape for spec in checkpoint_of(str(folder)).tensors} == stored
+
+
+def test_the_places_of_images_in_a_prompt_are_found_in_order() -> None:
+    assert places_of([1, 9, 9, 2, 3, 9, 9, 9, 4], [2, 3], 9) == [1, 5]
+    assert places_of([9, 9, 9], [1, 2], 9) == [0, 1]
+    with pytest.raises(ValueError, match="9 is not in list"):
+        places_of([1, 9], [1, 1], 9)
