@@ -276,10 +276,20 @@ class Between:
         await self._engine.release_weight_sources()
 
     @asynccontextmanager
-    async def weight_update(self, request: WeightUpdateRequest) -> AsyncGenerator[UpdateUnderWay, None]:
+    async def weight_update(
+        self, request: WeightUpdateRequest, *, at_once: bool = False
+    ) -> AsyncGenerator[UpdateUnderWay, None]:
         """The engine's, of the changed request, over a line that may break."""
-        async with self._engine.weight_update(self.change(request)) as update:
-            yield update if self.buckets is None else _BreaksOff(update, self.buckets)
+        breaks = self.buckets is not None
+        async with self._engine.weight_update(self.change(request), at_once=at_once and not breaks) as update:
+            if not breaks:
+                yield update
+                return
+            line = _BreaksOff(update, self.buckets or 0)
+            yield line
+            if at_once:
+                for index in range(update.buckets):
+                    await line.load([index])
 
 
 class _BreaksOff:

@@ -25,14 +25,16 @@ from drivetrain.outputs import FinishReason, TopLogprobs, VersionSpan
 from drivetrain.prompts import MediaInput
 from drivetrain.sampling import LogprobsMode, SamplingParams
 from drivetrain.weights import (
+    ApplyUpdate,
+    BeginUpdate,
+    CommitUpdate,
     CommunicatorSpec,
     TensorData,
+    VerifyUpdate,
     WeightManifest,
     WeightMessage,
     WeightReply,
     WeightReport,
-    WeightUpdateRequest,
-    steps_to_commit,
 )
 
 
@@ -266,6 +268,9 @@ class Backend(ABC):
     async def receive_weights(self, message: WeightMessage) -> WeightReply:
         """Take one step of a weight update; see the messages in ``drivetrain.weights``.
 
+        An engine with ``WEIGHT_STAGING`` generates while it takes a ``PrepareUpdate``, however large the source is, and
+        needs a checkpoint's files no more afterwards.
+
         Raises:
             WeightPlanMismatch: on PrepareUpdate, when the tensors are not the model's.
             WeightTransferFailed: a step failed after BeginUpdate.
@@ -273,27 +278,26 @@ class Backend(ABC):
         """
         raise self._unsupported("weight updates")
 
-    async def apply_weights(self, version: str, buckets: int, keep_prefix_cache: bool) -> WeightReply:
+    async def apply_weights(self, update: ApplyUpdate) -> WeightReply:
         """Take all steps of an update that was prepared and whose buckets lie ready, and reset the prefix cache.
 
-        The same as the messages one after another, which is what happens unless an engine can take them in one call.
+        The same as the calls one after another, which is what happens unless an engine can take them as one. If one
+        of them fails, requests that were frozen for it stay so.
 
         Raises:
             WeightTransferFailed, WeightVerifyFailed: as for the messages.
         """
-        *until_verified, commit = steps_to_commit(version, buckets)
-        replies = [await self.receive_weights(step) for step in until_verified]
-        if not keep_prefix_cache:
+        if update.freeze is not None:
+            await self.freeze(update.freeze)
+        await self.receive_weights(BeginUpdate())
+        reply = await self.receive_weights(update.load)
+        await self.receive_weights(VerifyUpdate())
+        if not update.keep_prefix_cache:
             await self.reset_prefix_cache()
-        await self.receive_weights(commit)
-        return WeightReply(nbytes=sum(reply.nbytes for reply in replies))
-
-    async def stage_weights(self, request: WeightUpdateRequest) -> None:
-        """Copy the source into memory of the engine's own while generation goes on; the update then starts from it.
-
-        Cancelling the call lets that memory go.
-        """
-        raise self._unsupported(Capability.WEIGHT_STAGING)
+        await self.receive_weights(CommitUpdate(update.version))
+        if update.freeze is not None:
+            await self.unfreeze()
+        return reply
 
     async def validate_weights(self) -> WeightReport:
         """Look at every tensor, where it lies, for NaN, infinity and zeros only."""

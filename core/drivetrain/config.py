@@ -45,7 +45,9 @@ class Timeouts(BaseModel):
         default=3600.0, description="For one generate call or stream, its wait in a pause included."
     )
     control: Seconds = Field(default=120.0, description="For pause, sleep, wake, cache, LoRA and the like.")
-    weight_update: Seconds = Field(default=600.0, description="For each step of a weight update, and for a save.")
+    weight_update: Seconds = Field(
+        default=600.0, description="For each step of a weight update, or those taken in one call; and for a save."
+    )
     close: Seconds = Field(default=20.0, description="For a clean shutdown, before the host process is killed.")
     heartbeat: Seconds = Field(default=10.0, description="A host process silent for this long is dead.")
     event_loop: Seconds = Field(

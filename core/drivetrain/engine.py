@@ -43,11 +43,12 @@ from drivetrain.states import EngineState, EngineStatus, WeightState
 from drivetrain.tokenizer import Tokenizer
 from drivetrain.transfers import WeightTransferHandle
 from drivetrain.updates import (
+    SENT_MEANWHILE,
     SOURCE_CAPABILITY,
+    KeptPlan,
     WeightTransaction,
     as_transfer_error,
     failure_reason,
-    loaded_together,
 )
 from drivetrain.validation import absolute_path, as_prompts, check_seconds, check_url, require
 from drivetrain.weights import (
@@ -135,6 +136,7 @@ class InferenceEngine:
         self._frozen = False
         """Whether the backend was told to freeze requests, and not yet to let them go on."""
         self._prepared: WeightTransaction | None = None
+        self._plans = KeptPlan()
         """The update that the receiver checked last, if it was asked to ahead of time."""
         self._holds = 0
         self._loras: dict[str, LoadedLora] = {}
@@ -703,13 +705,20 @@ class InferenceEngine:
             return await self._backend.weight_manifest()
 
     @asynccontextmanager
-    async def weight_update(self, request: WeightUpdateRequest) -> AsyncGenerator[WeightTransaction, None]:
+    async def weight_update(
+        self, request: WeightUpdateRequest, *, at_once: bool = False
+    ) -> AsyncGenerator[WeightTransaction, None]:
         """Run one weight update; ``load`` every bucket within.
 
         Entering checks the request against the model (a refusal changes nothing), deals with requests in flight
         as ``request.mode`` says, and begins. Leaving verifies every tensor, resets the prefix cache, publishes the
         version, and lets requests go on unless the engine was paused before. Leaving by an exception, or failing to
         verify, leaves the engine dirty: it serves nothing until a complete update is committed.
+
+        Args:
+            request: What, from where, as which version.
+            at_once: Load nothing within: leaving does it, together with all that comes before and after it, in one
+                call to the engine, and only for that call are requests frozen. Every bucket must lie ready.
 
         Raises:
             WeightPlanMismatch: tensors missing, extra or of another shape or dtype; nothing changed.
@@ -725,24 +734,26 @@ class InferenceEngine:
             before = self._status
             self._set(before.begin_update())
             try:
-                await self._quiesce_for_update(request.mode)
+                freeze = await self._quiesce_for_update(request.mode, later=at_once and not before.holds_requests)
             except BaseException:
                 await self._abort_update()
                 self._set(before)
                 await self._unfreeze_if_free(before)
                 raise
             try:
-                await transaction.enter()
+                if not at_once:
+                    await transaction.begin()
                 yield transaction
-                await transaction.finish()
+                await (transaction.apply(freeze) if at_once else transaction.finish())
             except BaseException as error:
                 self._set(self._status.dirty(failure_reason(request.version, error)))
-                await self._abort_update()
+                await self._abort_update(freeze)
                 if isinstance(error, Exception) and not isinstance(error, DrivetrainError):
                     raise as_transfer_error(request.version, error) from error
                 raise
             self._version = request.version
             after = self._status.commit_update()
+            self._frozen = self._frozen and freeze is None
             await self._unfreeze_if_free(after)
             self._set(after)
 
@@ -756,12 +767,17 @@ class InferenceEngine:
         require(self.capabilities, Capability.WEIGHT_UPDATE_IN_FLIGHT, "a weight update in flight", self.config.backend)
         require(self.capabilities, _PAUSE_CAPABILITY[mode], f"mode={mode.value!r}", self.config.backend)
 
-    async def _quiesce_for_update(self, mode: PauseMode) -> None:
+    async def _quiesce_for_update(self, mode: PauseMode, *, later: bool = False) -> PauseMode | None:
+        """Deal with requests in flight; return how to freeze them if only that is left to do, ``later``."""
         if not self._flights.running:
-            return
+            return None
         self._require_in_flight(mode)  # they may have arrived while the update was prepared
+        if later and mode in (PauseMode.IN_PLACE, PauseMode.RETRACT):
+            self._frozen = True
+            return mode
         async with deadline(self.config.timeouts.weight_update, f"requests in flight to be dealt with ({mode.value})"):
             await self._quiesce(mode)
+        return None
 
     async def prepare_weight_update(self, request: WeightUpdateRequest) -> None:
         """Open the source of an update and check it against the model, while the engine serves on.
@@ -772,7 +788,7 @@ class InferenceEngine:
             WeightPlanMismatch: tensors missing, extra or of another shape or dtype.
         """
         self._require_update_of_all(request.source.kind)
-        async with self._owning_weights("a weight update"), self._controlling("a weight update"):
+        async with self._owning_weights("a weight update"):
             self._status.require_updatable()
             self._prepared = None
             self._prepared = await self._prepare(request)
@@ -799,15 +815,22 @@ class InferenceEngine:
 
     async def _prepare(self, request: WeightUpdateRequest) -> WeightTransaction:
         keep = request.keep_prefix_cache or Capability.PREFIX_CACHE not in self.capabilities
-        transaction = WeightTransaction(self._backend, request, self.config.timeouts.weight_update, keep)
-        await transaction.prepare()
+        transaction = WeightTransaction(self._backend, request, self.config.timeouts.weight_update, keep, self._plans)
+        try:
+            await transaction.prepare()
+        except BaseException:
+            await self._abort_update()  # it may still be at it
+            raise
         return transaction
 
-    async def _abort_update(self) -> None:
+    async def _abort_update(self, freeze: PauseMode | None = None) -> None:
+        """Withdraw an update that failed; ``freeze`` says how requests were to be frozen for it, or were."""
         try:
             async with self._bounded("the receiver to forget the update"):
+                if freeze is not None:
+                    await self._backend.freeze(freeze)
                 await self._backend.receive_weights(AbortUpdate())
-        except DrivetrainError as error:
+        except Exception as error:  # what made the update fail is what the caller is told
             logger.warning("the failed update could not be withdrawn from the engine: %s", error)
 
     async def update_named_weights(self, request: WeightUpdateRequest) -> None:
@@ -823,17 +846,34 @@ class InferenceEngine:
         if isinstance(request.source, LoraSource):
             await self._update_lora(request, request.source)
             return
-        async with self.weight_update(request) as transaction:
-            for together in loaded_together(request.source.kind, transaction.buckets):
-                await transaction.load(together)
+        at_once = request.source.kind not in SENT_MEANWHILE
+        async with self.weight_update(request, at_once=at_once) as transaction:
+            for index in range(0 if at_once else transaction.buckets):
+                await transaction.load([index])
 
     async def start_weight_transfer(self, request: WeightUpdateRequest) -> WeightTransferHandle[None]:
-        """Begin to stage an update in the background, while generation goes on; only its ``finish`` pauses."""
+        """Begin to stage an update in the background, while generation goes on; only its ``finish`` pauses.
+
+        A checkpoint's files are read and checked meanwhile, and may be removed once it is staged. What a plugin's
+        transport brings, and tensors in memory that is shared with a trainer, must stay as they are until it is
+        finished; the ``start_weight_transfer`` of a ``WeightSync`` copies tensors first.
+
+        Raises:
+            WeightPlanMismatch, InvalidRequest: by the handle, as :meth:`prepare_weight_update` does.
+        """
         self._require("start_weight_transfer()", Capability.WEIGHT_STAGING)
-        kind = request.source.kind
-        require(self.capabilities, SOURCE_CAPABILITY[kind], f"a weight update from {kind}", self.config.backend)
+        self._require_update_of_all(request.source.kind)
+
+        async def let_go() -> None:
+            if self._prepared is not None and self._prepared.request is request:
+                self._prepared = None
+                await self._abort_update()
+
         return WeightTransferHandle(
-            request.version, self._backend.stage_weights(request), lambda _: self.update_named_weights(request)
+            request.version,
+            self.prepare_weight_update(request),
+            lambda _: self.update_named_weights(request),
+            let_go,
         )
 
     async def load_weights_from_disk(

@@ -23,7 +23,8 @@
         ├── WeightBaseMismatch      a delta against weights that the engine does not hold; nothing was changed
         ├── InvalidWeights          NaN or infinite tensors in the source; nothing was changed
         ├── WeightTransferFailed    the transfer broke after it began; the engine is dirty
-        └── WeightVerifyFailed      what arrived is not what was sent; the engine is dirty
+        ├── WeightVerifyFailed      what arrived is not what was sent; the engine is dirty
+        └── WeightProbeFailed       verified and served, but the engine's logprobs are not the trainer's
 
 Errors say what was wrong, with the value, what was expected, and what to do.
 """
@@ -181,13 +182,24 @@ class WeightVerifyFailed(WeightSyncError):
         self.tensors = tuple(tensors)
 
 
+class WeightProbeFailed(WeightSyncError):
+    """The weights are verified and served, and the engine gives other logprobs with them than the trainer.
+
+    ``gap`` is the largest difference, in nats.
+    """
+
+    def __init__(self, message: str, *, gap: float = float("nan")) -> None:
+        super().__init__(message)
+        self.gap = gap
+
+
 def _tree(root: type[DrivetrainError]) -> Iterable[type[DrivetrainError]]:
     yield root
     for child in root.__subclasses__():
         yield from _tree(child)
 
 
-_FIELDS: Final = ("field", "capability", "state", "batch_size", "missing", "extra", "mismatched", "tensors")
+_FIELDS: Final = ("field", "capability", "state", "batch_size", "missing", "extra", "mismatched", "tensors", "gap")
 
 
 def to_wire(error: DrivetrainError) -> tuple[str, str, dict[str, object]]:

@@ -8,13 +8,16 @@ from drivetrain.backend import Backend
 from drivetrain.capability import Capability
 from drivetrain.deadlines import deadline
 from drivetrain.errors import DrivetrainError, EngineStateError, WeightSyncError, WeightTransferFailed
+from drivetrain.memory import PauseMode
 from drivetrain.weights import (
+    ApplyUpdate,
     BeginUpdate,
     CommitUpdate,
     LoadBuckets,
     PrepareUpdate,
     VerifyUpdate,
     WeightMessage,
+    WeightPlan,
     WeightReply,
     WeightUpdateRequest,
 )
@@ -30,27 +33,25 @@ SOURCE_CAPABILITY = {
 }
 
 
-_AT_ONCE = frozenset({"cuda_ipc"})
-"""Sources of which a bucket takes less time than a call."""
-
-
-def loaded_together(kind: str, buckets: int) -> list[list[int]]:
-    """Which buckets of a source to load in one call: all, where they take less time than a call; else one by one."""
-    if kind in _AT_ONCE:
-        return [list(range(buckets))]
-    return [[index] for index in range(buckets)]
+SENT_MEANWHILE = frozenset({"broadcast"})
+"""Sources whose buckets are sent while they are loaded; those of all others lie ready."""
 
 
 class WeightTransaction:
     """An update under way, between begin and commit. Made by ``InferenceEngine.weight_update``."""
 
-    def __init__(self, backend: Backend, request: WeightUpdateRequest, timeout: float, keep_prefix_cache: bool) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        request: WeightUpdateRequest,
+        timeout: float,
+        keep_prefix_cache: bool,
+        plans: KeptPlan,
+    ) -> None:
         self._backend = backend
         self._timeout = timeout
         self._keep_prefix_cache = keep_prefix_cache
-        self._begun = False
-        self._deferred: tuple[int, ...] = ()
-        """Every bucket, asked for in one call: that, and what is before and after it, is done on leaving."""
+        self._plans = plans
         self._ended = False
         self.request = request
         self.buckets = 0
@@ -60,8 +61,9 @@ class WeightTransaction:
 
     async def prepare(self) -> None:
         """Let the receiver open the source and check every tensor; changes nothing."""
+        message = self._plans.left_out_of(self.request)
         try:
-            reply = await self._send(PrepareUpdate(self.request), "the receiver to check the update")
+            reply = await self._send(message, "the receiver to check the update")
         except DrivetrainError:
             raise
         except Exception as error:
@@ -70,60 +72,68 @@ class WeightTransaction:
                 "nothing was changed"
             ) from error
         self.buckets = reply.buckets
+        if reply.keeps_plan:
+            self._plans.keep(self.request.plan)
 
-    async def enter(self) -> None:
-        """Begin, unless every step may be taken in one call."""
-        if self.request.source.kind not in _AT_ONCE:
-            await self._begin()
+    async def begin(self) -> None:
+        """From here on the weights are neither the old nor the new ones."""
+        await self._send(BeginUpdate(), "the receiver to begin the update")
 
     async def load(self, indices: Sequence[int]) -> None:
         """Copy these buckets of the plan into the model.
 
-        All those of a source on the engine's GPU, asked for in one call, are copied on leaving the update.
-
         Raises:
             WeightTransferFailed: the copy failed; leave the transaction, the engine becomes dirty.
-            EngineStateError: the update has ended.
+            EngineStateError: the update has ended, or was not begun, because it loads every bucket at once.
         """
         if self._ended:
             raise EngineStateError("a bucket came after the end of its update; begin another update", state="idle")
-        wanted = tuple(indices)
-        if not self._begun and not self._deferred and wanted == tuple(range(self.buckets)):
-            self._deferred = wanted
-            return
-        await self._begin()
-        await self._load(wanted)
+        reply = await self._send(LoadBuckets(tuple(indices)), f"buckets {list(indices)} to be loaded")
+        self.nbytes += reply.nbytes
+
+    async def apply(self, freeze: PauseMode | None) -> None:
+        """Take every step at once; requests are frozen before, and go on after, if ``freeze`` says how."""
+        self._ended = True
+        update = ApplyUpdate(self.request.version, self.buckets, self._keep_prefix_cache, freeze)
+        async with deadline(self._timeout, "the receiver to apply the update"):
+            self.nbytes = (await self._backend.apply_weights(update)).nbytes
 
     async def finish(self) -> None:
-        """Load what is left to load, verify every tensor, forget what older weights cached, publish the version."""
+        """Verify every tensor, forget what older weights cached, publish the version."""
         self._ended = True
-        if self._deferred and not self._begun:
-            async with deadline(self._timeout, "the receiver to apply the update"):
-                reply = await self._backend.apply_weights(self.request.version, self.buckets, self._keep_prefix_cache)
-            self.nbytes = reply.nbytes
-            return
-        await self._begin()
         await self._send(VerifyUpdate(), "the receiver to verify the update")
         if not self._keep_prefix_cache:
             async with deadline(self._timeout, "the prefix cache to be reset"):
                 await self._backend.reset_prefix_cache()
         await self._send(CommitUpdate(self.request.version), "the receiver to commit the update")
 
-    async def _begin(self) -> None:
-        """From here on the weights are neither the old nor the new ones."""
-        if not self._begun:
-            self._begun = True
-            await self._send(BeginUpdate(), "the receiver to begin the update")
-            if self._deferred:
-                await self._load(self._deferred)
-
-    async def _load(self, indices: tuple[int, ...]) -> None:
-        reply = await self._send(LoadBuckets(indices), f"buckets {list(indices)} to be loaded")
-        self.nbytes += reply.nbytes
-
     async def _send(self, message: WeightMessage, waited_for: str) -> WeightReply:
         async with deadline(self._timeout, waited_for):
             return await self._backend.receive_weights(message)
+
+
+class KeptPlan:
+    """The plan that a backend has said it remembers, which need not travel again."""
+
+    def __init__(self) -> None:
+        self._plan: WeightPlan | None = None
+        self._hash = ""
+        self._kept = False
+
+    def left_out_of(self, request: WeightUpdateRequest) -> PrepareUpdate:
+        """The message for ``request``; nothing is known to be kept until :meth:`keep` says so again."""
+        kept, self._kept = self._kept, False
+        if not kept or request.plan is not self._plan:
+            return PrepareUpdate(request)
+        return PrepareUpdate(request.model_copy(update={"plan": WeightPlan(())}), self._hash)
+
+    def keep(self, plan: WeightPlan | None) -> None:
+        """The backend has this one now."""
+        if plan is None:
+            return
+        if plan is not self._plan:
+            self._plan, self._hash = plan, plan.hash
+        self._kept = True
 
 
 def failure_reason(version: str, error: BaseException) -> str:

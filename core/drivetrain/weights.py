@@ -179,6 +179,8 @@ class PrepareUpdate:
     """Open the source and check every tensor against the model. Changes nothing."""
 
     request: WeightUpdateRequest
+    kept_plan: str | None = None
+    """Hash of the request's plan, which is left out (``WeightPlan(())``): the last one that a reply said is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +220,20 @@ class ReleaseSources:
 WeightMessage = PrepareUpdate | BeginUpdate | LoadBuckets | VerifyUpdate | CommitUpdate | AbortUpdate | ReleaseSources
 
 
-def steps_to_commit(version: str, buckets: int) -> tuple[WeightMessage, ...]:
-    """What follows a PrepareUpdate whose buckets all lie ready, in order."""
-    return BeginUpdate(), LoadBuckets(tuple(range(buckets))), VerifyUpdate(), CommitUpdate(version)
+@dataclass(frozen=True, slots=True)
+class ApplyUpdate:
+    """All that follows a PrepareUpdate whose buckets lie ready, from BeginUpdate to CommitUpdate, in one call."""
+
+    version: str
+    buckets: int
+    keep_prefix_cache: bool
+    freeze: PauseMode | None = None
+    """Freeze requests so before it, and let them go on after it; None: there are none, or they are frozen."""
+
+    @property
+    def load(self) -> LoadBuckets:
+        """The message that loads every bucket."""
+        return LoadBuckets(tuple(range(self.buckets)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +244,8 @@ class WeightReply:
     """After PrepareUpdate: how many buckets there are to load."""
     nbytes: int = 0
     """Bytes copied by this step."""
+    keeps_plan: bool = False
+    """After PrepareUpdate: its plan is remembered, and need not be sent again while no other is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,7 @@ from drivetrain.host.methods import METHODS
 from drivetrain.sampling import ActionMask, TemperatureSchedule
 from drivetrain.weights import (
     AbortUpdate,
+    ApplyUpdate,
     BeginUpdate,
     Bucket,
     CommitUpdate,
@@ -144,6 +145,7 @@ ARGUMENTS: dict[str, list[tuple[object, ...]]] = {
     "weight_manifest": [()],
     "receive_weights": [
         *((PrepareUpdate(update),) for update in UPDATES),
+        (PrepareUpdate(UPDATES[0].model_copy(update={"plan": WeightPlan(())}), kept_plan="a hash"),),
         (BeginUpdate(),),
         (LoadBuckets((0, 3)),),
         (VerifyUpdate(),),
@@ -151,8 +153,7 @@ ARGUMENTS: dict[str, list[tuple[object, ...]]] = {
         (AbortUpdate(),),
         (ReleaseSources(),),
     ],
-    "apply_weights": [("v2", 3, True), ("v2", 1, False)],
-    "stage_weights": [(update,) for update in UPDATES],
+    "apply_weights": [(ApplyUpdate("v2", 3, True),), (ApplyUpdate("v2", 1, False, PauseMode.IN_PLACE),)],
     "validate_weights": [()],
     "set_weight_version": [("v2",)],
     "init_communicator": [
@@ -176,7 +177,7 @@ RESULTS: dict[str, object] = {
     "stream": TokenDelta([1], [-0.5], [[(1, -0.5)]], RESULT),
     "read_media": [ReadMedium(3, 5, b"\0\xff", follows=2), ReadMedium(4, 1)],
     "weight_manifest": WeightManifest((SPEC,), {"a": "b"}),
-    "receive_weights": WeightReply(3, 2**40),
+    "receive_weights": WeightReply(3, 2**40, keeps_plan=True),
     "apply_weights": WeightReply(nbytes=2**40),
     "validate_weights": WeightReport(3, ("a",), (), ("b",)),
     "read_weight": TensorData(SPEC, bytes(range(256))),
@@ -217,11 +218,11 @@ def test_results_cross_unchanged(method: str) -> None:
 
 
 def test_the_plan_of_an_update_keeps_its_hash() -> None:
-    codec = METHODS["stage_weights"].arguments[0].codec
-    got = codec.decode(codec.encode(UPDATES[0]))
-    assert isinstance(got, WeightUpdateRequest)
-    assert got.plan is not None
-    assert got.plan.hash == PLAN.hash
+    codec = METHODS["receive_weights"].arguments[0].codec
+    got = codec.decode(codec.encode(PrepareUpdate(UPDATES[0])))
+    assert isinstance(got, PrepareUpdate)
+    assert got.request.plan is not None
+    assert got.request.plan.hash == PLAN.hash
 
 
 def test_requests_that_share_params_share_them_on_arrival_too() -> None:
@@ -257,7 +258,7 @@ def test_params_that_were_changed_in_place_cross_changed() -> None:
         ("receive_weights", "CommitUpdate"),
         ("freeze", "melt"),
         ("abort", "not a list"),
-        ("stage_weights", {"version": "", "source": {"kind": "disk", "path": "/a"}}),
+        ("receive_weights", ["PrepareUpdate", {"request": {"version": "", "source": {"kind": "disk", "path": "/a"}}}]),
         ("init_communicator", {"master_address": "h"}),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,18 +21,22 @@ from drivetrain import (
     EngineState,
     EngineStateError,
     InferenceEngine,
+    InvalidRequest,
     InvalidWeights,
     MemoryTag,
     PauseMode,
     SamplingParams,
     VersionSpan,
     WeightPlanMismatch,
+    WeightProbeFailed,
     WeightSyncError,
     WeightTransferFailed,
     WeightUpdateRequest,
+    WeightVerifyFailed,
 )
 from drivetrain.testing import tiny_model
-from drivetrain_weight_sync import WeightSync
+from drivetrain.weights import PrepareUpdate, WeightMessage, WeightReply
+from drivetrain_weight_sync import LogprobProbe, WeightSync
 from engines import OpenEngine, until_running
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -151,6 +156,117 @@ async def test_an_update_while_requests_are_in_flight(engine: InferenceEngine, m
             assert gap > 1e-2, "the cache of the old weights was kept, so the logprobs are neither model's own"
     await assert_serves(engine, new, "new")
     await sync.close()
+
+
+@pytest.mark.usefixtures("restored")
+async def test_a_probe_compares_logprobs_after_each_commit(engine: InferenceEngine, model: Path) -> None:
+    policy = trained(model, 6)
+    sequences = [[1, 2, 3, 4, 5], [7, 8]]
+    wrong = 0.0
+
+    def logprobs() -> list[list[float]]:
+        with torch.no_grad():
+            rows = [policy(torch.tensor([ids])).logits[0].log_softmax(-1) for ids in sequences]
+        return [
+            [row[i, ids[i + 1]].item() + wrong for i in range(len(ids) - 1)]
+            for row, ids in zip(rows, sequences, strict=True)
+        ]
+
+    async with WeightSync.connect(policy, engine, probe=LogprobProbe(sequences, logprobs, 1e-3)) as sync:
+        result = await sync.push(version="one")
+        assert result.probe_gap is not None
+        assert result.probe_gap < 2e-4
+        wrong = 0.5
+        with pytest.raises(WeightProbeFailed, match=r"differ from the trainer's by up to 0\.5") as failed:
+            await sync.push(version="two")
+        assert failed.value.gap == pytest.approx(0.5, abs=1e-3)
+        assert engine.state is EngineState.READY
+        await assert_serves(engine, policy, "two")
+        wrong = float("nan")
+        with pytest.raises(WeightProbeFailed, match="inf nats"):
+            await sync.push(version="three")
+        await engine.pause_generation("retract")
+        assert (await sync.push(version="four")).probe_gap is None, "a paused engine scores nothing"
+        await engine.continue_generation()
+    few = LogprobProbe(sequences, lambda: [[0.0], [0.0]], 1e-3)
+    async with WeightSync.connect(policy, engine, probe=few) as sync:
+        with pytest.raises(InvalidRequest, match="one for each token but the first"):
+            await sync.push(version="five")
+    for bad in ([], [[1]]):
+        with pytest.raises(InvalidRequest, match="two tokens or more"):
+            LogprobProbe(bad, logprobs, 1e-3)
+    with pytest.raises(InvalidRequest, match="positive"):
+        LogprobProbe(sequences, logprobs, 0.0)
+
+
+@pytest.mark.usefixtures("restored")
+async def test_a_plan_travels_once(engine: InferenceEngine, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[PrepareUpdate] = []
+    receive = engine._backend.receive_weights
+
+    async def noting(message: WeightMessage) -> WeightReply:
+        if isinstance(message, PrepareUpdate):
+            sent.append(message)
+        return await receive(message)
+
+    monkeypatch.setattr(engine._backend, "receive_weights", noting)
+    async with WeightSync.connect(trained(model, 5), engine) as sync:
+        for version in ("one", "two"):
+            await sync.push(version=version)
+        with pytest.raises(InvalidRequest, match="digests"):
+            await engine.prepare_weight_update(sent[0].request.model_copy(update={"digests": {}}))
+        await sync.push(version="three")
+        await sync.push(version="four")
+    with_plan = [message.kept_plan is None for message in sent]
+    assert with_plan == [True, False, False, True, False], "after one that failed nothing is known to be kept"
+    for message, whole in zip(sent, with_plan, strict=True):
+        assert message.request.plan is not None
+        assert bool(message.request.plan.buckets) is whole
+
+
+@pytest.mark.usefixtures("restored")
+async def test_requests_stay_frozen_when_an_update_in_one_call_fails(
+    engine: InferenceEngine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = trained(model, 9)
+    in_flight = asyncio.create_task(engine.generate("in flight", SamplingParams(max_new_tokens=300, ignore_eos=True)))
+    await until_running(engine, 1)
+    await asyncio.sleep(0.1)
+
+    async with WeightSync.connect(policy, engine, mode=PauseMode.IN_PLACE) as sync:
+        with monkeypatch.context() as patch:
+            receive = engine._backend.receive_weights
+
+            async def spoiling(message: WeightMessage) -> WeightReply:
+                if isinstance(message, PrepareUpdate):
+                    digests = dict.fromkeys(message.request.digests or {}, 0)
+                    message = replace(message, request=message.request.model_copy(update={"digests": digests}))
+                return await receive(message)
+
+            patch.setattr(engine._backend, "receive_weights", spoiling)
+            with pytest.raises(WeightVerifyFailed):
+                await sync.push(version="bad")
+        assert engine.state is EngineState.DIRTY
+        done = (await engine.stats()).running
+        await asyncio.sleep(0.3)
+        assert not in_flight.done()
+        assert done == (await engine.stats()).running == 1
+        await sync.push(version="good")
+    (completion,) = (await asyncio.wait_for(in_flight, 60)).completions
+    assert [span.version for span in completion.weight_versions] == ["initial", "good"]
+    await assert_serves(engine, policy, "good")
+
+
+@pytest.mark.usefixtures("restored")
+async def test_an_update_that_loads_at_once_takes_no_single_buckets(engine: InferenceEngine, model: Path) -> None:
+    request = WeightUpdateRequest(version="new", source=DiskSource(path=str(model)))
+    async with engine.weight_update(request, at_once=True):
+        pass
+    assert engine.get_weight_version() == "new"
+    with pytest.raises(EngineStateError):
+        async with engine.weight_update(request, at_once=True) as transaction:
+            await transaction.load([0])
+    assert engine.state is EngineState.DIRTY
 
 
 @pytest.mark.usefixtures("restored")

@@ -7,7 +7,7 @@ import torch
 
 from drivetrain.errors import InvalidWeights, WeightPlanMismatch
 from drivetrain.weights import TensorSpec, WeightManifest
-from drivetrain_weight_sync import digests, make_plan, staging
+from drivetrain_weight_sync import device_copies, digests, make_plan, staging
 from drivetrain_weight_sync.source import Source
 from drivetrain_weight_sync.staging import Staged, Stager, stage
 from drivetrain_weight_sync.transports.shared_memory import SharedMemorySender
@@ -30,9 +30,9 @@ class Push:
         self.sender = SharedMemorySender()
         self.stager = Stager()
 
-    def stage(self, tensors: dict[str, torch.Tensor], *, cast: bool = False) -> Staged:
+    def stage(self, tensors: dict[str, torch.Tensor], *, cast: bool = False, gpu_share: float = 1.0) -> Staged:
         staged = Staged()
-        stage(Source(tensors), self.sender, MANIFEST, PLAN, staged, self.stager, cast=cast)
+        stage(Source(tensors), self.sender, MANIFEST, PLAN, staged, self.stager, cast=cast, gpu_share=gpu_share)
         assert staged.fraction == 1.0
         sent = {name: tensors[name].to(torch.float32) for name in SHAPES}
         assert staged.digests == digests(sent)
@@ -49,6 +49,9 @@ def main() -> None:
     assert known is not None
     tensors["up"].mul_(-1.5)
     push.stage(tensors)
+    tensors["down"].mul_(-1.5)
+    device_copies._PACED_PROGRAMS = 1  # type: ignore[misc]
+    push.stage(tensors, gpu_share=0.9)
     assert push.stager.known is known, "nothing moved: nothing is looked up again"
 
     tensors["up"][0, 0] = torch.inf

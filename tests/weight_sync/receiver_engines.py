@@ -93,7 +93,7 @@ class ReceiverEngine:
         await self.send(ReleaseSources())
 
     @asynccontextmanager
-    async def weight_update(self, request: WeightUpdateRequest) -> AsyncIterator[Update]:
+    async def weight_update(self, request: WeightUpdateRequest, *, at_once: bool = False) -> AsyncIterator[Update]:
         self.requests.append(request)
         if self._prepared is None or self._prepared[0] is not request:
             await self.prepare_weight_update(request)
@@ -102,6 +102,8 @@ class ReceiverEngine:
         try:
             await self.send(BeginUpdate())
             yield Update(self, buckets)
+            if at_once:
+                await self.send(LoadBuckets(tuple(range(buckets))))
             await self.send(VerifyUpdate())
             await self.send(CommitUpdate(request.version))
         except BaseException:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from asyncio import CancelledError
 from pathlib import Path
 
 import pytest
 import torch
 
-from drivetrain_weight_sync.device_copies import DeviceCopy, fits
+from drivetrain_weight_sync.device_copies import DeviceCopy, Pace, fits
 
 
 def test_only_whole_contiguous_words_fit() -> None:
@@ -23,6 +24,31 @@ def test_only_whole_contiguous_words_fit() -> None:
     assert not fits(DeviceCopy(words, words[:32]))
     assert not fits(DeviceCopy(words, words.to(torch.float16)))
     assert not fits(DeviceCopy(words[:0]))
+
+
+def test_a_pace_rests_between_parts_and_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    rests: list[float] = []
+    monkeypatch.setattr("drivetrain_weight_sync.device_copies.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("drivetrain_weight_sync.device_copies.time.sleep", rests.append)
+    takes = [9.0, 1.0, 2.0, 1.0]  # the first compiles, the third waits for others
+
+    def work(part: int) -> None:
+        clock[0] += takes[part]
+
+    reached: list[float] = []
+    Pace(0.25, reached.append).run(4, work)
+    assert reached == [0.25, 0.5, 0.75, 1.0]
+    assert rests == [27.0, 3.0, 3.0]
+
+    def enough(fraction: float) -> None:
+        if fraction > 0.3:
+            raise CancelledError
+
+    done: list[int] = []
+    with pytest.raises(CancelledError):
+        Pace(0.5, enough).run(4, done.append)
+    assert done == [0, 1]
 
 
 @pytest.mark.parametrize("script", ["interpreted_copies.py", "interpreted_updates.py", "interpreted_staging.py"])

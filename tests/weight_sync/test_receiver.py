@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from drivetrain.errors import (
     InvalidRequest,
     UnsupportedCapability,
     WeightPlanMismatch,
+    WeightSyncError,
     WeightTransferFailed,
     WeightVerifyFailed,
 )
@@ -28,14 +31,17 @@ from drivetrain.weights import (
     PrepareUpdate,
     SharedMemorySource,
     VerifyUpdate,
+    WeightManifest,
     WeightMessage,
     WeightPlan,
+    WeightReply,
     WeightUpdateRequest,
 )
 from drivetrain_weight_sync import ModuleTarget, Phase, Receiver, make_plan
 from drivetrain_weight_sync.source import Source
 from drivetrain_weight_sync.staging import Staged, Stager, stage
-from drivetrain_weight_sync.transports.base import Sender
+from drivetrain_weight_sync.transports.base import Opened, Sender
+from drivetrain_weight_sync.transports.disk import DiskReader, DiskSender
 from drivetrain_weight_sync.transports.in_process import InProcessSender
 from drivetrain_weight_sync.transports.shared_memory import SharedMemorySender
 
@@ -291,6 +297,51 @@ def test_a_transport_that_is_not_there_is_refused_by_name(pair: Pair) -> None:
 def test_a_group_that_the_worker_is_not_in_is_refused_by_name(pair: Pair) -> None:
     with pytest.raises(InvalidRequest, match="no group 'g'"):
         pair.send(PrepareUpdate(pair.request().model_copy(update={"source": BroadcastSource(group_name="g")})))
+
+
+def test_a_source_that_takes_long_is_opened_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, opening = threading.Event(), threading.Event()
+    original = DiskReader.open
+
+    def slowly(reader: DiskReader, request: WeightUpdateRequest, manifest: WeightManifest) -> Opened:
+        opening.set()
+        assert gate.wait(20)
+        return original(reader, request, manifest)
+
+    monkeypatch.setattr(DiskReader, "open", slowly)
+    pair = Pair(DiskSender(tmp_path))
+    pair.receiver.prepare(PrepareUpdate(pair.request()))
+    assert opening.wait(20)
+    assert pair.receiver.prepared() is None
+    with pytest.raises(EngineStateError, match="BeginUpdate came while the weight update is idle"):
+        pair.send(BeginUpdate())
+    # Another takes its place, and does not get the reader that is still busy.
+    pair.receiver.prepare(PrepareUpdate(pair.request()))
+    pair.send(AbortUpdate())
+    with pytest.raises(EngineStateError, match="no weight update is being prepared"):
+        pair.receiver.prepared()
+    request = pair.request()
+    pair.receiver.prepare(PrepareUpdate(request))
+    gate.set()
+    while (reply := pair.receiver.prepared()) is None:
+        time.sleep(0.01)
+    assert reply == pair.receiver.prepared() == WeightReply(buckets=len(pair.plan.buckets), keeps_plan=True)
+    pair.send(BeginUpdate(), pair.everything(), VerifyUpdate(), CommitUpdate("v1"))
+    assert not differing(tensors_of(pair.served), tensors_of(pair.trained))
+    pair.sender.close()
+
+
+def test_a_plan_that_is_not_kept_is_refused(pair: Pair) -> None:
+    request = pair.request()
+    left_out = request.model_copy(update={"plan": WeightPlan(())})
+    with pytest.raises(WeightSyncError, match="leaves out a plan that is not kept"):
+        pair.send(PrepareUpdate(left_out, kept_plan=pair.plan.hash))
+    assert pair.receiver.handle(PrepareUpdate(request)).keeps_plan
+    assert pair.receiver.handle(PrepareUpdate(left_out, kept_plan=pair.plan.hash)).buckets == len(pair.plan.buckets)
+    with pytest.raises(WeightSyncError, match="leaves out a plan that is not kept"):
+        pair.send(PrepareUpdate(left_out, kept_plan="another"))
+    pair.push()
+    assert not differing(tensors_of(pair.served), tensors_of(pair.trained))
 
 
 def test_a_new_arena_is_mapped_though_it_has_the_old_ones_path() -> None:

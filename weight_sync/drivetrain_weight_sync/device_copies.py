@@ -8,7 +8,9 @@ makes all of them, from a table of addresses, and adds up the same digests as :m
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+import math
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Final
@@ -33,6 +35,10 @@ _EXPONENTS: Final = {
     torch.float8_e4m3fn: 0x7F,  # it has no infinity, and one NaN
 }
 """The bits that all are 1 in a number that is not finite, and only there."""
+
+
+_PACED_PROGRAMS: Final = 4096
+"""How many are launched at a time where the GPU is shared: half a gigabyte, which takes a third of a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +78,31 @@ def can_look(dtype: torch.dtype) -> bool:
     return dtype in _EXPONENTS or not (dtype.is_floating_point or dtype.is_complex)
 
 
+class Pace:
+    """Makes work on a GPU leave time to others: a part of it, then a rest.
+
+    Args:
+        share: Of the time that passes, how much the work takes, above 0 and at most 1.
+        reached: Called after each part with how much is done, from 0 to 1; what it raises ends the work.
+    """
+
+    def __init__(self, share: float, reached: Callable[[float], None]) -> None:
+        self._share = share
+        self._reached = reached
+
+    def run(self, parts: int, work: Callable[[int], None]) -> None:
+        """Do ``work`` with each number below ``parts``, which all take as long."""
+        taken = math.inf
+        for part in range(parts):
+            if part > 0:
+                time.sleep(taken * (1 / self._share - 1))
+            begun = time.perf_counter()
+            work(part)
+            # The quickest so far: the others had to wait for whom the GPU is shared with.
+            taken = min(taken, time.perf_counter() - begun)
+            self._reached((part + 1) / parts)
+
+
 class DeviceCopies:
     """Copies that are made together, again and again; the tensors stay where they are.
 
@@ -83,7 +114,8 @@ class DeviceCopies:
     def __init__(self, copies: Iterable[DeviceCopy], *, look: bool = False) -> None:
         made = list(copies)
         digested = [(copy.name, copy.source) for copy in made if copy.name is not None]
-        self.names: tuple[str, ...] = tuple(name for name, _ in digested)
+        self._order = [name for name, _ in digested]
+        self.names: frozenset[str] = frozenset(self._order)
         """Of the tensors that are digested."""
         self.device = made[0].source.device
         self.nbytes = sum(copy.destination.nbytes for copy in made if copy.destination is not None)
@@ -92,44 +124,76 @@ class DeviceCopies:
         self._ends = np.array([finished(0, source) for _, source in digested], dtype=np.int64)
         self._table = torch.from_numpy(_table(made, look)).to(self.device)
         # The kernel reads the weights of all rows of its last item, also of those that are not there.
-        self._most_rows = max(-(-copy.source.nbytes // _ROW_BYTES) for copy in made) + ROWS
+        most_rows = max(-(-copy.source.nbytes // _ROW_BYTES) for copy in made) + ROWS
+        weights = weights_on(self.device)
+        self._weights = weights.a, weights.b, weights.per_row(most_rows)
 
     @torch.no_grad()
-    def launch(self) -> Launched:
-        """Make the copies. The work goes on after this returns."""
+    def launch(self, pace: Pace | None = None) -> Launched:
+        """Make the copies. The work goes on after this returns, unless it is paced."""
+        found = torch.zeros(2, max(len(self._order), 1), dtype=torch.int64, device=self.device)
+        sums, strange = found
+        if pace is None:
+            self._run(self._table, sums, strange)
+        else:
+            tables = torch.split(self._table, _PACED_PROGRAMS)
+
+            def copy(part: int) -> None:
+                self._run(tables[part], sums, strange)
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
+
+            pace.run(len(tables), copy)
+        return Launched(self._order, self.names, self._ends, found)
+
+    def _run(self, table: torch.Tensor, sums: torch.Tensor, strange: torch.Tensor) -> None:
         from drivetrain_weight_sync.device_kernel import copy_and_fold
 
-        weights = weights_on(self.device)
-        found = torch.zeros(2, max(len(self.names), 1), dtype=torch.int64, device=self.device)
-        copy_and_fold[(len(self._table),)](
-            self._table,
-            weights.a,
-            weights.b,
-            weights.per_row(self._most_rows),
-            found[0],
-            found[1],
-            COLUMNS=COLUMNS,
-            ROWS=ROWS,
-            LOOK=self._look,
-            num_warps=_WARPS,
+        copy_and_fold[(len(table),)](
+            table, *self._weights, sums, strange, COLUMNS=COLUMNS, ROWS=ROWS, LOOK=self._look, num_warps=_WARPS
         )
-        return Launched(self.names, self._ends, found)
 
 
 class Launched:
     """What a launch finds; asking waits for it."""
 
-    def __init__(self, names: tuple[str, ...], ends: np.ndarray, found: torch.Tensor) -> None:
-        self._names = names
+    def __init__(self, order: Sequence[str], names: frozenset[str], ends: np.ndarray, found: torch.Tensor) -> None:
+        self.names = names
+        """Of the tensors that are digested."""
+        self._order = order
         self._ends = ends
         self._found = found
+        self._done: torch.cuda.Event | None = None
+        if found.is_cuda:
+            self._found = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+            self._found.copy_(found, non_blocking=True)
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record(torch.cuda.current_stream(found.device))
+        self._expected = ends
 
     def read(self) -> tuple[dict[str, int], list[str]]:
         """The digest of each tensor, as :func:`drivetrain_weight_sync.digest.digests` gives it; who is not finite."""
-        sums, strange = self._found.cpu().numpy()
-        count = len(self._names)
-        values = (sums[:count] + self._ends).tolist()  # modulo 2**64, as torch's
-        return dict(zip(self._names, values, strict=True)), [self._names[i] for i in np.flatnonzero(strange[:count])]
+        bad: list[int] = np.flatnonzero(self._wait()[1, : len(self._order)]).tolist()
+        return dict(zip(self._order, self._values().tolist(), strict=True)), [self._order[index] for index in bad]
+
+    def expect(self, digests: Mapping[str, int]) -> None:
+        """Say which digests there should be; this does not wait."""
+        self._expected = np.array([digests[name] for name in self._order], dtype=np.int64)
+
+    def differing(self) -> list[str]:
+        """Names of the tensors whose digests are not as expected."""
+        wrong: list[int] = np.flatnonzero(self._values() != self._expected).tolist()
+        return [self._order[index] for index in wrong]
+
+    def _values(self) -> np.ndarray:
+        values: np.ndarray = self._wait()[0, : len(self._order)] + self._ends  # modulo 2**64, as torch's
+        return values
+
+    def _wait(self) -> np.ndarray:
+        if self._done is not None:
+            self._done.synchronize()
+        found: np.ndarray = self._found.numpy()
+        return found
 
 
 class Looks:
@@ -138,20 +202,20 @@ class Looks:
     def __init__(self) -> None:
         self._batches: dict[torch.device, tuple[Hashable, DeviceCopies]] = {}
 
-    def __call__(self, copies: Iterable[DeviceCopy]) -> tuple[dict[str, int], list[str]]:
+    def __call__(self, copies: Iterable[DeviceCopy], pace: Pace | None = None) -> tuple[dict[str, int], list[str]]:
         """Make copies, each of which :func:`fits` and has a name; return digests by name, and who is not finite."""
         by_device: dict[torch.device, list[DeviceCopy]] = {}
         for copy in copies:
             by_device.setdefault(copy.source.device, []).append(copy)
         self._batches = {device: self._batch(device, of_device) for device, of_device in by_device.items()}
-        return self.again()
+        return self.again(pace)
 
-    def again(self) -> tuple[dict[str, int], list[str]]:
+    def again(self, pace: Pace | None = None) -> tuple[dict[str, int], list[str]]:
         """Make the copies of the last call again."""
         for device in self._batches:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # whoever writes the tensors may do so in another stream
-        launched = [batch.launch() for _, batch in self._batches.values()]
+        launched = [batch.launch(pace) for _, batch in self._batches.values()]
         values: dict[str, int] = {}
         strange: list[str] = []
         for digests, names in (one.read() for one in launched):

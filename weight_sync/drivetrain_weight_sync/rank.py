@@ -15,15 +15,17 @@ from drivetrain.errors import EngineStateError
 from drivetrain.host.calls import FailedElsewhere
 from drivetrain.memory import MemoryTag
 from drivetrain.weights import (
+    ApplyUpdate,
     BeginUpdate,
+    CommitUpdate,
     CommunicatorSpec,
     PrepareUpdate,
     TensorData,
+    VerifyUpdate,
     WeightManifest,
     WeightMessage,
     WeightReply,
     WeightReport,
-    steps_to_commit,
 )
 from drivetrain_weight_sync import device_copies
 from drivetrain_weight_sync.inspect import merged, require_tensor, tensor_data, validate_weights
@@ -113,23 +115,39 @@ class RankWeights(ABC):
         """Tensors by their checkpoint names."""
         return self.target.manifest()
 
-    def receive_weights(self, message: WeightMessage) -> WeightReply:
-        """Take one step of an update."""
-        if isinstance(message, PrepareUpdate):
+    def prepare_weights(self, message: PrepareUpdate) -> WeightReply | None:
+        """Prepare an update; None: its source is being opened, ask :meth:`prepared_weights`."""
+
+        def prepare() -> WeightReply | None:
             self.require_weights()
+            self.receiver.prepare(message)
+            return self.receiver.prepared()
+
+        return self._once_all_have(prepare)
+
+    def prepared_weights(self) -> WeightReply | None:
+        """The reply to the last PrepareUpdate; None: a rank is still opening its source."""
+        return self._once_all_have(lambda: self.receiver.prepared())
+
+    def _once_all_have(self, reply: Callable[[], WeightReply | None]) -> WeightReply | None:
+        replies = self.of_ranks(reply)
+        return None if None in replies else replies[self.rank]
+
+    def receive_weights(self, message: WeightMessage) -> WeightReply:
+        """Take one step of an update, but the first."""
         if isinstance(message, BeginUpdate):
             self.writer.stop()
         return self.receiver.handle(message)
 
-    def apply_weights(self, version: str, buckets: int, keep_prefix_cache: bool) -> WeightReply:
-        """Take all steps of a prepared update; no rank commits what another could not verify.
+    def begin_weights(self, update: ApplyUpdate) -> WeightReply:
+        """Begin a prepared update and load every bucket; on a GPU the copies go on after this returns."""
+        self.receive_weights(BeginUpdate())
+        return self.receive_weights(update.load)
 
-        Whoever keeps the prefix cache resets it.
-        """
-        *until_verified, commit = steps_to_commit(version, buckets)
-        replies = self.of_ranks(lambda: [self.receive_weights(step) for step in until_verified])
-        self.receive_weights(commit)
-        return WeightReply(nbytes=sum(reply.nbytes for reply in replies[self.rank]))
+    def commit_weights(self, update: ApplyUpdate) -> None:
+        """Verify what was loaded and commit it; no rank commits what another could not verify."""
+        self.of_ranks(lambda: self.receive_weights(VerifyUpdate()))
+        self.receive_weights(CommitUpdate(update.version))
 
     def init_communicator(self, spec: CommunicatorSpec) -> None:
         """Join a group in which a trainer broadcasts; raises EngineBusy, to be asked again, while it forms."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator, Mapping, Sequence, Set
 from enum import Enum
 from typing import Final
@@ -36,7 +37,7 @@ from drivetrain_weight_sync.digest import digest, digests
 from drivetrain_weight_sync.names import listed
 from drivetrain_weight_sync.plan import check_geometry, check_plan
 from drivetrain_weight_sync.target import WeightTarget
-from drivetrain_weight_sync.transports.base import Patch, Reader, hash_of
+from drivetrain_weight_sync.transports.base import Opened, Patch, Reader, hash_of
 from drivetrain_weight_sync.transports.broadcast import Groups
 from drivetrain_weight_sync.transports.registry import Readers
 
@@ -64,6 +65,56 @@ _ALLOWED: Final[Mapping[type[WeightMessage], frozenset[Phase]]] = {
 }
 
 
+class _Opening:
+    """A source that is being opened, in a thread of its own if that takes long."""
+
+    def __init__(self, reader: Reader, request: WeightUpdateRequest, manifest: WeightManifest) -> None:
+        self.reader = reader
+        self.request = request
+        self._manifest = manifest
+        self._opened: Opened | None = None
+        self._error: Exception | None = None
+        self._given_up = False
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        if reader.takes_long:
+            self._thread = threading.Thread(target=self._open, name="drivetrain-opens-source", daemon=True)
+            self._thread.start()
+        else:
+            self._open()
+
+    def _open(self) -> None:
+        try:
+            opened = self.reader.open(self.request, self._manifest)
+        except Exception as error:
+            self._error = error
+        else:
+            self._opened = opened
+        with self._lock:
+            if self._given_up:
+                self.reader.close()
+
+    @property
+    def under_way(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def result(self) -> Opened:
+        if self._error is not None:
+            raise self._error
+        assert self._opened is not None
+        return self._opened
+
+    def give_up(self) -> bool:
+        """Close the reader as soon as it is done; whether it is not done yet."""
+        with self._lock:
+            self._given_up = self.under_way
+        return self._given_up
+
+
 class Receiver:
     """Takes one weight update after another into ``target``, message by message, in the engine's own thread."""
 
@@ -73,11 +124,14 @@ class Receiver:
         """In which a trainer broadcasts to this worker."""
         self._readers = Readers(self.groups)
         self._phase = Phase.IDLE
+        self._opening: _Opening | None = None
         self._request: WeightUpdateRequest | None = None
         self._reader: Reader | None = None
         self._plan = WeightPlan(())
         self._checked: tuple[WeightPlan, WeightManifest] | None = None
         """The last plan that was found to be the model's."""
+        self._checked_hash = ""
+        """Of that plan."""
         self._plan_number = 0
         """Of that plan: one more for each that is another."""
         self._digests: Mapping[str, int] = {}
@@ -114,8 +168,13 @@ class Receiver:
                 state=self._phase.value,
             )
         match message:
-            case PrepareUpdate(request):
-                return self._prepare(request)
+            case PrepareUpdate():
+                self.prepare(message)
+                assert self._opening is not None
+                self._opening.wait()
+                reply = self.prepared()
+                assert reply is not None
+                return reply
             case AbortUpdate():
                 self._withdraw()
                 return WeightReply()
@@ -144,17 +203,42 @@ class Receiver:
         self._readers.close()
         self.groups.close()
 
-    def _prepare(self, request: WeightUpdateRequest) -> WeightReply:
+    def prepare(self, message: PrepareUpdate) -> None:
+        """Take a PrepareUpdate without waiting for a source that takes long to open; :meth:`prepared` says when it is.
+
+        Raises:
+            WeightPlanMismatch, InvalidRequest, UnsupportedCapability: as :meth:`handle`, for what is known at once.
+        """
         self._withdraw()
-        kind = request.source.kind
+        request = message.request
+        if message.kept_plan is not None:
+            request = self._with_plan(request, message.kept_plan)
         reader = self._readers.of(request.source)
         manifest = self._target.manifest()
         if request.plan is not None:
             self._check(request.plan, manifest)
             _check_digests_given(request.plan, request.digests)
         self._target.check_ready()
+        self._opening = _Opening(reader, request, manifest)
+
+    def prepared(self) -> WeightReply | None:
+        """The reply to the PrepareUpdate that :meth:`prepare` took; None: its source is still being opened.
+
+        Raises:
+            EngineStateError: there is none.
+            DrivetrainError: what is wrong with the source; nothing was changed.
+        """
+        if self._phase is Phase.PREPARED:
+            return self._reply()
+        opening = self._opening
+        if opening is None:
+            raise EngineStateError("no weight update is being prepared; send PrepareUpdate", state=self._phase.value)
+        if opening.under_way:
+            return None
+        self._opening = None
+        reader, request = opening.reader, opening.request
         try:
-            opened = reader.open(request, manifest)
+            opened = opening.result()
             if opened.base is not None:
                 self._require_held(opened.base)
         except DrivetrainError:
@@ -163,7 +247,7 @@ class Receiver:
         except Exception as error:
             reader.release()
             raise WeightSyncError(
-                f"the {kind} source cannot be read: {type(error).__name__}: {error}; nothing was changed"
+                f"the {request.source.kind} source cannot be read: {type(error).__name__}: {error}; nothing was changed"
             ) from error
         self._request, self._reader = request, reader
         self._plan, self._digests, self._loaded, self._split = opened.plan, opened.digests, set(), {}
@@ -172,14 +256,24 @@ class Receiver:
             if part is not None:
                 self._split[name] = whole, part
         self._phase = Phase.PREPARED
-        return WeightReply(buckets=len(self._plan.buckets))
+        return self._reply()
+
+    def _reply(self) -> WeightReply:
+        assert self._request is not None
+        return WeightReply(buckets=len(self._plan.buckets), keeps_plan=self._request.plan is not None)
+
+    def _with_plan(self, request: WeightUpdateRequest, kept: str) -> WeightUpdateRequest:
+        """Give a request the plan that it left out."""
+        if self._checked is None or self._checked_hash != kept:
+            raise WeightSyncError("the update leaves out a plan that is not kept here; nothing was changed")
+        return request.model_copy(update={"plan": self._checked[0]})
 
     def _check(self, plan: WeightPlan, manifest: WeightManifest) -> None:
         """Check a plan, unless it is the one that was checked last."""
         if (plan, manifest) != self._checked:
             check_plan(plan.tensors, manifest)
             check_geometry(plan)
-            self._checked = plan, manifest
+            self._checked, self._checked_hash = (plan, manifest), plan.hash
             self._plan_number += 1
 
     def _step(self, message: BeginUpdate | LoadBuckets | VerifyUpdate | CommitUpdate) -> WeightReply:
@@ -281,12 +375,13 @@ class Receiver:
             raise WeightTransferFailed(
                 f"buckets {absent} of {len(self._plan.buckets)} were not loaded; load every bucket before VerifyUpdate"
             )
-        self._target.finish()
-        on_the_way = self._target.digests()
-        differ = [name for name, value in on_the_way.items() if value != self._digests[name]]
+        # While a GPU copies:
+        on_the_way = self._target.expect(self._digests)
         # Where a copy leads is not in its digest: what was copied is read back once, and then known to arrive.
-        trusted = self._proved & on_the_way.keys()
-        names = [spec.name for spec in self._plan.tensors if spec.name not in trusted]
+        trusted = self._proved & on_the_way
+        names = [name for name in self._digests if name not in trusted]
+        self._target.finish()
+        differ = self._target.differing()
         found = digests({name: self._target.read(name) for name in names})
         differ += [name for name, value in found.items() if not self._is_as_sent(name, value)]
         if differ:
@@ -315,6 +410,12 @@ class Receiver:
             )
 
     def _withdraw(self) -> None:
+        opening, self._opening = self._opening, None
+        if opening is not None:
+            if opening.give_up():
+                self._readers.give_up(opening.reader)
+            else:
+                opening.reader.release()
         begun = self._phase in (Phase.LOADING, Phase.VERIFIED, Phase.BROKEN)
         self._forget()
         if begun:

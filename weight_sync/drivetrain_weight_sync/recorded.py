@@ -163,6 +163,10 @@ class RecordedTarget:
         }
         return list(found.values())
 
+    @cached_property
+    def _addresses_of(self) -> list[Callable[[], int]]:
+        return [storage.data_ptr for storage in self.storages]
+
     def manifest(self) -> WeightManifest:
         """Name every tensor that a complete update must bring, in the engine's dtypes."""
         return self._manifest
@@ -179,7 +183,7 @@ class RecordedTarget:
     def begin(self) -> None:
         """Forget the digests of the last update, and every batch if storage has moved since."""
         self._launched = []
-        addresses = tuple(storage.data_ptr() for storage in self.storages)
+        addresses = tuple([address() for address in self._addresses_of])
         if addresses != self._addresses:
             self._batches, self._addresses = {}, addresses
 
@@ -197,10 +201,10 @@ class RecordedTarget:
     def load_again(self, place: Hashable, among: Set[str]) -> Set[str]:
         """Make again the copies of an earlier load from this place."""
         batch = self._batches.get(place)
-        if batch is None or not among >= set(batch.names):
+        if batch is None or not among >= batch.names:
             return frozenset()
         self._launched.append(batch.launch())
-        return frozenset(batch.names)
+        return batch.names
 
     def _ways(self, name: str) -> list[Copy]:
         own = self._own(name)
@@ -226,9 +230,17 @@ class RecordedTarget:
             self._batches[place] = batch = DeviceCopies(fitting)
             self._launched.append(batch.launch())
 
-    def digests(self) -> Mapping[str, int]:
-        """Of what was copied at once; this waits for it."""
-        return {name: value for launched in self._launched for name, value in launched.read()[0].items()}
+    def expect(self, digests: Mapping[str, int]) -> Set[str]:
+        """Say which digests tensors should have; return whose are seen by the copies that are made at once."""
+        for launched in self._launched:
+            launched.expect(digests)
+        if len(self._launched) == 1:
+            return self._launched[0].names
+        return frozenset().union(*(launched.names for launched in self._launched))
+
+    def differing(self) -> list[str]:
+        """Of the tensors that were copied at once, those whose digests are not as expected."""
+        return [name for launched in self._launched for name in launched.differing()]
 
     def finish(self) -> None:
         """Wait until copies to a GPU have been made."""

@@ -12,7 +12,7 @@ import torch
 
 from drivetrain.errors import InvalidWeights, WeightPlanMismatch
 from drivetrain.weights import TensorSpec, WeightManifest, WeightPlan
-from drivetrain_weight_sync.device_copies import DeviceCopy, Looks, can_look, fits, reaches
+from drivetrain_weight_sync.device_copies import DeviceCopy, Looks, Pace, can_look, fits, reaches
 from drivetrain_weight_sync.digest import digest, digests
 from drivetrain_weight_sync.dtypes import dtype_of, nbytes_of, spec_of
 from drivetrain_weight_sync.finite import non_finite
@@ -48,7 +48,11 @@ class Staged:
 
     def put(self, nbytes: int) -> None:
         """Count a tensor that was put; raises CancelledError if staging was stopped."""
-        self.put_nbytes += nbytes
+        self.reached(self.put_nbytes + nbytes)
+
+    def reached(self, nbytes: int) -> None:
+        """So many bytes of all were put; raises CancelledError if staging was stopped."""
+        self.put_nbytes = nbytes
         if self._stopped:
             raise CancelledError
 
@@ -80,11 +84,13 @@ def stage(
     stager: Stager,
     *,
     cast: bool,
+    gpu_share: float = 1.0,
 ) -> None:
     """Put every tensor of ``source`` into ``sender``, and fill ``staged``.
 
     The names, dtypes and shapes of a held source are checked before anything is staged; a streamed one is checked as it
-    is read. ``stager`` keeps what can be used again at the next push.
+    is read. ``stager`` keeps what can be used again at the next push. ``gpu_share`` of a GPU's time is used, where
+    tensors are copied within one.
 
     Raises:
         WeightPlanMismatch: tensors are missing, extra, or of another dtype or shape; or names that the engine ties
@@ -93,16 +99,18 @@ def stage(
     """
     run = _Held if source.held else _Streamed
     staged.nbytes = sum(placed.nbytes for bucket in plan.buckets for placed in bucket.tensors)
-    run(manifest, staged, cast, stager).run(source, sender, plan)
+    pace = None if gpu_share >= 1 else Pace(gpu_share, lambda fraction: staged.reached(int(fraction * staged.nbytes)))
+    run(manifest, staged, cast, stager, pace).run(source, sender, plan)
 
 
 class _Checks:
     """Collects what is wrong with a source's tensors, to say all of it at once."""
 
-    def __init__(self, manifest: WeightManifest, staged: Staged, cast: bool, stager: Stager) -> None:
+    def __init__(self, manifest: WeightManifest, staged: Staged, cast: bool, stager: Stager, pace: Pace | None) -> None:
         self.staged = staged
         self.nbytes = {spec.name: nbytes_of(spec) for spec in manifest.tensors}
         self._stager = stager
+        self._pace = pace
         self._in_one = False
         """One kernel has looked at all."""
         self._found: dict[str, int] = {}
@@ -224,6 +232,7 @@ class _Held(_Checks):
             self.bad = {name: self.bad[name] for name in unique if name in self.bad}
             self.require_sound()
         with staged.staging():
+            staged.reached(0)
             for main, first in firsts.items():
                 if main not in put:
                     sender.put(main, tensors[first], held=True)
@@ -241,12 +250,12 @@ class _Held(_Checks):
             sender.begin(plan)
             if sender.slots() is not known.slots:
                 return False
-            digests, strange = self._stager.looks.again()
+            digests, strange = self._stager.looks.again(self._pace)
         for name, value in digests.items():
             if strange or staged.digests.setdefault(known.mains[name], value) != value:
                 staged.digests.clear()
                 return False  # to be told by name
-        staged.put(staged.nbytes)
+        staged.reached(staged.nbytes)
         return True
 
     def _look_and_put(
@@ -267,7 +276,7 @@ class _Held(_Checks):
                 if copy.destination is not None and main is not None:
                     put.add(main)
         if copies:
-            digests, strange = self._stager.looks(copies)
+            digests, strange = self._stager.looks(copies, self._pace)
             self._in_one = len(copies) == len(tensors)
             self._found.update(digests)
             self.bad.update(non_finite({name: tensors[name] for name in strange}))

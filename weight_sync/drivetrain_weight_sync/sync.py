@@ -26,9 +26,10 @@ from drivetrain.errors import (
 )
 from drivetrain.memory import PauseMode
 from drivetrain.transfers import WeightTransferHandle
-from drivetrain.updates import loaded_together
+from drivetrain.validation import require
 from drivetrain.weights import CommunicatorSpec, WeightManifest, WeightPlan, WeightUpdateRequest
 from drivetrain_weight_sync.plan import DEFAULT_BUCKET_BYTES, make_plan
+from drivetrain_weight_sync.probe import LogprobProbe, ScoringEngine
 from drivetrain_weight_sync.source import Source, WeightInput
 from drivetrain_weight_sync.staging import Staged, Stager, stage
 from drivetrain_weight_sync.strategy import Strategy, choose
@@ -74,7 +75,9 @@ class UpdatableEngine(Protocol):
 
     async def prepare_weight_update(self, request: WeightUpdateRequest) -> None: ...
 
-    def weight_update(self, request: WeightUpdateRequest) -> AbstractAsyncContextManager[UpdateUnderWay]: ...
+    def weight_update(
+        self, request: WeightUpdateRequest, *, at_once: bool = False
+    ) -> AbstractAsyncContextManager[UpdateUnderWay]: ...
 
     async def release_weight_sources(self) -> None: ...
 
@@ -98,6 +101,8 @@ class WeightSyncResult:
     update_seconds: float
     """From the engine's first step to its commit; it is paused for at most this long."""
     total_seconds: float
+    probe_gap: float | None = None
+    """Largest difference between the engine's logprobs and the trainer's that the probe found, in nats."""
 
     @property
     def gb_per_second(self) -> float:
@@ -142,6 +147,8 @@ class WeightSync:
         directory: Path | None = None,
         group_backend: GroupBackend = "gloo",
         master_address: str = "127.0.0.1",
+        staging_share: float = 0.1,
+        probe: LogprobProbe | None = None,
     ) -> WeightSync:
         """Connect a source of tensors to an engine. Nothing is sent, and the engine need not be started.
 
@@ -159,18 +166,30 @@ class WeightSync:
             group_backend: of strategy ``broadcast``: ``"gloo"``, over any network, from CPU memory to CPU memory; or
                 ``"nccl"``, from the GPU of the tensors, or this thread's current one, to others.
             master_address: of this host, where the engine's ranks reach strategy ``broadcast``.
+            staging_share: how much of the GPU's time :meth:`start_weight_transfer` takes to copy tensors within it,
+                above 0 and at most 1; the rest is left to the engine, which generates meanwhile. :meth:`push` takes
+                all of it.
+            probe: looks at the engine's logprobs after each commit, if it can generate then.
 
         Raises:
             InvalidRequest: the source or strategy is not one.
-            InvalidConfig: ``bucket_bytes`` is not positive.
-            UnsupportedCapability: the engine cannot take weights that way.
+            InvalidConfig: ``bucket_bytes`` is not positive, or ``staging_share`` is no share.
+            UnsupportedCapability: the engine cannot take weights that way, or cannot score what the probe asks.
         """
         given = Source(source)
         on_the_gpu = given.gpu is not None and torch.cuda.device_count() == 1
         chosen = choose(strategy, engine.isolation, engine.capabilities, on_gpu=on_the_gpu, directory=directory)
         if bucket_bytes <= 0:
             raise InvalidConfig(f"bucket_bytes is {bucket_bytes}; give a positive number", field="bucket_bytes")
-        options = _Options(bucket_bytes, cast, mode, group_backend, master_address)
+        if not 0 < staging_share <= 1:
+            raise InvalidConfig(
+                f"staging_share is {staging_share}; give a number above 0 and at most 1", field="staging_share"
+            )
+        if probe is not None:
+            require(frozenset(engine.capabilities), Capability.SCORE_TOKENS, "a logprob probe", engine.config.backend)
+            if not isinstance(engine, ScoringEngine):
+                raise InvalidRequest("a probe needs an engine with compute_logprobs()", field="probe")
+        options = _Options(bucket_bytes, cast, mode, group_backend, master_address, staging_share, probe)
         if isinstance(chosen, Transport):
             return cls(given, engine, Strategy.PLUGIN, chosen.sender(), options)
         device = torch.device("cpu")
@@ -189,13 +208,14 @@ class WeightSync:
             WeightPlanMismatch: tensors missing, extra, or of another dtype or shape; the engine serves on.
             InvalidWeights: NaN or infinity in the source; the engine serves on.
             WeightTransferFailed, WeightVerifyFailed: the engine is dirty; the next push that succeeds mends it.
+            WeightProbeFailed: the weights are served, and the engine's logprobs are not the trainer's.
             WeightSyncError: the sync is closed, or a generator given as source is spent.
         """
         _require_version(version)
         async with self._lock:
             self._require_open()
             try:
-                return await self._update(await self._stage(version, Staged()))
+                return await self._update(await self._stage(version, Staged(), gpu_share=1.0))
             finally:
                 await self._let_go()
 
@@ -217,7 +237,11 @@ class WeightSync:
             raise WeightSyncError("a push is under way; wait for it before you start a transfer")
         staged = Staged()
         self._open = WeightTransferHandle(
-            version, self._stage(version, staged), self._update, self._let_go, lambda: staged.fraction
+            version,
+            self._stage(version, staged, gpu_share=self._options.staging_share),
+            self._update,
+            self._let_go,
+            lambda: staged.fraction,
         )
         return self._open
 
@@ -265,13 +289,20 @@ class WeightSync:
     ) -> None:
         await self.close()
 
-    async def _stage(self, version: str, staged: Staged) -> _Ready:
+    async def _stage(self, version: str, staged: Staged, *, gpu_share: float) -> _Ready:
         begun = time.perf_counter()
         with self._disagreeing_if_it_fails():
             manifest, plan = await self._agree()
             await _in_thread(
                 lambda: stage(
-                    self._source, self._sender, manifest, plan, staged, self._stager, cast=self._options.cast
+                    self._source,
+                    self._sender,
+                    manifest,
+                    plan,
+                    staged,
+                    self._stager,
+                    cast=self._options.cast,
+                    gpu_share=gpu_share,
                 ),
                 staged.stop,
             )
@@ -304,11 +335,14 @@ class WeightSync:
             request = ready.request or await self._request(ready.version, plan, staged)
             self._shown = False
             asked = time.perf_counter()
-            async with self._engine.weight_update(request) as update:
-                for together in loaded_together(request.source.kind, update.buckets):
-                    await self._load(update, together)
+            sender = self._sender if isinstance(self._sender, BroadcastSender) else None
+            async with self._engine.weight_update(request, at_once=sender is None) as update:
+                if sender is not None:
+                    for index in range(update.buckets):
+                        await self._load(update, sender, [index])
         ended = time.perf_counter()
         self._sender.committed(staged.digests)
+        gap = await self._probe()
         sent_nbytes = self._sender.sent_nbytes
         return WeightSyncResult(
             version=ready.version,
@@ -321,7 +355,15 @@ class WeightSync:
             stage_seconds=staged.stage_seconds,
             update_seconds=ended - asked,
             total_seconds=ready.seconds + ended - begun,
+            probe_gap=gap,
         )
+
+    async def _probe(self) -> float | None:
+        probe, engine = self._options.probe, self._engine
+        if probe is None:
+            return None
+        assert isinstance(engine, ScoringEngine)
+        return await probe.gap(engine)
 
     @contextmanager
     def _disagreeing_if_it_fails(self) -> Iterator[None]:
@@ -333,12 +375,8 @@ class WeightSync:
             self._sender.forget()
             raise
 
-    async def _load(self, update: UpdateUnderWay, indices: Sequence[int]) -> None:
+    async def _load(self, update: UpdateUnderWay, sender: BroadcastSender, indices: Sequence[int]) -> None:
         """Let the engine load buckets, while they are sent; the first of the two that fails ends the other."""
-        sender = self._sender
-        if not isinstance(sender, BroadcastSender):
-            await update.load(indices)
-            return
         halves = [
             asyncio.ensure_future(_in_thread(lambda: sender.send(indices))),
             asyncio.ensure_future(update.load(indices)),
@@ -406,6 +444,8 @@ class _Options:
     mode: PauseMode
     group_backend: GroupBackend
     master_address: str
+    staging_share: float
+    probe: LogprobProbe | None
 
 
 @dataclass(frozen=True, slots=True)

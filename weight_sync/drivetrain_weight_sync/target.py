@@ -45,8 +45,15 @@ class WeightTarget(Protocol):
         """
         ...
 
-    def digests(self) -> Mapping[str, int]:
-        """Of tensors that :meth:`load` digested while it copied them, since :meth:`begin`; others are read back."""
+    def expect(self, digests: Mapping[str, int]) -> Set[str]:
+        """Say which digests tensors should have; return whose are seen while they are copied, since :meth:`begin`.
+
+        The other tensors are read back.
+        """
+        ...
+
+    def differing(self) -> list[str]:
+        """Of those that were seen on the way, the tensors whose digests are not as expected. After :meth:`finish`."""
         ...
 
     def finish(self) -> None:
@@ -111,9 +118,13 @@ class ModuleTarget:
         """No copy is digested on the way."""
         return frozenset()
 
-    def digests(self) -> Mapping[str, int]:
+    def expect(self, digests: Mapping[str, int]) -> Set[str]:
         """All are read back."""
-        return {}
+        return frozenset()
+
+    def differing(self) -> list[str]:
+        """None was seen on the way."""
+        return []
 
     def finish(self) -> None:
         """Wait until copies to a GPU have been made."""

@@ -13,10 +13,12 @@ from typing import Final, Protocol, cast
 from drivetrain.backend import Backend, EngineStats
 from drivetrain.config import EngineConfig
 from drivetrain.errors import EngineBusy
-from drivetrain.memory import MemoryTag
+from drivetrain.memory import MemoryTag, PauseMode
 from drivetrain.weights import (
+    ApplyUpdate,
     CommitUpdate,
     CommunicatorSpec,
+    PrepareUpdate,
     TensorData,
     WeightManifest,
     WeightMessage,
@@ -26,6 +28,8 @@ from drivetrain.weights import (
 from drivetrain_weight_sync.saving import ModelFiles, save_remote, save_sharded
 
 _LAST_STEP_S: Final = 10.0
+_OPENING_S: Final = 0.02
+"""Between two looks whether a source is open."""
 
 
 def device_type_of(config: EngineConfig) -> str:
@@ -48,8 +52,10 @@ class InFlight(Protocol):
 class WorkerBackend(Backend):
     """Statistics, memory, the prefix cache and weights, by :meth:`ask`.
 
-    The worker answers to the names of the ``Backend`` page and, for a release that labels no tokens, to
-    ``tokens_so_far``: how many tokens each request has that is not over, by the engine's id.
+    The worker answers to the names of the ``Backend`` page and, as a ``PrepareUpdate`` may take long, to
+    ``prepare_weights`` and ``prepared_weights``. For a release that labels no tokens it answers to ``tokens_so_far``,
+    how many tokens each request has that is not over, by the engine's id, and to ``apply_weights_counting``, which
+    returns these as well.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -61,8 +67,15 @@ class WorkerBackend(Backend):
         self._cache_epoch = 0
 
     @abstractmethod
-    async def ask(self, method: str, *arguments: object) -> object:
-        """Call the worker."""
+    async def ask(self, method: str, *arguments: object, freeze: PauseMode | None = None) -> object:
+        """Call the worker.
+
+        Args:
+            method: Its name.
+            arguments: Of the method.
+            freeze: Freeze requests before, and let them go on after, unless the call fails. All of it is one call to
+                the engine.
+        """
 
     @abstractmethod
     def labels_tokens(self) -> bool:
@@ -119,18 +132,33 @@ class WorkerBackend(Backend):
         return cast(WeightManifest, await self.ask("weight_manifest"))
 
     async def receive_weights(self, message: WeightMessage) -> WeightReply:
-        """Take one step of an update, between two steps of the batch."""
+        """Take one step of an update, between two steps of the batch; a source is opened while they go on."""
+        if isinstance(message, PrepareUpdate):
+            return await self._prepare(message)
         if not isinstance(message, CommitUpdate):
             return cast(WeightReply, await self.ask("receive_weights", message))
         async with self._new_version(message.version):
             return cast(WeightReply, await self.ask("receive_weights", message))
 
-    async def apply_weights(self, version: str, buckets: int, keep_prefix_cache: bool) -> WeightReply:
+    async def _prepare(self, message: PrepareUpdate) -> WeightReply:
+        reply = await self.ask("prepare_weights", message)
+        while reply is None:
+            await asyncio.sleep(_OPENING_S)
+            reply = await self.ask("prepared_weights")
+        return cast(WeightReply, reply)
+
+    async def apply_weights(self, update: ApplyUpdate) -> WeightReply:
         """Take all steps of an update in one call, between two steps of the batch."""
-        if not keep_prefix_cache:
+        if not update.keep_prefix_cache:
             self._cache_epoch += 1
-        async with self._new_version(version):
-            return cast(WeightReply, await self.ask("apply_weights", version, buckets, keep_prefix_cache))
+        if not self._counts_tokens():
+            reply = cast(WeightReply, await self.ask("apply_weights", update, freeze=update.freeze))
+            self._replaced(update.version, None)
+            return reply
+        counted = await self.ask("apply_weights_counting", update, freeze=update.freeze)
+        reply, tokens = cast("tuple[WeightReply, dict[str, int]]", counted)
+        self._replaced(update.version, tokens)
+        return reply
 
     async def set_weight_version(self, version: str) -> None:
         """Label the weights."""
@@ -139,11 +167,17 @@ class WorkerBackend(Backend):
 
     @asynccontextmanager
     async def _new_version(self, version: str) -> AsyncGenerator[None, None]:
-        """What is in flight has tokens of the weights before, which releases without labels do not tell apart."""
         tokens: Mapping[str, int] | None = None
-        if self.in_flight and not self.labels_tokens():
+        if self._counts_tokens():
             tokens = cast("Mapping[str, int]", await self.ask("tokens_so_far"))
         yield
+        self._replaced(version, tokens)
+
+    def _counts_tokens(self) -> bool:
+        """Whether requests in flight have tokens of the weights before that this release does not tell apart."""
+        return bool(self.in_flight) and not self.labels_tokens()
+
+    def _replaced(self, version: str, tokens: Mapping[str, int] | None) -> None:
         if tokens is not None:
             for request_id, request in self.in_flight.items():
                 # The engine knows no more of one that is complete, whose result is on its way here.

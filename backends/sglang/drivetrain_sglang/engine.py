@@ -10,7 +10,6 @@ import math
 import os
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
 from importlib.metadata import version
@@ -29,19 +28,21 @@ from drivetrain.backend import (
 from drivetrain.capability import Capability
 from drivetrain.config import EngineConfig, Task
 from drivetrain.errors import (
+    EngineDied,
     EngineInternalError,
     EngineStartError,
     InvalidConfig,
     InvalidRequest,
     UnsupportedCapability,
 )
-from drivetrain.host.reap import shared_memory_of, unlink
+from drivetrain.host.reap import runs, shared_memory_of, unlink
+from drivetrain.images import ImageReader, takes_images
 from drivetrain.memory import PauseMode
 from drivetrain.prompts import MediaInput
 from drivetrain.sampling import LogprobsMode, SamplingParams
 from drivetrain.translation import context_length_of, shortened
 from drivetrain_sglang.errors import as_engine_error
-from drivetrain_sglang.images import ImageReader, takes_images
+from drivetrain_sglang.images import image_data
 from drivetrain_sglang.inside import SWITCH
 from drivetrain_sglang.translate import (
     CONFIG_NAMES,
@@ -90,6 +91,7 @@ _ALWAYS: Final = frozenset(
         Capability.WEIGHTS_BROADCAST,
         Capability.WEIGHTS_DISK,
         Capability.WEIGHTS_PLUGIN,
+        Capability.WEIGHT_STAGING,
         Capability.WEIGHT_UPDATE_IN_FLIGHT,
         Capability.VERSION_SPANS,
         Capability.READ_WEIGHTS,
@@ -111,6 +113,8 @@ _MEMORY_SAVERS: Final = frozenset(
 """On a GPU, what SGLang's memory saver does."""
 
 _ABORT_AGAIN_S: Final = 0.1
+_SEEN_S: Final = 1.0
+"""In which an end of one of SGLang's processes is seen from here."""
 
 
 class SGLangBackend(WorkerBackend):
@@ -125,7 +129,11 @@ class SGLangBackend(WorkerBackend):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._engine: Any = None
-        self._calls = ThreadPoolExecutor(1, thread_name_prefix="drivetrain-sglang-rpc")
+        self._rpc: Any = None
+        """SGLang's socket to its schedulers."""
+        self._asking = asyncio.Lock()
+        self._processes: list[psutil.Process] = []
+        """SGLang's own."""
         self._numbers = itertools.count()
         self._prefix = uuid.uuid4().hex[:12]
         self._rids: dict[str, str] = {}
@@ -189,6 +197,7 @@ class SGLangBackend(WorkerBackend):
 
     def _start(self, report: Callable[[str], None]) -> ModelInfo:
         # In this thread: SGLang takes signals, which only the main thread can.
+        import zmq.asyncio
         from transformers import AutoConfig
 
         config = self.config
@@ -202,6 +211,8 @@ class SGLangBackend(WorkerBackend):
         report(f"starting SGLang {version(self.engine_distribution)} on {device}")
         dtype = str(getattr(text, "dtype", None) or "auto").removeprefix("torch.")
         self._engine = _engine_class()(**engine_arguments(config, device, dtype, context_length))
+        self._rpc = zmq.asyncio.Socket.shadow(self._engine.send_to_rpc)
+        self._processes = psutil.Process().children(recursive=True)
         started = self._engine._scheduler_init_result.scheduler_infos[0]
         served = self._manager.model_config
         if Capability.IMAGES in self.capabilities(config):
@@ -238,13 +249,16 @@ class SGLangBackend(WorkerBackend):
     async def close(self) -> None:
         """End SGLang's processes."""
         engine, self._engine = self._engine, None
+        rpc, self._rpc = self._rpc, None
         if engine is not None:
+            if rpc is not None:
+                engine.send_to_rpc = None  # it is the same socket
+                rpc.close(linger=0)
             # SGLang kills its processes, with the one that would remove what they have in shared memory.
             this = psutil.Process()
             files = shared_memory_of([this, *this.children(recursive=True)])
             await asyncio.to_thread(engine.shutdown)
             unlink(files)
-        self._calls.shutdown(wait=False, cancel_futures=True)
 
     # Generation --------------------------------------------------------------------------------------------------
 
@@ -273,11 +287,11 @@ class SGLangBackend(WorkerBackend):
         rid = f"{self._prefix}-{next(self._numbers)}."
         self._rids[request.request_id] = rid
         self.in_flight[rid] = collected
-        image_data: list[dict[str, Any]] = []
+        images: list[dict[str, Any]] = []
         try:
             if request.media and self._images is not None:
-                image_data = await asyncio.to_thread(self._images.image_data, request.media)
-            fields = request_fields(request, rid, self.cache_key, stream=stream, image_data=image_data)
+                images = image_data(await asyncio.to_thread(self._images.patches, request.media))
+            fields = request_fields(request, rid, self.cache_key, stream=stream, image_data=images)
             wanted = GenerateReqInput(**fields)
             async with aclosing(self._manager.generate_request(wanted)) as outputs:
                 try:
@@ -407,25 +421,47 @@ class SGLangBackend(WorkerBackend):
         """The dtype of SGLang's weights."""
         return str(self._manager.model_config.dtype).removeprefix("torch.")
 
-    async def ask(self, method: str, *arguments: object) -> object:
+    async def ask(self, method: str, *arguments: object, freeze: PauseMode | None = None) -> object:
         """Call the worker in the scheduler's process."""
         from drivetrain_sglang.inside import control
 
-        engine = self._engine
-        if engine is None:
-            raise EngineInternalError("the SGLang backend is not running")
-        question = control.calls.ask(method, arguments)
+        parameters = {"question": control.calls.ask(method, arguments)}
+        if freeze is not None:
+            parameters["freeze"] = freeze.value
+        from sglang.srt.managers.io_struct import RpcReqInput, async_sock_send
 
-        def call() -> str:
-            from sglang.srt.managers.io_struct import RpcReqInput, sock_recv, sock_send
+        await self._asking.acquire()
+        try:
+            if self._rpc is None:
+                raise EngineInternalError("the SGLang backend is not running")
+            await async_sock_send(self._rpc, RpcReqInput(method=control.CALL, parameters=parameters))
+        except BaseException:
+            self._asking.release()
+            raise
+        # What was asked must be read before the next question, also if nobody waits for it any more.
+        answer = await asyncio.shield(asyncio.ensure_future(self._answer()))
+        if not answer.success:
+            if await self._lost_process():
+                raise EngineDied(f"SGLang lost a process of its own: {answer.message}")
+            raise control.failed(answer.message)
+        return control.calls.result_of(method, str(answer.message))
 
-            sock_send(engine.send_to_rpc, RpcReqInput(method=control.CALL, parameters={"question": question}))
-            answer = sock_recv(engine.send_to_rpc)
-            if not answer.success:
-                raise control.failed(answer.message)
-            return str(answer.message)
+    async def _lost_process(self) -> bool:
+        """Whether a process of SGLang has ended: a rank may lose its connection before that is seen from here."""
+        ends = asyncio.get_running_loop().time() + _SEEN_S
+        while all(runs(process) for process in self._processes):
+            if asyncio.get_running_loop().time() > ends:
+                return False
+            await asyncio.sleep(0.01)
+        return True
 
-        return control.calls.result_of(method, await asyncio.get_running_loop().run_in_executor(self._calls, call))
+    async def _answer(self) -> Any:
+        from sglang.srt.managers.io_struct import async_sock_recv
+
+        try:
+            return await async_sock_recv(self._rpc)
+        finally:
+            self._asking.release()
 
 
 def _files_in(directory: Path) -> set[Path]:

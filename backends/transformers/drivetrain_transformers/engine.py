@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from drivetrain.backend import Backend, EngineStats, GenerateRequest, GenerateResult, ModelInfo, StopKind, TokenDelta
 from drivetrain.capability import Capability
@@ -17,6 +17,7 @@ from drivetrain.memory import MemoryTag, PauseMode
 from drivetrain.weights import (
     CommitUpdate,
     CommunicatorSpec,
+    PrepareUpdate,
     TensorData,
     WeightManifest,
     WeightMessage,
@@ -63,12 +64,16 @@ _ALWAYS = frozenset(
         Capability.WEIGHTS_BROADCAST,
         Capability.WEIGHTS_DISK,
         Capability.WEIGHTS_PLUGIN,
+        Capability.WEIGHT_STAGING,
         Capability.WEIGHT_UPDATE_IN_FLIGHT,
         Capability.VERSION_SPANS,
         Capability.READ_WEIGHTS,
         Capability.SAVE_SHARDED,
     }
 )
+
+_OPENING_S: Final = 0.02
+"""Between two looks whether the source of an update is open."""
 
 
 class TransformersBackend(Backend):
@@ -243,8 +248,14 @@ class TransformersBackend(Backend):
         return await self._running.call(self._received.manifest)
 
     async def receive_weights(self, message: WeightMessage) -> WeightReply:
-        """Take one step of an update, between two steps of the batch."""
+        """Take one step of an update, between two steps of the batch; a source is opened while they go on."""
         runner, weights = self._running, self._received
+        if isinstance(message, PrepareUpdate):
+            prepared = await runner.call(lambda: weights.prepare(message))
+            while prepared is None:
+                await asyncio.sleep(_OPENING_S)
+                prepared = await runner.call(weights.prepared)
+            return prepared
 
         def receive() -> WeightReply:
             reply = weights.receive(message)

@@ -9,6 +9,7 @@ import torch
 from drivetrain.weights import (
     BeginUpdate,
     CommunicatorSpec,
+    PrepareUpdate,
     TensorData,
     WeightManifest,
     WeightMessage,
@@ -45,8 +46,17 @@ class Weights:
         """Every tensor that a complete update must bring."""
         return self._target.manifest()
 
+    def prepare(self, message: PrepareUpdate) -> WeightReply | None:
+        """Prepare an update; None: its source is being opened, ask :meth:`prepared`."""
+        self._receiver.prepare(message)
+        return self._receiver.prepared()
+
+    def prepared(self) -> WeightReply | None:
+        """The reply to the last PrepareUpdate; None: its source is still being opened."""
+        return self._receiver.prepared()
+
     def receive(self, message: WeightMessage) -> WeightReply:
-        """Take one step of an update."""
+        """Take one step of an update, but the first."""
         if isinstance(message, BeginUpdate):
             self._writer.stop()
         return self._receiver.handle(message)

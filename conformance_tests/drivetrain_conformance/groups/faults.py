@@ -224,8 +224,10 @@ class _Doomed(Between):
         self._victim = engine
 
     @asynccontextmanager
-    async def weight_update(self, request: WeightUpdateRequest) -> AsyncGenerator[UpdateUnderWay, None]:
-        async with super().weight_update(request) as update:
+    async def weight_update(
+        self, request: WeightUpdateRequest, *, at_once: bool = False
+    ) -> AsyncGenerator[UpdateUnderWay, None]:
+        async with super().weight_update(request, at_once=at_once) as update:
             self.began = True
             _signal_host(self._victim, signal.SIGKILL)
             yield update

@@ -223,8 +223,10 @@ def publishes_before_commit(engine: type[InferenceEngine]) -> type[InferenceEngi
         """Is early."""
 
         @asynccontextmanager
-        async def weight_update(self, request: WeightUpdateRequest) -> AsyncGenerator[WeightTransaction, None]:
-            async with super().weight_update(request) as transaction:
+        async def weight_update(
+            self, request: WeightUpdateRequest, *, at_once: bool = False
+        ) -> AsyncGenerator[WeightTransaction, None]:
+            async with super().weight_update(request, at_once=at_once) as transaction:
                 before, self._version = self._version, request.version
                 try:
                     yield transaction
@@ -246,10 +248,12 @@ def publishes_what_failed(engine: type[InferenceEngine]) -> type[InferenceEngine
         """Publishes in any case."""
 
         @asynccontextmanager
-        async def weight_update(self, request: WeightUpdateRequest) -> AsyncGenerator[WeightTransaction, None]:
+        async def weight_update(
+            self, request: WeightUpdateRequest, *, at_once: bool = False
+        ) -> AsyncGenerator[WeightTransaction, None]:
             begun = False
             try:
-                async with super().weight_update(request) as transaction:
+                async with super().weight_update(request, at_once=at_once) as transaction:
                     begun = True
                     yield transaction
             finally:
@@ -272,9 +276,11 @@ def serves_after_a_failed_update(engine: type[InferenceEngine]) -> type[Inferenc
         """Is back where it was."""
 
         @asynccontextmanager
-        async def weight_update(self, request: WeightUpdateRequest) -> AsyncGenerator[WeightTransaction, None]:
+        async def weight_update(
+            self, request: WeightUpdateRequest, *, at_once: bool = False
+        ) -> AsyncGenerator[WeightTransaction, None]:
             try:
-                async with super().weight_update(request) as transaction:
+                async with super().weight_update(request, at_once=at_once) as transaction:
                     yield transaction
             finally:
                 self._set(dataclasses.replace(self._status, weights=WeightState.CLEAN, why=""))
@@ -292,8 +298,10 @@ def stays_paused_after_an_update(engine: type[InferenceEngine]) -> type[Inferenc
         """Leaves that to its caller."""
 
         @asynccontextmanager
-        async def weight_update(self, request: WeightUpdateRequest) -> AsyncGenerator[WeightTransaction, None]:
-            async with super().weight_update(request) as transaction:
+        async def weight_update(
+            self, request: WeightUpdateRequest, *, at_once: bool = False
+        ) -> AsyncGenerator[WeightTransaction, None]:
+            async with super().weight_update(request, at_once=at_once) as transaction:
                 yield transaction
             await self.pause_generation(PauseMode.WAIT)
 
@@ -308,8 +316,10 @@ def ends_a_pause_by_an_update(engine: type[InferenceEngine]) -> type[InferenceEn
         """Always goes on."""
 
         @asynccontextmanager
-        async def weight_update(self, request: WeightUpdateRequest) -> AsyncGenerator[WeightTransaction, None]:
-            async with super().weight_update(request) as transaction:
+        async def weight_update(
+            self, request: WeightUpdateRequest, *, at_once: bool = False
+        ) -> AsyncGenerator[WeightTransaction, None]:
+            async with super().weight_update(request, at_once=at_once) as transaction:
                 yield transaction
             await self.continue_generation()
 
@@ -326,8 +336,8 @@ def aborts_requests_to_update(engine: type[InferenceEngine]) -> type[InferenceEn
     class Wrong(InferenceEngine):
         """Knows one way."""
 
-        async def _quiesce_for_update(self, mode: PauseMode) -> None:
-            await super()._quiesce_for_update(PauseMode.ABORT)
+        async def _quiesce_for_update(self, mode: PauseMode, *, later: bool = False) -> PauseMode | None:
+            return await super()._quiesce_for_update(PauseMode.ABORT)
 
     return mixed(engine, Wrong)
 

@@ -94,6 +94,11 @@ class Calls:
                     break
         return base64.b64encode(msgspec.msgpack.encode(answer)).decode()
 
+    @staticmethod
+    def succeeded(answer: str) -> bool:
+        """Whether a call did not fail."""
+        return _answers.decode(base64.b64decode(answer)).failure is None
+
     def result_of(self, method: str, answer: str) -> object:
         """Decode what a call returned.
 

@@ -58,7 +58,7 @@ def kill_family(host: int, mark: str, known: Iterable[Path] = ()) -> None:
     killed: set[int] = set()
     files = set(known)
     for _ in range(_ROUNDS):  # what forked while we looked is found the next time
-        left = [process for process in family(host, mark) if _runs(process)]
+        left = [process for process in family(host, mark) if runs(process)]
         if not left:
             break
         files |= shared_memory_of(left)
@@ -70,10 +70,10 @@ def kill_family(host: int, mark: str, known: Iterable[Path] = ()) -> None:
                 continue
         # Not psutil.wait_procs: it would reap the host and keep its exit status from whoever started it.
         patience = time.monotonic() + _PATIENCE_S
-        while any(map(_runs, left)) and time.monotonic() < patience:
+        while any(map(runs, left)) and time.monotonic() < patience:
             time.sleep(0.005)
     unlink(_left_by(killed, files))
-    if left := [process for process in left if _runs(process)]:
+    if left := [process for process in left if runs(process)]:
         _logger.error("these processes of an engine's host do not end: %s", ", ".join(map(str, left)))
 
 
@@ -150,7 +150,8 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _runs(process: psutil.Process) -> bool:
+def runs(process: psutil.Process) -> bool:
+    """Whether it has not ended; a zombie has."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -164,6 +165,7 @@ __all__ = [
     "ending",
     "family",
     "kill_family",
+    "runs",
     "shared_memory_of",
     "signal_name",
     "unlink",

@@ -91,7 +91,7 @@ class Opened:
 
 
 class Reader(ABC):
-    """The engine's end: reads the source of one update at a time, in the engine's own thread."""
+    """The engine's end: reads the source of one update at a time, in the engine's own thread but for :meth:`open`."""
 
     @property
     def place(self) -> Hashable:
@@ -100,6 +100,11 @@ class Reader(ABC):
         Two updates of one plan and one place bring tensors at the same addresses.
         """
         return None
+
+    @property
+    def takes_long(self) -> bool:
+        """Whether :meth:`open` reads tensors: it is then called in a thread of its own, while the engine generates."""
+        return False
 
     @abstractmethod
     def open(self, request: WeightUpdateRequest, manifest: WeightManifest) -> Opened:

@@ -187,6 +187,11 @@ class DeltaReader(Reader):
         self._folder = Path()
         self._plan = WeightPlan(())
 
+    @property
+    def takes_long(self) -> bool:
+        """Every file is read."""
+        return True
+
     def open(self, request: WeightUpdateRequest, manifest: WeightManifest) -> Opened:
         """Check that every file came as it was sent.
 

@@ -82,6 +82,11 @@ class DiskReader(Reader):
         self._aliases: Mapping[str, str] = {}
         self._plan = WeightPlan(())
 
+    @property
+    def takes_long(self) -> bool:
+        """Every file is read."""
+        return True
+
     def open(self, request: WeightUpdateRequest, manifest: WeightManifest) -> Opened:
         """Check names, dtypes, shapes and values of all tensors.
 

@@ -48,6 +48,10 @@ class Readers:
             self._made[kind] = self._make(source)
         return self._made[kind]
 
+    def give_up(self, reader: Reader) -> None:
+        """Make another the next time: this one is still busy."""
+        self._made = {kind: made for kind, made in self._made.items() if made is not reader}
+
     def close(self) -> None:
         """Let go of every source, mapped ones included."""
         for reader in self._made.values():

@@ -12,12 +12,15 @@ from typing import Any, Final
 
 from drivetrain.errors import DrivetrainError, EngineInternalError
 from drivetrain.host.calls import Calls
+from drivetrain.memory import PauseMode
 from drivetrain_sglang.inside.worker import Worker
 
 CALL: Final = "drivetrain"
 """Name of the RPC."""
 
-calls: Final = Calls(Worker.tokens_so_far)
+calls: Final = Calls(
+    Worker.tokens_so_far, Worker.apply_weights_counting, Worker.prepare_weights, Worker.prepared_weights
+)
 
 _SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
 _GRAMMARS: Final = "sglang.srt.constrained.grammar_manager.GrammarManager"
@@ -54,7 +57,13 @@ def _rpc(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
     try:
         worker = _worker(scheduler)
         gather = None if worker.group is None else worker.gather
-        return RpcReqOutput(success=True, message=calls.serve(worker, request.parameters["question"], gather))
+        freeze = request.parameters.get("freeze")
+        if freeze is not None:
+            worker.freeze(PauseMode(freeze))
+        answer = calls.serve(worker, request.parameters["question"], gather)
+        if freeze is not None and calls.succeeded(answer):
+            worker.unfreeze()
+        return RpcReqOutput(success=True, message=answer)
     except Exception as error:
         return RpcReqOutput(success=False, message=f"{type(error).__name__}: {error}")
 

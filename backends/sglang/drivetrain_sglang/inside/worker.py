@@ -15,7 +15,7 @@ import torch
 from drivetrain.backend import EngineStats
 from drivetrain.errors import EngineBusy
 from drivetrain.memory import MemoryTag, PauseMode
-from drivetrain.weights import CommitUpdate, WeightManifest, WeightMessage, WeightReply
+from drivetrain.weights import ApplyUpdate, CommitUpdate, WeightManifest, WeightMessage, WeightReply
 from drivetrain_sglang.inside.images import forget_embeddings
 from drivetrain_weight_sync.checkpoint import checkpoint_of, eos_token_ids
 from drivetrain_weight_sync.host_memory import HostMemory
@@ -264,12 +264,21 @@ class Worker(RankWeights):
             self.set_weight_version(message.version)
         return reply
 
-    def apply_weights(self, version: str, buckets: int, keep_prefix_cache: bool) -> WeightReply:
+    def apply_weights(self, update: ApplyUpdate) -> WeightReply:
         """Take all steps of an update."""
-        reply = super().apply_weights(version, buckets, keep_prefix_cache)
-        if not keep_prefix_cache:
-            self.reset_prefix_cache()
+        (reply, *_) = self.of_ranks(lambda: self._begin(update))
+        self.commit_weights(update)
         return reply
+
+    def _begin(self, update: ApplyUpdate) -> WeightReply:
+        reply = self.begin_weights(update)
+        if not update.keep_prefix_cache:
+            self.reset_prefix_cache()  # while a GPU copies
+        return reply
+
+    def apply_weights_counting(self, update: ApplyUpdate) -> tuple[WeightReply, dict[str, int]]:
+        """Take all steps of an update while requests are frozen, and count their tokens."""
+        return self.apply_weights(update), self.tokens_so_far()
 
     def set_weight_version(self, version: str) -> None:
         """Label the weights."""

@@ -6,15 +6,16 @@ A call comes as one of vLLM's own utility calls. What is a scheduler's to do is 
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Any, Final, cast
 
 from drivetrain.backend import EngineStats
 from drivetrain.errors import EngineBusy, EngineDied
 from drivetrain.host.calls import Calls
-from drivetrain.memory import MemoryTag
-from drivetrain.weights import CommitUpdate, WeightMessage, WeightReply
+from drivetrain.memory import MemoryTag, PauseMode
+from drivetrain.weights import ApplyUpdate, CommitUpdate, WeightMessage, WeightReply
 from drivetrain_vllm.errors import LOST_WORKER
-from drivetrain_vllm.inside.worker import Worker
+from drivetrain_vllm.inside.worker import OF_WORKERS
 
 CALL: Final = "drivetrain"
 """Name of the utility method, and of the workers'."""
@@ -57,20 +58,24 @@ class Core:
         """Take one step of an update."""
         reply = cast("WeightReply", self._of_workers("receive_weights", message))
         if isinstance(message, CommitUpdate):
-            self._committed(message.version)
+            self._core.reset_encoder_cache()
+            self.set_weight_version(message.version)
         return reply
 
-    def apply_weights(self, version: str, buckets: int, keep_prefix_cache: bool) -> WeightReply:
+    def apply_weights(self, update: ApplyUpdate) -> WeightReply:
         """Take all steps of an update."""
-        reply = cast("WeightReply", self._of_workers("apply_weights", version, buckets, keep_prefix_cache))
-        if not keep_prefix_cache:
+        reply = cast("WeightReply", self._of_workers("begin_weights", update))
+        # While a GPU copies:
+        if not update.keep_prefix_cache:
             self.reset_prefix_cache()
-        self._committed(version)
+        self._core.reset_encoder_cache()
+        self._of_workers("commit_weights", update)
+        self.set_weight_version(update.version)
         return reply
 
-    def _committed(self, version: str) -> None:
-        self._core.reset_encoder_cache()
-        self.set_weight_version(version)
+    def apply_weights_counting(self, update: ApplyUpdate) -> tuple[WeightReply, dict[str, int]]:
+        """Take all steps of an update while requests are frozen, and count their tokens."""
+        return self.apply_weights(update), self.tokens_so_far()
 
     def set_weight_version(self, version: str) -> None:
         """Label the weights."""
@@ -84,7 +89,7 @@ def _given(request_id: str) -> str:
     return given + dot
 
 
-calls: Final = Calls(Core.tokens_so_far, Worker.occupied)
+calls: Final = Calls(Core.tokens_so_far, Core.apply_weights_counting, *OF_WORKERS)
 
 
 def forward(core: Any, question: str) -> str:
@@ -108,14 +113,49 @@ def _lost_worker(executor: Any) -> bool:
     return getattr(executor, "is_failed", False) or any(not worker.proc.is_alive() for worker in workers)
 
 
-def _answer(core: Any, question: str) -> str:
+def _answer(core: Any, question: str, freeze: str | None = None) -> str | Future[str]:
+    if freeze is not None:
+        return _answer_frozen(core, question, freeze)
     if hasattr(Core, calls.method_of(question)):
         return calls.serve(Core(core), question)
     return forward(core, question)
 
 
+def _answer_frozen(core: Any, question: str, mode: str) -> str | Future[str]:
+    """Answer once no step is under way; requests go on after it, unless it failed."""
+
+    def answer() -> str:
+        said = calls.serve(Core(core), question)
+        if calls.succeeded(said):
+            core.resume_scheduler()
+        return said
+
+    pausing: Future[None] | None = core.pause_scheduler(mode="keep", clear_cache=mode == PauseMode.RETRACT.value)
+    if pausing is None:
+        return answer()
+    said: Future[str] = Future()
+
+    def idle(_: Future[None]) -> None:
+        from vllm.v1.engine import EngineCoreRequestType
+
+        try:
+            said.set_result(answer())
+        except Exception as error:
+            said.set_exception(error)
+        # The loop that found itself idle waits for a message next, and there is work again.
+        core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+    pausing.add_done_callback(idle)
+    return said
+
+
 def register() -> None:
-    """Give the engine core a utility method."""
+    """Give the engine core a utility method, and its workers what they need of images."""
+    from vllm.v1.core.sched import output
     from vllm.v1.engine.core import EngineCore
 
     setattr(EngineCore, CALL, _answer)
+    # Newer releases do not send workers the pixels of an image that a cached prefix covers, and end when the request is
+    # retracted, or preempted, and the image must be seen again.
+    if hasattr(output, "strip_covered_mm_data"):
+        output.strip_covered_mm_data = lambda features, *_, **__: features

@@ -131,7 +131,15 @@ class Worker(RankWeights):
         self.asleep -= tags
 
 
-calls = Calls(Worker.occupied)
+OF_WORKERS = (
+    Worker.occupied,
+    Worker.prepare_weights,
+    Worker.prepared_weights,
+    Worker.begin_weights,
+    Worker.commit_weights,
+)
+"""What a worker answers to that is not on the ``Backend`` page."""
+calls = Calls(*OF_WORKERS)
 
 
 class Extension:
