@@ -103,7 +103,7 @@ class Desk:
                     report, self.host_pid = argument
                     return cast("Report | None", report)
                 case "update":
-                    await self._update(number, argument)
+                    await self._update(number, *argument)
                 case "break":
                     pass  # what it breaks off has failed already
                 case _:
@@ -137,13 +137,13 @@ class Desk:
         else:
             await self._line.say((number, "ok", value))
 
-    async def _update(self, number: int, request: WeightUpdateRequest) -> None:
+    async def _update(self, number: int, request: WeightUpdateRequest, at_once: bool) -> None:
         assert self._engine is not None
         if self._prepared is not None and request == self._prepared:
             request = self._prepared  # the engine knows it by its identity
         try:
             async with AsyncExitStack() as stack:
-                entering = stack.enter_async_context(self._engine.weight_update(request))
+                entering = stack.enter_async_context(self._engine.weight_update(request, at_once=at_once))
                 update = await self._unless_lost(entering)
                 await self._line.say((number, "ok", update.buckets))
                 while True:

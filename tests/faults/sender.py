@@ -173,8 +173,10 @@ class FarEngine:
         await self.call("release", None)
 
     @asynccontextmanager
-    async def weight_update(self, request: WeightUpdateRequest) -> AsyncGenerator[FarUpdate, None]:
-        update = FarUpdate(self, cast(int, await self.call("update", request)))
+    async def weight_update(
+        self, request: WeightUpdateRequest, *, at_once: bool = False
+    ) -> AsyncGenerator[FarUpdate, None]:
+        update = FarUpdate(self, cast(int, await self.call("update", (request, at_once))))
         try:
             yield update
         except BaseException as error:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 FOLDER: Final = "DRIVETRAIN_FAULTS"
-_now: dict[str, Any] = {"step": "", "bucket": -1}
+_now: dict[str, Any] = {"step": ""}
 """Where this process is; its updates are one after another, in one thread."""
 
 
@@ -52,28 +52,55 @@ def _rank() -> int:
 
 
 def _hook_receiver(module: Any) -> None:
-    handle, noted, digests = module.Receiver.handle, module.Receiver._noted, module.digests
+    receiver, digests = module.Receiver, module.digests
+    handle, prepare, prepared = receiver.handle, receiver.prepare, receiver.prepared
 
     def hooked_handle(self: Any, message: Any) -> Any:
-        step, bucket = type(message).__name__, getattr(message, "indices", (-1,))[0]
-        _now.update(step=step, bucket=bucket)
-        reached(step, "before", bucket)
+        step = type(message).__name__
+        if step in ("PrepareUpdate", "LoadBuckets"):  # their points are elsewhere
+            return handle(self, message)
+        _now.update(step=step)
+        reached(step, "before")
         reply = handle(self, message)
-        reached(step, "after", bucket)
+        reached(step, "after")
         return reply
 
-    def hooked_noted(self: Any, *arguments: Any) -> Iterator[Any]:
-        for number, tensor in enumerate(noted(self, *arguments)):
-            yield tensor
-            if number == 0:  # the first one is in the model
-                reached("LoadBuckets", "within", _now["bucket"])
+    def hooked_prepare(self: Any, message: Any) -> None:
+        reached("PrepareUpdate", "before")
+        prepare(self, message)
+
+    def hooked_prepared(self: Any) -> Any:
+        waited = self.phase is not module.Phase.PREPARED
+        reply = prepared(self)
+        if reply is not None and waited:
+            _hook_reader(self._reader)
+            reached("PrepareUpdate", "after")
+        return reply
 
     def hooked_digests(tensors: Any) -> Any:
         if _now["step"] == "VerifyUpdate":
             reached("VerifyUpdate", "within")
         return digests(tensors)
 
-    module.Receiver.handle, module.Receiver._noted, module.digests = hooked_handle, hooked_noted, hooked_digests
+    receiver.handle, receiver.prepare, receiver.prepared = hooked_handle, hooked_prepare, hooked_prepared
+    module.digests = hooked_digests
+
+
+def _hook_reader(reader: Any) -> None:
+    """A reader's buckets: several may be loaded by one message."""
+    if "tensors" in vars(reader):
+        return
+    tensors = reader.tensors
+
+    def hooked(index: int) -> Iterator[Any]:
+        reached("LoadBuckets", "before", index)
+        for number, tensor in enumerate(tensors(index)):
+            yield tensor
+            if number == 0:  # the first one is in the model
+                reached("LoadBuckets", "within", index)
+        reached("LoadBuckets", "after", index)
+
+    reader.tensors = hooked
 
 
 def _hook_groups(module: Any) -> None:
