@@ -85,7 +85,7 @@ ENGINE_KWARGS: dict[str, dict[str, dict[str, object]]] = {
     "sglang": {
         "usual": {**_SGLANG, **_SMALL_POOL, **_NO_COMPILER, "enable_return_hidden_states": True},
         "experts": {**_SGLANG, **_SMALL_POOL, "enable_return_routed_experts": True},
-        "storage": {**_SGLANG, **_STORAGE},
+        "storage": {**_SGLANG, **_SMALL_POOL, **_STORAGE},
         "pooling": {**_SGLANG, **_SMALL_POOL},
         "large": _SGLANG,
     },
@@ -100,7 +100,7 @@ ENGINE_KWARGS: dict[str, dict[str, dict[str, object]]] = {
 FIELDS: dict[str, dict[str, dict[str, object]]] = {
     "sglang": {
         # Of a pool that is small: the share must hold what others take while it starts.
-        "usual": {"attention_backend": "triton", "gpu_memory_utilization": 0.7},
+        "usual": {"attention_backend": "triton", "gpu_memory_utilization": 0.85},
         "large": {"attention_backend": "triton", "gpu_memory_utilization": 0.3},
     },
     "vllm": {"usual": {"gpu_memory_utilization": 0.05}, "large": {"gpu_memory_utilization": 0.3}},

@@ -1,9 +1,12 @@
 """Weight updates of a colocated engine on one GPU, beside one copy of the same bytes, and the engine's own ways.
 
     python benchmarks/gpu/weight_sync.py {sglang,vllm} [--size 7b|1.8b|moe] [--pushes 12] [--native] [--json FILE]
+        [--lock FILE]
 
 The trainer's tensors and the engine, in its host process, are on one GPU; weights are bfloat16, at random, of a Qwen2
-of 7.6 or 1.8 billion parameters, or of a Qwen3 MoE with 64 experts. Every push is verified. In milliseconds, medians:
+of 7.6 or 1.8 billion parameters, or of a Qwen3 MoE with 64 experts. Every push is verified. With ``--lock``, of the
+runs that share a GPU only one measures at a time: most of the time of each is an engine that starts. In milliseconds,
+medians:
 
 - C: one device-to-device copy of the same bytes, measured before and after.
 - push: from ``push()`` to its return: digests and copies on the trainer's side, then the update.
@@ -11,15 +14,17 @@ of 7.6 or 1.8 billion parameters, or of a Qwen3 MoE with 64 experts. Every push 
 - pause: what eight streams wait for longer than usual for a token, if a push comes upon them (``in_place``).
 - staging: tokens of those streams while a transfer is staged, again and again, in times of those without.
 - sleep and wake: of weights and cache, and the push after it.
-- native (SGLang): the engine itself, started by itself: each tensor, and flattened buckets.
+- native: the engine by itself, updated and put to sleep in its own ways (``native_updates.py``), in the same run.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import fcntl
 import itertools
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -34,7 +39,6 @@ from drivetrain import InferenceEngine, MemoryTag, PauseMode, SamplingParams, cr
 from drivetrain.errors import DrivetrainError
 from drivetrain.testing import tiny_model
 from drivetrain_weight_sync import WeightSync
-from drivetrain_weight_sync.checkpoint import checkpoint_of
 
 SIZES: Final[dict[str, tuple[str, dict[str, int]]]] = {
     "7b": (
@@ -63,16 +67,16 @@ SIZES: Final[dict[str, tuple[str, dict[str, int]]]] = {
     "moe": (
         "qwen3_moe",
         {
-            "hidden_size": 1024,
-            "intermediate_size": 2048,
-            "moe_intermediate_size": 512,
-            "num_experts": 64,
-            "num_experts_per_tok": 4,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_local_experts": 64,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
             "head_dim": 128,
-            "vocab_size": 32000,
+            "vocab_size": 151936,
         },
     ),
 }
@@ -82,15 +86,19 @@ GRAPHS: Final = [1, 2, 4, 8]
 ENGINES: Final[dict[str, dict[str, Any]]] = {
     "sglang": {
         "attention_backend": "triton",
+        # Of a pool that is small: the share must hold what others take while it starts.
+        "gpu_memory_utilization": 0.7,
         "engine_kwargs": {
             "load_format": "dummy",
             "sampling_backend": "pytorch",
             "grammar_backend": "none",
             "disable_prefill_cuda_graph": True,
             "cuda_graph_bs_decode": GRAPHS,
+            "max_total_tokens": 100_000,
         },
     },
     "vllm": {
+        "gpu_memory_utilization": 0.05,
         "engine_kwargs": {
             "load_format": "dummy",
             "optimization_level": 0,
@@ -100,6 +108,7 @@ ENGINES: Final[dict[str, dict[str, Any]]] = {
                 "cudagraph_capture_sizes": GRAPHS,
             },
             "kernel_config": {"enable_flashinfer_autotune": False},
+            "kv_cache_memory_bytes": 8_000_000_000,
         },
     },
 }
@@ -138,6 +147,24 @@ def copy_ms(nbytes: int) -> float:
     del one, other
     torch.cuda.empty_cache()
     return 1e3 * statistics.median(taken)
+
+
+class Lock:
+    """Held by one process at a time; without a file, by each."""
+
+    def __init__(self, path: str = os.devnull) -> None:
+        self._shared = path != os.devnull
+        self._file = Path(path).open("w")
+
+    def acquire(self) -> None:
+        """Wait for it."""
+        if self._shared:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def release(self) -> None:
+        """Let the next one have it."""
+        if self._shared:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
 async def timed(work: Awaitable[object]) -> float:
@@ -198,12 +225,12 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         "model": str(folder),
         "dtype": "bfloat16",
         "enable_sleep": True,
-        "gpu_memory_utilization": args.memory_share,
         "max_num_seqs": 16,
         **ENGINES[args.backend],
     }
     async with create_engine(fields) as engine:
         print("the engine is up", file=sys.stderr, flush=True)
+        await asyncio.to_thread(args.lock.acquire)
         manifest = await engine.weight_manifest()
         weights = {
             spec.name: torch.randn(spec.shape, device=DEVICE, dtype=getattr(torch, spec.dtype)).mul_(0.02)
@@ -256,25 +283,27 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
 async def measure_streams(
     engine: InferenceEngine, sync: WeightSync, record: Callable[[str, float], None], pushes: int
 ) -> None:
-    async with Streams(engine) as streams:
-        begun = time.perf_counter()
-        await asyncio.sleep(1.0)
-        usual, rate = streams.gaps(begun, time.perf_counter()), streams.between(begun, time.perf_counter())
-        record("eight streams: usual time between tokens", statistics.median(usual))
-        extra: list[float] = []
-        try:
-            for number in range(pushes):
-                begun = time.perf_counter()
+    usual: list[float] = []
+    extra: list[float] = []
+    for first in range(0, pushes, 4):  # streams end after a while
+        async with Streams(engine) as streams:
+            begun = time.perf_counter()
+            await asyncio.sleep(0.5)
+            usual += streams.gaps(begun, time.perf_counter())
+            for number in range(first, min(first + 4, pushes)):
                 handle = await sync.start_weight_transfer(version=f"stream-{number}")
                 await handle.wait()
                 begun = time.perf_counter()
-                await handle.finish()
+                try:
+                    await handle.finish()
+                except DrivetrainError as error:
+                    print(f"no update upon streams: {error}", file=sys.stderr, flush=True)
+                    continue
                 await asyncio.sleep(0.05)
-                extra.append(max(streams.gaps(begun, time.perf_counter())) - statistics.median(usual))
-        except DrivetrainError as error:
-            print(f"no update upon streams: {error}", file=sys.stderr, flush=True)
-        else:
-            record("eight streams: longer for an update", statistics.median(extra))
+                extra.append(max(streams.gaps(begun, time.perf_counter())))
+    record("eight streams: usual time between tokens", statistics.median(usual))
+    if extra:
+        record("eight streams: longer for an update", statistics.median(extra) - statistics.median(usual))
     async with Streams(engine) as streams:
         begun = time.perf_counter()
         await asyncio.sleep(1.0)
@@ -299,82 +328,18 @@ async def measure_sleep(engine: InferenceEngine, sync: WeightSync, record: Calla
         "sleep": [],
         "wake of the weights": [],
         "push after it": [],
+        "  of that: update": [],
         "wake of the cache": [],
     }
     for number in range(4):
-        taken.setdefault("sleep", []).append(await timed(engine.sleep([MemoryTag.WEIGHTS, MemoryTag.KV_CACHE])))
-        taken.setdefault("wake of the weights", []).append(await timed(engine.wake_up([MemoryTag.WEIGHTS])))
-        taken.setdefault("push after it", []).append(await timed(sync.push(version=f"awake-{number}")))
-        taken.setdefault("wake of the cache", []).append(await timed(engine.wake_up([MemoryTag.KV_CACHE])))
+        taken["sleep"].append(await timed(engine.sleep([MemoryTag.WEIGHTS, MemoryTag.KV_CACHE])))
+        taken["wake of the weights"].append(await timed(engine.wake_up([MemoryTag.WEIGHTS])))
+        result = await sync.push(version=f"awake-{number}")
+        taken["push after it"].append(1e3 * result.total_seconds)
+        taken["  of that: update"].append(1e3 * result.update_seconds)
+        taken["wake of the cache"].append(await timed(engine.wake_up([MemoryTag.KV_CACHE])))
     for name, times in taken.items():
-        record(name, statistics.median(times[1:]))
-
-
-def native_sglang(size: str, share: float, c: float) -> dict[str, float]:
-    """SGLang's own ways, from another process's tensors on the same GPU, as its users call them."""
-    from sglang import Engine
-
-    folder = model_folder(size)
-    engine = Engine(
-        model_path=str(folder),
-        skip_tokenizer_init=True,
-        log_level="error",
-        mem_fraction_static=min(0.9, share + 0.2),
-        enable_memory_saver=True,
-        **ENGINES["sglang"]["engine_kwargs"],
-        attention_backend="triton",
-    )
-    specs = checkpoint_of(str(folder)).tensors
-    pairs = [(spec.name, torch.randn(spec.shape, device=DEVICE, dtype=torch.bfloat16).mul_(0.02)) for spec in specs]
-
-    def update(**how: Any) -> None:
-        engine.update_weights_from_tensor(pairs, flush_cache=True, **how)
-        synchronize()
-
-    def median(work: Callable[[], None]) -> float:
-        work()
-        taken = []
-        for _ in range(6):
-            synchronize()
-            begun = time.perf_counter()
-            work()
-            taken.append(1e3 * (time.perf_counter() - begun))
-        return statistics.median(taken)
-
-    found = {"native: each tensor": median(update)}
-    show("native: each tensor", found["native: each tensor"], c)
-    try:
-        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-    except ImportError:
-        from sglang.srt.model_executor.model_runner import FlattenedTensorBucket
-    from sglang.srt.utils import MultiprocessingSerializer
-
-    def flattened() -> None:
-        bucket = FlattenedTensorBucket(named_tensors=pairs)
-        payload = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
-        engine.update_weights_from_tensor(
-            [MultiprocessingSerializer.serialize(payload, output_str=True)], load_format="flattened_bucket"
-        )
-        synchronize()
-
-    try:
-        found["native: one flattened bucket"] = median(flattened)
-        show("native: one flattened bucket", found["native: one flattened bucket"], c)
-        filled = FlattenedTensorBucket(named_tensors=pairs)
-        ready = {"flattened_tensor": filled.get_flattened_tensor(), "metadata": filled.get_metadata()}
-
-        def flattened_before() -> None:
-            engine.update_weights_from_tensor(
-                [MultiprocessingSerializer.serialize(ready, output_str=True)], load_format="flattened_bucket"
-            )
-            synchronize()
-
-        found["native: one bucket, flattened before"] = median(flattened_before)
-        show("native: one bucket, flattened before", found["native: one bucket, flattened before"], c)
-    except Exception as error:  # its calling conventions change between releases; the figure is then missing
-        print(f"no flattened bucket: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    engine.shutdown()
-    return found
+        record(f"sleep: {name}", statistics.median(times[1:]))
 
 
 def main() -> None:
@@ -382,13 +347,23 @@ def main() -> None:
     parser.add_argument("backend", choices=sorted(ENGINES))
     parser.add_argument("--size", choices=sorted(SIZES), default="7b")
     parser.add_argument("--pushes", type=int, default=12)
-    parser.add_argument("--memory-share", type=float, default=0.3, help="of the GPU's memory, for the engine")
-    parser.add_argument("--native", action="store_true", help="also SGLang by itself")
+    parser.add_argument("--native", action="store_true", help="also the engine by itself")
+    parser.add_argument("--lock", type=Lock, default=Lock(), help="a file that all runs on this GPU name")
     parser.add_argument("--json", type=Path, help="write the results there")
     args = parser.parse_args()
     document = asyncio.run(measure(args))
     if args.native:
-        document["native_ms"] = native_sglang(args.size, args.memory_share, document["ms"]["C"])
+        from native_updates import NATIVE
+
+        torch.cuda.empty_cache()
+        c = document["ms"]["C"]
+        folder = model_folder(args.size)
+        found: dict[str, float] = {}
+        args.lock.release()
+        for name, milliseconds in NATIVE[args.backend](folder, ENGINES[args.backend], args.lock):
+            found[name] = milliseconds
+            show(name, milliseconds, c)
+        document["native_ms"] = found
     if args.json:
         args.json.write_text(json.dumps(document, indent=1) + "\n")
 
