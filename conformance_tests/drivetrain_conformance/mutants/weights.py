@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import shutil
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
 from drivetrain.backend import Backend, GenerateRequest, GenerateResult
 from drivetrain.config import EngineConfig
@@ -416,11 +416,12 @@ def updates_while_it_saves(engine: type[InferenceEngine]) -> type[InferenceEngin
     """An update begins while weights are being saved."""
 
     class Wrong(InferenceEngine):
-        """Has no lock."""
+        """Saves wait for each other alone."""
 
         @asynccontextmanager
         async def _owning_weights(self, action: str) -> AsyncGenerator[None, None]:
-            yield
+            async with nullcontext() if action == "a weight update" else super()._owning_weights(action):
+                yield
 
     return mixed(engine, Wrong)
 
