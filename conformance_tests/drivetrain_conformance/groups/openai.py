@@ -513,10 +513,9 @@ async def a_streams_logprobs_come_with_their_tokens(bench: Bench) -> None:
         (text_choice,) = text_chunk["choices"]
         lists = text_choice["logprobs"]
         assert len(lists["tokens"] if lists else []) == len(text_choice["token_ids"])
-        if lists:
-            assert lists["text_offset"] == sorted(lists["text_offset"])
-            assert lists["text_offset"][0] >= offset, "offsets do not go on where the chunk before ended"
-            offset = lists["text_offset"][-1]
+        for text_offset in lists["text_offset"] if lists else []:
+            assert text_offset >= offset, "offsets do not go on where the chunk before ended"
+            offset = text_offset
 
 
 @case(Capability.STREAMING)
