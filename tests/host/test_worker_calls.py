@@ -1,12 +1,12 @@
-"""Calls to a worker inside an engine, as strings."""
+"""Calls to a worker inside an engine, as bytes."""
 
 from __future__ import annotations
 
 import pytest
 
-from drivetrain import InvalidRequest, MemoryTag
+from drivetrain import InvalidRequest, MemoryTag, PauseMode
 from drivetrain.errors import EngineInternalError
-from drivetrain.host.calls import Calls, FailedElsewhere
+from drivetrain.host.calls import CallNotTaken, Calls, FailedElsewhere
 from drivetrain.host.wire import Failure
 
 
@@ -69,3 +69,18 @@ def test_the_first_rank_that_fails_is_what_all_answer() -> None:
     answer = calls.serve(Worker(), calls.ask("unfreeze", ()), gather)
     with pytest.raises(InvalidRequest, match="rank 1: no y"):
         calls.result_of("unfreeze", answer)
+
+
+def test_requests_are_frozen_before_a_call_as_it_says() -> None:
+    question = calls.ask("stats", (), PauseMode.RETRACT)
+    assert calls.freeze_of(question) is PauseMode.RETRACT
+    assert calls.freeze_of(calls.ask("stats", ())) is None
+
+
+def test_a_call_that_was_not_taken_says_why() -> None:
+    answer = calls.not_taken(ConnectionResetError("the other rank is gone"))
+    assert not calls.succeeded(answer)
+    with pytest.raises(CallNotTaken, match="ConnectionResetError: the other rank is gone"):
+        calls.result_of("unfreeze", answer)
+    with pytest.raises(InvalidRequest, match="no x"):
+        calls.result_of("unfreeze", calls.not_taken(InvalidRequest("no x", field="name")))

@@ -28,8 +28,8 @@ from engines import until_idle, until_running
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-# What is computed anew is rounded otherwise. Of 60 seeds this one's draws keep farthest from the edges between two tokens:
-# by 4.8e-6 or more of the probability, after each of the prompts below.
+# What is computed anew is rounded otherwise. Of 60 seeds this one's draws keep farthest from the edges between two
+# tokens: by 4.8e-6 or more of the probability, after each of the prompts below.
 LONG = SamplingParams(max_new_tokens=400, seed=58, ignore_eos=True, logprobs=0)
 
 

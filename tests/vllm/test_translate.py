@@ -18,7 +18,7 @@ from drivetrain import (
 )
 from drivetrain.errors import EngineDied, EngineInternalError, EngineOutOfMemory, InvalidRequest
 from drivetrain_vllm import translate
-from drivetrain_vllm.errors import LOST_WORKER, as_engine_error
+from drivetrain_vllm.errors import as_engine_error
 
 
 def request(
@@ -178,7 +178,6 @@ class EngineDeadError(Exception):
         (VLLMClientError("no such grammar"), InvalidRequest),
         (ValueError("temperature"), InvalidRequest),
         (EngineDeadError("see above"), EngineDied),
-        (Exception(f"Call to drivetrain method failed: {LOST_WORKER}"), EngineDied),
         (RuntimeError("CUDA out of memory"), EngineOutOfMemory),
         (RuntimeError("what"), EngineInternalError),
     ],

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
+import uuid
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Final, Protocol, cast
 
@@ -25,6 +27,7 @@ from drivetrain.weights import (
     WeightReply,
     WeightReport,
 )
+from drivetrain_weight_sync.arrivals import request_id
 from drivetrain_weight_sync.saving import ModelFiles, save_remote, save_sharded
 
 _LAST_STEP_S: Final = 10.0
@@ -54,8 +57,8 @@ class WorkerBackend(Backend):
 
     The worker answers to the names of the ``Backend`` page and, as a ``PrepareUpdate`` may take long, to
     ``prepare_weights`` and ``prepared_weights``. For a release that labels no tokens it answers to ``tokens_so_far``,
-    how many tokens each request has that is not over, by the engine's id, and to ``apply_weights_counting``, which
-    returns these as well.
+    how many tokens each of some requests has that is not complete, and to ``apply_weights_counting``, which returns
+    these as well.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -64,6 +67,10 @@ class WorkerBackend(Backend):
         """Of the weights that are served."""
         self.in_flight: dict[str, InFlight] = {}
         """By the engine's id."""
+        self._prefix = uuid.uuid4().hex[:12]
+        self._numbers = itertools.count()
+        self._admits = asyncio.Event()
+        self._admits.set()
         self._cache_epoch = 0
 
     @abstractmethod
@@ -84,6 +91,19 @@ class WorkerBackend(Backend):
     @abstractmethod
     def served_dtype(self) -> str:
         """The dtype of the engine's weights, such as ``"bfloat16"``."""
+
+    def new_id(self) -> str:
+        """A request's name for the engine, which no other has."""
+        return request_id(self._prefix, next(self._numbers))
+
+    async def admit(self, name: str, request: InFlight) -> None:
+        """Take a request to be in flight from here on, before anything of it goes to the engine.
+
+        Where the engine labels no tokens it waits for weights that are being replaced: of a request that comes just
+        then nobody could tell which made its tokens.
+        """
+        await self._admits.wait()
+        self.in_flight[name] = request
 
     @property
     def cache_key(self) -> str:
@@ -151,13 +171,14 @@ class WorkerBackend(Backend):
         """Take all steps of an update in one call, between two steps of the batch."""
         if not update.keep_prefix_cache:
             self._cache_epoch += 1
-        if not self._counts_tokens():
+        if self.labels_tokens():
             reply = cast(WeightReply, await self.ask("apply_weights", update, freeze=update.freeze))
-            self._replaced(update.version, None)
-            return reply
-        counted = await self.ask("apply_weights_counting", update, freeze=update.freeze)
-        reply, tokens = cast("tuple[WeightReply, dict[str, int]]", counted)
-        self._replaced(update.version, tokens)
+        else:
+            with self._nobody_admitted():
+                counted = await self.ask("apply_weights_counting", update, list(self.in_flight), freeze=update.freeze)
+                reply, tokens = cast("tuple[WeightReply, dict[str, int]]", counted)
+                self._replaced(tokens)
+        self.version = update.version
         return reply
 
     async def set_weight_version(self, version: str) -> None:
@@ -167,22 +188,27 @@ class WorkerBackend(Backend):
 
     @asynccontextmanager
     async def _new_version(self, version: str) -> AsyncGenerator[None, None]:
-        tokens: Mapping[str, int] | None = None
-        if self._counts_tokens():
-            tokens = cast("Mapping[str, int]", await self.ask("tokens_so_far"))
-        yield
-        self._replaced(version, tokens)
-
-    def _counts_tokens(self) -> bool:
-        """Whether requests in flight have tokens of the weights before that this release does not tell apart."""
-        return bool(self.in_flight) and not self.labels_tokens()
-
-    def _replaced(self, version: str, tokens: Mapping[str, int] | None) -> None:
-        if tokens is not None:
-            for request_id, request in self.in_flight.items():
-                # The engine knows no more of one that is complete, whose result is on its way here.
-                request.replaced(self.version, tokens.get(request_id, math.inf))
+        if self.labels_tokens():
+            yield
+        else:
+            with self._nobody_admitted():
+                tokens = cast("dict[str, int]", await self.ask("tokens_so_far", list(self.in_flight)))
+                yield
+                self._replaced(tokens)
         self.version = version
+
+    @contextmanager
+    def _nobody_admitted(self) -> Iterator[None]:
+        self._admits.clear()
+        try:
+            yield
+        finally:
+            self._admits.set()
+
+    def _replaced(self, tokens: Mapping[str, int]) -> None:
+        for name, request in self.in_flight.items():
+            # The engine knows no more of one that is complete, whose result is on its way here.
+            request.replaced(self.version, tokens.get(name, math.inf))
 
     async def init_communicator(self, spec: CommunicatorSpec) -> None:
         """Join a group while generation goes on."""

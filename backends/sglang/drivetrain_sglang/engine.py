@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import itertools
 import math
 import os
-import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
@@ -35,6 +33,8 @@ from drivetrain.errors import (
     InvalidRequest,
     UnsupportedCapability,
 )
+from drivetrain.host.calls import CallNotTaken
+from drivetrain.host.channel import Channel, ChannelListener
 from drivetrain.host.reap import runs, shared_memory_of, unlink
 from drivetrain.images import ImageReader, takes_images
 from drivetrain.memory import PauseMode
@@ -43,7 +43,7 @@ from drivetrain.sampling import LogprobsMode, SamplingParams
 from drivetrain.translation import context_length_of, shortened
 from drivetrain_sglang.errors import as_engine_error
 from drivetrain_sglang.images import image_data
-from drivetrain_sglang.inside import SWITCH
+from drivetrain_sglang.inside import CHANNEL
 from drivetrain_sglang.translate import (
     CONFIG_NAMES,
     LORA_RANK,
@@ -129,13 +129,11 @@ class SGLangBackend(WorkerBackend):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._engine: Any = None
-        self._rpc: Any = None
-        """SGLang's socket to its schedulers."""
-        self._asking = asyncio.Lock()
+        self._listener: ChannelListener | None = None
+        self._channel: Channel | None = None
+        """To the scheduler of the first rank."""
         self._processes: list[psutil.Process] = []
         """SGLang's own."""
-        self._numbers = itertools.count()
-        self._prefix = uuid.uuid4().hex[:12]
         self._rids: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         """Of the model's tensors, by checkpoint name."""
@@ -179,7 +177,8 @@ class SGLangBackend(WorkerBackend):
     async def start(self, report: Callable[[str], None]) -> ModelInfo:
         """Start SGLang; its event loop is this one from here on."""
         report("importing SGLang")
-        os.environ[SWITCH] = "1"
+        self._listener = ChannelListener()
+        os.environ[CHANNEL] = self._listener.name
         os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
         # SGLang turns this off for its processes, and NCCL forms no group of ranks that differ in it: NCCL's default.
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "-2")
@@ -191,13 +190,13 @@ class SGLangBackend(WorkerBackend):
             raise
         except Exception as error:
             raise EngineStartError(f"SGLang does not start: {type(error).__name__}: {error}") from error
+        self._channel = await self._listener.accept(lambda: EngineDied("SGLang's scheduler is gone"))
         report("warming up")
         await self._warm_up()
         return info
 
     def _start(self, report: Callable[[str], None]) -> ModelInfo:
         # In this thread: SGLang takes signals, which only the main thread can.
-        import zmq.asyncio
         from transformers import AutoConfig
 
         config = self.config
@@ -211,7 +210,6 @@ class SGLangBackend(WorkerBackend):
         report(f"starting SGLang {version(self.engine_distribution)} on {device}")
         dtype = str(getattr(text, "dtype", None) or "auto").removeprefix("torch.")
         self._engine = _engine_class()(**engine_arguments(config, device, dtype, context_length))
-        self._rpc = zmq.asyncio.Socket.shadow(self._engine.send_to_rpc)
         self._processes = psutil.Process().children(recursive=True)
         started = self._engine._scheduler_init_result.scheduler_infos[0]
         served = self._manager.model_config
@@ -249,11 +247,12 @@ class SGLangBackend(WorkerBackend):
     async def close(self) -> None:
         """End SGLang's processes."""
         engine, self._engine = self._engine, None
-        rpc, self._rpc = self._rpc, None
+        channel, self._channel = self._channel, None
+        if self._listener is not None:
+            self._listener.close()
+        if channel is not None:
+            channel.close()
         if engine is not None:
-            if rpc is not None:
-                engine.send_to_rpc = None  # it is the same socket
-                rpc.close(linger=0)
             # SGLang kills its processes, with the one that would remove what they have in shared memory.
             this = psutil.Process()
             files = shared_memory_of([this, *this.children(recursive=True)])
@@ -283,12 +282,11 @@ class SGLangBackend(WorkerBackend):
     ) -> AsyncGenerator[Mapping[str, Any], None]:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        # SGLang aborts whatever begins like the id that it is given: none of these is the beginning of another.
-        rid = f"{self._prefix}-{next(self._numbers)}."
+        rid = self.new_id()
         self._rids[request.request_id] = rid
-        self.in_flight[rid] = collected
         images: list[dict[str, Any]] = []
         try:
+            await self.admit(rid, collected)
             if request.media and self._images is not None:
                 images = image_data(await asyncio.to_thread(self._images.patches, request.media))
             fields = request_fields(request, rid, self.cache_key, stream=stream, image_data=images)
@@ -423,28 +421,17 @@ class SGLangBackend(WorkerBackend):
 
     async def ask(self, method: str, *arguments: object, freeze: PauseMode | None = None) -> object:
         """Call the worker in the scheduler's process."""
-        from drivetrain_sglang.inside import control
+        from drivetrain_sglang.inside.control import calls
 
-        parameters = {"question": control.calls.ask(method, arguments)}
-        if freeze is not None:
-            parameters["freeze"] = freeze.value
-        from sglang.srt.managers.io_struct import RpcReqInput, async_sock_send
-
-        await self._asking.acquire()
+        if self._channel is None:
+            raise EngineInternalError("the SGLang backend is not running")
+        answer = await self._channel.ask(calls.ask(method, arguments, freeze))
         try:
-            if self._rpc is None:
-                raise EngineInternalError("the SGLang backend is not running")
-            await async_sock_send(self._rpc, RpcReqInput(method=control.CALL, parameters=parameters))
-        except BaseException:
-            self._asking.release()
-            raise
-        # What was asked must be read before the next question, also if nobody waits for it any more.
-        answer = await asyncio.shield(asyncio.ensure_future(self._answer()))
-        if not answer.success:
+            return calls.result_of(method, answer)
+        except CallNotTaken as error:
             if await self._lost_process():
-                raise EngineDied(f"SGLang lost a process of its own: {answer.message}")
-            raise control.failed(answer.message)
-        return control.calls.result_of(method, str(answer.message))
+                raise EngineDied(f"SGLang lost a process of its own: {error}") from error
+            raise EngineInternalError(f"SGLang's scheduler could not take a call: {error}") from error
 
     async def _lost_process(self) -> bool:
         """Whether a process of SGLang has ended: a rank may lose its connection before that is seen from here."""
@@ -454,14 +441,6 @@ class SGLangBackend(WorkerBackend):
                 return False
             await asyncio.sleep(0.01)
         return True
-
-    async def _answer(self) -> Any:
-        from sglang.srt.managers.io_struct import async_sock_recv
-
-        try:
-            return await async_sock_recv(self._rpc)
-        finally:
-            self._asking.release()
 
 
 def _files_in(directory: Path) -> set[Path]:

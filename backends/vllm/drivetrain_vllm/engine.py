@@ -10,7 +10,6 @@ import math
 import os
 import shutil
 import tempfile
-import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
@@ -21,12 +20,15 @@ from drivetrain.backend import GenerateRequest, GenerateResult, ModelInfo, ReadM
 from drivetrain.capability import Capability
 from drivetrain.config import EngineConfig, Task
 from drivetrain.errors import (
+    EngineDied,
     EngineInternalError,
     EngineStartError,
     InvalidConfig,
     InvalidRequest,
     UnsupportedCapability,
 )
+from drivetrain.host.calls import CallNotTaken
+from drivetrain.host.channel import Channel, ChannelListener
 from drivetrain.images import ImageReader, takes_images
 from drivetrain.memory import PauseMode
 from drivetrain.prompts import MediaInput
@@ -34,7 +36,7 @@ from drivetrain.sampling import LogprobsMode, SamplingParams
 from drivetrain.translation import context_length_of, shortened
 from drivetrain_vllm.errors import as_engine_error
 from drivetrain_vllm.images import multimodal_input
-from drivetrain_vllm.inside import SWITCH
+from drivetrain_vllm.inside import CHANNEL
 from drivetrain_vllm.translate import (
     CONFIG_NAMES,
     LORA_RANK,
@@ -126,8 +128,9 @@ class VLLMBackend(WorkerBackend):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._engine: Any = None
-        self._numbers = itertools.count()
-        self._prefix = uuid.uuid4().hex[:12]
+        self._listener: ChannelListener | None = None
+        self._channel: Channel | None = None
+        """To the engine core."""
         self._ids: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         """Of the model's tensors, by checkpoint name."""
@@ -172,7 +175,8 @@ class VLLMBackend(WorkerBackend):
     async def start(self, report: Callable[[str], None]) -> ModelInfo:
         """Start vLLM; its event loop is this one from here on."""
         report("importing vLLM")
-        os.environ[SWITCH] = "1"
+        self._listener = ChannelListener()
+        os.environ[CHANNEL] = self._listener.name
         # vLLM's second model runner was not yet seen to draw as it must on a GPU.
         os.environ.setdefault(SECOND_RUNNER, "0")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -183,6 +187,7 @@ class VLLMBackend(WorkerBackend):
             raise
         except Exception as error:
             raise EngineStartError(f"vLLM does not start: {type(error).__name__}: {error}") from error
+        self._channel = await self._listener.accept(lambda: EngineDied("vLLM's engine core ended"))
         report("warming up")
         await self._warm_up()
         return info
@@ -264,6 +269,11 @@ class VLLMBackend(WorkerBackend):
     async def close(self) -> None:
         """End vLLM's processes."""
         engine, self._engine = self._engine, None
+        channel, self._channel = self._channel, None
+        if self._listener is not None:
+            self._listener.close()
+        if channel is not None:
+            channel.close()
         if engine is not None:
             await asyncio.to_thread(engine.shutdown)
         if self._sockets is not None:
@@ -290,11 +300,10 @@ class VLLMBackend(WorkerBackend):
     async def _outputs(
         self, request: GenerateRequest, collected: Collected, *, stream: bool
     ) -> AsyncGenerator[Any, None]:
-        # vLLM adds to it, without a dot: what comes before the last one says which request it is.
-        name = f"{self._prefix}-{next(self._numbers)}."
+        name = self.new_id()
         self._ids[request.request_id] = name
-        self.in_flight[name] = collected
         try:
+            await self.admit(name, collected)
             prompt = await self._prompt(request)
             # vLLM takes the lower number to be the sooner.
             outputs = self._running.generate(
@@ -399,7 +408,7 @@ class VLLMBackend(WorkerBackend):
     async def _pooled(self, token_ids: list[int], **params: object) -> list[float]:
         from vllm.pooling_params import PoolingParams
 
-        name = f"{self._prefix}-{next(self._numbers)}"
+        name = self.new_id()
         prompt = {"prompt_token_ids": token_ids, "cache_salt": self.cache_key}
         try:
             async with aclosing(self._running.encode(prompt, PoolingParams(**params), name)) as outputs:
@@ -442,14 +451,15 @@ class VLLMBackend(WorkerBackend):
 
     async def ask(self, method: str, *arguments: object, freeze: PauseMode | None = None) -> object:
         """Call the engine core, which asks its workers where it must."""
-        from drivetrain_vllm.inside.control import CALL, calls
+        from drivetrain_vllm.inside.control import calls
 
-        question = calls.ask(method, arguments)
+        if self._channel is None:
+            raise EngineInternalError("the vLLM backend is not running")
+        answer = await self._channel.ask(calls.ask(method, arguments, freeze))
         try:
-            answer = await self._core.call_utility_async(CALL, question, freeze and freeze.value)
-        except Exception as error:
+            return calls.result_of(method, answer)
+        except CallNotTaken as error:
             raise as_engine_error(error) from error
-        return calls.result_of(method, answer)
 
 
 def _of_a_gpu() -> set[Capability]:

@@ -6,9 +6,6 @@ from drivetrain.errors import DrivetrainError, EngineDied, EngineInternalError, 
 
 OUT_OF_MEMORY = ("out of memory", "not enough memory", "cannot allocate memory", "no available memory")
 """Words by which vLLM's errors are known to mean it."""
-LOST_WORKER = "vLLM lost a worker's process"
-
-
 DEAD = "enginecore encountered an issue"
 """What vLLM's EngineDeadError says, which is all that its server passes on."""
 
@@ -21,8 +18,6 @@ def as_engine_error(error: BaseException) -> DrivetrainError:
     mapped: DrivetrainError
     if type(error).__name__ == "EngineDeadError" or DEAD in words:
         mapped = EngineDied("vLLM's engine core ended")
-    elif LOST_WORKER in str(error):
-        mapped = EngineDied(LOST_WORKER)
     elif any(known in words for known in OUT_OF_MEMORY):
         mapped = EngineOutOfMemory(f"{type(error).__name__}: {error}")
     elif isinstance(error, ValueError) or any(kind.__name__ == "VLLMClientError" for kind in type(error).__mro__):

@@ -1,4 +1,4 @@
-"""Calls to a worker inside an engine's own process, as strings: for an engine whose own RPC carries such.
+"""Calls to a worker inside an engine's own process, as bytes: for a channel to it, or for an engine's own RPC.
 
 A call is a method of the ``Backend`` page, or of the worker's own, with its arguments, in the encoding of the wire
 protocol. Nothing that a call raises reaches the engine, which may end by it.
@@ -6,30 +6,37 @@ protocol. Nothing that a call raises reaches the engine, which may end by it.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Mapping
 from typing import Final
 
 import msgspec
 
+from drivetrain.errors import DrivetrainError
 from drivetrain.host.failures import exception, failure
 from drivetrain.host.methods import METHODS, Method, method_of
 from drivetrain.host.wire import Failure
+from drivetrain.memory import PauseMode
 
 
 class _Question(msgspec.Struct, array_like=True, frozen=True):
     method: str
     arguments: tuple[msgspec.Raw, ...]
+    freeze: PauseMode | None = None
 
 
 class _Answer(msgspec.Struct, array_like=True, frozen=True):
     result: msgspec.Raw
     failure: Failure | None = None
+    not_taken: str | None = None
 
 
 _questions: Final = msgspec.msgpack.Decoder(_Question)
 _answers: Final = msgspec.msgpack.Decoder(_Answer)
 _NOTHING: Final = msgspec.Raw(msgspec.msgpack.encode(None))
+
+
+class CallNotTaken(Exception):
+    """The worker could not be called, or did not come back; says what the engine's process saw."""
 
 
 class FailedElsewhere(Exception):
@@ -49,22 +56,28 @@ class Calls:
             **{function.__name__: method_of(function) for function in more},
         }
 
-    def ask(self, method: str, arguments: tuple[object, ...]) -> str:
-        """Encode a call."""
+    def ask(self, method: str, arguments: tuple[object, ...], freeze: PauseMode | None = None) -> bytes:
+        """Encode a call, before which requests are to be frozen if ``freeze`` says how."""
         codecs = self._methods[method].arguments
         encoded = tuple(argument.codec.encode(value) for argument, value in zip(codecs, arguments, strict=True))
-        return base64.b64encode(msgspec.msgpack.encode(_Question(method, encoded))).decode()
+        return msgspec.msgpack.encode(_Question(method, encoded, freeze))
 
-    def method_of(self, question: str) -> str:
+    @staticmethod
+    def method_of(question: bytes) -> str:
         """Name of the method that a question calls."""
-        return _questions.decode(base64.b64decode(question)).method
+        return _questions.decode(question).method
+
+    @staticmethod
+    def freeze_of(question: bytes) -> PauseMode | None:
+        """How requests are to be frozen before it is called."""
+        return _questions.decode(question).freeze
 
     def serve(
         self,
         worker: object,
-        question: str,
+        question: bytes,
         gather: Callable[[Failure | None], list[Failure | None]] | None = None,
-    ) -> str:
+    ) -> bytes:
         """Call the worker, and encode what it returned, or how it failed.
 
         Args:
@@ -75,7 +88,7 @@ class Calls:
         """
         answer = _Answer(_NOTHING)
         try:
-            asked = _questions.decode(base64.b64decode(question))
+            asked = _questions.decode(question)
             method = self._methods[asked.method]
             arguments = [
                 argument.codec.decode(data) for argument, data in zip(method.arguments, asked.arguments, strict=True)
@@ -92,20 +105,31 @@ class Calls:
                         _NOTHING, msgspec.structs.replace(failed, message=f"rank {rank}: {failed.message}")
                     )
                     break
-        return base64.b64encode(msgspec.msgpack.encode(answer)).decode()
+        return msgspec.msgpack.encode(answer)
 
     @staticmethod
-    def succeeded(answer: str) -> bool:
-        """Whether a call did not fail."""
-        return _answers.decode(base64.b64decode(answer)).failure is None
+    def not_taken(error: Exception) -> bytes:
+        """Answer a call that did not come to its worker, or not back."""
+        if isinstance(error, DrivetrainError):
+            return msgspec.msgpack.encode(_Answer(_NOTHING, failure(0, error)))
+        return msgspec.msgpack.encode(_Answer(_NOTHING, None, f"{type(error).__name__}: {error}"))
 
-    def result_of(self, method: str, answer: str) -> object:
+    @staticmethod
+    def succeeded(answer: bytes) -> bool:
+        """Whether a call did not fail."""
+        decoded = _answers.decode(answer)
+        return decoded.failure is None and decoded.not_taken is None
+
+    def result_of(self, method: str, answer: bytes) -> object:
         """Decode what a call returned.
 
         Raises:
             DrivetrainError: what it raised.
+            CallNotTaken: the engine's process could not call the worker.
         """
-        decoded = _answers.decode(base64.b64decode(answer))
+        decoded = _answers.decode(answer)
+        if decoded.not_taken is not None:
+            raise CallNotTaken(decoded.not_taken)
         if decoded.failure is not None:
             raise exception(decoded.failure)
         return self._methods[method].result.decode(decoded.result)

@@ -1,18 +1,20 @@
 # pyright: reportMissingImports=false
 """The scheduler's side of the backend: what the ``Backend`` page asks for, done between two steps of the batch.
 
-A call comes as one of SGLang's own collective RPCs, which every rank has at the same time.
+A call comes through a channel of ours to the first rank, and goes on as one of SGLang's own collective RPCs, which
+every rank has at the same time.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
 from typing import Any, Final
 
-from drivetrain.errors import DrivetrainError, EngineInternalError
 from drivetrain.host.calls import Calls
-from drivetrain.memory import PauseMode
+from drivetrain.host.channel import AnswerChannel, Asked
+from drivetrain_sglang.inside import CHANNEL
 from drivetrain_sglang.inside.worker import Worker
 
 CALL: Final = "drivetrain"
@@ -25,6 +27,7 @@ calls: Final = Calls(
 _SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
 _GRAMMARS: Final = "sglang.srt.constrained.grammar_manager.GrammarManager"
 _LOADS: Final = "sglang.srt.managers.load_snapshot"
+_RECEIVER: Final = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"
 _WORKER: Final = "_drivetrain_worker"
 
 
@@ -34,7 +37,10 @@ def register() -> None:
 
     HookRegistry.register(f"{_SCHEDULER}.init_tokenizer", _only_our_stops, HookType.AFTER)
     HookRegistry.register(f"{_SCHEDULER}.init_model_worker", _no_invented_bias, HookType.AFTER)
+    HookRegistry.register(f"{_SCHEDULER}.init_idle_sleeper", _listen, HookType.AFTER)
+    HookRegistry.register(f"{_RECEIVER}._pull_raw_reqs", _receive, HookType.AFTER)
     HookRegistry.register(f"{_SCHEDULER}.handle_rpc_request", _rpc, HookType.AROUND)
+    HookRegistry.register(f"{_SCHEDULER}.handle_generate_request", _arrives, HookType.AROUND)
     HookRegistry.register(f"{_SCHEDULER}.abort_request", _abort, HookType.AROUND)
     HookRegistry.register(f"{_GRAMMARS}.__init__", _make_grammars, HookType.AFTER)
     if importlib.util.find_spec(_LOADS) is not None:
@@ -49,23 +55,64 @@ def _worker(scheduler: Any) -> Worker:
     return worker
 
 
+class _Process:
+    """What there is once in a scheduler's process."""
+
+    channel: AnswerChannel | None = None
+    """Of the first rank."""
+
+
+def _listen(_: None, scheduler: Any) -> None:
+    if scheduler.ipc_channels.recv_from_rpc is None:  # another rank
+        return
+    _Process.channel = channel = AnswerChannel(os.environ[CHANNEL])
+    if scheduler.idle_sleeper is not None:
+        import zmq
+
+        scheduler.idle_sleeper.poller.register(channel, zmq.POLLIN)
+
+
+def _receive(requests: list[Any] | None, _: Any) -> list[Any] | None:
+    """Calls come behind the requests that are there, as if they had come through SGLang's own socket."""
+    channel = _Process.channel
+    if channel is None or requests is None:
+        return requests
+    from sglang.srt.managers.io_struct import RpcReqInput
+
+    for asked in channel.receive(wait=False):
+        parameters = {"number": asked.number, "question": asked.question}
+        requests.append(RpcReqInput(method=CALL, parameters=parameters))
+    return requests
+
+
 def _rpc(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
     if request.method != CALL:
         return original(scheduler, request)
-    from sglang.srt.managers.io_struct import RpcReqOutput
+    asked = Asked(**request.parameters)
+    answer = _answer(scheduler, asked.question)
+    if _Process.channel is not None:
+        _Process.channel.answer(asked, answer)
+    return None
 
+
+def _answer(scheduler: Any, question: bytes) -> bytes:
     try:
         worker = _worker(scheduler)
         gather = None if worker.group is None else worker.gather
-        freeze = request.parameters.get("freeze")
+        freeze = calls.freeze_of(question)
         if freeze is not None:
-            worker.freeze(PauseMode(freeze))
-        answer = calls.serve(worker, request.parameters["question"], gather)
+            worker.freeze(freeze)
+        answer = calls.serve(worker, question, gather)
         if freeze is not None and calls.succeeded(answer):
             worker.unfreeze()
-        return RpcReqOutput(success=True, message=answer)
     except Exception as error:
-        return RpcReqOutput(success=False, message=f"{type(error).__name__}: {error}")
+        return calls.not_taken(error)
+    return answer
+
+
+def _arrives(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+    _worker(scheduler).arrivals.note(request.rid)
+    return original(scheduler, request)
 
 
 def _abort(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
@@ -108,8 +155,3 @@ def _make_grammars(_: None, manager: Any, scheduler: Any) -> None:
     manager.grammar_backend = create_grammar_backend(
         arguments, tokenizer, scheduler.model_config.vocab_size, _worker(scheduler).eos_token_ids
     )
-
-
-def failed(message: str) -> DrivetrainError:
-    """The error of an RPC that did not reach the worker."""
-    return EngineInternalError(f"SGLang's scheduler could not take a call: {message}")

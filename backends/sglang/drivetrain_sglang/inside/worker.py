@@ -17,6 +17,7 @@ from drivetrain.errors import EngineBusy
 from drivetrain.memory import MemoryTag, PauseMode
 from drivetrain.weights import ApplyUpdate, CommitUpdate, WeightManifest, WeightMessage, WeightReply
 from drivetrain_sglang.inside.images import forget_embeddings
+from drivetrain_weight_sync.arrivals import Arrivals
 from drivetrain_weight_sync.checkpoint import checkpoint_of, eos_token_ids
 from drivetrain_weight_sync.host_memory import HostMemory
 from drivetrain_weight_sync.rank import RankWeights
@@ -31,6 +32,7 @@ class Worker(RankWeights):
     def __init__(self, scheduler: Any) -> None:
         super().__init__()
         self._scheduler = scheduler
+        self.arrivals = Arrivals()
 
     @property
     def model(self) -> torch.nn.Module:
@@ -112,10 +114,11 @@ class Worker(RankWeights):
             0 if MemoryTag.WEIGHTS in self.asleep else sum(weights.values()),
         )
 
-    def tokens_so_far(self) -> dict[str, int]:
-        """How many tokens each request has that is not over, by SGLang's id."""
+    def tokens_so_far(self, request_ids: list[str]) -> dict[str, int]:
+        """How many tokens each of these has; those that are complete are left out."""
         waiting = [*self._scheduler.waiting_queue, *self._scheduler.grammar_manager.grammar_queue]
-        return {req.rid: len(req.output_ids) for req in (*self._in_batch(), *waiting) if not req.finished()}
+        live = {req.rid: len(req.output_ids) for req in (*self._in_batch(), *waiting) if not req.finished()}
+        return self.arrivals.tokens(request_ids, live)
 
     def _in_batch(self) -> set[Req]:
         scheduler = self._scheduler
@@ -276,9 +279,9 @@ class Worker(RankWeights):
             self.reset_prefix_cache()  # while a GPU copies
         return reply
 
-    def apply_weights_counting(self, update: ApplyUpdate) -> tuple[WeightReply, dict[str, int]]:
+    def apply_weights_counting(self, update: ApplyUpdate, request_ids: list[str]) -> tuple[WeightReply, dict[str, int]]:
         """Take all steps of an update while requests are frozen, and count their tokens."""
-        return self.apply_weights(update), self.tokens_so_far()
+        return self.apply_weights(update), self.tokens_so_far(request_ids)
 
     def set_weight_version(self, version: str) -> None:
         """Label the weights."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 from typing import Final
 
-SWITCH: Final = "DRIVETRAIN_VLLM"
-"""Environment variable that the backend sets for the processes of its engine."""
+CHANNEL: Final = "DRIVETRAIN_VLLM"
+"""Environment variable that the backend sets for the processes of its engine: the name of the channel to it."""
 
 
 def activate() -> None:
     """Register the sampler and the calls, in engines that drivetrain started."""
-    if os.environ.get(SWITCH) != "1":
+    if CHANNEL not in os.environ:
         return
     from drivetrain_vllm.inside import control, layouts, sampling
 

@@ -1,24 +1,31 @@
 # pyright: reportMissingImports=false
 """The engine core's side of the backend: what the ``Backend`` page asks for, done between two steps of the batch.
 
-A call comes as one of vLLM's own utility calls. What is a scheduler's to do is done here; the rest is every worker's.
+A call comes through a channel of ours, whose thread hands it to the loop of the engine core. What is a scheduler's to
+do is done here; the rest is every worker's.
 """
 
 from __future__ import annotations
 
+import os
+import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final, cast
 
 from drivetrain.backend import EngineStats
 from drivetrain.errors import EngineBusy, EngineDied
 from drivetrain.host.calls import Calls
+from drivetrain.host.channel import AnswerChannel, Asked
 from drivetrain.memory import MemoryTag, PauseMode
 from drivetrain.weights import ApplyUpdate, CommitUpdate, WeightMessage, WeightReply
-from drivetrain_vllm.errors import LOST_WORKER
+from drivetrain_vllm.inside import CHANNEL
 from drivetrain_vllm.inside.worker import OF_WORKERS
+from drivetrain_weight_sync.arrivals import Arrivals
 
 CALL: Final = "drivetrain"
-"""Name of the utility method, and of the workers'."""
+"""Name of the workers' method."""
+_CORE: Final = "_drivetrain_core"
 
 
 class Core:
@@ -26,6 +33,7 @@ class Core:
 
     def __init__(self, core: Any) -> None:
         self._core = core
+        self.arrivals = Arrivals()
 
     def _of_workers(self, method: str, *arguments: object) -> object:
         return calls.result_of(method, forward(self._core, calls.ask(method, arguments)))
@@ -36,11 +44,11 @@ class Core:
         cache, weights = cast("tuple[int, int]", self._of_workers("occupied"))
         return EngineStats(running=running, waiting=waiting, kv_cache_bytes=cache, weight_bytes=weights)
 
-    def tokens_so_far(self) -> dict[str, int]:
-        """How many tokens each request has that is not over, by the id that the backend gave it."""
+    def tokens_so_far(self, request_ids: list[str]) -> dict[str, int]:
+        """How many tokens each of these has; those that are complete are left out."""
         requests = [one for one in self._core.scheduler.requests.values() if not one.is_finished()]
-        # vLLM has added to it: characters without a dot.
-        return {_given(request.request_id): request.num_output_tokens for request in requests}
+        live = {_given(request.request_id): request.num_output_tokens for request in requests}
+        return self.arrivals.tokens(request_ids, live)
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes that no request holds; the backend never asks for the others again."""
@@ -73,9 +81,9 @@ class Core:
         self.set_weight_version(update.version)
         return reply
 
-    def apply_weights_counting(self, update: ApplyUpdate) -> tuple[WeightReply, dict[str, int]]:
+    def apply_weights_counting(self, update: ApplyUpdate, request_ids: list[str]) -> tuple[WeightReply, dict[str, int]]:
         """Take all steps of an update while requests are frozen, and count their tokens."""
-        return self.apply_weights(update), self.tokens_so_far()
+        return self.apply_weights(update), self.tokens_so_far(request_ids)
 
     def set_weight_version(self, version: str) -> None:
         """Label the weights."""
@@ -85,6 +93,7 @@ class Core:
 
 
 def _given(request_id: str) -> str:
+    """The id that the backend gave, to which vLLM has added characters without a dot."""
     given, dot, _ = request_id.rpartition(".")
     return given + dot
 
@@ -92,17 +101,25 @@ def _given(request_id: str) -> str:
 calls: Final = Calls(Core.tokens_so_far, Core.apply_weights_counting, *OF_WORKERS)
 
 
-def forward(core: Any, question: str) -> str:
+def _of(core: Any) -> Core:
+    found: Core | None = core.__dict__.get(_CORE)
+    if found is None:
+        found = Core(core)
+        setattr(core, _CORE, found)
+    return found
+
+
+def forward(core: Any, question: bytes) -> bytes:
     """Ask every worker; all answer the same.
 
     Raises:
         EngineDied: one of them is gone.
     """
     try:
-        answers: list[str] = core.collective_rpc(CALL, args=(question,))
+        answers: list[bytes] = core.collective_rpc(CALL, args=(question,))
     except Exception as error:
         if _lost_worker(core.model_executor):
-            raise EngineDied(LOST_WORKER) from error
+            raise EngineDied("vLLM lost a worker's process") from error
         raise
     return answers[0]
 
@@ -113,48 +130,97 @@ def _lost_worker(executor: Any) -> bool:
     return getattr(executor, "is_failed", False) or any(not worker.proc.is_alive() for worker in workers)
 
 
-def _answer(core: Any, question: str, freeze: str | None = None) -> str | Future[str]:
+def _serve(core: Any, channel: AnswerChannel, asked: Asked) -> None:
+    """Answer a call, now or once no step is under way. Nothing that goes wrong reaches the engine core."""
+
+    def answered(said: Future[bytes]) -> None:
+        error = said.exception()
+        if isinstance(error, Exception):
+            channel.answer(asked, calls.not_taken(error))
+        elif error is None:
+            channel.answer(asked, said.result())
+
+    try:
+        answer = _answer(core, asked.question)
+    except Exception as error:
+        answer = calls.not_taken(error)
+    if isinstance(answer, bytes):
+        channel.answer(asked, answer)
+    else:
+        answer.add_done_callback(answered)
+
+
+def _answer(core: Any, question: bytes) -> bytes | Future[bytes]:
+    freeze = calls.freeze_of(question)
     if freeze is not None:
         return _answer_frozen(core, question, freeze)
     if hasattr(Core, calls.method_of(question)):
-        return calls.serve(Core(core), question)
+        return calls.serve(_of(core), question)
     return forward(core, question)
 
 
-def _answer_frozen(core: Any, question: str, mode: str) -> str | Future[str]:
+def _answer_frozen(core: Any, question: bytes, mode: PauseMode) -> bytes | Future[bytes]:
     """Answer once no step is under way; requests go on after it, unless it failed."""
 
-    def answer() -> str:
-        said = calls.serve(Core(core), question)
+    def answer() -> bytes:
+        said = calls.serve(_of(core), question)
         if calls.succeeded(said):
             core.resume_scheduler()
         return said
 
-    pausing: Future[None] | None = core.pause_scheduler(mode="keep", clear_cache=mode == PauseMode.RETRACT.value)
+    pausing: Future[None] | None = core.pause_scheduler(mode="keep", clear_cache=mode is PauseMode.RETRACT)
     if pausing is None:
         return answer()
-    said: Future[str] = Future()
+    said: Future[bytes] = Future()
 
     def idle(_: Future[None]) -> None:
-        from vllm.v1.engine import EngineCoreRequestType
-
         try:
             said.set_result(answer())
         except Exception as error:
             said.set_exception(error)
         # The loop that found itself idle waits for a message next, and there is work again.
-        core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+        _wake(core, None)
 
     pausing.add_done_callback(idle)
     return said
 
 
-def register() -> None:
-    """Give the engine core a utility method, and its workers what they need of images."""
-    from vllm.v1.core.sched import output
-    from vllm.v1.engine.core import EngineCore
+def _wake(core: Any, request: Asked | None) -> None:
+    from vllm.v1.engine import EngineCoreRequestType
 
-    setattr(EngineCore, CALL, _answer)
+    core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, request))
+
+
+def _listen(core: Any, channel: AnswerChannel) -> None:
+    while channel.open:
+        for asked in channel.receive(wait=True):
+            _wake(core, asked)
+
+
+def register() -> None:
+    """Open the channel in the engine core, and give its workers what they need of images."""
+    from vllm.v1.core.sched import output
+    from vllm.v1.engine import EngineCoreRequestType
+    from vllm.v1.engine.core import EngineCoreProc
+
+    run: Callable[[Any], None] = EngineCoreProc.run_busy_loop
+    handle: Callable[[Any, Any, Any], None] = EngineCoreProc._handle_client_request
+
+    def run_busy_loop(core: Any) -> None:
+        core._drivetrain_channel = channel = AnswerChannel(os.environ[CHANNEL])
+        threading.Thread(target=_listen, args=(core, channel), name="drivetrain-calls", daemon=True).start()
+        run(core)
+
+    def handle_client_request(core: Any, kind: Any, request: Any) -> None:
+        if isinstance(request, Asked):
+            _serve(core, core._drivetrain_channel, request)
+            return
+        if kind == EngineCoreRequestType.ADD:
+            _of(core).arrivals.note(_given(request[0].request_id))
+        handle(core, kind, request)
+
+    EngineCoreProc.run_busy_loop = run_busy_loop
+    EngineCoreProc._handle_client_request = handle_client_request
     # Newer releases do not send workers the pixels of an image that a cached prefix covers, and end when the request is
     # retracted, or preempted, and the image must be seen again.
     if hasattr(output, "strip_covered_mm_data"):

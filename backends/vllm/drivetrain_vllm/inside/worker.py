@@ -147,7 +147,7 @@ class Extension:
 
     _drivetrain_worker: Worker
 
-    def drivetrain(self, question: str) -> str:
+    def drivetrain(self, question: bytes) -> bytes:
         """Serve one call; every rank has the same at the same time."""
         worker = self.__dict__.get("_drivetrain_worker")
         if worker is None:
