@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -23,7 +23,7 @@ from drivetrain_conformance.case import Hardware, ModelKind, case
 from drivetrain_conformance.memory import held_by_ranks, parameter_bytes
 from drivetrain_conformance.weight_checks import raises
 from drivetrain_conformance.weight_sources import Between, a_matrix, raw_bytes, tensors_of, with_another_digest
-from drivetrain_weight_sync import WeightSync
+from drivetrain_weight_sync import Strategy, WeightSync
 
 TOKENS: Final = 24
 """Of each answer that is compared."""
@@ -107,13 +107,33 @@ async def an_update_of_a_mixture_reaches_every_rank(bench: Bench) -> None:
 )
 async def a_push_reaches_every_rank(bench: Bench) -> None:
     """What is pushed to two ranks is put together again as it was, and what arrives otherwise than sent is found."""
+    await _reaches_every_rank(bench, [Strategy.SHARED_MEMORY, Strategy.BROADCAST])
+
+
+@case(
+    Capability.TENSOR_PARALLEL,
+    Capability.WEIGHTS_CUDA_IPC,
+    Capability.READ_WEIGHTS,
+    hardware=Hardware.TWO_GPUS,
+    own_engine=True,
+)
+async def a_push_through_one_gpus_memory_reaches_every_rank(bench: Bench) -> None:
+    """The same through the memory of the first GPU, for ranks on that one and on a second."""
+    await _reaches_every_rank(bench, [Strategy.CUDA_IPC], device="cuda:0")
+
+
+async def _reaches_every_rank(bench: Bench, strategies: Sequence[Strategy], device: str = "cpu") -> None:
     other = bench.other_weights()
-    tensors, first = tensors_of(other), tensors_of(bench.model)
     async with bench.open(tensor_parallel_size=2) as engine:
+        for strategy in strategies:
+            WeightSync.connect({}, engine, strategy)  # refused before a GPU is asked for
         between = Between(engine)
-        for strategy in ("shared_memory", "broadcast"):
+        tensors, first = (
+            {name: tensor.to(device) for name, tensor in tensors_of(folder).items()} for folder in (other, bench.model)
+        )
+        for strategy in strategies:
             async with WeightSync.connect(tensors, engine, strategy) as sync:
-                await sync.push(version=strategy)
+                await sync.push(version=strategy.value)
             await _holds(engine, tensors)
             await _answers_as_the_model(bench, engine, other)
             async with WeightSync.connect(first, between, strategy) as back:

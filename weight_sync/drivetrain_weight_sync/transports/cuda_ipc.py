@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import uuid
 import weakref
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -53,10 +53,10 @@ class DeviceArena:
 
 
 class MappedDeviceArena:
-    """Another process's arena on the same GPU.
+    """Another process's arena on the same GPU, or on one whose memory this one can read.
 
     Raises:
-        InvalidRequest: the handle is of no memory of this GPU, or of less than ``nbytes``.
+        InvalidRequest: the handle is of no memory in reach of this GPU, or of less than ``nbytes``.
     """
 
     def __init__(self, handle: bytes, nbytes: int, device: torch.device) -> None:
@@ -174,16 +174,17 @@ class CudaIpcReader(Reader):
         assert digests is not None
         check_fit(source.bucket_offsets, source.nbytes, plan)
         device = torch.device("cuda", torch.cuda.current_device())
-        own = uuid_of(device)
-        if own not in source.handles:
+        holder = _in_reach(device, source.handles)
+        if holder is None:
             raise InvalidRequest(
-                f"the weights lie on {', '.join(source.handles) or 'no GPU'}, but this engine runs on {own}; use "
-                "strategy 'broadcast', or put trainer and engine on one GPU",
+                f"the weights lie on {', '.join(source.handles) or 'no GPU'}, but this engine runs on "
+                f"{uuid_of(device)}, which does not reach there; use strategy 'broadcast', or put trainer and engine "
+                "on one GPU",
                 field="source.handles",
             )
         if self._mapped is None or self._arena != source.arena:
             self.close()
-            self._mapped, self._arena = MappedDeviceArena(source.handles[own], source.nbytes, device), source.arena
+            self._mapped, self._arena = MappedDeviceArena(source.handles[holder], source.nbytes, device), source.arena
         self._plan, self._offsets = plan, source.bucket_offsets
         return Opened(plan, digests)
 
@@ -209,24 +210,24 @@ class CudaIpcReader(Reader):
             self._mapped = None
 
 
+def _in_reach(device: torch.device, uuids: Collection[str]) -> str | None:
+    """Which of these GPUs is this one, or else one whose memory it can read."""
+    for index in (device.index, *range(torch.cuda.device_count())):
+        uuid = uuid_of(torch.device("cuda", index))
+        if uuid in uuids and (index == device.index or torch.cuda.can_device_access_peer(device, index)):
+            return uuid
+    return None
+
+
 def uuid_of(device: torch.device) -> str:
     """The GPU's name that is the same in every process, such as ``GPU-e6f9517c-…``."""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
-class _Memory:
-    def __init__(self, pointer: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (pointer, False),
-            "version": 3,
-            "strides": None,
-        }
-
-
 def _tensor_at(pointer: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    return torch.as_tensor(_Memory(int(pointer), nbytes), device=device)
+    # Said to be on this device wherever it lies: what runs here reads it, also over the link between two GPUs.
+    storage = torch._C._construct_storage_from_data_pointer(int(pointer), device, nbytes)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 def _free(pointer: int, device: torch.device) -> None:
