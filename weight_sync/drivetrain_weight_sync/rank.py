@@ -28,6 +28,7 @@ from drivetrain.weights import (
     WeightReport,
 )
 from drivetrain_weight_sync import device_copies
+from drivetrain_weight_sync.derived import AfterLoading, Derived
 from drivetrain_weight_sync.inspect import merged, require_tensor, tensor_data, validate_weights
 from drivetrain_weight_sync.proof import require_as_stored
 from drivetrain_weight_sync.receiver import Receiver
@@ -87,7 +88,12 @@ class RankWeights(ABC):
         )
         if self.folder is not None:
             require_as_stored(target, self.folder)
+        target.derived = Derived(self.after_loading(), target.storages)
         return target
+
+    def after_loading(self) -> Iterable[AfterLoading]:
+        """What the engine does once weights are loaded, module by module, after what quantisation does."""
+        return ()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
         """Load tensors as the engine loads a checkpoint."""

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.errors import EngineStateError, WeightSyncError, WeightTransferFailed
 from drivetrain.weights import TensorSpec, WeightManifest
+from drivetrain_weight_sync.derived import Derived
 from drivetrain_weight_sync.device_copies import DeviceCopies, DeviceCopy, Launched, fits
 from drivetrain_weight_sync.dtypes import dtype_name, dtype_of
 from drivetrain_weight_sync.names import listed
@@ -130,6 +131,8 @@ class RecordedTarget:
         self._addresses: tuple[int, ...] = ()
         """Of the engine's tensors, when the batches were made."""
         self._launched: list[Launched] = []
+        self.derived: Derived | None = None
+        """What the engine computes from what was loaded."""
         self._copies = record(load_weights, checkpoint.tensors)
         tensors = [
             replace(spec, dtype=dtype_name(self._copies[spec.name][0].destination.dtype))
@@ -243,7 +246,12 @@ class RecordedTarget:
         return [name for launched in self._launched for name in launched.differing()]
 
     def finish(self) -> None:
-        """Wait until copies to a GPU have been made."""
+        """Wait until copies to a GPU have been made, and what is derived from them."""
+        self._synchronize()
+        if self.derived is not None and self.derived.refresh():
+            self._synchronize()
+
+    def _synchronize(self) -> None:
         for device in self._devices:
             torch.cuda.synchronize(device)
 

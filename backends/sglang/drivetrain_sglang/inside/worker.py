@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ from drivetrain.weights import ApplyUpdate, CommitUpdate, WeightManifest, Weight
 from drivetrain_sglang.inside.images import forget_embeddings
 from drivetrain_weight_sync.arrivals import Arrivals
 from drivetrain_weight_sync.checkpoint import checkpoint_of, eos_token_ids
+from drivetrain_weight_sync.derived import AfterLoading
 from drivetrain_weight_sync.host_memory import HostMemory
 from drivetrain_weight_sync.rank import RankWeights
 
@@ -86,6 +87,12 @@ class Worker(RankWeights):
         return HostMemory(
             {MemoryTag.WEIGHTS: self.target.storages, MemoryTag.KV_CACHE: [held.untyped_storage() for held in cache]}
         )
+
+    def after_loading(self) -> Iterable[AfterLoading]:
+        """MLA multiplies by halves of a projection; some models have more of their own."""
+        compute: Any = getattr(self.model, "post_load_weights", None)
+        if compute is not None:
+            yield AfterLoading("the model", self.model, compute)
 
     def _dispatch(self, request: Any) -> Any:
         return self._scheduler._request_dispatcher(request)

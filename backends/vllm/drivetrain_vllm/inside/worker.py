@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from drivetrain_vllm.inside.layouts import without_lora
 from drivetrain_vllm.inside.memory import DeviceMemory
 from drivetrain_vllm.translate import KEEPS_WEIGHTS
 from drivetrain_weight_sync.checkpoint import checkpoint_of
+from drivetrain_weight_sync.derived import AfterLoading
 from drivetrain_weight_sync.host_memory import HostMemory
 from drivetrain_weight_sync.rank import RankWeights
 
@@ -70,6 +71,18 @@ class Worker(RankWeights):
         """Load tensors as vLLM loads a checkpoint."""
         with without_lora(self.model):
             return super().load_weights(weights)
+
+    def after_loading(self) -> Iterable[AfterLoading]:
+        """MLA multiplies by halves of a projection; some models have more of their own."""
+        dtype = self._worker.model_config.dtype
+        for name, module in self.model.named_modules():
+            compute: Any = getattr(module, "process_weights_after_loading", None)
+            # Attention alone: what else has it is asked by way of how it is quantised.
+            if compute is not None and hasattr(module, "impl"):
+                yield AfterLoading(name, module, partial(compute, dtype))
+        of_model: Any = getattr(self.model, "process_weights_after_loading", None)
+        if of_model is not None:
+            yield AfterLoading("the model", self.model, of_model)
 
     # Profile -----------------------------------------------------------------------------------------------------
 

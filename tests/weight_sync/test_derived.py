@@ -1,0 +1,111 @@
+"""What an engine computes from loaded tensors is computed anew after an update, where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain.errors import WeightSyncError, WeightTransferFailed
+from drivetrain.weights import TensorSpec, WeightManifest
+from drivetrain_weight_sync.derived import AfterLoading, Derived
+from drivetrain_weight_sync.recorded import RecordedTarget
+
+SPECS = WeightManifest((TensorSpec("proj", "float32", (4, 3)), TensorSpec("norm", "float32", (3,))))
+
+
+class Backend:
+    """Is no module, and packs weights for its kernel."""
+
+    packed: torch.Tensor
+
+
+class Mla(nn.Module):
+    """Multiplies by the halves of a projection: a parameter, an attribute, and one of its backend's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Parameter(torch.randn(4, 3), requires_grad=False)
+        self.norm = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.scale = torch.ones(())
+        self.impl = Backend()
+        self.after_loading()
+
+    def after_loading(self) -> None:
+        self.scale.fill_(1.0)
+        lower, upper = self.proj.chunk(2)
+        self.lower = nn.Parameter(lower.T.contiguous(), requires_grad=False)
+        self.upper = upper.clone()
+        self.impl.packed = (2 * upper).contiguous()
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.get_parameter(name).data.copy_(tensor)
+
+    def derived(self) -> list[torch.Tensor]:
+        return [self.lower, self.upper, self.impl.packed]
+
+
+def target_of(model: Mla, compute: Callable[[], object]) -> RecordedTarget:
+    target = RecordedTarget(model.load_weights, SPECS)
+    target.derived = Derived([AfterLoading("attention", model, compute)], target.storages)
+    return target
+
+
+def update(target: RecordedTarget) -> dict[str, torch.Tensor]:
+    weights = {"proj": torch.randn(4, 3), "norm": torch.randn(3)}
+    target.begin()
+    target.load(weights.items())
+    target.finish()
+    return weights
+
+
+def test_all_of_it_follows_the_weights_and_stays_where_it_is() -> None:
+    model, fresh = Mla(), Mla()
+    target = target_of(model, model.after_loading)
+    before = [(tensor, tensor.data_ptr()) for tensor in model.derived()]
+    fresh.load_weights(update(target).items())
+    fresh.after_loading()
+    for (old, address), now, right in zip(before, model.derived(), fresh.derived(), strict=True):
+        assert now is old
+        assert now.data_ptr() == address
+        assert torch.equal(now, right)
+
+
+def test_what_looks_at_no_weights_is_done_once() -> None:
+    model = Mla()
+    done: list[str] = []
+
+    def scales() -> None:
+        done.append("scales")
+        model.scale.fill_(1.0)
+
+    update(target_of(model, scales))
+    assert done == ["scales"]
+
+
+def test_what_comes_to_something_else_a_second_time_is_refused() -> None:
+    model = Mla()
+
+    def packs() -> None:
+        model.upper = model.proj.chunk(2)[1] + model.upper
+
+    before = model.upper.clone()
+    with pytest.raises(WeightSyncError, match="in attention once they are loaded, which comes to something else"):
+        target_of(model, packs)
+    assert torch.equal(model.upper, before), "the engine serves on"
+
+
+def test_what_has_another_shape_the_next_time_fails() -> None:
+    model = Mla()
+    rows = [2]
+
+    def cuts() -> None:
+        model.upper = model.proj[-rows[0] :].clone()
+
+    target = target_of(model, cuts)
+    rows[0] = 3
+    with pytest.raises(WeightTransferFailed, match="attention holds other tensors"):
+        update(target)

@@ -1,0 +1,158 @@
+"""Tensors that an engine computes from loaded ones, such as the two halves of a projection that MLA multiplies apart.
+
+No update brings them: after each they are computed anew, by the engine's own code, and stay where they are, since CUDA
+graphs know their addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from drivetrain.errors import WeightSyncError, WeightTransferFailed
+from drivetrain_weight_sync.names import listed
+
+
+@dataclass(frozen=True, slots=True)
+class AfterLoading:
+    """What an engine does once weights are loaded."""
+
+    name: str
+    """Of the module, for errors."""
+    module: nn.Module
+    """Which it changes, with all that is beneath."""
+    compute: Callable[[], object]
+    """Does it; also a second time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A tensor, and whose attribute it is."""
+
+    owner: Any
+    name: str
+    tensor: torch.Tensor
+
+    def put(self) -> None:
+        """Make it that attribute again."""
+        setattr(self.owner, self.name, self.tensor)
+
+
+class Derived:
+    """What an engine derives from its weights; made while they are as they were loaded.
+
+    Args:
+        steps: Each is taken once here: one that looks at no weights is left out later.
+        weights: What updates bring.
+
+    Raises:
+        WeightSyncError: taken a second time, a step does not come to what is there; all is as it was.
+    """
+
+    def __init__(self, steps: Iterable[AfterLoading], weights: Iterable[torch.UntypedStorage]) -> None:
+        self._steps: list[AfterLoading] = []
+        looked_at = frozenset(storage._cdata for storage in weights)
+        differ: list[str] = []
+        for step in steps:
+            before = {place: held.tensor.clone() for place, held in _held(step.module).items()}
+            with _Looks(looked_at) as looks:
+                _take(step)
+            if looks.found:
+                self._steps.append(step)
+            after = _held(step.module)
+            changed = [place for place, tensor in before.items() if not _equal(tensor, after[place].tensor)]
+            for place in changed:
+                after[place].tensor.data.copy_(before[place])
+            differ += [step.name] if changed else []
+        if differ:
+            raise WeightSyncError(
+                f"the engine makes something of the weights in {listed(differ)} once they are loaded, which comes to "
+                "something else a second time; weight sync cannot follow that yet"
+            )
+
+    def refresh(self) -> bool:
+        """Compute all of it anew, from the weights that are there now; whether there was any.
+
+        Raises:
+            WeightTransferFailed: something has another shape than before.
+        """
+        for step in self._steps:
+            _take(step)
+        return bool(self._steps)
+
+
+class _Looks(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees whether any of some storages is looked at."""
+
+    def __init__(self, storages: Set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages = storages
+        self.found = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in self._storages:
+                self.found = True
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def _take(step: AfterLoading) -> None:
+    """Take a step, and leave tensors where they are."""
+    before = _held(step.module)
+    step.compute()
+    after = _held(step.module)
+    lost = [place for place in before if place not in after]
+    for place, new in after.items():
+        old = before.get(place)
+        if old is None or old.tensor is new.tensor:
+            continue
+        if _layout(old.tensor) != _layout(new.tensor):
+            lost.append(place)
+            continue
+        if old.tensor.data_ptr() != new.tensor.data_ptr():
+            old.tensor.copy_(new.tensor)
+        old.put()
+    if lost:
+        raise WeightTransferFailed(f"{step.name} holds other tensors than before once its weights were loaded again")
+
+
+def _held(module: nn.Module) -> dict[tuple[int, str], _Held]:
+    """The tensors of a module and of what it is made of, by owner and name."""
+    found: dict[tuple[int, str], _Held] = {}
+    for owner in _owners(module):
+        own = dict(vars(owner))
+        if isinstance(owner, nn.Module):
+            own |= {**owner._parameters, **owner._buffers}
+        for name, value in own.items():
+            if isinstance(value, torch.Tensor):
+                found[id(owner), name] = _Held(owner, name, value)
+    return found
+
+
+def _owners(module: nn.Module) -> Iterator[Any]:
+    """Modules, and what is no module but holds tensors for one, as attention backends do."""
+    for part in module.modules():
+        yield part
+        for value in vars(part).values():
+            if not isinstance(value, nn.Module | torch.Tensor | type) and hasattr(value, "__dict__"):
+                if any(isinstance(held, torch.Tensor) for held in vars(value).values()):
+                    yield value
+
+
+def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(
+        one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
+    )
