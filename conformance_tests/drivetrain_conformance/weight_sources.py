@@ -254,6 +254,11 @@ class Between:
         """The engine's."""
         return self._engine.config
 
+    @property
+    def gpus(self) -> Sequence[str]:
+        """The engine's."""
+        return self._engine.gpus
+
     async def weight_manifest(self) -> WeightManifest:
         """The engine's."""
         return await self._engine.weight_manifest()

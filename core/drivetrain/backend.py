@@ -56,6 +56,8 @@ class ModelInfo:
     device: str
     weight_version: str | None = None
     """Label that the weights had already; None: ``EngineConfig.weight_version``."""
+    gpus: tuple[str, ...] = ()
+    """UUIDs of the GPUs that hold the weights, such as ``"GPU-e6f9517c-…"``, by rank; empty: none, or nobody knows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -250,6 +250,11 @@ class InferenceEngine:
         return self._model
 
     @property
+    def gpus(self) -> tuple[str, ...]:
+        """UUIDs of the GPUs that hold the weights, by rank; empty until started, on a CPU, or if nobody knows."""
+        return () if self._model is None else self._model.gpus
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         if self._tokenizer is None:

@@ -149,6 +149,7 @@ class FarEngine:
         self._line = line
         self._numbers = itertools.count(1)
         self.isolation, self.capabilities, self.config = isolation, capabilities, config
+        self.gpus: tuple[str, ...] = ()
 
     @classmethod
     async def reached_by(cls, line: Line) -> FarEngine:

@@ -61,6 +61,7 @@ class ReceiverEngine:
     """Drives a receiver through whole updates, as the engine page does."""
 
     isolation: Isolation
+    gpus: tuple[str, ...] = ()
     capabilities: frozenset[Capability]
     config = EngineConfig(backend="receiver", model="none", timeouts=Timeouts(weight_update=20))
 

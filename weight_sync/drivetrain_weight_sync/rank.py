@@ -34,6 +34,7 @@ from drivetrain_weight_sync.proof import require_as_stored
 from drivetrain_weight_sync.receiver import Receiver
 from drivetrain_weight_sync.recorded import RecordedTarget
 from drivetrain_weight_sync.saving import WeightWriter
+from drivetrain_weight_sync.transports.cuda_ipc import uuid_of
 
 _T = TypeVar("_T")
 
@@ -116,6 +117,11 @@ class RankWeights(ABC):
                 "the memory of the weights was given back by sleep; call wake_up(tags=[MemoryTag.WEIGHTS]) first",
                 state="asleep",
             )
+
+    def gpus(self) -> list[str]:
+        """UUIDs of the GPUs that hold the weights, by rank; none on a CPU."""
+        device = next(self.model.parameters()).device
+        return self.of_ranks(lambda: uuid_of(device)) if device.type == "cuda" else []
 
     def weight_manifest(self) -> WeightManifest:
         """Tensors by their checkpoint names."""

@@ -62,7 +62,7 @@ def choose(
         asked: By the trainer.
         isolation: Where the engine runs.
         capabilities: What it claims.
-        on_gpu: Whether the tensors lie on the one GPU that this process sees, and so the engine too.
+        on_gpu: Whether the tensors lie on the GPU of the engine.
         directory: For a plugin's transport that is made here.
 
     Raises:

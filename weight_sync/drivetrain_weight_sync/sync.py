@@ -35,7 +35,7 @@ from drivetrain_weight_sync.staging import Staged, Stager, stage
 from drivetrain_weight_sync.strategy import Strategy, choose
 from drivetrain_weight_sync.transports.base import Sender
 from drivetrain_weight_sync.transports.broadcast import BroadcastSender, GroupBackend
-from drivetrain_weight_sync.transports.cuda_ipc import CudaIpcSender
+from drivetrain_weight_sync.transports.cuda_ipc import CudaIpcSender, shares_gpu
 from drivetrain_weight_sync.transports.disk import DiskSender
 from drivetrain_weight_sync.transports.in_process import InProcessSender
 from drivetrain_weight_sync.transports.plugins import Transport
@@ -66,6 +66,9 @@ class UpdatableEngine(Protocol):
 
     @property
     def config(self) -> EngineConfig: ...
+
+    @property
+    def gpus(self) -> Sequence[str]: ...
 
     async def weight_manifest(self) -> WeightManifest: ...
 
@@ -155,7 +158,7 @@ class WeightSync:
         Args:
             source: a torch module, a mapping of names to tensors, (name, tensor) pairs, or a function that returns
                 pairs. Names are those of the checkpoint; prefixes of ``torch.compile`` and DDP are dropped.
-            engine: where the weights go.
+            engine: where the weights go. Once it is started it says on which GPUs it is, which ``auto`` goes by.
             strategy: how they travel; ``auto`` takes the fastest that the engine claims. ``"delta"`` sends what
                 changed since the last push, for slow links. Other transports of plugins go by their name too, or by
                 an object of their class.
@@ -177,8 +180,8 @@ class WeightSync:
             UnsupportedCapability: the engine cannot take weights that way, or cannot score what the probe asks.
         """
         given = Source(source)
-        on_the_gpu = given.gpu is not None and torch.cuda.device_count() == 1
-        chosen = choose(strategy, engine.isolation, engine.capabilities, on_gpu=on_the_gpu, directory=directory)
+        on_gpu = shares_gpu(given.gpu, engine.gpus)
+        chosen = choose(strategy, engine.isolation, engine.capabilities, on_gpu=on_gpu, directory=directory)
         if bucket_bytes <= 0:
             raise InvalidConfig(f"bucket_bytes is {bucket_bytes}; give a positive number", field="bucket_bytes")
         if not 0 < staging_share <= 1:

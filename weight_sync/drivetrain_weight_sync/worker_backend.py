@@ -123,6 +123,10 @@ class WorkerBackend(Backend):
             else:
                 return
 
+    async def gpus(self) -> tuple[str, ...]:
+        """UUIDs of the GPUs that hold the weights, by rank."""
+        return tuple(cast("list[str]", await self.ask("gpus")))
+
     async def stats(self) -> EngineStats:
         """Requests and memory, as the worker counts them."""
         return cast(EngineStats, await self.ask("stats"))

@@ -193,7 +193,7 @@ class SGLangBackend(WorkerBackend):
         self._channel = await self._listener.accept(lambda: EngineDied("SGLang's scheduler is gone"))
         report("warming up")
         await self._warm_up()
-        return info
+        return replace(info, gpus=await self.gpus())
 
     def _start(self, report: Callable[[str], None]) -> ModelInfo:
         # In this thread: SGLang takes signals, which only the main thread can.

@@ -190,7 +190,7 @@ class VLLMBackend(WorkerBackend):
         self._channel = await self._listener.accept(lambda: EngineDied("vLLM's engine core ended"))
         report("warming up")
         await self._warm_up()
-        return info
+        return replace(info, gpus=await self.gpus())
 
     def _start(self, report: Callable[[str], None]) -> ModelInfo:
         from transformers import AutoConfig

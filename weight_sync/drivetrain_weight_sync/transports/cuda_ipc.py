@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import uuid
 import weakref
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -217,6 +217,13 @@ def _in_reach(device: torch.device, uuids: Collection[str]) -> str | None:
         if uuid in uuids and (index == device.index or torch.cuda.can_device_access_peer(device, index)):
             return uuid
     return None
+
+
+def shares_gpu(trainers: torch.device | None, engines: Sequence[str]) -> bool:
+    """Whether an engine is on the trainer's GPU with all its ranks; one that does not say, if there is no other."""
+    if trainers is None:
+        return False
+    return {*engines} == {uuid_of(trainers)} if engines else torch.cuda.device_count() == 1
 
 
 def uuid_of(device: torch.device) -> str:

@@ -21,7 +21,7 @@ CALL: Final = "drivetrain"
 """Name of the RPC."""
 
 calls: Final = Calls(
-    Worker.tokens_so_far, Worker.apply_weights_counting, Worker.prepare_weights, Worker.prepared_weights
+    Worker.gpus, Worker.tokens_so_far, Worker.apply_weights_counting, Worker.prepare_weights, Worker.prepared_weights
 )
 
 _SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"

@@ -18,15 +18,26 @@ def register() -> None:
     if not current_platform.is_cpu():
         return
     import vllm._custom_ops as ops
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
     ops._supports_onednn = False
-    CPUUnquantizedExperts.process_weights_after_loading = _leave
-    CPUUnquantizedExperts.apply = _apply_experts
+    if hasattr(cpu_moe, "CPUUnquantizedExperts"):
+        cpu_moe.CPUUnquantizedExperts.process_weights_after_loading = _leave
+        cpu_moe.CPUUnquantizedExperts.apply = _apply_experts
+    else:  # older releases, which have a way through plain torch
+        from vllm.model_executor.layers.fused_moe import cpu_fused_moe
+
+        cpu_fused_moe.CPUFusedMOE._pad_moe_intermediate_for_grouped_gemm = _leave
+        cpu_fused_moe.CPUFusedMOE.check_grouped_gemm = _by_torch
+        cpu_fused_moe.SGLFusedMOE = cpu_fused_moe.CPUFusedMOE
 
 
 def _leave(experts: Any, layer: torch.nn.Module) -> None:
     pass
+
+
+def _by_torch(experts: Any, layer: torch.nn.Module) -> tuple[bool, str]:
+    return False, "none"
 
 
 def _apply_experts(

@@ -145,6 +145,7 @@ class Worker(RankWeights):
 
 
 OF_WORKERS = (
+    Worker.gpus,
     Worker.occupied,
     Worker.prepare_weights,
     Worker.prepared_weights,
