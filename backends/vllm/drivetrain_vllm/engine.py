@@ -442,8 +442,10 @@ class VLLMBackend(WorkerBackend):
         return self._running.engine_core
 
     def labels_tokens(self) -> bool:
-        """Whether this vLLM says which weights made which token."""
-        return hasattr(self._core, "set_weight_version_async")
+        """Whether this vLLM says which weights made which token; some only know the newest label."""
+        from vllm.outputs import CompletionOutput
+
+        return "weight_versions" in CompletionOutput.__annotations__
 
     def served_dtype(self) -> str:
         """The dtype of vLLM's weights."""

@@ -14,6 +14,8 @@ def as_engine_error(error: BaseException) -> DrivetrainError:
     """Return ``error`` as a member of drivetrain's tree; out of memory is told from everything else."""
     if isinstance(error, DrivetrainError):
         return error
+    if type(error).__name__ == "EngineGenerateError" and error.__cause__ is not None:
+        return as_engine_error(error.__cause__)  # it says nothing itself
     words = str(error).lower()
     mapped: DrivetrainError
     if type(error).__name__ == "EngineDeadError" or DEAD in words:
@@ -23,6 +25,6 @@ def as_engine_error(error: BaseException) -> DrivetrainError:
     elif isinstance(error, ValueError) or any(kind.__name__ == "VLLMClientError" for kind in type(error).__mro__):
         mapped = InvalidRequest(f"vLLM refused the request: {error}", field="sampling_params")
     else:
-        mapped = EngineInternalError(f"{type(error).__name__}: {error or error.__cause__}")
+        mapped = EngineInternalError(f"{type(error).__name__}: {error}")
     mapped.__cause__ = error
     return mapped
