@@ -1,8 +1,7 @@
 """An engine's model whose own loader was watched once: from each checkpoint tensor to where its values go.
 
-An engine keeps other tensors than the checkpoint: fused, sharded, under other names. Its model's ``load_weights``
-knows the way. :func:`record` runs it on tensors without memory and notes each copy that it would make, so that the same
-copies can be made again at the speed of a copy, and made backwards, to read what the engine holds by checkpoint name.
+The copies that :func:`~drivetrain_weight_sync.recording.record` saw are made again at the speed of a copy, and
+backwards, to read what the engine holds by checkpoint name.
 """
 
 from __future__ import annotations
@@ -10,39 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Final
+from typing import Final
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.errors import EngineStateError, WeightSyncError, WeightTransferFailed
-from drivetrain.weights import TensorSpec, WeightManifest
+from drivetrain.weights import WeightManifest
 from drivetrain_weight_sync.derived import Derived
 from drivetrain_weight_sync.device_copies import DeviceCopies, DeviceCopy, Launched, fits
 from drivetrain_weight_sync.dtypes import dtype_name, dtype_of
 from drivetrain_weight_sync.names import listed
+from drivetrain_weight_sync.recording import Copy, LoadWeights, record
 
 _MOST_BATCHES: Final = 64
 """Tables of addresses that are kept. One lists a bucket, or a whole update; arenas seldom move."""
-
-LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
-"""A model's loader: takes (checkpoint name, tensor) pairs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """Part of a checkpoint tensor, and the part of an engine's tensor that it is copied to."""
-
-    destination: torch.Tensor
-    """A view of the engine's tensor."""
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    """The part, as ``torch.as_strided`` names it on a contiguous checkpoint tensor that has its storage for itself."""
-
-    def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The part of a contiguous tensor of the checkpoint's shape."""
-        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,59 +33,6 @@ class Piece:
     stride: tuple[int, ...]
     offset: int
     values: torch.Tensor
-
-
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes copies from the given tensors instead of making them."""
-
-    def __init__(self, names: Mapping[int, str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._names = names
-        self.copies: dict[str, list[Copy]] = {}
-        self.strange: set[str] = set()
-        """Operations on something made of the given tensors: the engine transforms them on the way."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
-            destination, source = args[:2]
-            name = self._names.get(source.untyped_storage()._cdata)
-            if name is None:
-                self.strange.add("a copy of something computed from it")
-            else:
-                source = source.expand(destination.shape)
-                copy = Copy(
-                    destination.detach(), tuple(source.shape), tuple(source.stride()), int(source.storage_offset())
-                )
-                self.copies.setdefault(name, []).append(copy)
-            return destination
-        return func(*args, **(kwargs or {}))
-
-
-def record(load_weights: LoadWeights, specs: Iterable[TensorSpec]) -> dict[str, list[Copy]]:
-    """Return, by checkpoint name, the copies that ``load_weights`` makes; tensors that it leaves out are not there.
-
-    Raises:
-        WeightSyncError: the engine transforms weights while it loads them.
-    """
-    tensors = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in specs}
-    recorder = _Recorder({tensor.untyped_storage()._cdata: name for name, tensor in tensors.items()})
-    try:
-        with torch.no_grad(), recorder:
-            load_weights(iter(tensors.items()))
-    except Exception as error:
-        raise _cannot(f"{type(error).__name__}: {error}") from error
-    if recorder.strange:
-        raise _cannot(", ".join(sorted(recorder.strange)))
-    return recorder.copies
-
-
-def _cannot(why: str) -> WeightSyncError:
-    return WeightSyncError(
-        f"the engine transforms weights while it loads them ({why}), which weight sync cannot follow yet; for "
-        "this model, configure the engine to keep weights as the checkpoint has them: no quantisation, no packing"
-    )
 
 
 class RecordedTarget:

@@ -45,8 +45,12 @@ class Worker(RankWeights):
     @property
     def checkpoint(self) -> WeightManifest:
         """What a trainer has of the model."""
+        from vllm.config import set_current_vllm_config
+
         config = self._worker.model_config
-        return checkpoint_of(config.model, config.revision, trust_remote_code=config.trust_remote_code)
+        # Where vLLM runs a model of transformers' own, it has changed its class, which asks for this.
+        with set_current_vllm_config(self._worker.vllm_config):
+            return checkpoint_of(config.model, config.revision, trust_remote_code=config.trust_remote_code)
 
     @property
     def folder(self) -> Path | None:
@@ -69,7 +73,9 @@ class Worker(RankWeights):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
         """Load tensors as vLLM loads a checkpoint."""
-        with without_lora(self.model):
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self._worker.vllm_config), without_lora(self.model):
             return super().load_weights(weights)
 
     def after_loading(self) -> Iterable[AfterLoading]:
