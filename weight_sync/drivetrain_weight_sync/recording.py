@@ -192,7 +192,7 @@ def _by_labels(load_weights: LoadWeights, specs: list[TensorSpec]) -> dict[str, 
     copies: dict[str, list[Copy]] = {}
     moved = [(destination, source) for _, destination, source in (*watch.copied, *watch.moved)]
     for destination, source in moved:
-        found = source.expand(destination.shape)
+        found = source.expand(destination.shape).cpu()
         if found.dtype != torch.int64 or bool((found & ((1 << _SHIFT) - 1) != _MARK).any()):
             raise _cannot(f"it computes something of {listed([spec.name for spec in specs])}")
         for block, places in _of_one_each(destination, found >> _SHIFT, ends):
