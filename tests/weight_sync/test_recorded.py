@@ -23,16 +23,17 @@ from drivetrain_weight_sync.source import Source
 from drivetrain_weight_sync.staging import Staged, Stager, stage
 from drivetrain_weight_sync.transports.in_process import InProcessSender
 
-SHAPES = {"q": (4, 3), "k": (2, 3), "up": (6, 3), "embed": (5, 3), "skipped": (2,)}
+SHAPES = {"q": (4, 3), "k": (2, 3), "up": (6, 3), "embed": (5, 3), "square": (3, 3), "skipped": (2,)}
 
 
 class Fused:
-    """An engine's model: q and k in one tensor, up transposed in halves, embed padded, in another dtype."""
+    """An engine's model: q and k in one tensor, up and square transposed, embed padded, in another dtype."""
 
     def __init__(self) -> None:
         self.qk = torch.zeros(6, 3, dtype=torch.bfloat16)
         self.up = torch.zeros(2, 3, 3, dtype=torch.bfloat16)
         self.embed = torch.zeros(8, 3, dtype=torch.bfloat16)
+        self.square = torch.zeros(3, 3, dtype=torch.bfloat16)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
@@ -45,6 +46,8 @@ class Fused:
                     self.up[half].copy_(part.t())
             elif name == "embed":
                 self.embed[:5].copy_(tensor)
+            elif name == "square":
+                self.square.copy_(tensor.t())
 
 
 def manifest(**more: tuple[int, ...]) -> WeightManifest:
@@ -71,16 +74,16 @@ def test_copies_as_the_loader_does_and_reads_it_back() -> None:
     weights = tensors()
     loaded.load_weights(weights.items())
     target.load((name, tensor) for name, tensor in weights.items() if name != "skipped")
-    for own in ("qk", "up", "embed"):
+    for own in ("qk", "up", "embed", "square"):
         assert torch.equal(getattr(recorded, own), getattr(loaded, own)), own
-    for name in ("q", "k", "up", "embed", "head"):
+    for name in ("q", "k", "up", "embed", "square", "head"):
         assert torch.equal(target.read(name), weights["embed" if name == "head" else name]), name
 
 
 def test_the_manifest_is_what_the_loader_takes_in_the_engines_dtype() -> None:
     target = RecordedTarget(Fused().load_weights, manifest())
     assert {spec.name: spec.dtype for spec in target.manifest().tensors} == dict.fromkeys(
-        ("q", "k", "up", "embed"), "bfloat16"
+        ("q", "k", "up", "embed", "square"), "bfloat16"
     )
     assert target.manifest().aliases == {"head": "embed"}
 

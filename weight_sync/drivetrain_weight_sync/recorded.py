@@ -202,7 +202,7 @@ class RecordedTarget:
             return torch.cat([copy.destination.flatten() for copy in self._parts(own)])
         spec, copies = self._specs[own], self._copies[own]
         first = copies[0].destination
-        if first.shape == torch.Size(spec.shape) and copies[0].offset == 0 and first.is_contiguous():
+        if first.is_contiguous() and copies[0].is_all_of(spec):
             return first
         whole = torch.empty(spec.shape, dtype=first.dtype, device=first.device)
         for copy in copies:

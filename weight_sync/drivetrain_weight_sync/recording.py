@@ -61,6 +61,11 @@ class Copy:
         """The part of a contiguous tensor of the checkpoint's shape."""
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
 
+    def is_all_of(self, spec: TensorSpec) -> bool:
+        """Whether it takes the whole tensor as it is; a square one may be transposed."""
+        contiguous = torch.empty(spec.shape, device="meta").stride()
+        return (self.size, self.stride, self.offset) == (spec.shape, contiguous, 0)
+
 
 def record(load_weights: LoadWeights, specs: Iterable[TensorSpec]) -> dict[str, list[Copy]]:
     """Return, by checkpoint name, the copies that ``load_weights`` makes; tensors that it leaves out are not there.
