@@ -31,6 +31,7 @@ class Mla(nn.Module):
         self.norm = nn.Parameter(torch.randn(3), requires_grad=False)
         self.scale = torch.ones(())
         self.impl = Backend()
+        self.view: torch.Tensor | None = None
         self.after_loading()
 
     def after_loading(self) -> None:
@@ -39,6 +40,9 @@ class Mla(nn.Module):
         self.lower = nn.Parameter(lower.T.contiguous(), requires_grad=False)
         self.upper = upper.clone()
         self.impl.packed = (2 * upper).contiguous()
+        if self.view is not None:
+            self.view.data.copy_(lower)  # onto itself
+        self.view = lower
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
@@ -93,9 +97,24 @@ def test_what_comes_to_something_else_a_second_time_is_refused() -> None:
         model.upper = model.proj.chunk(2)[1] + model.upper
 
     before = model.upper.clone()
-    with pytest.raises(WeightSyncError, match="in attention once they are loaded, which comes to something else"):
+    with pytest.raises(WeightSyncError, match="in attention once weights are loaded comes to something else"):
         target_of(model, packs)
     assert torch.equal(model.upper, before), "the engine serves on"
+
+
+def test_what_writes_to_weights_is_refused_before_it_does() -> None:
+    model = Mla()
+    before, upper = model.proj.clone(), model.upper
+
+    def quantises() -> None:
+        model.upper = torch.zeros(1)
+        proj, model.proj = model.proj, nn.Parameter(torch.empty(0), requires_grad=False)
+        proj.mul_(2)
+
+    with pytest.raises(WeightSyncError, match=r"fails a second time .*would write to weights"):
+        target_of(model, quantises)
+    assert torch.equal(model.proj, before)
+    assert model.upper is upper, "the engine serves on"
 
 
 def test_what_has_another_shape_the_next_time_fails() -> None:

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from drivetrain.errors import WeightSyncError, WeightTransferFailed
-from drivetrain_weight_sync.names import listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,29 +51,13 @@ class Derived:
         weights: What updates bring.
 
     Raises:
-        WeightSyncError: taken a second time, a step does not come to what is there; all is as it was.
+        WeightSyncError: taken a second time, a step does not come to what is there, writes to weights, or fails; all is
+            as it was.
     """
 
     def __init__(self, steps: Iterable[AfterLoading], weights: Iterable[torch.UntypedStorage]) -> None:
-        self._steps: list[AfterLoading] = []
-        looked_at = frozenset(storage._cdata for storage in weights)
-        differ: list[str] = []
-        for step in steps:
-            before = {place: held.tensor.clone() for place, held in _held(step.module).items()}
-            with _Looks(looked_at) as looks:
-                _take(step)
-            if looks.found:
-                self._steps.append(step)
-            after = _held(step.module)
-            changed = [place for place, tensor in before.items() if not _equal(tensor, after[place].tensor)]
-            for place in changed:
-                after[place].tensor.data.copy_(before[place])
-            differ += [step.name] if changed else []
-        if differ:
-            raise WeightSyncError(
-                f"the engine makes something of the weights in {listed(differ)} once they are loaded, which comes to "
-                "something else a second time; weight sync cannot follow that yet"
-            )
+        storages = frozenset(storage._cdata for storage in weights)
+        self._steps = [step for step in steps if _looks_at(step, storages)]
 
     def refresh(self) -> bool:
         """Compute all of it anew, from the weights that are there now; whether there was any.
@@ -87,21 +70,51 @@ class Derived:
         return bool(self._steps)
 
 
+def _looks_at(step: AfterLoading, weights: Set[int]) -> bool:
+    """Whether a step looks at weights; it is taken, and found to come to what is there already."""
+    held = _held(step.module)
+    # Weights are many, and are not written to.
+    values = {place: one.tensor.clone() for place, one in held.items() if _storage(one.tensor) not in weights}
+    looks = _Looks(weights)
+    try:
+        with looks:
+            _take(step)
+        after = _held(step.module)
+        same = all(_equal(value, after[place].tensor) for place, value in values.items())
+        why = "comes to something else a second time"
+    except Exception as error:
+        same, why = False, f"fails a second time ({type(error).__name__}: {error})"
+    if not same:
+        for one in held.values():
+            one.put()
+        for place, value in values.items():
+            held[place].tensor.data.copy_(value)
+        raise WeightSyncError(
+            f"what the engine does in {step.name} once weights are loaded {why}; weight sync cannot follow that yet"
+        )
+    return looks.found
+
+
 class _Looks(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees whether any of some storages is looked at."""
+    """Sees whether any of some storages is looked at, and lets none be written to."""
 
     def __init__(self, storages: Set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._storages = storages
-        self.found = False
+        self.found: bool = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for value in tree_leaves((args, kwargs)):
-            if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in self._storages:
-                self.found = True
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and self._is_one(value):
+                if func is not torch.ops.aten.copy_.default or _place(args[0]) != _place(args[1]):  # onto itself
+                    raise NotImplementedError(f"{func} would write to weights")
+        self.found = self.found or any(self._is_one(value) for value in tree_leaves((args, kwargs)))
         return func(*args, **(kwargs or {}))
+
+    def _is_one(self, value: object) -> bool:
+        return isinstance(value, torch.Tensor) and _storage(value) in self._storages
 
 
 @torch.no_grad()
@@ -146,6 +159,15 @@ def _owners(module: nn.Module) -> Iterator[Any]:
             if not isinstance(value, nn.Module | torch.Tensor | type) and hasattr(value, "__dict__"):
                 if any(isinstance(held, torch.Tensor) for held in vars(value).values()):
                     yield value
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    storage: int = tensor.untyped_storage()._cdata
+    return storage
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), *_layout(tensor)
 
 
 def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
