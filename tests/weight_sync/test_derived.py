@@ -102,14 +102,17 @@ def test_what_comes_to_something_else_a_second_time_is_refused() -> None:
     assert torch.equal(model.upper, before), "the engine serves on"
 
 
-def test_what_writes_to_weights_is_refused_before_it_does() -> None:
+@pytest.mark.parametrize(
+    "write", [lambda tensor: tensor.mul_(2), lambda tensor: torch.mul(torch.ones(4, 3), 2, out=tensor)]
+)
+def test_what_writes_to_weights_is_refused_before_it_does(write: Callable[[torch.Tensor], object]) -> None:
     model = Mla()
     before, upper = model.proj.clone(), model.upper
 
     def quantises() -> None:
         model.upper = torch.zeros(1)
         proj, model.proj = model.proj, nn.Parameter(torch.empty(0), requires_grad=False)
-        proj.mul_(2)
+        write(proj)
 
     with pytest.raises(WeightSyncError, match=r"fails a second time .*would write to weights"):
         target_of(model, quantises)

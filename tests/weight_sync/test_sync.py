@@ -34,6 +34,7 @@ from drivetrain.errors import (
 from drivetrain.weights import WeightMessage, WeightReply
 from drivetrain_weight_sync import Strategy, UpdatableEngine, WeightSync
 from drivetrain_weight_sync.source import WeightInput
+from drivetrain_weight_sync.transports import cuda_ipc
 
 STRATEGIES = ["in_process", "shared_memory", "broadcast", "disk", "delta"]
 
@@ -281,6 +282,25 @@ def test_auto_takes_the_fastest_way_that_the_engine_claims(
     engine.isolation = isolation
     engine.capabilities = frozenset(c for c in Capability if c.value in claimed)
     assert WeightSync.connect({}, engine).strategy is chosen
+
+
+@pytest.mark.parametrize(
+    ("engines", "visible", "shared"),
+    [
+        (["GPU-0"], 8, True),
+        (["GPU-1"], 8, False),
+        (["GPU-0", "GPU-1"], 8, False),
+        ([], 1, True),
+        ([], 8, False),
+    ],
+)
+def test_an_engine_is_on_the_trainers_gpu_with_all_its_ranks(
+    monkeypatch: pytest.MonkeyPatch, engines: list[str], visible: int, shared: bool
+) -> None:
+    monkeypatch.setattr(cuda_ipc, "uuid_of", lambda device: f"GPU-{device.index}")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    assert cuda_ipc.shares_gpu(torch.device("cuda", 0), engines) is shared
+    assert not cuda_ipc.shares_gpu(None, engines), "the tensors are on no GPU"
 
 
 async def test_an_empty_version_is_refused_before_any_work() -> None:

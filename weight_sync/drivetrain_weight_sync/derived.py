@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from drivetrain.errors import WeightSyncError, WeightTransferFailed
+from drivetrain_weight_sync.dispatch import storage_of, written_to
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ def _looks_at(step: AfterLoading, weights: Set[int]) -> bool:
     """Whether a step looks at weights; it is taken, and found to come to what is there already."""
     held = _held(step.module)
     # Weights are many, and are not written to.
-    values = {place: one.tensor.clone() for place, one in held.items() if _storage(one.tensor) not in weights}
+    values = {place: one.tensor.clone() for place, one in held.items() if storage_of(one.tensor) not in weights}
     looks = _Looks(weights)
     try:
         with looks:
@@ -106,15 +107,14 @@ class _Looks(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write and self._is_one(value):
-                if func is not torch.ops.aten.copy_.default or _place(args[0]) != _place(args[1]):  # onto itself
-                    raise NotImplementedError(f"{func} would write to weights")
+        if any(map(self._is_one, written_to(func, args, kwargs))):
+            if func is not torch.ops.aten.copy_.default or _place(args[0]) != _place(args[1]):  # onto itself
+                raise NotImplementedError(f"{func} would write to weights")
         self.found = self.found or any(self._is_one(value) for value in tree_leaves((args, kwargs)))
         return func(*args, **(kwargs or {}))
 
     def _is_one(self, value: object) -> bool:
-        return isinstance(value, torch.Tensor) and _storage(value) in self._storages
+        return isinstance(value, torch.Tensor) and storage_of(value) in self._storages
 
 
 @torch.no_grad()
@@ -159,11 +159,6 @@ def _owners(module: nn.Module) -> Iterator[Any]:
             if not isinstance(value, nn.Module | torch.Tensor | type) and hasattr(value, "__dict__"):
                 if any(isinstance(held, torch.Tensor) for held in vars(value).values()):
                     yield value
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    storage: int = tensor.untyped_storage()._cdata
-    return storage
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -18,6 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from drivetrain.errors import WeightSyncError
 from drivetrain.weights import TensorSpec
+from drivetrain_weight_sync.dispatch import storage_of, written_to
+from drivetrain_weight_sync.dtypes import dtype_of
 from drivetrain_weight_sync.names import listed
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
@@ -74,7 +76,7 @@ def record(load_weights: LoadWeights, specs: Iterable[TensorSpec]) -> dict[str, 
         WeightSyncError: the engine computes something of weights while it loads them.
     """
     known = {spec.name: spec for spec in specs}
-    tensors = {name: torch.empty(spec.shape, dtype=_dtype(spec), device="meta") for name, spec in known.items()}
+    tensors = {name: torch.empty(spec.shape, dtype=dtype_of(spec), device="meta") for name, spec in known.items()}
     watch = _Watch(tensors)
     _load(load_weights, tensors, watch)
     if watch.computed:
@@ -91,11 +93,6 @@ def record(load_weights: LoadWeights, specs: Iterable[TensorSpec]) -> dict[str, 
         for name, found in _by_labels(load_weights, [known[name] for name in group]).items():
             copies[name] = found
     return copies
-
-
-def _dtype(spec: TensorSpec) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, spec.dtype)
-    return dtype
 
 
 def _load(load_weights: LoadWeights, tensors: Mapping[str, torch.Tensor], watch: _Watch) -> None:
@@ -118,7 +115,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._own = {_storage(tensor): name for name, tensor in tensors.items()}
+        self._own = {storage_of(tensor): name for name, tensor in tensors.items()}
         self._made_of: dict[int, frozenset[str]] = {storage: frozenset({name}) for storage, name in self._own.items()}
         """Of which given tensors there is something in each storage."""
         self._kept: list[torch.Tensor] = []
@@ -138,37 +135,33 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         names = frozenset[str]().union(*(self._names(value) for value in tree_leaves((args, kwargs))))
         if not names:
             made = func(*args, **(kwargs or {}))
-            given = {_storage(value) for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)}
-            self._fresh |= {_storage(value) for value in tree_leaves(made) if isinstance(value, torch.Tensor)} - given
+            given = {storage_of(value) for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)}
+            self._fresh |= {storage_of(value) for value in tree_leaves(made) if isinstance(value, torch.Tensor)} - given
             return made
         if func is _aten.copy_.default and not self._names(args[0]):
             destination, source = args[:2]
-            if _storage(destination) in self._fresh:
+            if storage_of(destination) in self._fresh:
                 raise NotImplementedError(f"it loads {listed(sorted(names))} into a tensor that it made for that")
             self._kept.append(source)
-            name = self._own.get(_storage(source))
+            name = self._own.get(storage_of(source))
             if name is None:
                 self.moved.append((names, destination.detach(), source))
             else:
                 self.copied.append((name, destination.detach(), source))
             return destination
-        written = [
-            value
-            for argument, value in zip(func._schema.arguments, args, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
+        written = [value for value in written_to(func, args, kwargs) if isinstance(value, torch.Tensor)]
         made = func(*args, **(kwargs or {}))
         new = [value for value in tree_leaves(made) if isinstance(value, torch.Tensor) and not self._names(value)]
-        moves = func.overloadpacket in _MOVES and not any(_storage(value) in self._own for value in written)
+        moves = func.overloadpacket in _MOVES and not any(storage_of(value) in self._own for value in written)
         if (new or written) and not moves:
             self.computed |= names
         for value in (*new, *written):
             self._kept.append(value)
-            self._made_of[_storage(value)] = self._names(value) | names
+            self._made_of[storage_of(value)] = self._names(value) | names
         return made
 
     def _names(self, value: object) -> frozenset[str]:
-        return self._made_of.get(_storage(value), frozenset()) if isinstance(value, torch.Tensor) else frozenset()
+        return self._made_of.get(storage_of(value), frozenset()) if isinstance(value, torch.Tensor) else frozenset()
 
     def moved_together(self) -> list[list[str]]:
         """Names of tensors that were moved about before they were copied, those together that one copy is made of."""
@@ -177,11 +170,6 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             joined = {*names}.union(*(group for group in groups if group & names))
             groups = [group for group in groups if not group & names] + [joined]
         return [sorted(group) for group in groups]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    storage: int = tensor.untyped_storage()._cdata
-    return storage
 
 
 def _by_labels(load_weights: LoadWeights, specs: list[TensorSpec]) -> dict[str, list[Copy]]:

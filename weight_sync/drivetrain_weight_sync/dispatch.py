@@ -1,0 +1,23 @@
+"""What a ``TorchDispatchMode`` asks of an operation and its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """What tensors over the same memory have in common, also those without memory, as long as one is there."""
+    storage: int = tensor.untyped_storage()._cdata
+    return storage
+
+
+def written_to(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Any]:
+    """Those of the arguments that the operation writes to, ``out`` among them."""
+    return [
+        args[index] if index < len(args) else (kwargs or {}).get(argument.name)
+        for index, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
