@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from drivetrain_weight_sync import digests
-from drivetrain_weight_sync.device_copies import DeviceCopies, DeviceCopy
+from drivetrain_weight_sync.device_copies import DeviceCopies, DeviceCopy, window_of
 
 
 def shapes(hidden: int, layers: int, vocabulary: int) -> dict[str, tuple[int, ...]]:
@@ -69,6 +69,15 @@ def main() -> None:
     looking = DeviceCopies([DeviceCopy(source, held[name], name) for name, source in sources.items()], look=True)
     only_looking = DeviceCopies([DeviceCopy(source, None, name) for name, source in sources.items()], look=True)
 
+    # As the first of two ranks takes them: half of the columns of what joins again, else half of the rows.
+    halves = {name: source.chunk(2, 1 if name.endswith((".o", ".down")) else 0)[0] for name, source in sources.items()}
+    parts = {name: torch.zeros_like(half, memory_format=torch.contiguous_format) for name, half in halves.items()}
+    windows = {
+        name: window_of(source, half.shape, half.stride(), 0)
+        for (name, source), half in zip(sources.items(), halves.values(), strict=True)
+    }
+    halving = DeviceCopies([DeviceCopy(source, parts[name], name, windows[name]) for name, source in sources.items()])
+
     def one_by_one() -> None:
         for name, source in sources.items():
             held[name].copy_(source)
@@ -81,6 +90,7 @@ def main() -> None:
         "one kernel, digests on the way and read": lambda: made.launch().read(),
         "the same, and a look for what is not finite": lambda: looking.launch().read(),
         "digests and that look, no copy": lambda: only_looking.launch().read(),
+        "half of each by one kernel, digests of the whole": lambda: halving.launch().read(),
         "digests of torch alone": lambda: digests(held),
     }
     rows = {name: median(work, args.repeats) for name, work in ways.items()}
@@ -88,6 +98,8 @@ def main() -> None:
         tensor.zero_()
     assert made.launch().read() == (digests(sources), []), "the kernel's digests are not torch's"
     assert all(torch.equal(held[name], source) for name, source in sources.items()), "the kernel copied otherwise"
+    assert halving.launch().read() == (digests(sources), []), "with windows, the kernel's digests are not torch's"
+    assert all(torch.equal(parts[name], half) for name, half in halves.items()), "windows were copied otherwise"
     gigabytes = arena.nbytes / 1e9
     print(f"{torch.cuda.get_device_name()}: {len(named)} tensors, {gigabytes:.2f} GB, C = {c:.2f} ms")
     for name, taken in rows.items():

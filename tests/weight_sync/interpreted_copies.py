@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from drivetrain_weight_sync.device_copies import ROWS, DeviceCopies, DeviceCopy
+from drivetrain_weight_sync.device_copies import ROWS, DeviceCopies, DeviceCopy, fits, window_of
 from drivetrain_weight_sync.digest import COLUMNS, digests
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2, torch.float8_e4m3fn)
@@ -40,7 +42,41 @@ def look_for_strange_numbers(dtype: torch.dtype) -> None:
     assert strange, dtype
 
 
+def cut_windows() -> None:
+    """Columns of a matrix, rows of one, experts' columns, and a part of a vector; each part of each, among others."""
+    draw = torch.Generator().manual_seed(1)
+    wholes = {
+        "columns": torch.randn(96, 512, generator=draw),
+        "narrow": torch.randn(3000, 16, generator=draw).to(torch.bfloat16),
+        "rows": torch.randn(768, 128, generator=draw),
+        "experts": torch.randn(4, 24, 64, generator=draw).to(torch.bfloat16),
+        "vector": torch.randn(4 * COLUMNS * ROWS, generator=draw).to(torch.bfloat16),
+    }
+    cuts = {"columns": 1, "narrow": 1, "rows": 0, "experts": 2, "vector": 0}
+    plain = torch.randn(5000, generator=draw)
+    for half in (0, 1):
+        parts = {name: whole.chunk(2, cuts[name])[half] for name, whole in wholes.items()}
+        held = {name: torch.zeros(part.shape, dtype=part.dtype) for name, part in parts.items()}
+        more = torch.zeros(96, 256)
+        copies = [DeviceCopy(plain, copied := torch.zeros(5000), "plain")]
+        for name, whole in wholes.items():
+            part = parts[name]
+            window = window_of(whole, part.shape, part.stride(), int(part.storage_offset()))
+            assert window is not None, name
+            copies.append(DeviceCopy(whole, held[name], name, window))
+        copies.append(replace(copies[1], destination=more, name=None))
+        assert all(map(fits, copies))
+        made = DeviceCopies(copies)
+        for _ in range(2):
+            assert made.launch().read()[0] == digests({"plain": plain, **wholes})
+        assert torch.equal(copied, plain)
+        assert torch.equal(more, held["columns"])
+        for name, part in parts.items():
+            assert torch.equal(held[name], part), (half, name)
+
+
 def main() -> None:
+    cut_windows()
     draw = torch.Generator().manual_seed(0)
     sizes = [4, 1020, 4 * COLUMNS, 4 * COLUMNS * ROWS, 4 * COLUMNS * ROWS + 8, 9 * COLUMNS * ROWS]
     sources = {

@@ -54,15 +54,18 @@ class Model:
 
 
 class Half:
-    """One rank of two: it takes the upper half of q, and nothing else."""
+    """One rank of two: it takes the upper half of q and the right one of k."""
 
     def __init__(self) -> None:
         self.q = torch.zeros(16, 16)
+        self.k = torch.zeros(16, 8)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
             if name == "q":
                 self.q.copy_(tensor[:16])
+            if name == "k":
+                self.k.copy_(tensor[:, 8:])
 
 
 class Watched(RecordedTarget):
@@ -147,9 +150,11 @@ def main() -> None:
     receiver = Receiver(target)
     for number, stays in enumerate((True, True, False, True)):  # by one transport, and by another that digests nothing
         InProcessReader.place = property(addresses if stays else lambda _: None)  # type: ignore[method-assign,assignment]
-        sent = {"q": weights(6 + number)["q"]}
+        sent = {name: weights(6 + number)[name] for name in ("q", "k")}
         update(receiver, target, sent)
         assert torch.equal(half.q, sent["q"][:16])
+        assert torch.equal(half.k, sent["k"][:, 8:])
+        assert set(target.read_back) == (set() if number == 1 else {"q", "k"}), number
     print("all equal")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drivetrain_weight_sync.device_copies import DeviceCopy, Pace, fits
+from drivetrain_weight_sync.device_copies import DeviceCopy, Pace, Window, fits, window_of
 
 
 def test_only_whole_contiguous_words_fit() -> None:
@@ -24,6 +24,26 @@ def test_only_whole_contiguous_words_fit() -> None:
     assert not fits(DeviceCopy(words, words[:32]))
     assert not fits(DeviceCopy(words, words.to(torch.float16)))
     assert not fits(DeviceCopy(words[:0]))
+
+
+def test_a_window_is_a_part_of_every_line() -> None:
+    matrix = torch.zeros(8, 64, dtype=torch.bfloat16)
+
+    def window(part: torch.Tensor) -> Window | None:
+        return window_of(matrix, part.shape, part.stride(), int(part.storage_offset()))
+
+    assert window(matrix[:, 16:32]) == Window(16, 4, 4)
+    assert window(matrix[2:4]) == Window(128, 32, 32)
+    assert window(matrix[3, 8:24]) == Window(128, 50, 4)
+    assert window(matrix) == Window(128, 0, 128)
+    assert window(matrix[:, 1:5]) is None, "it begins within a word"
+    assert window(matrix[:, :6]) is None, "it ends within a word"
+    assert window(matrix[:4, :32]) is None, "not of every line"
+    assert window(matrix[::2]) == Window(32, 0, 16)
+    assert window(matrix.t()) is None
+    half = window(matrix[:, 32:])
+    assert fits(DeviceCopy(matrix, torch.zeros(8, 32, dtype=torch.bfloat16), window=half))
+    assert not fits(DeviceCopy(matrix, torch.zeros(8, 64, dtype=torch.bfloat16), window=half))
 
 
 def test_a_pace_rests_between_parts_and_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,10 @@ from drivetrain_weight_sync.digest import COLUMNS, finished, weights_on
 
 ROWS: Final = 16
 """Rows of 1024 words of 64 bits that one program of the kernel copies: 128 KiB."""
-_ROW_BYTES: Final = 8 * COLUMNS
+_WORD: Final = 8
+_ROW_BYTES: Final = _WORD * COLUMNS
+_LARGEST_WITH_WINDOW: Final = _WORD << 31
+"""Bytes of a tensor whose words can no longer be counted with 32 bits."""
 _WARPS: Final = 2
 """Threads of a program, in 32: fewest were fastest on an H200 (benchmarks/gpu/device_copies.py)."""
 
@@ -42,14 +45,25 @@ _PACED_PROGRAMS: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
+class Window:
+    """A part of a tensor: of each ``stride`` words those from ``begin`` on, ``width`` of them."""
+
+    stride: int
+    begin: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceCopy:
     """One tensor to digest, and where to copy it to."""
 
     source: torch.Tensor
     destination: torch.Tensor | None = None
-    """Of the same bytes; None: only the digest is wanted."""
+    """Of the same bytes, or of those in the window; None: only the digest is wanted."""
     name: str | None = None
-    """By which the digest of the source is given; None: it is not wanted."""
+    """By which the digest of the whole source is given; None: it is not wanted."""
+    window: Window | None = None
+    """What of the source is copied; None: all of it."""
 
 
 def is_available() -> bool:
@@ -66,11 +80,43 @@ def fits(copy: DeviceCopy) -> bool:
     """Whether the kernel makes this copy: between contiguous tensors of whole words of 64 bits, on one device."""
     tensors = [copy.source] if copy.destination is None else [copy.source, copy.destination]
     return (
-        len({(tensor.dtype, tensor.nbytes, tensor.device) for tensor in tensors}) == 1
-        and all(tensor.is_contiguous() and tensor.data_ptr() % 8 == 0 for tensor in tensors)
-        and copy.source.nbytes % 8 == 0
+        len({(tensor.dtype, tensor.device) for tensor in tensors}) == 1
+        and all(tensor.is_contiguous() and tensor.data_ptr() % _WORD == 0 for tensor in tensors)
+        and copy.source.nbytes % _WORD == 0
         and copy.source.nbytes > 0
+        and (copy.destination is None or copy.destination.nbytes == _copied_nbytes(copy))
+        and (copy.window is None or copy.source.nbytes < _LARGEST_WITH_WINDOW)
     )
+
+
+def _copied_nbytes(copy: DeviceCopy) -> int:
+    if copy.window is None:
+        return copy.source.nbytes
+    return copy.source.nbytes // copy.window.stride * copy.window.width
+
+
+def window_of(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Window | None:
+    """The window that ``tensor.as_strided(size, stride, offset)`` is of a contiguous tensor; None: it is not one."""
+    # What lies without a gap is one dimension.
+    sizes, strides = [1], [1]
+    for count, step in zip(reversed(size), reversed(stride), strict=True):
+        if count == 1:
+            continue
+        if step == sizes[-1] * strides[-1]:
+            sizes[-1] *= count
+        else:
+            sizes.append(count)
+            strides.append(step)
+    if len(sizes) > 2 or strides[0] != 1:
+        return None
+    width, lines = sizes[0], sizes[1] if len(sizes) == 2 else 1
+    between = strides[1] if len(sizes) == 2 else tensor.numel()
+    if offset + width > between or lines * between != tensor.numel():
+        return None
+    numbers = [between, offset, width]
+    if any(number * tensor.element_size() % _WORD for number in numbers):
+        return None
+    return Window(*(number * tensor.element_size() // _WORD for number in numbers))
 
 
 def can_look(dtype: torch.dtype) -> bool:
@@ -121,54 +167,100 @@ class DeviceCopies:
         self.nbytes = sum(copy.destination.nbytes for copy in made if copy.destination is not None)
         """Bytes that are copied."""
         self._look = look
+        indices = np.cumsum([copy.name is not None for copy in made]) - 1
         self._ends = np.array([finished(0, source) for _, source in digested], dtype=np.int64)
-        self._table = torch.from_numpy(_table(made, look)).to(self.device)
+        self._tables: list[tuple[bool, torch.Tensor]] = []
+        """Whether copies have windows, and where the kernel finds them."""
+        for windows in (False, True):
+            some = [number for number, copy in enumerate(made) if (copy.window is not None) is windows]
+            if some:
+                table = _table([made[number] for number in some], indices[some], look, windows)
+                self._tables.append((windows, torch.from_numpy(table).to(self.device)))
         # The kernel reads the weights of all rows of its last item, also of those that are not there.
         most_rows = max(-(-copy.source.nbytes // _ROW_BYTES) for copy in made) + ROWS
         weights = weights_on(self.device)
         self._weights = weights.a, weights.b, weights.per_row(most_rows)
+        self._found = torch.zeros(2, max(len(self._order), 1), dtype=torch.int64, device=self.device)
+        on_gpu = self.device.type == "cuda"
+        self._result = torch.empty(self._found.shape, dtype=torch.int64, pin_memory=True) if on_gpu else self._found
+        self._launches = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
 
     @torch.no_grad()
     def launch(self, pace: Pace | None = None) -> Launched:
-        """Make the copies. The work goes on after this returns, unless it is paced."""
-        found = torch.zeros(2, max(len(self._order), 1), dtype=torch.int64, device=self.device)
-        sums, strange = found
-        if pace is None:
-            self._run(self._table, sums, strange)
+        """Make the copies. The work goes on after this returns, unless it is paced; what an earlier launch found goes.
+
+        From the second time on it is one CUDA graph, which is launched in a fraction of the time.
+        """
+        self._launches += 1
+        if pace is not None:
+            self._launch_paced(pace)
+        elif self.device.type != "cuda" or self._launches == 1:
+            self._launch_all()
         else:
-            tables = torch.split(self._table, _PACED_PROGRAMS)
+            if self._graph is None:
+                self._graph = self._captured()
+            self._graph.replay()
+        return Launched(self._order, self.names, self._ends, self._result, self.device)
 
-            def copy(part: int) -> None:
-                self._run(tables[part], sums, strange)
-                if self.device.type == "cuda":
-                    torch.cuda.synchronize(self.device)
+    def _launch_all(self) -> None:
+        self._found.zero_()
+        for windows, table in self._tables:
+            self._run(table, windows)
+        self._take_result()
 
-            pace.run(len(tables), copy)
-        return Launched(self._order, self.names, self._ends, found)
+    def _launch_paced(self, pace: Pace) -> None:
+        parts = [(windows, part) for windows, table in self._tables for part in torch.split(table, _PACED_PROGRAMS)]
 
-    def _run(self, table: torch.Tensor, sums: torch.Tensor, strange: torch.Tensor) -> None:
+        def copy(part: int) -> None:
+            windows, table = parts[part]
+            self._run(table, windows)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+
+        self._found.zero_()
+        pace.run(len(parts), copy)
+        self._take_result()
+
+    def _take_result(self) -> None:
+        if self._result is not self._found:
+            self._result.copy_(self._found, non_blocking=True)
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        # torch.cuda.graph() would collect garbage and give memory back first, which takes longer than many updates.
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                self._launch_all()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        return graph
+
+    def _run(self, table: torch.Tensor, windows: bool) -> None:
         from drivetrain_weight_sync.device_kernel import copy_and_fold
 
-        copy_and_fold[(len(table),)](
-            table, *self._weights, sums, strange, COLUMNS=COLUMNS, ROWS=ROWS, LOOK=self._look, num_warps=_WARPS
-        )
+        flags = {"COLUMNS": COLUMNS, "ROWS": ROWS, "LOOK": self._look, "WINDOWS": windows}
+        copy_and_fold[(len(table),)](table, *self._weights, *self._found, **flags, num_warps=_WARPS)
 
 
 class Launched:
     """What a launch finds; asking waits for it."""
 
-    def __init__(self, order: Sequence[str], names: frozenset[str], ends: np.ndarray, found: torch.Tensor) -> None:
+    def __init__(
+        self, order: Sequence[str], names: frozenset[str], ends: np.ndarray, found: torch.Tensor, device: torch.device
+    ) -> None:
         self.names = names
         """Of the tensors that are digested."""
         self._order = order
         self._ends = ends
         self._found = found
         self._done: torch.cuda.Event | None = None
-        if found.is_cuda:
-            self._found = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
-            self._found.copy_(found, non_blocking=True)
+        if device.type == "cuda":
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._done.record(torch.cuda.current_stream(found.device))
+            self._done.record(torch.cuda.current_stream(device))
         self._expected = ends
 
     def read(self) -> tuple[dict[str, int], list[str]]:
@@ -236,22 +328,22 @@ def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _table(copies: Sequence[DeviceCopy], look: bool) -> np.ndarray:
-    """One row for each program, ``[programs, 7]`` int64.
+def _table(copies: Sequence[DeviceCopy], indices: np.ndarray, look: bool, windows: bool) -> np.ndarray:
+    """One row for each program, int64 ``[programs, 7]``, with windows ``[programs, 10]``.
 
-    Addresses of source and destination, number of words, first row, whose digest, and the bits of the exponents and
-    above them in a word.
+    Addresses of source and destination, number of words, first row, whose digest, the bits of the exponents and above
+    them in a word, and the window. With one, the destination's address is that of its beginning.
     """
-    indices = np.cumsum([copy.name is not None for copy in copies]) - 1
     tensors = np.array(
         [
             (
                 copy.source.data_ptr(),
                 _address(copy.destination),
-                copy.source.nbytes // 8,
+                copy.source.nbytes // _WORD,
                 0,
                 index if copy.name is not None else -1,
                 *(_masks(copy.source.dtype) if look else (0, 0)),
+                *((copy.window.stride, copy.window.begin, copy.window.width) if copy.window is not None else ()),
             )
             for copy, index in zip(copies, indices, strict=True)
         ],
@@ -262,7 +354,8 @@ def _table(copies: Sequence[DeviceCopy], look: bool) -> np.ndarray:
     begins = np.cumsum(programs) - programs
     rows = (np.arange(len(table)) - np.repeat(begins, programs)) * ROWS
     table[:, 0] += rows * _ROW_BYTES
-    table[:, 1] += np.where(table[:, 1] == 0, 0, rows * _ROW_BYTES)
+    if not windows:
+        table[:, 1] += np.where(table[:, 1] == 0, 0, rows * _ROW_BYTES)
     table[:, 2] = np.minimum(table[:, 2] - rows * COLUMNS, ROWS * COLUMNS)
     table[:, 3] = rows
     return table

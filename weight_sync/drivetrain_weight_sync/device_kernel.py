@@ -1,4 +1,4 @@
-# pyright: reportMissingImports=false, reportOperatorIssue=false
+# pyright: reportMissingImports=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
 # mypy: ignore-errors
 """The kernel of :mod:`drivetrain_weight_sync.device_copies`; importing this needs Triton."""
 
@@ -9,12 +9,24 @@ import triton.language as tl
 
 
 @triton.jit
-def copy_and_fold(table, a, b, c, sums, strange, COLUMNS: tl.constexpr, ROWS: tl.constexpr, LOOK: tl.constexpr):
+def copy_and_fold(
+    table,
+    a,
+    b,
+    c,
+    sums,
+    strange,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    LOOK: tl.constexpr,
+    WINDOWS: tl.constexpr,
+):
     """Make one item of the table's copies, and add its part of Σ c·(Σ a·x + b·(x >> 32)) to its tensor's sum.
 
-    With LOOK, also count in ``strange`` the programs that came by a number that is not finite.
+    With LOOK, also count in ``strange`` the programs that came by a number that is not finite. With WINDOWS, of each
+    ``stride`` words of the source those from ``begin`` on, ``width`` of them, are stored, one after another.
     """
-    item = table + tl.program_id(0) * 7
+    item = table + tl.program_id(0) * (10 if WINDOWS else 7)
     source = tl.load(item).to(tl.pointer_type(tl.int64))
     address = tl.load(item + 1)
     destination = address.to(tl.pointer_type(tl.int64))
@@ -23,6 +35,11 @@ def copy_and_fold(table, a, b, c, sums, strange, COLUMNS: tl.constexpr, ROWS: tl
     first_row = tl.load(item + 3)
     index = tl.load(item + 4)
     exponents, tops = tl.load(item + 5), tl.load(item + 6)
+    lowest = tops - exponents
+    if WINDOWS:
+        # A division of 64 bits takes several times as long; tensors of 16 GiB and more are not copied here.
+        stride, begin = tl.load(item + 7).to(tl.int32), tl.load(item + 8).to(tl.int32)
+        width = tl.load(item + 9).to(tl.int32)
     columns = tl.arange(0, COLUMNS)
     of_word, of_upper = tl.load(a + columns), tl.load(b + columns)
     total = tl.zeros((), dtype=tl.int64)
@@ -31,16 +48,22 @@ def copy_and_fold(table, a, b, c, sums, strange, COLUMNS: tl.constexpr, ROWS: tl
         places = row * COLUMNS + columns
         inside = places < words
         x = tl.load(source + places, mask=inside, other=0)
-        tl.store(destination + places, x, mask=places < stored)
+        if WINDOWS:
+            position = (first_row.to(tl.int32) + row) * COLUMNS + columns
+            line = position // stride
+            into = position - line * stride - begin
+            wanted = (into >= 0) & (into < width) & (places < stored)
+            tl.store(destination + line * width + into, x, mask=wanted)
+        else:
+            tl.store(destination + places, x, mask=places < stored)
         folded = tl.sum(of_word * x + of_upper * (x >> 32))
         # Beyond the last row there are zeros, and weights for more rows than there are.
         total += folded * tl.load(c + first_row + row)
         if LOOK:
-            # Of several numbers in a word: adding the bits of the exponent to those of them that are 0 reaches the
-            # top bit, unless none is 0.
-            seen |= ~((~x & exponents) + exponents) & tops
+            # Of several numbers in a word: the lowest bit of the exponent carries to the top bit if all bits are 1.
+            seen |= (x & exponents) + lowest
     if index >= 0:
         tl.atomic_add(sums + index, total)
         if LOOK:
-            if tl.max((seen != 0).to(tl.int32)) > 0:
+            if tl.max(((seen & tops) != 0).to(tl.int32)) > 0:
                 tl.atomic_add(strange + index, 1)

@@ -6,7 +6,7 @@ backwards, to read what the engine holds by checkpoint name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
@@ -16,12 +16,12 @@ import torch
 from drivetrain.errors import EngineStateError, WeightSyncError, WeightTransferFailed
 from drivetrain.weights import WeightManifest
 from drivetrain_weight_sync.derived import Derived
-from drivetrain_weight_sync.device_copies import DeviceCopies, DeviceCopy, Launched, fits
+from drivetrain_weight_sync.device_copies import DeviceCopies, DeviceCopy, Launched, fits, window_of
 from drivetrain_weight_sync.dtypes import dtype_name, dtype_of
 from drivetrain_weight_sync.names import listed
 from drivetrain_weight_sync.recording import Copy, LoadWeights, record
 
-_MOST_BATCHES: Final = 64
+_MOST_BATCHES: Final = 1024
 """Tables of addresses that are kept. One lists a bucket, or a whole update; arenas seldom move."""
 
 
@@ -145,15 +145,11 @@ class RecordedTarget:
     def _load_at_once(self, tensors: list[tuple[str, torch.Tensor]], place: Hashable) -> None:
         fitting: list[DeviceCopy] = []
         for name, whole in tensors:
-            parts = [DeviceCopy(copy.part_of(whole), copy.destination) for copy in self._ways(name)]
-            if fits(DeviceCopy(whole)) and all(map(fits, parts)):
-                fitting += [DeviceCopy(whole, name=name), *parts]
-                if parts[0].source.nbytes == whole.nbytes:  # read once for both
-                    fitting[-len(parts) - 1 :] = [replace(parts[0], name=name), *parts[1:]]
-            else:
-                for part in parts:
-                    assert part.destination is not None
-                    part.destination.copy_(part.source)
+            copies = _at_once(name, whole, self._ways(name))
+            fitting += copies
+            if not copies:
+                for copy in self._ways(name):
+                    copy.destination.copy_(copy.part_of(whole))
         if fitting:
             if len(self._batches) >= _MOST_BATCHES:
                 self._batches.clear()
@@ -246,3 +242,25 @@ class RecordedTarget:
 
     def _own(self, name: str) -> str:
         return self._manifest.aliases.get(name, name)
+
+
+def _at_once(name: str, whole: torch.Tensor, ways: Sequence[Copy]) -> list[DeviceCopy]:
+    """The copies of a tensor as one kernel makes them and digests the whole; none if it cannot."""
+    parts = [_device_copy(whole, way) for way in ways]
+    first = parts[0]
+    if first.source.nbytes < whole.nbytes and len(parts) == 1:
+        window = window_of(whole, ways[0].size, ways[0].stride, ways[0].offset)
+        first = replace(first, source=whole, window=window)
+    # Read once for both, if the whole is read for the copy.
+    together = first.source.nbytes == whole.nbytes and fits(first)
+    copies = [replace(first, name=name), *parts[1:]] if together else [DeviceCopy(whole, name=name), *parts]
+    return copies if all(map(fits, copies)) else []
+
+
+def _device_copy(whole: torch.Tensor, way: Copy) -> DeviceCopy:
+    part = way.part_of(whole)
+    if not part.is_contiguous():
+        window = window_of(whole, way.size, way.stride, way.offset)
+        if window is not None:
+            return DeviceCopy(whole, way.destination, window=window)
+    return DeviceCopy(part, way.destination)
