@@ -1,6 +1,7 @@
 """Weight updates from a trainer on GPU 0 to an engine that is elsewhere too, beside what NCCL does with those bytes.
 
     python benchmarks/gpu/two_gpus.py {sglang,vllm} {broadcast,tensor_parallel} [--size 7b|1.8b|moe|tiny] [--json FILE]
+        [--lock FILE]
 
 ``broadcast``: to an engine on GPU 1, over NCCL. ``tensor_parallel``: to an engine on both, from the memory of GPU 0,
 which both ranks map. Every push is verified, and one tensor is read back and compared. In milliseconds, medians:
@@ -25,7 +26,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed
-from weight_sync import ENGINES, SIZES, copy_ms, model_folder
+from weight_sync import ENGINES, SIZES, Lock, copy_ms, model_folder
 
 from drivetrain import InferenceEngine, SamplingParams, create_engine
 from drivetrain_weight_sync import WeightSync
@@ -87,6 +88,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     folder = model_folder(args.size)
     async with create_engine(fields_of(args, folder)) as engine:
         print("the engine is up", file=sys.stderr, flush=True)
+        await asyncio.to_thread(args.lock.acquire)
         manifest = await engine.weight_manifest()
         weights = {
             spec.name: torch.randn(spec.shape, device="cuda:0", dtype=getattr(torch, spec.dtype)).mul_(0.02)
@@ -124,6 +126,7 @@ def main() -> None:
     parser.add_argument("way", choices=["broadcast", "tensor_parallel"])
     parser.add_argument("--size", choices=sorted(SIZES), default="7b")
     parser.add_argument("--pushes", type=int, default=6)
+    parser.add_argument("--lock", type=Lock, default=Lock(), help="a file that all runs on these GPUs name")
     parser.add_argument("--json", type=Path, help="write the results there")
     args = parser.parse_args()
     os.environ.setdefault("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "0")  # the trainer is on one of them

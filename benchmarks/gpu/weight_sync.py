@@ -13,6 +13,7 @@ medians:
 - staged update: from ``finish()`` of a transfer that was staged while the engine served on, to its return.
 - pause: what eight streams wait for longer than usual for a token, if a push comes upon them (``in_place``).
 - staging: tokens of those streams while a transfer is staged, again and again, in times of those without.
+- shared: the same pushes of the trainer's own tensors, which the engine reads where they are.
 - sleep and wake: of weights and cache, and the push after it.
 - native: the engine by itself, updated and put to sleep in its own ways (``native_updates.py``), in the same run.
 """
@@ -266,6 +267,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
             await sync.push(version="another")
             report = await engine.check_weight_sync_integrity("another")
             print(f"integrity after all: {report}", file=sys.stderr, flush=True)
+        await measure_shared(engine, weights, record, args.pushes)
         figures["C"] = c
         figures["C after"] = copy_ms(nbytes)
         versions = engine.versions
@@ -278,6 +280,17 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         "gb": nbytes / 1e9,
         "ms": figures,
     }
+
+
+async def measure_shared(
+    engine: InferenceEngine, weights: dict[str, torch.Tensor], record: Callable[[str, float], None], pushes: int
+) -> None:
+    async with WeightSync.connect(weights, engine, mode=PauseMode.IN_PLACE, share_tensors=True) as sync:
+        record("shared: first push", await timed(sync.push(version="first of shared")))
+        results = [await sync.push(version=f"shared-{number}") for number in range(pushes)]
+    record("shared: push", 1e3 * statistics.median(result.total_seconds for result in results))
+    record("shared:   of that: look", 1e3 * statistics.median(r.check_seconds + r.stage_seconds for r in results))
+    record("shared:   of that: update", 1e3 * statistics.median(result.update_seconds for result in results))
 
 
 async def measure_streams(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Generic, Self, TypeVar
 
 import numpy as np
+import torch
 
 from drivetrain.engine import InferenceEngine
 from drivetrain.errors import DrivetrainError, EngineStateError, UnsupportedCapability
@@ -20,7 +21,7 @@ from drivetrain.updates import WeightTransaction
 from drivetrain.weights import DiskSource, WeightUpdateRequest
 from drivetrain_conformance.answers import check_greedy, check_same, gaps
 from drivetrain_conformance.bench import Bench
-from drivetrain_conformance.weight_sources import nowhere
+from drivetrain_conformance.weight_sources import nowhere, raw_bytes
 
 _E = TypeVar("_E", bound=BaseException)
 
@@ -74,6 +75,13 @@ def check_made_by(
     """Raise unless every token of these greedy completions is the choice of ``model``."""
     for completion in completions:
         check_greedy(bench, completion, engine, model)
+
+
+async def check_holds(engine: InferenceEngine, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise unless every tensor of the engine, read from all its ranks, is that of the trainer."""
+    for spec in (await engine.weight_manifest()).tensors:
+        read = await engine.get_weights_by_name(spec.name)
+        assert read.data == raw_bytes(tensors[spec.name]), f"{spec.name} is not what was pushed"
 
 
 async def check_serves(bench: Bench, model: Path, version: str) -> None:

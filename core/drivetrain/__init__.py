@@ -90,6 +90,7 @@ if TYPE_CHECKING:
     from drivetrain.weights import (
         BroadcastSource,
         CommunicatorSpec,
+        CudaIpcSegment,
         CudaIpcSource,
         DiskSource,
         InProcessSource,
@@ -191,6 +192,7 @@ _EXPORTS = {
     "weights": (
         "BroadcastSource",
         "CommunicatorSpec",
+        "CudaIpcSegment",
         "CudaIpcSource",
         "DiskSource",
         "InProcessSource",
@@ -222,6 +224,7 @@ __all__ = [
     "CommunicatorSpec",
     "Completion",
     "CompletionChunk",
+    "CudaIpcSegment",
     "CudaIpcSource",
     "DeadlineExceeded",
     "DisallowedTokens",

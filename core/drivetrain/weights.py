@@ -94,14 +94,24 @@ class DiskSource(_Frozen):
     path: str = Field(description="The folder, readable by the engine's process.")
 
 
+class CudaIpcSegment(_Frozen):
+    """A piece of a GPU's memory, as it was allocated."""
+
+    handle: bytes = Field(description="CUDA's IPC handle of it.")
+    gpu: str = Field(description="UUID of the GPU.")
+    nbytes: int = Field(ge=0, description="Size in bytes.")
+
+
 class CudaIpcSource(_Frozen):
-    """An arena in the memory of the engine's own GPU, owned by another process."""
+    """Memory of GPUs within the engine's reach, owned by another process."""
 
     kind: Literal["cuda_ipc"] = "cuda_ipc"
-    arena: str = Field(description="Name of the arena, which no other ever has; handles may come again.")
-    handles: dict[str, bytes] = Field(description="IPC handle of the arena, by the GPU's UUID.")
-    nbytes: int = Field(ge=0, description="Size of the arena in bytes.")
-    bucket_offsets: tuple[int, ...] = Field(description="Where in the arena each bucket of the plan begins, in bytes.")
+    name: str = Field(description="Of these segments and places, and of no others ever; handles may come again.")
+    segments: tuple[CudaIpcSegment, ...] = Field(description="The memory in which the tensors lie.")
+    places: bytes = Field(
+        description="Of each tensor of the plan, in its order: the index of its segment, and where in it the tensor "
+        "begins, in bytes. Little-endian int64 [tensors, 2]."
+    )
 
 
 class BroadcastSource(_Frozen):

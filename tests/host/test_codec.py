@@ -12,6 +12,7 @@ from drivetrain import (
     AudioInput,
     Backend,
     CommunicatorSpec,
+    CudaIpcSegment,
     CudaIpcSource,
     DisallowedTokens,
     DiskSource,
@@ -116,7 +117,9 @@ UPDATES = [
     ),
     WeightUpdateRequest(
         version="v3",
-        source=CudaIpcSource(arena="a", handles={"GPU-0": b"\0\x80\xff"}, nbytes=1, bucket_offsets=(0,)),
+        source=CudaIpcSource(
+            name="a", segments=(CudaIpcSegment(handle=b"\0\x80\xff", gpu="GPU-0", nbytes=1),), places=b"\xff" * 16
+        ),
         plan=PLAN,
         digests={},
     ),

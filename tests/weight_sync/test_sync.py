@@ -31,8 +31,9 @@ from drivetrain.errors import (
     WeightSyncError,
     WeightTransferFailed,
 )
-from drivetrain.weights import WeightMessage, WeightReply
-from drivetrain_weight_sync import Strategy, UpdatableEngine, WeightSync
+from drivetrain.weights import CudaIpcSegment, TensorSpec, WeightMessage, WeightReply
+from drivetrain_weight_sync import Strategy, UpdatableEngine, WeightSync, make_plan
+from drivetrain_weight_sync import sync as sync_module
 from drivetrain_weight_sync.source import WeightInput
 from drivetrain_weight_sync.transports import cuda_ipc
 
@@ -76,7 +77,7 @@ async def test_every_source_arrives_bitwise_by_every_strategy(kind: str, strateg
     assert engine.version == result.version == "step-1"
     assert result.strategy is (Strategy.PLUGIN if strategy == "delta" else Strategy(strategy))
     assert result.buckets > 2
-    assert engine.messages.count("LoadBuckets") == (result.buckets if strategy == "broadcast" else 1)
+    assert engine.messages.count("LoadBuckets") == 1
     assert result.tensors == len(tensors_of(trained)) - 1
     assert result.nbytes == sum(t.nbytes for n, t in tensors_of(trained).items() if n != "lm_head.weight")
     assert 0 < result.update_seconds < result.total_seconds
@@ -301,6 +302,56 @@ def test_an_engine_is_on_the_trainers_gpu_with_all_its_ranks(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     assert cuda_ipc.shares_gpu(torch.device("cuda", 0), engines) is shared
     assert not cuda_ipc.shares_gpu(None, engines), "the tensors are on no GPU"
+
+
+def test_only_tensors_that_stay_on_a_gpu_are_shared() -> None:
+    engine = InlineEngine(Model(0))
+    with pytest.raises(InvalidRequest, match="strategy 'in_process'") as caught:
+        WeightSync.connect({}, engine, share_tensors=True)
+    assert caught.value.field == "share_tensors"
+    engine.isolation = Isolation.PROCESS
+    engine.capabilities = frozenset({Capability.WEIGHTS_CUDA_IPC})
+    with pytest.raises(InvalidRequest, match="read anew at every push"):
+        WeightSync.connect([], engine, "cuda_ipc", share_tensors=True)
+
+
+def test_tensors_that_cannot_be_shared_are_named() -> None:
+    sender = cuda_ipc.CudaIpcInPlaceSender()
+    specs = (TensorSpec("a", "float32", (4,)), TensorSpec("b", "bfloat16", (4,)))
+    sender.begin(make_plan(specs))
+    sender.put("a", torch.zeros(4), held=False)
+    sender.put("b", torch.zeros(4), held=True)
+    with pytest.raises(InvalidRequest, match=r"a \(streamed\), b \(on cpu\); nothing was changed") as caught:
+        sender.source()
+    assert caught.value.field == "share_tensors"
+
+
+PLACED = make_plan((TensorSpec("a", "float32", (4,)), TensorSpec("b", "bfloat16", (8,))))
+SEGMENTS = tuple(CudaIpcSegment(handle=bytes(64), gpu="GPU-0", nbytes=nbytes) for nbytes in (64, 16))
+
+
+def test_tensors_lie_in_the_segments_of_a_source() -> None:
+    source = cuda_ipc._source(SEGMENTS, [(0, 48), (1, 0)])
+    assert cuda_ipc.places_in(source, PLACED) == {"a": (0, 48), "b": (1, 0)}
+    assert source.name != cuda_ipc._source(SEGMENTS, [(0, 48), (1, 0)]).name
+
+
+@pytest.mark.parametrize(
+    "places", [[(0, 48)], [(0, 0), (1, 2)], [(0, 0), (2, 0)], [(0, 0), (-1, 0)], [(0, -16), (1, 0)], [(0, 2), (1, 0)]]
+)
+def test_tensors_outside_of_the_segments_are_refused(places: list[tuple[int, int]]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        cuda_ipc.places_in(cuda_ipc._source(SEGMENTS, places), PLACED)
+    assert caught.value.field == "source.places"
+
+
+@pytest.mark.parametrize(
+    ("most", "together"),
+    [(1, [[0], [1], [2]]), (512, [[0, 1], [2]]), (767, [[0, 1], [2]]), (768, [[0, 1, 2]])],
+)
+def test_buckets_are_broadcast_in_calls_of_so_many_bytes(most: int, together: list[list[int]]) -> None:
+    plan = make_plan([TensorSpec(f"layers.{index}.a", "float32", (4,)) for index in range(3)], bucket_bytes=256)
+    assert list(sync_module._together(plan, most)) == together
 
 
 async def test_an_empty_version_is_refused_before_any_work() -> None:

@@ -307,12 +307,13 @@ class Receiver:
                 raise WeightTransferFailed(
                     f"bucket {index} is not in the plan, which has {len(self._plan.buckets)}, numbered from 0"
                 )
-        if reader.place is None:
-            for index in indices:
-                self._target.load(self._noted(reader.tensors(index)))
-                self._loaded.add(index)
-        else:
-            self._load_in_place(reader, tuple(indices))
+        for brought in reader.bring(indices):
+            if reader.place is None:
+                for index in brought:
+                    self._target.load(self._noted(reader.tensors(index)))
+                    self._loaded.add(index)
+            else:
+                self._load_in_place(reader, tuple(brought))
         return sum(placed.nbytes for index in indices for placed in self._plan.buckets[index].tensors)
 
     def _load_in_place(self, reader: Reader, indices: tuple[int, ...]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from asyncio import CancelledError
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -97,10 +97,20 @@ def stage(
             differ in value.
         InvalidWeights: tensors hold NaN or infinity.
     """
-    run = _Held if source.held else _Streamed
-    staged.nbytes = sum(placed.nbytes for bucket in plan.buckets for placed in bucket.tensors)
     pace = None if gpu_share >= 1 else Pace(gpu_share, lambda fraction: staged.reached(int(fraction * staged.nbytes)))
-    run(manifest, staged, cast, stager, pace).run(source, sender, plan)
+    if not source.held:
+        staged.nbytes = _nbytes(plan)
+        _Streamed(manifest, staged, cast, stager, pace).run(source, sender, plan)
+        return
+    with staged.checking():
+        tensors = source.tensors()
+    if not stager.put_again(tensors, sender, manifest, plan, staged, pace):
+        staged.nbytes = _nbytes(plan)
+        _Held(manifest, staged, cast, stager, pace).run(tensors, sender, plan)
+
+
+def _nbytes(plan: WeightPlan) -> int:
+    return sum(placed.nbytes for bucket in plan.buckets for placed in bucket.tensors)
 
 
 class _Checks:
@@ -182,32 +192,71 @@ class Stager:
         self.looks = Looks()
         self.known: _Known | None = None
 
+    def put_again(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        sender: Sender,
+        manifest: WeightManifest,
+        plan: WeightPlan,
+        staged: Staged,
+        pace: Pace | None,
+    ) -> bool:
+        """Do as at the last push, if everything is where it was then, and nothing is wrong with it."""
+        known = self.known
+        with staged.checking():
+            if known is None or (known.plan, known.manifest) != (plan, manifest) or not known.are(tensors):
+                self.known = None
+                return False
+        with staged.staging():
+            sender.begin(plan)
+            if sender.slots() is not known.slots:
+                self.known = None
+                return False
+            staged.nbytes = known.nbytes
+            digests, strange = self.looks.again(pace)
+            for name, value in digests.items():
+                if strange or staged.digests.setdefault(known.mains[name], value) != value:
+                    staged.digests.clear()
+                    self.known = None
+                    return False  # to be told by name
+            if not sender.copies and not sender.keeps:
+                for main, first in known.firsts.items():
+                    sender.put(main, tensors[first], held=True)
+            staged.reached(staged.nbytes)
+        return True
+
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A held source of which one kernel looks at all and puts all, as it was seen before."""
+    """A held source of which one kernel looks at all, and puts all that must be put again, as it was seen before."""
 
     plan: WeightPlan
     manifest: WeightManifest
-    tensors: Hashable
-    """Their names, addresses, dtypes and shapes."""
+    seen: Sequence[tuple[str, int, torch.dtype, torch.Size, tuple[int, ...]]]
+    """Names, addresses, dtypes, shapes and strides of its tensors."""
     slots: Mapping[str, torch.Tensor]
-    mains: dict[str, str]
+    firsts: Mapping[str, str]
+    """Of each tensor of the plan, the first name under which it came."""
+    mains: Mapping[str, str]
     """Of each tensor that is digested, its name in the plan."""
+    nbytes: int
+    """Of the plan."""
+
+    def are(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether these are its tensors, where they were."""
+        return len(tensors) == len(self.seen) and all(
+            name == known
+            and tensor.data_ptr() == address
+            and tensor.dtype == dtype
+            and tensor.shape == shape
+            and tensor.stride() == stride
+            for (name, tensor), (known, address, dtype, shape, stride) in zip(tensors.items(), self.seen, strict=True)
+        )
 
 
 class _Held(_Checks):
-    def run(self, source: Source, sender: Sender, plan: WeightPlan) -> None:
+    def run(self, tensors: Mapping[str, torch.Tensor], sender: Sender, plan: WeightPlan) -> None:
         staged = self.staged
-        with staged.checking():
-            tensors = source.tensors()
-            shown = tuple(
-                (name, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-                for name, tensor in tensors.items()
-            )
-        if self._put_again(shown, sender, plan):
-            return
-        self._stager.known = None
         with staged.checking():
             for name, tensor in tensors.items():
                 self.see(name, tensor)
@@ -237,26 +286,12 @@ class _Held(_Checks):
                 if main not in put:
                     sender.put(main, tensors[first], held=True)
                 staged.put(self.nbytes[main])
-        if self._in_one and len(put) == len(firsts):
+        if self._in_one and (not sender.copies or len(put) == len(firsts)):
+            seen = [
+                (n, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) for n, tensor in tensors.items()
+            ]
             mains = {name: self.main_name(name) for name in unique}
-            self._stager.known = _Known(plan, self._manifest, shown, sender.slots(), mains)
-
-    def _put_again(self, shown: Hashable, sender: Sender, plan: WeightPlan) -> bool:
-        """Do as at the last push, if everything is where it was then, and nothing is wrong with it."""
-        known, staged = self._stager.known, self.staged
-        if known is None or (known.plan, known.manifest, known.tensors) != (plan, self._manifest, shown):
-            return False
-        with staged.staging():
-            sender.begin(plan)
-            if sender.slots() is not known.slots:
-                return False
-            digests, strange = self._stager.looks.again(self._pace)
-        for name, value in digests.items():
-            if strange or staged.digests.setdefault(known.mains[name], value) != value:
-                staged.digests.clear()
-                return False  # to be told by name
-        staged.reached(staged.nbytes)
-        return True
+            self._stager.known = _Known(plan, self._manifest, seen, sender.slots(), firsts, mains, staged.nbytes)
 
     def _look_and_put(
         self, tensors: Mapping[str, torch.Tensor], mains: Mapping[str, str], slots: Mapping[str, torch.Tensor]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,7 @@ from drivetrain_weight_sync.staging import Staged, Stager, stage
 from drivetrain_weight_sync.strategy import Strategy, choose
 from drivetrain_weight_sync.transports.base import Sender
 from drivetrain_weight_sync.transports.broadcast import BroadcastSender, GroupBackend
-from drivetrain_weight_sync.transports.cuda_ipc import CudaIpcSender, shares_gpu
+from drivetrain_weight_sync.transports.cuda_ipc import CudaIpcInPlaceSender, CudaIpcSender, shares_gpu
 from drivetrain_weight_sync.transports.disk import DiskSender
 from drivetrain_weight_sync.transports.in_process import InProcessSender
 from drivetrain_weight_sync.transports.plugins import Transport
@@ -44,6 +44,8 @@ from drivetrain_weight_sync.transports.shared_memory import SharedMemorySender
 _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
 _GRACE_S: Final = 1.0
+_LOADED_TOGETHER: Final[Mapping[GroupBackend, int]] = {"gloo": 1 << 30, "nccl": 16 << 30}
+"""Bytes of the buckets that the engine receives in one call: it has a deadline, and between calls nothing travels."""
 
 
 class UpdateUnderWay(Protocol):
@@ -151,6 +153,7 @@ class WeightSync:
         group_backend: GroupBackend = "gloo",
         master_address: str = "127.0.0.1",
         staging_share: float = 0.1,
+        share_tensors: bool = False,
         probe: LogprobProbe | None = None,
     ) -> WeightSync:
         """Connect a source of tensors to an engine. Nothing is sent, and the engine need not be started.
@@ -172,10 +175,15 @@ class WeightSync:
             staging_share: how much of the GPU's time :meth:`start_weight_transfer` takes to copy tensors within it,
                 above 0 and at most 1; the rest is left to the engine, which generates meanwhile. :meth:`push` takes
                 all of it.
+            share_tensors: of strategy ``cuda_ipc``: the engine reads the trainer's own tensors where they lie, instead
+                of a copy in an arena: a push takes less time, and no memory. They are a module's or a mapping's,
+                contiguous, of the engine's dtypes, and of memory that CUDA can share, which torch's expandable
+                segments are not. The engine keeps that memory mapped until :meth:`close`, and maps it anew when a
+                tensor has moved.
             probe: looks at the engine's logprobs after each commit, if it can generate then.
 
         Raises:
-            InvalidRequest: the source or strategy is not one.
+            InvalidRequest: the source or strategy is not one, or does not go with ``share_tensors``.
             InvalidConfig: ``bucket_bytes`` is not positive, or ``staging_share`` is no share.
             UnsupportedCapability: the engine cannot take weights that way, or cannot score what the probe asks.
         """
@@ -192,13 +200,20 @@ class WeightSync:
             require(frozenset(engine.capabilities), Capability.SCORE_TOKENS, "a logprob probe", engine.config.backend)
             if not isinstance(engine, ScoringEngine):
                 raise InvalidRequest("a probe needs an engine with compute_logprobs()", field="probe")
+        if share_tensors and (chosen is not Strategy.CUDA_IPC or not given.held):
+            how = f"strategy {chosen.value!r}" if isinstance(chosen, Strategy) else "a plugin's transport"
+            raise InvalidRequest(
+                "share_tensors is for strategy 'cuda_ipc' and the tensors of a module or a mapping; this is "
+                + (how if chosen is not Strategy.CUDA_IPC else "a source that is read anew at every push"),
+                field="share_tensors",
+            )
         options = _Options(bucket_bytes, cast, mode, group_backend, master_address, staging_share, probe)
         if isinstance(chosen, Transport):
             return cls(given, engine, Strategy.PLUGIN, chosen.sender(), options)
         device = torch.device("cpu")
         if (group_backend == "nccl" or chosen is Strategy.CUDA_IPC) and torch.cuda.is_available():
             device = given.gpu or torch.device("cuda", torch.cuda.current_device())
-        return cls(given, engine, chosen, _make_sender(chosen, directory, device), options)
+        return cls(given, engine, chosen, _make_sender(chosen, directory, device, share_tensors), options)
 
     async def push(self, *, version: str) -> WeightSyncResult:
         """Make the engine serve the source's weights as ``version``; every push is a full one.
@@ -227,7 +242,7 @@ class WeightSync:
 
         What :meth:`push` raises, the handle does. Nothing else can be pushed until it was finished or cancelled. Once
         it is staged, tensors may be written to again if the strategy copied them, as shared_memory, cuda_ipc and disk
-        do; in_process and broadcast take them only at ``finish``.
+        do; in_process, broadcast and shared tensors are taken only at ``finish``.
 
         Raises:
             InvalidRequest: the version is empty.
@@ -339,10 +354,12 @@ class WeightSync:
             self._shown = False
             asked = time.perf_counter()
             sender = self._sender if isinstance(self._sender, BroadcastSender) else None
-            async with self._engine.weight_update(request, at_once=sender is None) as update:
-                if sender is not None:
-                    for index in range(update.buckets):
-                        await self._load(update, sender, [index])
+            if sender is None:
+                async with self._engine.weight_update(request, at_once=True):
+                    pass
+            else:
+                calls = list(_together(plan, _LOADED_TOGETHER[self._options.group_backend]))
+                await self._broadcast(sender, request, calls)
         ended = time.perf_counter()
         self._sender.committed(staged.digests)
         gap = await self._probe()
@@ -378,12 +395,36 @@ class WeightSync:
             self._sender.forget()
             raise
 
-    async def _load(self, update: UpdateUnderWay, sender: BroadcastSender, indices: Sequence[int]) -> None:
-        """Let the engine load buckets, while they are sent; the first of the two that fails ends the other."""
-        halves = [
-            asyncio.ensure_future(_in_thread(lambda: sender.send(indices))),
-            asyncio.ensure_future(update.load(indices)),
-        ]
+    async def _broadcast(self, sender: BroadcastSender, request: WeightUpdateRequest, calls: list[list[int]]) -> None:
+        """Let the engine take the buckets that are sent in each call; what fits into one is taken at once."""
+        if len(calls) > 1:
+            async with self._engine.weight_update(request) as update:
+                for indices in calls:
+                    await self._while_sent(sender, indices, update.load(indices))
+            return
+        begun = asyncio.Event()
+
+        async def take() -> None:
+            async with self._engine.weight_update(request, at_once=True):
+                begun.set()
+
+        await self._while_sent(sender, calls[0] if calls else [], take(), begun)
+
+    async def _while_sent(
+        self,
+        sender: BroadcastSender,
+        indices: Sequence[int],
+        taken: Coroutine[object, object, None],
+        begun: asyncio.Event | None = None,
+    ) -> None:
+        """Let the engine take buckets while they are sent; the first of the two that fails ends the other."""
+
+        async def send() -> None:
+            if begun is not None:
+                await begun.wait()
+            await _in_thread(lambda: sender.send(indices))
+
+        halves = [asyncio.ensure_future(send()), asyncio.ensure_future(taken)]
         try:
             done, _ = await asyncio.wait(halves, return_when=asyncio.FIRST_EXCEPTION)
             for half in done:
@@ -393,7 +434,8 @@ class WeightSync:
             if isinstance(error, Exception):
                 # A broadcast breaks sooner than it is known that the engine died, which is what a caller must be told.
                 await asyncio.wait(halves[1:], timeout=_GRACE_S)
-            halves[1].cancel()
+            for half in halves:
+                half.cancel()
             _, of_engine = await asyncio.gather(*halves, return_exceptions=True)
             if isinstance(of_engine, EngineDied):
                 raise of_engine from error
@@ -463,12 +505,26 @@ class _Ready:
     """That the engine has checked; None: it is told only when it is to take the weights."""
 
 
+def _together(plan: WeightPlan, most: int) -> Iterator[list[int]]:
+    """Which buckets are loaded by one call: of at most so many bytes, unless one has more."""
+    indices: list[int] = []
+    nbytes = 0
+    for index, bucket in enumerate(plan.buckets):
+        if indices and nbytes + bucket.nbytes > most:
+            yield indices
+            indices, nbytes = [], 0
+        indices.append(index)
+        nbytes += bucket.nbytes
+    if indices:
+        yield indices
+
+
 def _require_version(version: str) -> None:
     if not version:
         raise InvalidRequest("the version is empty; give a label such as 'step-1'", field="version")
 
 
-def _make_sender(strategy: Strategy, directory: Path | None, device: torch.device) -> Sender:
+def _make_sender(strategy: Strategy, directory: Path | None, device: torch.device, share_tensors: bool) -> Sender:
     match strategy:
         case Strategy.IN_PROCESS:
             return InProcessSender()
@@ -479,7 +535,7 @@ def _make_sender(strategy: Strategy, directory: Path | None, device: torch.devic
         case Strategy.CUDA_IPC:
             if not torch.cuda.is_available():
                 raise InvalidRequest("strategy 'cuda_ipc' needs a GPU in the trainer's process", field="strategy")
-            return CudaIpcSender(device)
+            return CudaIpcInPlaceSender() if share_tensors else CudaIpcSender(device)
         case Strategy.BROADCAST:
             return BroadcastSender(device)
         case _:

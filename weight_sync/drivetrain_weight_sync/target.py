@@ -33,8 +33,9 @@ class WeightTarget(Protocol):
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, place: Hashable = None) -> None:
         """Copy these into the model; they may change as soon as this returns. All of a layer come in one call.
 
-        ``place`` says that each is there until the update is over, and that at another time the same place means the
-        same tensors at the same addresses. With None, each is there only until the next is asked for.
+        ``place`` says that what is launched on a GPU before this returns finds each as it is, and that at another time
+        the same place means the same tensors at the same addresses. With None, each is there only until the next is
+        asked for.
         """
         ...
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
-
-import torch
 
 from drivetrain.capability import Capability
 from drivetrain.engine import InferenceEngine
@@ -21,8 +19,8 @@ from drivetrain_conformance.answers import check_greedy
 from drivetrain_conformance.bench import Bench
 from drivetrain_conformance.case import Hardware, ModelKind, case
 from drivetrain_conformance.memory import held_by_ranks, parameter_bytes
-from drivetrain_conformance.weight_checks import raises
-from drivetrain_conformance.weight_sources import Between, a_matrix, raw_bytes, tensors_of, with_another_digest
+from drivetrain_conformance.weight_checks import check_holds, raises
+from drivetrain_conformance.weight_sources import Between, a_matrix, tensors_of, with_another_digest
 from drivetrain_weight_sync import Strategy, WeightSync
 
 TOKENS: Final = 24
@@ -134,9 +132,13 @@ async def _reaches_every_rank(bench: Bench, strategies: Sequence[Strategy], devi
             {name: tensor.to(device) for name, tensor in tensors_of(folder).items()} for folder in (other, bench.model)
         )
         for strategy in strategies:
-            async with WeightSync.connect(tensors, engine, strategy) as sync:
-                await sync.push(version=strategy.value)
-            await _holds(engine, tensors)
+            pushed = {name: tensor.clone() for name, tensor in first.items()}
+            async with WeightSync.connect(pushed, engine, strategy) as sync:
+                for number, values in enumerate((first, first, tensors)):
+                    for name, tensor in pushed.items():
+                        tensor.copy_(values[name])
+                    await sync.push(version=f"{strategy.value} {number}")
+            await check_holds(engine, tensors)
             await _answers_as_the_model(bench, engine, other)
             async with WeightSync.connect(first, between, strategy) as back:
                 name = a_matrix(await engine.weight_manifest())
@@ -147,16 +149,8 @@ async def _reaches_every_rank(bench: Bench, strategies: Sequence[Strategy], devi
                 _check_state(engine, EngineState.DIRTY)
                 between.change = lambda request: request
                 await back.push(version="back")
-            await _holds(engine, first)
+            await check_holds(engine, first)
         assert (await engine.validate_weights()).ok
-
-
-async def _holds(engine: InferenceEngine, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise unless every tensor of the engine, read from all its ranks, is that of the trainer."""
-    manifest = await engine.weight_manifest()
-    for spec in manifest.tensors:
-        read = await engine.get_weights_by_name(spec.name)
-        assert read.data == raw_bytes(tensors[spec.name]), f"{spec.name} is not what was pushed"
 
 
 @case(

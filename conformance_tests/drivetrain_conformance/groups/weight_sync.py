@@ -38,6 +38,7 @@ from drivetrain.testing import tiny_model
 from drivetrain.weights import (
     BroadcastSource,
     CommunicatorSpec,
+    CudaIpcSegment,
     CudaIpcSource,
     InProcessSource,
     SharedMemorySource,
@@ -55,6 +56,7 @@ from drivetrain_conformance.weight_checks import (
     Late,
     check_boundary,
     check_dirty,
+    check_holds,
     check_late,
     check_logprobs,
     check_made_by,
@@ -191,6 +193,38 @@ async def a_push_on_one_host_equals_a_fresh_load(bench: Bench) -> None:
 async def a_push_through_gpu_memory_equals_a_fresh_load(bench: Bench) -> None:
     """Answers and logprobs after a push through GPU memory are exactly those of an engine opened on the weights."""
     await _equals_a_fresh_load(bench, [Strategy.CUDA_IPC], device="cuda")
+
+
+@case(Capability.WEIGHTS_CUDA_IPC, changes_weights=True, hardware=Hardware.GPU)
+async def pushes_through_gpu_memory_bring_what_is_there_then(bench: Bench) -> None:
+    """One push after another from the same tensors brings what they hold by then, and is served."""
+    await _follows(bench, share_tensors=False)
+
+
+@case(Capability.WEIGHTS_CUDA_IPC, changes_weights=True, hardware=Hardware.GPU)
+async def pushes_of_shared_tensors_bring_what_is_there_then(bench: Bench) -> None:
+    """The same of the trainer's own tensors, which the engine reads where they are."""
+    await _follows(bench, share_tensors=True)
+
+
+async def _follows(bench: Bench, *, share_tensors: bool) -> None:
+    engine, other = bench.engine, bench.other_weights()
+    WeightSync.connect({}, engine, Strategy.CUDA_IPC)  # refused before a GPU is asked for
+    first, second = ({n: t.cuda() for n, t in tensors_of(folder).items()} for folder in (bench.model, other))
+    trained = {name: tensor.clone() for name, tensor in first.items()}
+    async with WeightSync.connect(trained, engine, Strategy.CUDA_IPC, share_tensors=share_tensors) as sync:
+        for number, folder in enumerate((bench.model, bench.model, other, bench.model, other)):
+            for name, tensor in trained.items():
+                tensor.copy_((first if folder is bench.model else second)[name])
+            await sync.push(version=f"{NEW} {number}")
+            await check_holds(engine, trained)
+        moved = {name: tensor.clone() for name, tensor in first.items()}
+        trained.update(moved)
+        await sync.push(version="moved")
+        await check_holds(engine, moved)
+        trained.update({name: tensor.copy_(second[name]) for name, tensor in moved.items()})
+        await sync.push(version=NEW)
+    await check_serves(bench, other, NEW)
 
 
 @case(Capability.WEIGHTS_BROADCAST, Capability.LOGPROBS_RAW, own_engine=True)
@@ -468,9 +502,10 @@ async def shared_memory_that_is_not_there_is_refused(bench: Bench) -> None:
 @case(Capability.WEIGHTS_CUDA_IPC, hardware=Hardware.GPU)
 async def gpu_memory_that_is_not_there_is_refused(bench: Bench) -> None:
     """An update whose handle belongs to no GPU of the engine is a typed error and changes nothing."""
-    await _refuse_source(
-        bench, CudaIpcSource(arena="an arena", handles={"GPU-0": bytes(64)}, nbytes=1 << 40, bucket_offsets=(0,))
-    )
+    WeightSync.connect({}, bench.engine, Strategy.CUDA_IPC)  # refused before anything is asked for
+    segment = CudaIpcSegment(handle=bytes(64), gpu="GPU-0", nbytes=1 << 40)
+    places = bytes(16 * len((await bench.engine.weight_manifest()).tensors))
+    await _refuse_source(bench, CudaIpcSource(name="nobody's", segments=(segment,), places=places))
 
 
 @case(Capability.WEIGHTS_BROADCAST)

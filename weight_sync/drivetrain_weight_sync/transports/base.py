@@ -6,6 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
@@ -14,9 +15,16 @@ from drivetrain.weights import PlacedTensor, WeightManifest, WeightPlan, WeightS
 from drivetrain_weight_sync.dtypes import as_bits, dtype_of
 from drivetrain_weight_sync.plan import ALIGNMENT
 
+_NONE: Final[Mapping[str, torch.Tensor]] = {}
+
 
 class Sender(ABC):
     """The trainer's end: takes the tensors of one push at a time. Used by one thread at a time."""
+
+    copies = True
+    """Whether :meth:`put` copies a held tensor of the plan's dtype; else it only notes it."""
+    keeps = False
+    """Whether a tensor that was put need not be put at the next push of the plan, if it lies where it did."""
 
     @abstractmethod
     def begin(self, plan: WeightPlan) -> None:
@@ -31,7 +39,7 @@ class Sender(ABC):
 
     def slots(self) -> Mapping[str, torch.Tensor]:
         """Where :meth:`put` copies each tensor of the plan to, by name; another may make the copy as well."""
-        return {}
+        return _NONE
 
     @abstractmethod
     def source(self) -> WeightSource:
@@ -95,9 +103,9 @@ class Reader(ABC):
 
     @property
     def place(self) -> Hashable:
-        """Where the source lies, if every tensor is there until the update is over; else None.
+        """Where the tensors lie, if what is launched on a GPU while they are there finds them as they are; else None.
 
-        Two updates of one plan and one place bring tensors at the same addresses.
+        Two updates of one plan, or two buckets of one number, and one place bring tensors at the same addresses.
         """
         return None
 
@@ -114,9 +122,15 @@ class Reader(ABC):
             InvalidRequest: it is not there, or is not what the request says.
         """
 
+    def bring(self, indices: Sequence[int]) -> Iterator[Sequence[int]]:
+        """Bring these buckets of the plan; yield which of them are there, until the next are asked for."""
+        yield indices
+
     @abstractmethod
     def tensors(self, index: int) -> Iterator[tuple[str, torch.Tensor | Patch]]:
-        """Yield bucket ``index`` of the plan; a tensor is valid until the next one is asked for, but see ``place``.
+        """Yield bucket ``index`` of the plan, which was brought.
+
+        A tensor is valid until the next one is asked for, but see ``place``.
 
         With a base, tensors that are as they were may be left out, and a :class:`Patch` stand for one that is not.
         """

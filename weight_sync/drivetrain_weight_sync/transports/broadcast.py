@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+import weakref
+from collections import deque
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Final, Literal
 
@@ -30,10 +33,16 @@ GroupBackend = Literal["nccl", "gloo"]
 
 _dist: Any = torch.distributed
 """Its classes of process groups are not declared."""
-_POLL_S: Final = (0.00005, 0.002)
+_POLL_S: Final = (0.00005, 0.0005)
 """Shortest and longest wait between two looks at a broadcast under way."""
+_BUFFERS: Final = 2
+"""Of buckets: one is packed or loaded while another travels."""
 _NCCL_ERRORS: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _construction: Final = threading.Lock()
+_endings: Final[weakref.WeakSet[threading.Thread]] = weakref.WeakSet()
+"""What lets go of groups."""
+_LAST_S: Final = 2.0
+"""How long the end of the process waits for each of those."""
 
 
 class Group:
@@ -118,7 +127,8 @@ class Group:
                 field="backend",
             )
         torch.cuda.set_device(self.device)
-        options = _dist.ProcessGroupNCCL.Options()
+        # Or what it sends next waits until all of a copy that fills the GPU has begun.
+        options = _dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timedelta(seconds=self.spec.timeout)
         # Otherwise NCCL's watchdog ends the process when a peer is late; here the deadline is looked after by us.
         with _construction:
@@ -139,25 +149,27 @@ class Group:
             DeadlineExceeded: a rank did not take part within ``spec.timeout`` seconds.
             WeightTransferFailed: a rank is gone, or this one left.
         """
-        ends = time.monotonic() + self.spec.timeout
+        self.start(buffer).wait()
+
+    def start(self, buffer: torch.Tensor) -> Broadcast:
+        """Begin to send ``buffer`` (uint8), or to fill it; on a GPU after what was launched so far.
+
+        Raises:
+            WeightTransferFailed: a rank is gone, or this one left.
+        """
         options = _dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         group = self._group
         if group is None:
             raise WeightTransferFailed(f"this rank left the group {self.spec.group_name!r}")
+        with self.failing():
+            return Broadcast(self, group.broadcast([buffer], options), self._abandoned)
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """Raise what torch raises as the errors of :meth:`broadcast`."""
         try:
-            work = group.broadcast([buffer], options)
-            pause, longest = _POLL_S
-            while not work.is_completed():
-                if self._abandoned.is_set():
-                    raise WeightTransferFailed(f"this rank left the group {self.spec.group_name!r} during a broadcast")
-                if time.monotonic() > ends:
-                    raise DeadlineExceeded(
-                        f"a broadcast in the group {self.spec.group_name!r} did not end within {self.spec.timeout:g} s"
-                    )
-                time.sleep(pause)
-                pause = min(2 * pause, longest)
-            work.wait()
+            yield
         except RuntimeError as error:
             what = f"a broadcast in the group {self.spec.group_name!r} failed: {_first_line(error)}"
             if "timed out" in str(error).lower():
@@ -172,14 +184,64 @@ class Group:
             return
         # An operation that nobody joined holds the group until its own timeout, which is not for us to wait for.
         held = [group, self.spec.backend]
-        threading.Thread(target=_end, args=[held], name="drivetrain-leaves-group", daemon=True).start()
+        ending = threading.Thread(target=_end, args=[held], name="drivetrain-leaves-group", daemon=True)
+        ending.start()
+        _endings.add(ending)
         del group
+
+
+class Broadcast:
+    """One broadcast under way. Made by :meth:`Group.start`."""
+
+    def __init__(self, group: Group, work: Any, abandoned: threading.Event) -> None:
+        self._group = group
+        self._work = work
+        self._abandoned = abandoned
+        self._ends = time.monotonic() + group.spec.timeout
+
+    def precede(self) -> None:
+        """Have what is launched on the GPU from here on come after it; on a CPU, wait for it.
+
+        Raises:
+            DeadlineExceeded, WeightTransferFailed: as :meth:`wait`.
+        """
+        if self._group.device.type == "cuda":
+            with self._group.failing():
+                self._work.wait()  # it is the GPU that waits
+        else:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the buffer was sent, or is filled.
+
+        Raises:
+            DeadlineExceeded: a rank did not take part within ``spec.timeout`` seconds.
+            WeightTransferFailed: a rank is gone, or this one left.
+        """
+        name, timeout = self._group.spec.group_name, self._group.spec.timeout
+        with self._group.failing():
+            pause, longest = _POLL_S
+            while not self._work.is_completed():
+                if self._abandoned.is_set():
+                    raise WeightTransferFailed(f"this rank left the group {name!r} during a broadcast")
+                if time.monotonic() > self._ends:
+                    raise DeadlineExceeded(f"a broadcast in the group {name!r} did not end within {timeout:g} s")
+                time.sleep(pause)
+                pause = min(2 * pause, longest)
+            self._work.wait()
 
 
 def _end(held: list[Any]) -> None:
     backend, group = held.pop(), held.pop()
     if backend == "nccl":
         group.abort()
+
+
+@atexit.register
+def _let_end() -> None:
+    # A daemon thread within NCCL when the interpreter ends takes the process along.
+    for ending in list(_endings):
+        ending.join(_LAST_S)
 
 
 def _reach(spec: CommunicatorSpec, ends: float) -> Any:
@@ -307,11 +369,13 @@ class Groups:
 
 
 class BroadcastSender(Sender):
-    """Rank 0. Packs a bucket and broadcasts it while the engine loads it: a push holds one bucket of memory.
+    """Rank 0. Packs a bucket while the one before is broadcast: a push holds two buckets of memory.
 
     Args:
         device: Where buckets are packed: a GPU for NCCL.
     """
+
+    copies = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -320,7 +384,7 @@ class BroadcastSender(Sender):
         self._plan = WeightPlan(())
         self._specs: dict[str, TensorSpec] = {}
         self._tensors: dict[str, torch.Tensor] = {}
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffers = _Buffers()
 
     def offer(self, backend: GroupBackend, address: str, ranks: int, timeout: float) -> tuple[CommunicatorSpec, Any]:
         """Make the place at ``address`` where the trainer and ``ranks`` workers of an engine can form a group."""
@@ -378,33 +442,40 @@ class BroadcastSender(Sender):
         group = self._group
         if group is None:
             raise WeightTransferFailed("the trainer left the group; push again")
+        under_way: deque[Broadcast] = deque()
+        self._buffers.begin()
         for bucket in (self._plan.buckets[index] for index in indices):
-            if len(self._buffer) < bucket.nbytes or self._buffer.device != group.device:
-                self._buffer = _buffer(bucket.nbytes, group.device)
-            packed = self._buffer[: bucket.nbytes]
-            for placed in bucket.tensors:
-                slot(packed, 0, placed).copy_(self._tensors[placed.spec.name])
-            group.broadcast(packed)
+            if len(under_way) == _BUFFERS:
+                under_way.popleft().precede()
+            packed = self._buffers.next(bucket.nbytes, group.device)
+            slots = [slot(packed, 0, placed) for placed in bucket.tensors]
+            torch._foreach_copy_(slots, [self._tensors[placed.spec.name] for placed in bucket.tensors])  # pyright: ignore
+            under_way.append(group.start(packed))
+        for broadcast in under_way:
+            broadcast.wait()
 
     def release(self) -> None:
-        """Drop every reference to the tensors; the bucket's memory is kept."""
+        """Drop every reference to the tensors; the buckets' memory is kept."""
         self._tensors = {}
 
     def close(self) -> None:
         """Leave the group."""
         self.release()
         self.leave()
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffers = _Buffers()
 
 
 class BroadcastReader(Reader):
-    """A later rank. Receives one bucket after another into the same memory."""
+    """A later rank. Receives a bucket while the one before is loaded, in memory for two."""
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
         self._group: Group | None = None
         self._plan = WeightPlan(())
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffers = _Buffers()
+        self._to_come: deque[int] = deque()
+        self._under_way: deque[tuple[int, torch.Tensor, Broadcast]] = deque()
+        self._received = torch.empty(0, dtype=torch.uint8)
 
     def open(self, request: WeightUpdateRequest, manifest: WeightManifest) -> Opened:
         """Find the group."""
@@ -414,25 +485,69 @@ class BroadcastReader(Reader):
         self._group, self._plan = self._groups.get(request.source.group_name), request.plan
         return Opened(request.plan, request.digests)
 
+    @property
+    def place(self) -> Hashable:
+        """Where the last bucket was received, if that is a GPU's memory: what is launched there finds it whole."""
+        return self._received.data_ptr() if self._received.is_cuda else None
+
+    def bring(self, indices: Sequence[int]) -> Iterator[Sequence[int]]:
+        """Receive the buckets, one after another."""
+        self._buffers.begin()
+        self._to_come = deque(indices)
+        self._receive_next()
+        while self._under_way:
+            index, self._received, broadcast = self._under_way[0]
+            self._receive_next()  # after what was launched of the bucket before, whose memory this takes
+            broadcast.precede()
+            yield [index]
+            if len(self._under_way) == 1:
+                # Nobody may wait for what was launched before it is known that all came: a trainer may be gone.
+                broadcast.wait()
+            self._under_way.popleft()
+
+    def _receive_next(self) -> None:
+        if self._to_come:
+            assert self._group is not None
+            index = self._to_come.popleft()
+            received = self._buffers.next(self._plan.buckets[index].nbytes, self._group.device)
+            self._under_way.append((index, received, self._group.start(received)))
+
     def tensors(self, index: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Receive the bucket, and yield views of it."""
-        assert self._group is not None
-        bucket = self._plan.buckets[index]
-        if len(self._buffer) < bucket.nbytes or self._buffer.device != self._group.device:
-            self._buffer = _buffer(bucket.nbytes, self._group.device)
-        received = self._buffer[: bucket.nbytes]
-        self._group.broadcast(received)
-        for placed in bucket.tensors:
-            yield placed.spec.name, slot(received, 0, placed)
+        """Yield views of the bucket that was received last."""
+        for placed in self._plan.buckets[index].tensors:
+            yield placed.spec.name, slot(self._received, 0, placed)
 
     def release(self) -> None:
-        """Keep group and memory for the next update."""
+        """Keep group and memory for the next update, unless something may still be written there."""
         self._group = None
+        if self._under_way:
+            self._under_way.clear()
+            self._buffers = _Buffers()
+        self._received = torch.empty(0, dtype=torch.uint8)
 
     def close(self) -> None:
         """Let go of the memory."""
         self.release()
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffers = _Buffers()
+
+
+class _Buffers:
+    """Memory for buckets, taken by turns."""
+
+    def __init__(self) -> None:
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * _BUFFERS
+        self._next = 0
+
+    def begin(self) -> None:
+        """Begin with the first again: a bucket has the same memory in every update."""
+        self._next = 0
+
+    def next(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """The memory that was taken longest ago, uint8 ``[nbytes]``."""
+        turn, self._next = self._next, (self._next + 1) % _BUFFERS
+        if len(self._buffers[turn]) < nbytes or self._buffers[turn].device != device:
+            self._buffers[turn] = _buffer(nbytes, device)
+        return self._buffers[turn][:nbytes]
 
 
 def _buffer(nbytes: int, device: torch.device) -> torch.Tensor:

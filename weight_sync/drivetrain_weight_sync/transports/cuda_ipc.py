@@ -1,20 +1,23 @@
 # pyright: reportMissingImports=false
-"""One arena in a GPU's memory, made once by the trainer's process and mapped by the engine's for each update."""
+"""Memory of a GPU that the trainer's process owns and the engine's maps: an arena, or the trainer's own tensors."""
 
 from __future__ import annotations
 
 import uuid
 import weakref
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import torch
 
 from drivetrain.errors import InvalidRequest, WeightSyncError
-from drivetrain.weights import CudaIpcSource, WeightManifest, WeightPlan, WeightUpdateRequest
+from drivetrain.weights import CudaIpcSegment, CudaIpcSource, WeightManifest, WeightPlan, WeightUpdateRequest
+from drivetrain_weight_sync.dtypes import dtype_of
+from drivetrain_weight_sync.names import listed
 from drivetrain_weight_sync.plan import bucket_offsets, plan_nbytes
-from drivetrain_weight_sync.transports.base import Opened, Reader, Sender, check_fit, slot
+from drivetrain_weight_sync.transports.base import Opened, Reader, Sender, slot
 
 HANDLE_BYTES = 64
 """Size of CUDA's handle of a piece of memory."""
@@ -36,7 +39,6 @@ class DeviceArena:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         from cuda.bindings import runtime
 
-        self.name = uuid.uuid4().hex
         self.nbytes = nbytes
         self.device = device
         with torch.cuda.device(device):
@@ -52,23 +54,29 @@ class DeviceArena:
         self._free()
 
 
-class MappedDeviceArena:
-    """Another process's arena on the same GPU, or on one whose memory this one can read.
+class MappedSegment:
+    """Another process's memory on the same GPU, or on one whose memory this one can read.
 
     Raises:
-        InvalidRequest: the handle is of no memory in reach of this GPU, or of less than ``nbytes``.
+        InvalidRequest: it is out of reach of this GPU, the handle is of no memory, or of less than is said.
     """
 
-    def __init__(self, handle: bytes, nbytes: int, device: torch.device) -> None:
+    def __init__(self, segment: CudaIpcSegment, device: torch.device) -> None:
         from cuda.bindings import driver, runtime
 
         self._device = device
-        if len(handle) != HANDLE_BYTES:
+        if len(segment.handle) != HANDLE_BYTES:
             raise InvalidRequest(
-                f"the handle has {len(handle)} bytes; one of CUDA has {HANDLE_BYTES}", field="source.handles"
+                f"the handle has {len(segment.handle)} bytes; one of CUDA has {HANDLE_BYTES}", field="source.segments"
+            )
+        if not _reaches(device, segment.gpu):
+            raise InvalidRequest(
+                f"the weights lie on {segment.gpu}, but this engine runs on {uuid_of(device)}, which does not reach "
+                "there; use strategy 'broadcast', or put trainer and engine on one GPU",
+                field="source.segments",
             )
         given = runtime.cudaIpcMemHandle_t()
-        given.reserved = handle
+        given.reserved = segment.handle
         with torch.cuda.device(device):
             torch.cuda.current_stream()  # makes the context that the handle is opened in
             try:
@@ -77,16 +85,17 @@ class MappedDeviceArena:
                 raise InvalidRequest(
                     f"the memory on the GPU cannot be mapped ({error}); trainer and engine must be two processes of "
                     "one host, and the trainer's WeightSync must be open",
-                    field="source.handles",
+                    field="source.segments",
                 ) from error
         size = int(_call(driver.cuMemGetAddressRange, self._pointer)[1])
-        if size < nbytes:
+        if size < segment.nbytes:
             self.close()
             raise InvalidRequest(
-                f"the memory on the GPU has {size} bytes, but the source says {nbytes}; push again from the trainer",
-                field="source.nbytes",
+                f"the memory on the GPU has {size} bytes, but the source says {segment.nbytes}; push again from the "
+                "trainer",
+                field="source.segments",
             )
-        self.memory = _tensor_at(self._pointer, max(nbytes, 1), device)
+        self.memory = _tensor_at(self._pointer, max(segment.nbytes, 1), device)
         """uint8 ``[nbytes]``; not to be written to."""
 
     def close(self) -> None:
@@ -109,9 +118,9 @@ class CudaIpcSender(Sender):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._arena: DeviceArena | None = None
-        self._offsets: tuple[int, ...] = ()
         self._slots: dict[str, torch.Tensor] = {}
         self._plan: WeightPlan | None = None
+        self._source: CudaIpcSource | None = None
 
     def begin(self, plan: WeightPlan) -> None:
         """Make the arena, unless that of the last push has the same plan."""
@@ -119,10 +128,10 @@ class CudaIpcSender(Sender):
             return
         self.close()
         self._arena = arena = DeviceArena(plan_nbytes(plan), self._device)
-        self._plan, self._offsets = plan, bucket_offsets(plan)
+        self._plan = plan
         self._slots = {
             placed.spec.name: slot(arena.memory, offset, placed)
-            for bucket, offset in zip(plan.buckets, self._offsets, strict=True)
+            for bucket, offset in zip(plan.buckets, bucket_offsets(plan), strict=True)
             for placed in bucket.tensors
         }
 
@@ -136,87 +145,211 @@ class CudaIpcSender(Sender):
 
     def source(self) -> CudaIpcSource:
         """Name the arena, once the copies into it have been made."""
-        assert self._arena is not None
-        torch.cuda.synchronize(self._arena.device)
-        handles = {uuid_of(self._arena.device): self._arena.handle}
-        return CudaIpcSource(
-            arena=self._arena.name, handles=handles, nbytes=self._arena.nbytes, bucket_offsets=self._offsets
-        )
+        arena, plan = self._arena, self._plan
+        assert arena is not None
+        assert plan is not None
+        torch.cuda.synchronize(arena.device)
+        if self._source is None:
+            offsets = [
+                offset + placed.offset
+                for bucket, offset in zip(plan.buckets, bucket_offsets(plan), strict=True)
+                for placed in bucket.tensors
+            ]
+            segment = CudaIpcSegment(handle=arena.handle, gpu=uuid_of(arena.device), nbytes=arena.nbytes)
+            self._source = _source([segment], [(0, offset) for offset in offsets])
+        return self._source
 
     def release(self) -> None:
         """Keep the arena for the next push."""
 
     def close(self) -> None:
         """Free the arena."""
-        self._slots, self._plan = {}, None
+        self._slots, self._plan, self._source = {}, None, None
         if self._arena is not None:
             self._arena.close()
             self._arena = None
 
 
+class CudaIpcInPlaceSender(Sender):
+    """Says where the trainer's own tensors lie: nothing is copied, and no memory taken."""
+
+    copies = False
+    keeps = True
+
+    def __init__(self) -> None:
+        self._plan = WeightPlan(())
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._put: dict[str, tuple[int, torch.device]] = {}
+        """Where each tensor lies."""
+        self._unfit: dict[str, str] = {}
+        """Why tensors cannot be read where they are."""
+        self._source: CudaIpcSource | None = None
+
+    def begin(self, plan: WeightPlan) -> None:
+        """Forget where tensors of another plan lie."""
+        self._unfit = {}
+        if plan != self._plan:
+            self._plan, self._put, self._source = plan, {}, None
+            self._dtypes = {spec.name: dtype_of(spec) for spec in plan.tensors}
+
+    def put(self, name: str, tensor: torch.Tensor, *, held: bool) -> None:
+        """Note where the tensor lies."""
+        dtype = self._dtypes[name]
+        why = {
+            "streamed": not held,
+            f"on {tensor.device.type}": not tensor.is_cuda,
+            f"of {tensor.dtype}, not {dtype}": tensor.dtype != dtype,
+            "not contiguous": not tensor.is_contiguous(),
+        }
+        if any(why.values()):
+            self._unfit[name] = next(what for what, so in why.items() if so)
+            return
+        place = tensor.data_ptr(), tensor.device
+        if self._put.get(name) != place:
+            self._put[name], self._source = place, None
+
+    def source(self) -> CudaIpcSource:
+        """Name the memory in which the tensors lie.
+
+        Raises:
+            InvalidRequest: a tensor cannot be read where it is.
+        """
+        if self._unfit:
+            named = listed([f"{name} ({why})" for name, why in self._unfit.items()])
+            raise InvalidRequest(
+                "share_tensors needs contiguous tensors on a GPU, of the engine's dtypes, which these are not: "
+                f"{named}; nothing was changed. Connect without share_tensors",
+                field="share_tensors",
+            )
+        if self._source is None:
+            self._source = self._described()
+        return self._source
+
+    def _described(self) -> CudaIpcSource:
+        from cuda.bindings import driver, runtime
+
+        segments: list[CudaIpcSegment] = []
+        numbers: dict[int, int] = {}
+        """Of the segments, by where they begin."""
+        places: list[tuple[int, int]] = []
+        for spec in self._plan.tensors:
+            pointer, device = self._put[spec.name]
+            with torch.cuda.device(device):
+                found, size = _call(driver.cuMemGetAddressRange, pointer)
+                begin = int(found)
+                if begin not in numbers:
+                    try:
+                        handle = _call(runtime.cudaIpcGetMemHandle, begin)
+                    except WeightSyncError as error:
+                        raise InvalidRequest(
+                            f"the memory of {spec.name} cannot be shared ({error}): that of torch's expandable "
+                            "segments, say, cannot; nothing was changed. Connect without share_tensors",
+                            field="share_tensors",
+                        ) from error
+                    numbers[begin] = len(segments)
+                    segments.append(
+                        CudaIpcSegment(handle=bytes(handle.reserved), gpu=uuid_of(device), nbytes=int(size))
+                    )
+            places.append((numbers[begin], pointer - begin))
+        return _source(segments, places)
+
+    def release(self) -> None:
+        """Remember where the tensors lie."""
+
+    def close(self) -> None:
+        """Forget it."""
+        self._plan, self._put, self._source = WeightPlan(()), {}, None
+
+
 class CudaIpcReader(Reader):
-    """Maps the arena at the first update and keeps it mapped: for 15 GB that and letting go take 110 ms.
+    """Maps memory at the first update and keeps it mapped: for 15 GB that and letting go take 110 ms.
 
     The owner may only free what nobody maps: a trainer that is done has the engine let go before.
     """
 
     def __init__(self) -> None:
-        self._mapped: MappedDeviceArena | None = None
-        self._arena = ""
+        self._mapped: list[MappedSegment] = []
+        self._name: str | None = None
         self._plan = WeightPlan(())
-        self._offsets: tuple[int, ...] = ()
+        self._places: Mapping[str, tuple[int, int]] = {}
 
     def open(self, request: WeightUpdateRequest, manifest: WeightManifest) -> Opened:
-        """Map the arena that lies on this GPU, and check that the plan fits it."""
+        """Map the memory, unless it is, and check that the tensors lie within."""
         source, plan, digests = request.source, request.plan, request.digests
         assert isinstance(source, CudaIpcSource)
         assert plan is not None
         assert digests is not None
-        check_fit(source.bucket_offsets, source.nbytes, plan)
-        device = torch.device("cuda", torch.cuda.current_device())
-        holder = _in_reach(device, source.handles)
-        if holder is None:
-            raise InvalidRequest(
-                f"the weights lie on {', '.join(source.handles) or 'no GPU'}, but this engine runs on "
-                f"{uuid_of(device)}, which does not reach there; use strategy 'broadcast', or put trainer and engine "
-                "on one GPU",
-                field="source.handles",
-            )
-        if self._mapped is None or self._arena != source.arena:
+        if self._name != source.name or self._plan != plan:
             self.close()
-            self._mapped, self._arena = MappedDeviceArena(source.handles[holder], source.nbytes, device), source.arena
-        self._plan, self._offsets = plan, source.bucket_offsets
+            places = places_in(source, plan)
+            device = torch.device("cuda", torch.cuda.current_device())
+            try:
+                for segment in source.segments:
+                    self._mapped.append(MappedSegment(segment, device))
+            except BaseException:
+                self.close()
+                raise
+            self._name, self._plan, self._places = source.name, plan, places
         return Opened(plan, digests)
 
     @property
     def place(self) -> Hashable:
-        """Where the arena is mapped."""
-        assert self._mapped is not None
-        return self._mapped.memory.data_ptr(), self._offsets
+        """Where the memory is mapped."""
+        return self._name
 
     def tensors(self, index: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield views of the arena."""
-        assert self._mapped is not None
+        """Yield views of the memory."""
         for placed in self._plan.buckets[index].tensors:
-            yield placed.spec.name, slot(self._mapped.memory, self._offsets[index], placed)
+            segment, offset = self._places[placed.spec.name]
+            yield placed.spec.name, slot(self._mapped[segment].memory, offset - placed.offset, placed)
 
     def release(self) -> None:
         """Keep the mapping for the next update."""
 
     def close(self) -> None:
         """Let go of the mapping."""
-        if self._mapped is not None:
-            self._mapped.close()
-            self._mapped = None
+        mapped, self._mapped, self._name = self._mapped, [], None
+        for segment in mapped:
+            segment.close()
 
 
-def _in_reach(device: torch.device, uuids: Collection[str]) -> str | None:
-    """Which of these GPUs is this one, or else one whose memory it can read."""
-    for index in (device.index, *range(torch.cuda.device_count())):
-        uuid = uuid_of(torch.device("cuda", index))
-        if uuid in uuids and (index == device.index or torch.cuda.can_device_access_peer(device, index)):
-            return uuid
-    return None
+def places_in(source: CudaIpcSource, plan: WeightPlan) -> dict[str, tuple[int, int]]:
+    """Where each tensor of the plan lies: its segment, and the offset in it, in bytes.
+
+    Raises:
+        InvalidRequest: the source does not say so of each, or says of one that it lies elsewhere than in a segment.
+    """
+    tensors = [placed for bucket in plan.buckets for placed in bucket.tensors]
+    if len(source.places) != 16 * len(tensors):
+        raise InvalidRequest(
+            f"places has {len(source.places)} bytes for a plan of {len(tensors)} tensors; each takes 16",
+            field="source.places",
+        )
+    found: dict[str, tuple[int, int]] = {}
+    numbers: list[list[int]] = np.frombuffer(source.places, "<i8").reshape(-1, 2).tolist()
+    for placed, (index, offset) in zip(tensors, numbers, strict=True):
+        size = source.segments[index].nbytes if 0 <= index < len(source.segments) else -1
+        if offset < 0 or offset + placed.nbytes > size or offset % dtype_of(placed.spec).itemsize:
+            raise InvalidRequest(
+                f"{placed.spec.name} ({placed.nbytes} bytes) is said to begin at byte {offset} of segment {index}, of "
+                f"{len(source.segments)}; it must lie within one, at a multiple of its elements' size",
+                field="source.places",
+            )
+        found[placed.spec.name] = index, offset
+    return found
+
+
+def _source(segments: Sequence[CudaIpcSegment], places: Sequence[tuple[int, int]]) -> CudaIpcSource:
+    numbers = np.array(places, dtype="<i8").tobytes()
+    return CudaIpcSource(name=uuid.uuid4().hex, segments=tuple(segments), places=numbers)
+
+
+def _reaches(device: torch.device, uuid: str) -> bool:
+    """Whether the GPU of this UUID is this one, or else one whose memory it can read."""
+    for index in range(torch.cuda.device_count()):
+        if uuid == uuid_of(torch.device("cuda", index)):
+            return index == device.index or torch.cuda.can_device_access_peer(device, index)
+    return False
 
 
 def shares_gpu(trainers: torch.device | None, engines: Sequence[str]) -> bool:

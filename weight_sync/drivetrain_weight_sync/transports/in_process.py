@@ -20,6 +20,8 @@ _registered: Final[dict[str, Mapping[str, torch.Tensor]]] = {}
 class InProcessSender(Sender):
     """Registers the tensors themselves; nothing is staged, but for streamed or converted ones."""
 
+    copies = False
+
     def __init__(self) -> None:
         self._key = uuid.uuid4().hex
         self._specs: dict[str, TensorSpec] = {}
