@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 
 from drivetrain.backend import Backend
@@ -113,19 +114,27 @@ class WeightTransaction:
 
 
 class KeptPlan:
-    """The plan that a backend has said it remembers, which need not travel again."""
+    """The plan that a backend has said it remembers, which need not travel again, nor the names of its tensors."""
 
     def __init__(self) -> None:
         self._plan: WeightPlan | None = None
         self._hash = ""
+        self._names: tuple[str, ...] = ()
         self._kept = False
 
     def left_out_of(self, request: WeightUpdateRequest) -> PrepareUpdate:
         """The message for ``request``; nothing is known to be kept until :meth:`keep` says so again."""
         kept, self._kept = self._kept, False
-        if not kept or request.plan is not self._plan:
+        digests = request.digests
+        if not kept or request.plan is not self._plan or digests is None or len(digests) != len(self._names):
             return PrepareUpdate(request)
-        return PrepareUpdate(request.model_copy(update={"plan": WeightPlan(())}), self._hash)
+        try:
+            packed = struct.pack(f"<{len(digests)}q", *map(digests.__getitem__, self._names))
+        except (KeyError, struct.error):
+            return PrepareUpdate(request)  # which says what is wrong with them
+        return PrepareUpdate(
+            request.model_copy(update={"plan": WeightPlan(()), "digests": {}}), kept_plan=self._hash, digests=packed
+        )
 
     def keep(self, plan: WeightPlan | None) -> None:
         """The backend has this one now."""
@@ -133,6 +142,7 @@ class KeptPlan:
             return
         if plan is not self._plan:
             self._plan, self._hash = plan, plan.hash
+            self._names = tuple(spec.name for spec in plan.tensors)
         self._kept = True
 
 

@@ -191,6 +191,8 @@ class PrepareUpdate:
     request: WeightUpdateRequest
     kept_plan: str | None = None
     """Hash of the request's plan, which is left out (``WeightPlan(())``): the last one that a reply said is kept."""
+    digests: bytes = b""
+    """Those of the request, which are left out with its plan: in the plan's order, little-endian int64 [tensors]."""
 
 
 @dataclass(frozen=True, slots=True)

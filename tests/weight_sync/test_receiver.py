@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from drivetrain.errors import (
     WeightTransferFailed,
     WeightVerifyFailed,
 )
+from drivetrain.updates import KeptPlan
 from drivetrain.weights import (
     AbortUpdate,
     BeginUpdate,
@@ -333,15 +335,37 @@ def test_a_source_that_takes_long_is_opened_behind(tmp_path: Path, monkeypatch: 
 
 def test_a_plan_that_is_not_kept_is_refused(pair: Pair) -> None:
     request = pair.request()
-    left_out = request.model_copy(update={"plan": WeightPlan(())})
+    kept = KeptPlan()
+    kept.keep(pair.plan)
+    left_out = kept.left_out_of(request)
+    assert left_out.request.plan == WeightPlan(())
+    assert left_out.request.digests == {}
     with pytest.raises(WeightSyncError, match="leaves out a plan that is not kept"):
-        pair.send(PrepareUpdate(left_out, kept_plan=pair.plan.hash))
+        pair.send(left_out)
     assert pair.receiver.handle(PrepareUpdate(request)).keeps_plan
-    assert pair.receiver.handle(PrepareUpdate(left_out, kept_plan=pair.plan.hash)).buckets == len(pair.plan.buckets)
+    assert pair.receiver.handle(left_out).buckets == len(pair.plan.buckets)
     with pytest.raises(WeightSyncError, match="leaves out a plan that is not kept"):
-        pair.send(PrepareUpdate(left_out, kept_plan="another"))
-    pair.push()
+        pair.send(replace(left_out, kept_plan="another"))
+    with pytest.raises(InvalidRequest, match="each takes 8"):
+        pair.send(replace(left_out, digests=left_out.digests[8:]))
+    pair.send(replace(left_out, digests=left_out.digests[:-8] + bytes(8)), BeginUpdate(), pair.everything())
+    with pytest.raises(WeightVerifyFailed) as failed:
+        pair.send(VerifyUpdate())
+    assert failed.value.tensors == (pair.plan.tensors[-1].name,)
+    pair.send(left_out, BeginUpdate(), pair.everything(), VerifyUpdate(), CommitUpdate("v1"))
     assert not differing(tensors_of(pair.served), tensors_of(pair.trained))
+
+
+@pytest.mark.parametrize("change", [{}, {"more": 1}, {"model.embed.weight": 2**64}])
+def test_digests_that_are_not_of_the_plan_travel_by_name(pair: Pair, change: dict[str, int]) -> None:
+    request = pair.request()
+    assert request.digests is not None
+    name = pair.plan.tensors[0].name
+    others = {other: value for other, value in request.digests.items() if change or other != name} | change
+    kept = KeptPlan()
+    kept.keep(pair.plan)
+    message = kept.left_out_of(request.model_copy(update={"digests": others}))
+    assert (message.kept_plan, message.digests, message.request.digests) == (None, b"", others)
 
 
 def test_a_new_arena_is_mapped_though_it_has_the_old_ones_path() -> None:

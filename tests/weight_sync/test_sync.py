@@ -290,16 +290,20 @@ def test_auto_takes_the_fastest_way_that_the_engine_claims(
     [
         (["GPU-0"], 8, True),
         (["GPU-1"], 8, False),
-        (["GPU-0", "GPU-1"], 8, False),
+        (["GPU-0", "GPU-1"], 8, True),
+        (["GPU-0", "GPU-1", "GPU-5"], 8, False),
+        (["GPU-0", "GPU-9"], 8, False),
         ([], 1, True),
         ([], 8, False),
     ],
 )
-def test_an_engine_is_on_the_trainers_gpu_with_all_its_ranks(
+def test_an_engine_is_on_the_trainers_gpu_and_on_others_that_reach_it(
     monkeypatch: pytest.MonkeyPatch, engines: list[str], visible: int, shared: bool
 ) -> None:
     monkeypatch.setattr(cuda_ipc, "uuid_of", lambda device: f"GPU-{device.index}")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    # The first four are linked to each other.
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: one < 4 and other < 4)
     assert cuda_ipc.shares_gpu(torch.device("cuda", 0), engines) is shared
     assert not cuda_ipc.shares_gpu(None, engines), "the tensors are on no GPU"
 

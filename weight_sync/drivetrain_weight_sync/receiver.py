@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence, Set
 from enum import Enum
@@ -132,6 +133,8 @@ class Receiver:
         """The last plan that was found to be the model's."""
         self._checked_hash = ""
         """Of that plan."""
+        self._checked_names: tuple[str, ...] = ()
+        """Of its tensors."""
         self._plan_number = 0
         """Of that plan: one more for each that is another."""
         self._digests: Mapping[str, int] = {}
@@ -212,12 +215,13 @@ class Receiver:
         self._withdraw()
         request = message.request
         if message.kept_plan is not None:
-            request = self._with_plan(request, message.kept_plan)
+            request = self._with_plan(request, message.kept_plan, message.digests)
         reader = self._readers.of(request.source)
         manifest = self._target.manifest()
         if request.plan is not None:
             self._check(request.plan, manifest)
-            _check_digests_given(request.plan, request.digests)
+            if message.kept_plan is None:
+                _check_digests_given(request.plan, request.digests)
         self._target.check_ready()
         self._opening = _Opening(reader, request, manifest)
 
@@ -262,11 +266,18 @@ class Receiver:
         assert self._request is not None
         return WeightReply(buckets=len(self._plan.buckets), keeps_plan=self._request.plan is not None)
 
-    def _with_plan(self, request: WeightUpdateRequest, kept: str) -> WeightUpdateRequest:
-        """Give a request the plan that it left out."""
+    def _with_plan(self, request: WeightUpdateRequest, kept: str, digests: bytes) -> WeightUpdateRequest:
+        """Give a request the plan that it left out, and its digests."""
         if self._checked is None or self._checked_hash != kept:
             raise WeightSyncError("the update leaves out a plan that is not kept here; nothing was changed")
-        return request.model_copy(update={"plan": self._checked[0]})
+        names = self._checked_names
+        if len(digests) != 8 * len(names):
+            raise InvalidRequest(
+                f"the update has {len(digests)} bytes of digests for {len(names)} tensors; each takes 8",
+                field="digests",
+            )
+        by_name = dict(zip(names, struct.unpack(f"<{len(names)}q", digests), strict=True))
+        return request.model_copy(update={"plan": self._checked[0], "digests": by_name})
 
     def _check(self, plan: WeightPlan, manifest: WeightManifest) -> None:
         """Check a plan, unless it is the one that was checked last."""
@@ -274,6 +285,7 @@ class Receiver:
             check_plan(plan.tensors, manifest)
             check_geometry(plan)
             self._checked, self._checked_hash = (plan, manifest), plan.hash
+            self._checked_names = tuple(spec.name for spec in plan.tensors)
             self._plan_number += 1
 
     def _step(self, message: BeginUpdate | LoadBuckets | VerifyUpdate | CommitUpdate) -> WeightReply:

@@ -27,7 +27,7 @@ from drivetrain.errors import (
 from drivetrain.memory import PauseMode
 from drivetrain.transfers import WeightTransferHandle
 from drivetrain.validation import require
-from drivetrain.weights import CommunicatorSpec, WeightManifest, WeightPlan, WeightUpdateRequest
+from drivetrain.weights import CommunicatorSpec, WeightManifest, WeightPlan, WeightSource, WeightUpdateRequest
 from drivetrain_weight_sync.plan import DEFAULT_BUCKET_BYTES, make_plan
 from drivetrain_weight_sync.probe import LogprobProbe, ScoringEngine
 from drivetrain_weight_sync.source import Source, WeightInput
@@ -311,35 +311,33 @@ class WeightSync:
         begun = time.perf_counter()
         with self._disagreeing_if_it_fails():
             manifest, plan = await self._agree()
-            await _in_thread(
-                lambda: stage(
-                    self._source,
-                    self._sender,
-                    manifest,
-                    plan,
-                    staged,
-                    self._stager,
-                    cast=self._options.cast,
-                    gpu_share=gpu_share,
-                ),
-                staged.stop,
-            )
+            sender = self._sender
+            waits = isinstance(sender, BroadcastSender)
+            """For a group, which is formed once the weights are known to be sound."""
+
+            def put() -> WeightSource | None:
+                options = self._options
+                stage(
+                    self._source, sender, manifest, plan, staged, self._stager, cast=options.cast, gpu_share=gpu_share
+                )
+                return None if waits else sender.source()
+
+            source = await _in_thread(put, staged.stop)
             request = None
-            if not isinstance(self._sender, BroadcastSender):
-                request = await self._request(version, plan, staged)
+            if source is not None:
+                request = self._request(version, plan, staged, source)
                 self._mapped = True
                 self._shown = True
                 try:
                     await self._engine.prepare_weight_update(request)
                 except WeightBaseMismatch as error:
                     _logger.info("every tensor is sent whole: %s", error)
-                    await _in_thread(self._sender.put_whole)
-                    request = await self._request(version, plan, staged)
+                    await _in_thread(sender.put_whole)
+                    request = self._request(version, plan, staged, await _in_thread(sender.source))
                     await self._engine.prepare_weight_update(request)
         return _Ready(version, plan, staged, time.perf_counter() - begun, request)
 
-    async def _request(self, version: str, plan: WeightPlan, staged: Staged) -> WeightUpdateRequest:
-        source = await _in_thread(self._sender.source)
+    def _request(self, version: str, plan: WeightPlan, staged: Staged, source: WeightSource) -> WeightUpdateRequest:
         return WeightUpdateRequest(
             version=version, source=source, plan=plan, digests=staged.digests, mode=self._options.mode
         )
@@ -350,7 +348,7 @@ class WeightSync:
         with self._disagreeing_if_it_fails():
             if isinstance(self._sender, BroadcastSender):
                 await self._form(self._sender)
-            request = ready.request or await self._request(ready.version, plan, staged)
+            request = ready.request or self._request(ready.version, plan, staged, self._sender.source())
             self._shown = False
             asked = time.perf_counter()
             sender = self._sender if isinstance(self._sender, BroadcastSender) else None

@@ -41,7 +41,7 @@ _NCCL_ERRORS: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _construction: Final = threading.Lock()
 _endings: Final[weakref.WeakSet[threading.Thread]] = weakref.WeakSet()
 """What lets go of groups."""
-_LAST_S: Final = 2.0
+_LAST_S: Final = 5.0
 """How long the end of the process waits for each of those."""
 
 

@@ -353,10 +353,20 @@ def _reaches(device: torch.device, uuid: str) -> bool:
 
 
 def shares_gpu(trainers: torch.device | None, engines: Sequence[str]) -> bool:
-    """Whether an engine is on the trainer's GPU with all its ranks; one that does not say, if there is no other."""
+    """Whether an engine is on the trainer's GPU, and its other ranks, if any, on GPUs that read that one's memory.
+
+    Of an engine that does not say where it is, whether there is no other GPU.
+    """
     if trainers is None:
         return False
-    return {*engines} == {uuid_of(trainers)} if engines else torch.cuda.device_count() == 1
+    if not engines:
+        return torch.cuda.device_count() == 1
+    there = uuid_of(trainers)
+    visible = {uuid_of(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}
+    return there in engines and all(
+        uuid == there or (uuid in visible and torch.cuda.can_device_access_peer(visible[uuid], visible[there]))
+        for uuid in engines
+    )
 
 
 def uuid_of(device: torch.device) -> str:
