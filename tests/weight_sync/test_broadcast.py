@@ -13,7 +13,8 @@ import torch
 
 from drivetrain.errors import DeadlineExceeded, EngineBusy, InvalidRequest, WeightTransferFailed
 from drivetrain.weights import CommunicatorSpec
-from drivetrain_weight_sync.transports.broadcast import BroadcastSender, Group, Groups
+from drivetrain_weight_sync.transports.broadcast import BroadcastSender
+from drivetrain_weight_sync.transports.groups import Group, Groups
 
 CPU = torch.device("cpu")
 _A_TRAINER_THAT_STOPS = """

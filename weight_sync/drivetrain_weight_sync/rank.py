@@ -34,7 +34,7 @@ from drivetrain_weight_sync.proof import require_as_stored
 from drivetrain_weight_sync.receiver import Receiver
 from drivetrain_weight_sync.recorded import RecordedTarget
 from drivetrain_weight_sync.saving import WeightWriter
-from drivetrain_weight_sync.transports.cuda_ipc import uuid_of
+from drivetrain_weight_sync.transports.device_memory import uuid_of
 
 _T = TypeVar("_T")
 

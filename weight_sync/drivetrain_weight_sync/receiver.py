@@ -39,7 +39,7 @@ from drivetrain_weight_sync.names import listed
 from drivetrain_weight_sync.plan import check_geometry, check_plan
 from drivetrain_weight_sync.target import WeightTarget
 from drivetrain_weight_sync.transports.base import Opened, Patch, Reader, hash_of
-from drivetrain_weight_sync.transports.broadcast import Groups
+from drivetrain_weight_sync.transports.groups import Groups
 from drivetrain_weight_sync.transports.registry import Readers
 
 

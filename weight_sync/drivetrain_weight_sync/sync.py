@@ -34,9 +34,10 @@ from drivetrain_weight_sync.source import Source, WeightInput
 from drivetrain_weight_sync.staging import Staged, Stager, stage
 from drivetrain_weight_sync.strategy import Strategy, choose
 from drivetrain_weight_sync.transports.base import Sender
-from drivetrain_weight_sync.transports.broadcast import BroadcastSender, GroupBackend
+from drivetrain_weight_sync.transports.broadcast import BroadcastSender
 from drivetrain_weight_sync.transports.cuda_ipc import CudaIpcInPlaceSender, CudaIpcSender, shares_gpu
 from drivetrain_weight_sync.transports.disk import DiskSender
+from drivetrain_weight_sync.transports.groups import GroupBackend
 from drivetrain_weight_sync.transports.in_process import InProcessSender
 from drivetrain_weight_sync.transports.plugins import Transport
 from drivetrain_weight_sync.transports.shared_memory import SharedMemorySender

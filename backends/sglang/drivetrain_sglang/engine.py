@@ -467,10 +467,10 @@ def _engine_class() -> Any:
 
 def _of_a_gpu(config: EngineConfig) -> set[Capability]:
     """What only a GPU gives, asked for or not."""
-    from drivetrain_weight_sync.transports import cuda_ipc
+    from drivetrain_weight_sync.transports import device_memory
 
     found = {Capability.SLEEP_KEEPS_WEIGHTS, Capability.SLEEP_CUDA_GRAPH, Capability.DETERMINISTIC}
-    if cuda_ipc.is_available():
+    if device_memory.is_available():
         found.add(Capability.WEIGHTS_CUDA_IPC)
     if config.engine_kwargs.get("enable_return_routed_experts"):
         found.add(Capability.ROUTED_EXPERTS)

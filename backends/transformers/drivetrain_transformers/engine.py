@@ -100,9 +100,9 @@ class TransformersBackend(Backend):
         if not device_of(config).startswith("cpu"):
             claimed.add(Capability.SLEEP_KEEPS_WEIGHTS)
         if device_of(config).startswith("cuda"):
-            from drivetrain_weight_sync.transports import cuda_ipc
+            from drivetrain_weight_sync.transports import device_memory
 
-            if cuda_ipc.is_available():
+            if device_memory.is_available():
                 claimed.add(Capability.WEIGHTS_CUDA_IPC)
         if config.enable_lora and importlib.util.find_spec("peft") is not None:
             claimed |= {Capability.LORA, Capability.WEIGHTS_LORA}

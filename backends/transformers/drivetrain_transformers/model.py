@@ -18,7 +18,7 @@ from drivetrain.progress_bars import no_progress_bars
 from drivetrain_transformers.kv_cache import RunningCache, keys_and_values
 from drivetrain_transformers.lora import Adapters
 from drivetrain_transformers.translate import context_length, device_of, eos_token_ids, load_arguments
-from drivetrain_weight_sync.transports.cuda_ipc import uuid_of
+from drivetrain_weight_sync.transports.device_memory import uuid_of
 
 
 class LoadedModel:

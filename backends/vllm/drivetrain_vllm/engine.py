@@ -465,10 +465,10 @@ class VLLMBackend(WorkerBackend):
 
 
 def _of_a_gpu() -> set[Capability]:
-    from drivetrain_weight_sync.transports import cuda_ipc
+    from drivetrain_weight_sync.transports import device_memory
 
     found = {Capability.SLEEP_KEEPS_WEIGHTS}
-    if cuda_ipc.is_available():
+    if device_memory.is_available():
         found.add(Capability.WEIGHTS_CUDA_IPC)
     return found
 

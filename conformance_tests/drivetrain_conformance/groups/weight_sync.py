@@ -91,7 +91,7 @@ from drivetrain_conformance.weight_sources import (
     write_checkpoint,
 )
 from drivetrain_weight_sync import Strategy, WeightInput, WeightSync, make_plan
-from drivetrain_weight_sync.transports.broadcast import GroupBackend
+from drivetrain_weight_sync.transports.groups import GroupBackend
 
 ONE_BUCKET: Final = 1 << 40
 LONG_PROMPT: Final = 320

@@ -128,7 +128,7 @@ def _hook_staging(module: Any) -> None:
 
 _HOOKS: Final[dict[str, Callable[[Any], None]]] = {
     "drivetrain_weight_sync.receiver": _hook_receiver,
-    "drivetrain_weight_sync.transports.broadcast": _hook_groups,
+    "drivetrain_weight_sync.transports.groups": _hook_groups,
     "drivetrain_weight_sync.sync": _hook_staging,
 }
 

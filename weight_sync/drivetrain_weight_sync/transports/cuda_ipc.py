@@ -1,13 +1,9 @@
-# pyright: reportMissingImports=false
 """Memory of a GPU that the trainer's process owns and the engine's maps: an arena, or the trainer's own tensors."""
 
 from __future__ import annotations
 
 import uuid
-import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from importlib.util import find_spec
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,94 +14,7 @@ from drivetrain_weight_sync.dtypes import dtype_of
 from drivetrain_weight_sync.names import listed
 from drivetrain_weight_sync.plan import bucket_offsets, plan_nbytes
 from drivetrain_weight_sync.transports.base import Opened, Reader, Sender, slot
-
-HANDLE_BYTES = 64
-"""Size of CUDA's handle of a piece of memory."""
-
-
-def is_available() -> bool:
-    """Whether the bindings of CUDA are there that this is made of; torch brings them. Nothing is imported."""
-    return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
-
-
-class DeviceArena:
-    """Memory of a GPU that other processes can map by ``handle``; apart from torch's allocator, which moves things.
-
-    Args:
-        nbytes: Its size.
-        device: The GPU.
-    """
-
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        from cuda.bindings import runtime
-
-        self.nbytes = nbytes
-        self.device = device
-        with torch.cuda.device(device):
-            pointer = _call(runtime.cudaMalloc, max(nbytes, 1))
-            self._free = weakref.finalize(self, _free, pointer, device)
-            self.handle = bytes(_call(runtime.cudaIpcGetMemHandle, pointer).reserved)
-        self.memory = _tensor_at(pointer, max(nbytes, 1), device)
-        """uint8 ``[nbytes]``."""
-
-    def close(self) -> None:
-        """Give the memory back."""
-        self.memory = torch.empty(0, dtype=torch.uint8)
-        self._free()
-
-
-class MappedSegment:
-    """Another process's memory on the same GPU, or on one whose memory this one can read.
-
-    Raises:
-        InvalidRequest: it is out of reach of this GPU, the handle is of no memory, or of less than is said.
-    """
-
-    def __init__(self, segment: CudaIpcSegment, device: torch.device) -> None:
-        from cuda.bindings import driver, runtime
-
-        self._device = device
-        if len(segment.handle) != HANDLE_BYTES:
-            raise InvalidRequest(
-                f"the handle has {len(segment.handle)} bytes; one of CUDA has {HANDLE_BYTES}", field="source.segments"
-            )
-        if not _reaches(device, segment.gpu):
-            raise InvalidRequest(
-                f"the weights lie on {segment.gpu}, but this engine runs on {uuid_of(device)}, which does not reach "
-                "there; use strategy 'broadcast', or put trainer and engine on one GPU",
-                field="source.segments",
-            )
-        given = runtime.cudaIpcMemHandle_t()
-        given.reserved = segment.handle
-        with torch.cuda.device(device):
-            torch.cuda.current_stream()  # makes the context that the handle is opened in
-            try:
-                self._pointer = _call(runtime.cudaIpcOpenMemHandle, given, runtime.cudaIpcMemLazyEnablePeerAccess)
-            except WeightSyncError as error:
-                raise InvalidRequest(
-                    f"the memory on the GPU cannot be mapped ({error}); trainer and engine must be two processes of "
-                    "one host, and the trainer's WeightSync must be open",
-                    field="source.segments",
-                ) from error
-        size = int(_call(driver.cuMemGetAddressRange, self._pointer)[1])
-        if size < segment.nbytes:
-            self.close()
-            raise InvalidRequest(
-                f"the memory on the GPU has {size} bytes, but the source says {segment.nbytes}; push again from the "
-                "trainer",
-                field="source.segments",
-            )
-        self.memory = _tensor_at(self._pointer, max(segment.nbytes, 1), device)
-        """uint8 ``[nbytes]``; not to be written to."""
-
-    def close(self) -> None:
-        """Let go of it, once all that was launched on the GPU has read it."""
-        from cuda.bindings import runtime
-
-        self.memory = torch.empty(0, dtype=torch.uint8)
-        with torch.cuda.device(self._device):
-            torch.cuda.synchronize()
-            _call(runtime.cudaIpcCloseMemHandle, self._pointer)
+from drivetrain_weight_sync.transports.device_memory import DeviceArena, MappedSegment, handle_of, segment_of, uuid_of
 
 
 class CudaIpcSender(Sender):
@@ -226,30 +135,24 @@ class CudaIpcInPlaceSender(Sender):
         return self._source
 
     def _described(self) -> CudaIpcSource:
-        from cuda.bindings import driver, runtime
-
         segments: list[CudaIpcSegment] = []
         numbers: dict[int, int] = {}
         """Of the segments, by where they begin."""
         places: list[tuple[int, int]] = []
         for spec in self._plan.tensors:
             pointer, device = self._put[spec.name]
-            with torch.cuda.device(device):
-                found, size = _call(driver.cuMemGetAddressRange, pointer)
-                begin = int(found)
-                if begin not in numbers:
-                    try:
-                        handle = _call(runtime.cudaIpcGetMemHandle, begin)
-                    except WeightSyncError as error:
-                        raise InvalidRequest(
-                            f"the memory of {spec.name} cannot be shared ({error}): that of torch's expandable "
-                            "segments, say, cannot; nothing was changed. Connect without share_tensors",
-                            field="share_tensors",
-                        ) from error
-                    numbers[begin] = len(segments)
-                    segments.append(
-                        CudaIpcSegment(handle=bytes(handle.reserved), gpu=uuid_of(device), nbytes=int(size))
-                    )
+            begin, size = segment_of(pointer, device)
+            if begin not in numbers:
+                try:
+                    handle = handle_of(begin, device)
+                except WeightSyncError as error:
+                    raise InvalidRequest(
+                        f"the memory of {spec.name} cannot be shared ({error}): that of torch's expandable segments, "
+                        "say, cannot; nothing was changed. Connect without share_tensors",
+                        field="share_tensors",
+                    ) from error
+                numbers[begin] = len(segments)
+                segments.append(CudaIpcSegment(handle=handle, gpu=uuid_of(device), nbytes=size))
             places.append((numbers[begin], pointer - begin))
         return _source(segments, places)
 
@@ -344,14 +247,6 @@ def _source(segments: Sequence[CudaIpcSegment], places: Sequence[tuple[int, int]
     return CudaIpcSource(name=uuid.uuid4().hex, segments=tuple(segments), places=numbers)
 
 
-def _reaches(device: torch.device, uuid: str) -> bool:
-    """Whether the GPU of this UUID is this one, or else one whose memory it can read."""
-    for index in range(torch.cuda.device_count()):
-        if uuid == uuid_of(torch.device("cuda", index)):
-            return index == device.index or torch.cuda.can_device_access_peer(device, index)
-    return False
-
-
 def shares_gpu(trainers: torch.device | None, engines: Sequence[str]) -> bool:
     """Whether an engine is on the trainer's GPU, and its other ranks, if any, on GPUs that read that one's memory.
 
@@ -367,28 +262,3 @@ def shares_gpu(trainers: torch.device | None, engines: Sequence[str]) -> bool:
         uuid == there or (uuid in visible and torch.cuda.can_device_access_peer(visible[uuid], visible[there]))
         for uuid in engines
     )
-
-
-def uuid_of(device: torch.device) -> str:
-    """The GPU's name that is the same in every process, such as ``GPU-e6f9517c-…``."""
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-
-
-def _tensor_at(pointer: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    # Said to be on this device wherever it lies: what runs here reads it, also over the link between two GPUs.
-    storage = torch._C._construct_storage_from_data_pointer(int(pointer), device, nbytes)
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-
-
-def _free(pointer: int, device: torch.device) -> None:
-    from cuda.bindings import runtime
-
-    with torch.cuda.device(device):
-        _call(runtime.cudaFree, pointer)
-
-
-def _call(function: Any, *arguments: object) -> Any:
-    error, *results = function(*arguments)
-    if int(error) != 0:
-        raise WeightSyncError(f"{function.__name__} returned {error.name}")
-    return results[0] if len(results) == 1 else results

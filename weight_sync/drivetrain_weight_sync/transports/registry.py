@@ -8,9 +8,10 @@ from typing import Final
 from drivetrain.errors import UnsupportedCapability
 from drivetrain.weights import PluginSource, WeightSource
 from drivetrain_weight_sync.transports.base import Reader
-from drivetrain_weight_sync.transports.broadcast import BroadcastReader, Groups
+from drivetrain_weight_sync.transports.broadcast import BroadcastReader
 from drivetrain_weight_sync.transports.cuda_ipc import CudaIpcReader
 from drivetrain_weight_sync.transports.disk import DiskReader
+from drivetrain_weight_sync.transports.groups import Groups
 from drivetrain_weight_sync.transports.in_process import InProcessReader
 from drivetrain_weight_sync.transports.plugins import find_transport
 from drivetrain_weight_sync.transports.shared_memory import SharedMemoryReader
