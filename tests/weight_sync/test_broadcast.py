@@ -6,17 +6,20 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from drivetrain.errors import DeadlineExceeded, EngineBusy, InvalidRequest, WeightTransferFailed
-from drivetrain.weights import CommunicatorSpec
-from drivetrain_weight_sync.transports.broadcast import BroadcastSender
+from drivetrain.weights import CommunicatorSpec, TensorSpec, WeightManifest, WeightUpdateRequest
+from drivetrain_weight_sync import make_plan
+from drivetrain_weight_sync.transports.broadcast import BroadcastReader, BroadcastSender
 from drivetrain_weight_sync.transports.groups import Group, Groups
 
 CPU = torch.device("cpu")
+Pair = tuple[BroadcastSender, BroadcastReader, Group]
 _A_TRAINER_THAT_STOPS = """
 import sys, time, torch
 from drivetrain_weight_sync.transports.broadcast import BroadcastSender
@@ -134,3 +137,68 @@ def test_a_rank_that_leaves_gives_its_broadcast_up() -> None:
         with pytest.raises(WeightTransferFailed, match="left the group"):
             group.broadcast(torch.empty(1, dtype=torch.uint8))
         trainer.kill()
+
+
+PLAN = make_plan([TensorSpec(f"layers.{index}.a", "float32", (100 + index,)) for index in range(3)], bucket_bytes=1)
+TENSORS = {spec.name: torch.arange(spec.shape[0], dtype=torch.float32) for spec in PLAN.tensors}
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    sender, groups = BroadcastSender(CPU), Groups()
+    offered, store = sender.offer("gloo", "127.0.0.1", 1, 20)
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(groups.join, offered, 1, CPU)
+        sender.join(offered, store)
+        joining.result(timeout=20)
+    reader = BroadcastReader(groups)
+    sender.begin(PLAN)
+    for name, tensor in TENSORS.items():
+        sender.put(name, tensor, held=True)
+    request = WeightUpdateRequest(version="v", source=sender.source(), plan=PLAN, digests=dict.fromkeys(TENSORS, 0))
+    reader.open(request, WeightManifest(PLAN.tensors))
+    yield sender, reader, groups.get(offered.group_name)
+    reader.close()
+    groups.close()
+    sender.close()
+
+
+def test_buckets_come_one_after_another_to_the_same_memory(
+    pair: Pair,
+) -> None:
+    sender, reader, _ = pair
+    places: list[list[int]] = []
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(2):
+            sending = pool.submit(sender.send, [0, 1, 2])
+            came: dict[str, torch.Tensor] = {}
+            places.append([])
+            for (index,) in reader.bring([0, 1, 2]):
+                for name, tensor in reader.tensors(index):
+                    came[name] = tensor.clone()
+                    places[-1].append(tensor.data_ptr())
+            sending.result(timeout=20)
+            assert came.keys() == TENSORS.keys()
+            assert all(torch.equal(came[name], tensor) for name, tensor in TENSORS.items())
+    assert places[0][0] != places[0][1], "one is received while another is loaded"
+    assert places[0] == places[1]
+
+
+def test_memory_that_may_still_be_written_is_not_used_again(
+    pair: Pair,
+) -> None:
+    sender, reader, group = pair
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(sender.send, [0])
+        brought = reader.bring([0, 1])
+        assert next(brought) == [0]
+        sending.result(timeout=20)
+        before = reader._buffers
+        group.leave()  # as if the trainer were given up
+        with pytest.raises(WeightTransferFailed, match="left the group"):
+            next(brought)
+    reader.release()
+    assert reader._buffers is not before
+    assert any(before in kept for kept in group._kept if isinstance(kept, tuple)), (
+        "it is held until the group has ended"
+    )

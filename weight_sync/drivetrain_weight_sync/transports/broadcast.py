@@ -118,6 +118,8 @@ class BroadcastSender(Sender):
     def close(self) -> None:
         """Leave the group."""
         self.release()
+        if self._group is not None:
+            self._group.keep(self._buffers)
         self.leave()
         self._buffers = _Buffers()
 
@@ -176,10 +178,11 @@ class BroadcastReader(Reader):
 
     def release(self) -> None:
         """Keep group and memory for the next update, unless something may still be written there."""
-        self._group = None
-        if self._under_way:
+        if self._under_way and self._group is not None:
+            self._group.keep((list(self._under_way), self._buffers))
             self._under_way.clear()
             self._buffers = _Buffers()
+        self._group = None
         self._received = torch.empty(0, dtype=torch.uint8)
 
     def close(self) -> None:

@@ -67,6 +67,7 @@ class Group:
         self.device = device if spec.backend == "nccl" else torch.device("cpu")
         self._abandoned = abandoned or threading.Event()
         self._group: Any = None
+        self._kept: list[object] = []
         ends = time.monotonic() + spec.timeout
         try:
             if store is None:
@@ -165,6 +166,10 @@ class Group:
                 raise DeadlineExceeded(what) from error
             raise WeightTransferFailed(f"{what}; a rank is gone") from error
 
+    def keep(self, memory: object) -> None:
+        """Hold on to what a broadcast that nobody waits for may still read or write, until the group has ended."""
+        self._kept.append(memory)
+
     def leave(self) -> None:
         """Let go of it; a broadcast under way in another thread gives up. Idempotent."""
         self._abandoned.set()
@@ -172,11 +177,12 @@ class Group:
         if group is None:
             return
         # An operation that nobody joined holds the group until its own timeout, which is not for us to wait for.
-        held = [group, self.spec.backend]
+        held = [self._kept, group, self.spec.backend]
+        del group  # or it may be the last to hold it
         ending = threading.Thread(target=_end, args=[held], name="drivetrain-leaves-group", daemon=True)
         ending.start()
-        _endings.add(ending)
-        del group
+        if self.spec.backend == "nccl":
+            _endings.add(ending)
 
 
 class Broadcast:
