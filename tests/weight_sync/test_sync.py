@@ -31,7 +31,7 @@ from drivetrain.errors import (
     WeightSyncError,
     WeightTransferFailed,
 )
-from drivetrain.weights import CudaIpcSegment, TensorSpec, WeightMessage, WeightReply
+from drivetrain.weights import CudaIpcSegment, CudaIpcSource, TensorSpec, WeightMessage, WeightReply
 from drivetrain_weight_sync import Strategy, UpdatableEngine, WeightSync, make_plan
 from drivetrain_weight_sync import sync as sync_module
 from drivetrain_weight_sync.source import WeightInput
@@ -328,6 +328,47 @@ def test_tensors_that_cannot_be_shared_are_named() -> None:
     with pytest.raises(InvalidRequest, match=r"a \(streamed\), b \(on cpu\); nothing was changed") as caught:
         sender.source()
     assert caught.value.field == "share_tensors"
+
+
+def test_memory_that_was_given_back_is_named_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed = [0]
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"segment.all.freed": freed[0]})
+    monkeypatch.setattr(cuda_ipc, "segment_of", lambda pointer, device: (pointer // 1000 * 1000, 1000))
+    monkeypatch.setattr(cuda_ipc, "handle_of", lambda pointer, device: bytes(64))
+    monkeypatch.setattr(cuda_ipc, "uuid_of", lambda device: f"GPU-{device.index}")
+
+    class OnGpu:
+        is_cuda, dtype, device = True, torch.float32, torch.device("cuda", 0)
+
+        def __init__(self, address: int) -> None:
+            self.data_ptr = lambda: address
+
+        def is_contiguous(self) -> bool:
+            return True
+
+    sender = cuda_ipc.CudaIpcInPlaceSender()
+    plan = make_plan([TensorSpec(name, "float32", (4,)) for name in "abc"])
+
+    def source(*addresses: int) -> CudaIpcSource:
+        sender.begin(plan)
+        for name, address in zip("abc", addresses, strict=True):
+            sender.put(name, OnGpu(address), held=True)  # type: ignore[arg-type]
+        return sender.source()
+
+    first = source(1000, 2016, 1512)
+    assert [segment.nbytes for segment in first.segments] == [1000, 1000]
+    assert cuda_ipc.places_in(first, plan) == {"a": (0, 0), "b": (1, 16), "c": (0, 512)}
+    assert source(1000, 2016, 1512) is first
+    assert sender.source() is first, "nothing needs to be put again"
+    moved = source(1000, 2016, 3000)
+    assert moved.name != first.name
+    assert len(moved.segments) == 3
+    freed[0] += 1
+    another = sender.source()
+    assert another.name != moved.name
+    assert sender.source() is another
+    sender.forget()
+    assert sender.source().name != another.name, "a push failed"
 
 
 PLACED = make_plan((TensorSpec("a", "float32", (4,)), TensorSpec("b", "bfloat16", (8,))))

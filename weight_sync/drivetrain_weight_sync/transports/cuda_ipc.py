@@ -93,6 +93,8 @@ class CudaIpcInPlaceSender(Sender):
         self._unfit: dict[str, str] = {}
         """Why tensors cannot be read where they are."""
         self._source: CudaIpcSource | None = None
+        self._freed = 0
+        """Pieces of memory that had been given back when the source was made."""
 
     def begin(self, plan: WeightPlan) -> None:
         """Forget where tensors of another plan lie."""
@@ -130,9 +132,19 @@ class CudaIpcInPlaceSender(Sender):
                 f"{named}; nothing was changed. Connect without share_tensors",
                 field="share_tensors",
             )
-        if self._source is None:
-            self._source = self._described()
+        freed = self._segments_freed()
+        if self._source is None or freed != self._freed:
+            self._source, self._freed = self._described(), freed
         return self._source
+
+    def forget(self) -> None:
+        """Name the memory anew: what the engine maps may not be what lies there now."""
+        self._source = None
+
+    def _segments_freed(self) -> int:
+        """How many pieces of memory torch has given back so far: another may lie where one was, and be mapped anew."""
+        devices = {device for _, device in self._put.values()}
+        return sum(torch.cuda.memory_stats(device).get("segment.all.freed", 0) for device in devices)
 
     def _described(self) -> CudaIpcSource:
         segments: list[CudaIpcSegment] = []
