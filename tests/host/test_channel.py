@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import pytest
 import pytest_asyncio
 
-from drivetrain.errors import EngineDied
+from drivetrain.errors import EngineDied, EngineStartError
 from drivetrain.host.channel import AnswerChannel, Asked, Channel, ChannelListener
 
 pytestmark = pytest.mark.asyncio
@@ -100,5 +100,12 @@ async def test_who_waits_is_told_that_the_channel_was_closed(ends: tuple[Channel
 
 
 async def test_one_process_connects(listener: ChannelListener, ends: tuple[Channel, AnswerChannel]) -> None:
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.to_thread(AnswerChannel, listener.name)
+
+
+async def test_a_process_that_does_not_connect_is_not_waited_for(listener: ChannelListener) -> None:
+    with pytest.raises(EngineStartError, match=r"did not connect within 0\.1 s: drivetrain's plugin is not loaded"):
+        await listener.accept(lambda: EngineDied("it is gone"), patience=0.1)
     with pytest.raises(ConnectionRefusedError):
         await asyncio.to_thread(AnswerChannel, listener.name)

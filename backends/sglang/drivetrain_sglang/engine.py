@@ -43,7 +43,7 @@ from drivetrain.sampling import LogprobsMode, SamplingParams
 from drivetrain.translation import context_length_of, shortened
 from drivetrain_sglang.errors import as_engine_error
 from drivetrain_sglang.images import image_data
-from drivetrain_sglang.inside import CHANNEL
+from drivetrain_sglang.inside import invite
 from drivetrain_sglang.translate import (
     CONFIG_NAMES,
     LORA_RANK,
@@ -178,7 +178,7 @@ class SGLangBackend(WorkerBackend):
         """Start SGLang; its event loop is this one from here on."""
         report("importing SGLang")
         self._listener = ChannelListener()
-        os.environ[CHANNEL] = self._listener.name
+        invite(self._listener.name)
         os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
         # SGLang turns this off for its processes, and NCCL forms no group of ranks that differ in it: NCCL's default.
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "-2")

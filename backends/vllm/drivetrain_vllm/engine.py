@@ -36,7 +36,7 @@ from drivetrain.sampling import LogprobsMode, SamplingParams
 from drivetrain.translation import context_length_of, shortened
 from drivetrain_vllm.errors import as_engine_error
 from drivetrain_vllm.images import multimodal_input
-from drivetrain_vllm.inside import CHANNEL
+from drivetrain_vllm.inside import invite
 from drivetrain_vllm.translate import (
     CONFIG_NAMES,
     LORA_RANK,
@@ -176,7 +176,7 @@ class VLLMBackend(WorkerBackend):
         """Start vLLM; its event loop is this one from here on."""
         report("importing vLLM")
         self._listener = ChannelListener()
-        os.environ[CHANNEL] = self._listener.name
+        invite(self._listener.name)
         # vLLM's second model runner was not yet seen to draw as it must on a GPU.
         os.environ.setdefault(SECOND_RUNNER, "0")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")

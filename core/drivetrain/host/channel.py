@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, cast
 
-from drivetrain.errors import DrivetrainError
+from drivetrain.errors import DrivetrainError, EngineStartError
 from drivetrain.host.wire import FRAME_LIMIT, FrameReader
 
 _ENOUGH: Final = 64 * 1024
@@ -35,15 +35,25 @@ class ChannelListener:
         self._socket.listen()
         self._socket.setblocking(False)
 
-    async def accept(self, lost: Callable[[], DrivetrainError]) -> Channel:
-        """Wait for the process; ``lost`` makes the error of who asks when it is gone."""
+    async def accept(self, lost: Callable[[], DrivetrainError], patience: float = 60.0) -> Channel:
+        """Wait for the process, which runs; ``lost`` makes the error of who asks when it is gone.
+
+        Raises:
+            EngineStartError: it did not connect within ``patience`` seconds.
+        """
         loop = asyncio.get_running_loop()
         try:
-            while True:
-                connection, _ = await loop.sock_accept(self._socket)
-                if _user_of(connection) == os.getuid():
-                    break
-                connection.close()  # whoever it is, it found the name in a list
+            async with asyncio.timeout(patience):
+                while True:
+                    connection, _ = await loop.sock_accept(self._socket)
+                    if _user_of(connection) == os.getuid():
+                        break
+                    connection.close()  # whoever it is, it found the name in a list
+        except TimeoutError as error:
+            raise EngineStartError(
+                f"the engine runs, but its process did not connect within {patience:g} s: drivetrain's plugin is not "
+                "loaded there. Its log says which plugins are; drivetrain must be installed where the engine is"
+            ) from error
         finally:
             self.close()
         _, channel = await loop.create_unix_connection(lambda: Channel(lost), sock=connection)

@@ -11,6 +11,18 @@ from typing import Final
 
 CHANNEL: Final = "DRIVETRAIN_VLLM"
 """Environment variable that the backend sets for the processes of its engine: the name of the channel to it."""
+_ALLOWED: Final = "VLLM_PLUGINS"
+"""Environment variable that names plugins: vLLM loads no others if it is set, and none if it is empty."""
+_NAME: Final = "drivetrain"
+"""Of the entry point."""
+
+
+def invite(channel: str) -> None:
+    """Have the processes of an engine, which take over this one's environment, load this plugin and connect."""
+    os.environ[CHANNEL] = channel
+    allowed = os.environ.get(_ALLOWED)
+    if allowed is not None and _NAME not in allowed.split(","):
+        os.environ[_ALLOWED] = ",".join(name for name in (allowed, _NAME) if name)
 
 
 def activate() -> None:

@@ -1,0 +1,33 @@
+"""What has vLLM's processes load what runs inside of them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from drivetrain_vllm import inside
+
+
+@pytest.mark.parametrize(
+    ("named", "then"),
+    [
+        (None, None),
+        ("", "drivetrain"),
+        ("mine", "mine,drivetrain"),
+        ("mine,drivetrain", "mine,drivetrain"),
+    ],
+)
+def test_it_is_loaded_beside_the_plugins_that_are_named(
+    monkeypatch: pytest.MonkeyPatch, named: str | None, then: str | None
+) -> None:
+    monkeypatch.delenv(inside.CHANNEL, raising=False)
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    with monkeypatch.context() as patched:
+        patched.setenv(inside.CHANNEL, "before")
+        patched.setenv("VLLM_PLUGINS", named or "")
+        if named is None:
+            patched.delenv("VLLM_PLUGINS")
+        inside.invite("a channel")
+        assert os.environ[inside.CHANNEL] == "a channel"
+        assert os.environ.get("VLLM_PLUGINS") == then
