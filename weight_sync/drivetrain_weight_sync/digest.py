@@ -22,7 +22,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-import numpy as np
 import torch
 
 from drivetrain_weight_sync.dtypes import dtype_name
@@ -30,8 +29,8 @@ from drivetrain_weight_sync.dtypes import dtype_name
 COLUMNS: Final = 1024
 """Words of 64 bits in a row."""
 _ROW_BYTES: Final = 8 * COLUMNS
-_CPU_ROWS: Final = 64
-"""Rows that are folded at a time: what is made of them on the way stays in the cache of a core."""
+# torch splits an elementwise operation over threads above 32768 elements, which would fight with our own threads.
+_CPU_ROWS: Final = 32768 // COLUMNS
 _DEVICE_ROWS: Final = (1 << 22) // COLUMNS
 _POOL_ROWS: Final = 1024
 _SMALL_ROWS: Final = 32
@@ -147,17 +146,14 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _fold_on_cpu(words: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    # numpy's sums of products of integers are two to three times as fast as torch's.
-    values, of_word, of_upper, sums = (tensor.numpy() for tensor in (words, a, b, out))
-    upper = np.empty((min(_CPU_ROWS, len(values)), COLUMNS), dtype=np.int64)
-    part = np.empty(len(upper), dtype=np.int64)
-    for begin in range(0, len(values), _CPU_ROWS):
-        block, folded = values[begin : begin + _CPU_ROWS], sums[begin : begin + _CPU_ROWS]
+    upper = torch.empty(min(_CPU_ROWS, len(words)), COLUMNS, dtype=torch.int64)
+    part = torch.empty(len(upper), dtype=torch.int64)
+    for block, block_out in zip(torch.split(words, _CPU_ROWS), torch.split(out, _CPU_ROWS), strict=True):
         n = len(block)
-        np.einsum("ij,j->i", block, of_word, out=folded)
-        np.right_shift(block, 32, out=upper[:n])
-        np.einsum("ij,j->i", upper[:n], of_upper, out=part[:n])
-        folded += part[:n]
+        torch.mv(block, a, out=block_out)
+        torch.bitwise_right_shift(block, 32, out=upper[:n])
+        torch.mv(upper[:n], b, out=part[:n])
+        block_out += part[:n]
 
 
 def fold_on_device(words: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
