@@ -30,6 +30,8 @@ _NCCL_ERRORS: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _construction: Final = threading.Lock()
 _endings: Final[weakref.WeakSet[threading.Thread]] = weakref.WeakSet()
 """What lets go of groups."""
+_MOMENT_S: Final = 0.2
+"""How long whoever leaves a group waits for it to end, which takes less if nothing is under way."""
 _LAST_S: Final = 5.0
 """How long the end of the process waits for each of those."""
 
@@ -183,6 +185,7 @@ class Group:
         ending.start()
         if self.spec.backend == "nccl":
             _endings.add(ending)
+        ending.join(_MOMENT_S)
 
 
 class Broadcast:
