@@ -660,7 +660,11 @@ async def test_fifty_pushes_leak_no_descriptor_mapping_or_file(strategy: str, tm
 
     trained, served = Model(1), Model(2)
     engine = InlineEngine(served)
+    async with WeightSync.connect(trained, engine, strategy, directory=tmp_path) as sync:
+        await sync.push(version="first")  # what a process makes once
+    engine.receiver.close()
     gc.collect()  # engines of earlier tests
+    await asyncio.to_thread(time.sleep, 0.5)
     at_first, mapped_at_first = descriptors(), mappings()
     async with WeightSync.connect(trained, engine, strategy, directory=tmp_path) as sync:
         await sync.push(version="0")
