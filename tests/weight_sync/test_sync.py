@@ -31,7 +31,15 @@ from drivetrain.errors import (
     WeightSyncError,
     WeightTransferFailed,
 )
-from drivetrain.weights import CudaIpcSegment, CudaIpcSource, TensorSpec, WeightMessage, WeightReply
+from drivetrain.weights import (
+    CudaIpcSegment,
+    CudaIpcSource,
+    TensorSpec,
+    WeightManifest,
+    WeightMessage,
+    WeightReply,
+    WeightUpdateRequest,
+)
 from drivetrain_weight_sync import Strategy, UpdatableEngine, WeightSync, make_plan
 from drivetrain_weight_sync import sync as sync_module
 from drivetrain_weight_sync.source import WeightInput
@@ -379,6 +387,30 @@ def test_tensors_lie_in_the_segments_of_a_source() -> None:
     source = cuda_ipc._source(SEGMENTS, [(0, 48), (1, 0)])
     assert cuda_ipc.places_in(source, PLACED) == {"a": (0, 48), "b": (1, 0)}
     assert source.name != cuda_ipc._source(SEGMENTS, [(0, 48), (1, 0)]).name
+
+
+def test_memory_that_comes_back_elsewhere_is_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mapped:
+        def __init__(self, segment: CudaIpcSegment, device: torch.device) -> None:
+            self.memory = torch.empty(segment.nbytes, dtype=torch.uint8)
+            mapped.append(self)  # so that no two are at one address
+
+        def close(self) -> None: ...
+
+    mapped: list[Mapped] = []
+    monkeypatch.setattr(cuda_ipc, "MappedSegment", Mapped)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    source = cuda_ipc._source(SEGMENTS, [(0, 48), (1, 0)])
+    request = WeightUpdateRequest(version="v", source=source, plan=PLACED, digests={"a": 0, "b": 0})
+    reader = cuda_ipc.CudaIpcReader()
+    reader.open(request, WeightManifest(PLACED.tensors))
+    place = reader.place
+    reader.open(request, WeightManifest(PLACED.tensors))
+    assert reader.place == place
+    assert len(mapped) == len(SEGMENTS), "it stays mapped"
+    reader.close()
+    reader.open(request, WeightManifest(PLACED.tensors))
+    assert reader.place != place
 
 
 @pytest.mark.parametrize(

@@ -209,8 +209,8 @@ class CudaIpcReader(Reader):
 
     @property
     def place(self) -> Hashable:
-        """Where the memory is mapped."""
-        return self._name
+        """Where the memory is mapped: what was let go of may come back elsewhere, under the same name."""
+        return self._name, tuple(segment.memory.data_ptr() for segment in self._mapped)
 
     def tensors(self, index: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield views of the memory."""

@@ -22,7 +22,7 @@ def invite(channel: str) -> None:
     os.environ[CHANNEL] = channel
     allowed = os.environ.get(_ALLOWED)
     if allowed and _NAME not in allowed.split(","):
-        os.environ[_ALLOWED] = ",".join(name for name in (allowed, _NAME) if name)
+        os.environ[_ALLOWED] = f"{allowed},{_NAME}"
 
 
 def activate() -> None:
