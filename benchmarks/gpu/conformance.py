@@ -3,7 +3,8 @@
     python benchmarks/gpu/conformance.py sglang FOLDER      # whole.json, and a report and a log of each shard
 
 Wants a core for each shard (``--list`` shows them) and 80 GB of GPU; a second GPU for what needs two. Shards that
-measure memory run after the others, alone. Every case is in exactly one shard: the first whose pattern it matches.
+measure memory have a GPU to themselves: the last of several, on which what needs two waits for them; an only one once
+the others are through. Every case is in exactly one shard: the first whose pattern it matches.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +36,6 @@ class Shard:
     settings: str = "usual"
 
 
-_MEASURES_MEMORY = r"^sleep/(the_memory|memory_is|kept_weights_give|cycles|many_cycles_of)|/many_pushes"
-
 SHARDS = [
     Shard(
         "memory",
@@ -53,11 +53,11 @@ SHARDS = [
     Shard("mixtures", r"expert|mixture"),
     Shard("images", r"^multimodal/|^openai/image"),
     Shard("pooling", r"^(embeddings|score)/", settings="pooling"),
-    Shard("weights", r"^weight_sync/", parts=2),
+    Shard("weights", r"^weight_sync/", parts=3),
     Shard("sleep", r"^sleep/", parts=2),
-    Shard("answers", r"^(generate|stop|logprob|streaming|structured_output|errors)/"),
+    Shard("answers", r"^(generate|stop|logprob|streaming|structured_output|errors)/", parts=2),
     Shard("pauses", r"^(abort|pause|histories)/"),
-    Shard("rest", r""),
+    Shard("rest", r"", parts=2),
 ]
 
 _SGLANG = {
@@ -136,11 +136,13 @@ def run(backend: str, name: str, shard: Shard, cases: list[str], devices: str, f
     command = ["drivetrain", "conformance", backend, "--dtype", "bfloat16", "--report", str(folder / f"{name}.json")]
     command += [word for setting in settings for word in ("--set", setting)]
     command += [word for case in cases for word in ("--case", case)]
+    begun = time.monotonic()
     with (folder / f"{name}.log").open("w") as log:
         environment = {**os.environ, **ENVIRONMENT, "CUDA_VISIBLE_DEVICES": devices}
         subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment, check=False)
     lines = (folder / f"{name}.log").read_text(errors="replace").splitlines()
-    print(f"{name} on {devices}: {lines[-1] if lines else 'nothing'}", flush=True)
+    took = time.monotonic() - begun
+    print(f"{name} on {devices}, {took:.0f} s: {lines[-1] if lines else 'nothing'}", flush=True)
 
 
 def main() -> None:
@@ -163,12 +165,24 @@ def main() -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     gpus = max(torch.cuda.device_count(), 1)
     every = ",".join(map(str, range(gpus)))
-    for alone in (False, True):
-        together = [(name, *value) for name, value in chosen.items() if value[0].alone is alone]
-        with ThreadPoolExecutor(1 if alone else max(len(together), 1)) as pool:
-            for index, (name, shard, cases) in enumerate(together):
-                devices = every if shard.gpus > 1 else str(index % gpus)
-                pool.submit(run, args.backend, name, shard, cases, devices, args.folder)
+    last = str(gpus - 1)
+
+    def run_all(devices: list[str], some: list[str], at_once: int | None = None) -> None:
+        with ThreadPoolExecutor(at_once or max(len(some), 1)) as pool:
+            for index, name in enumerate(some):
+                pool.submit(run, args.backend, name, *chosen[name], devices[index % len(devices)], args.folder)
+
+    alone = [name for name, (shard, _) in chosen.items() if shard.alone]
+    pairs = [name for name, (shard, _) in chosen.items() if shard.gpus > 1]
+    others = [name for name in chosen if name not in alone and name not in pairs]
+    if gpus == 1:
+        run_all([last], others + pairs)
+        run_all([last], alone, 1)
+    else:
+        with ThreadPoolExecutor(1) as beside:
+            beside.submit(run_all, [last], alone, 1)
+            beside.submit(run_all, [every], pairs)
+            run_all([str(gpu) for gpu in range(gpus - 1)], others)
     reports = [str(args.folder / f"{name}.json") for name in chosen if (args.folder / f"{name}.json").exists()]
     whole = args.folder / "whole.json"
     sys.exit(subprocess.run(["drivetrain", "combine", *reports, "--output", str(whole)], check=False).returncode)

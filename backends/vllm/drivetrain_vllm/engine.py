@@ -177,8 +177,10 @@ class VLLMBackend(WorkerBackend):
         report("importing vLLM")
         self._listener = ChannelListener()
         invite(self._listener.name)
-        # vLLM's second model runner was not yet seen to draw as it must on a GPU.
-        os.environ.setdefault(SECOND_RUNNER, "0")
+        if self.config.enable_sleep:
+            # On a GPU (0.26) vLLM's second model runner died of a cache that had slept. What lies beside the cache is
+            # kept since, which was not yet seen there.
+            os.environ.setdefault(SECOND_RUNNER, "0")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         try:

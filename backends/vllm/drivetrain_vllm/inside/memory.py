@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from drivetrain.memory import MemoryTag
+
+_ROUNDING: Final = 2**20
+"""Bytes at the end of an allocation that torch gives to nobody else."""
 
 
 class DeviceMemory:
@@ -17,10 +20,19 @@ class DeviceMemory:
     Args:
         model: The model; what an update does not bring of it is kept.
         updated: Storages that an update brings.
+        cache: Storages of keys and values. What else lies in memory of that tag is kept: the second model runner has
+            its block tables there.
         keeps_weights: Whether weights are copied to the host, and back.
     """
 
-    def __init__(self, model: torch.nn.Module, updated: Iterable[torch.UntypedStorage], *, keeps_weights: bool) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        updated: Iterable[torch.UntypedStorage],
+        cache: Iterable[torch.UntypedStorage],
+        *,
+        keeps_weights: bool,
+    ) -> None:
         from vllm.device_allocator.cumem import CuMemAllocator
 
         self._allocations: dict[int, Any] = CuMemAllocator.get_instance().pointer_to_data
@@ -34,6 +46,9 @@ class DeviceMemory:
             if held.data_ptr() not in brought and self._is_of_weights(held.data_ptr())
         ]
         self._saved: list[torch.Tensor] = []
+        self._cache = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in cache]
+        self._beside_cache: list[tuple[int, torch.Tensor]] = []
+        """Where something else lay, and what."""
 
     def _is_of_weights(self, address: int) -> bool:
         return any(
@@ -49,9 +64,11 @@ class DeviceMemory:
         torch.cuda.synchronize()
         if MemoryTag.WEIGHTS in tags and not self._keeps_weights:
             self._saved = [held.cpu() for held in self._others]
+        if MemoryTag.KV_CACHE in tags:
+            self._save_beside_cache()
         for pointer, allocation in self._of(tags, asleep=False):
             if allocation.tag == MemoryTag.WEIGHTS.value and self._keeps_weights:
-                self._copy(pointer, allocation, wakes=False)
+                self._copy_weights(pointer, allocation, wakes=False)
             unmap_and_release(allocation.handle)
             allocation.is_asleep = True
         torch.cuda.synchronize()
@@ -64,11 +81,15 @@ class DeviceMemory:
             create_and_map(allocation.handle)
             allocation.is_asleep = False
             if allocation.tag == MemoryTag.WEIGHTS.value and self._keeps_weights:
-                self._copy(pointer, allocation, wakes=True)
+                self._copy_weights(pointer, allocation, wakes=True)
         if MemoryTag.WEIGHTS in tags:
             for held, saved in zip(self._others, self._saved, strict=bool(self._saved)):
                 held.copy_(saved)
             self._saved = []
+        if MemoryTag.KV_CACHE in tags:
+            for begin, saved in self._beside_cache:
+                _copy(begin, saved.data_ptr(), saved.nbytes)
+            self._beside_cache = []
         torch.cuda.synchronize()
 
     def _of(self, tags: frozenset[MemoryTag], *, asleep: bool) -> list[tuple[int, Any]]:
@@ -78,15 +99,40 @@ class DeviceMemory:
             if allocation.tag in {tag.value for tag in tags} and allocation.is_asleep is asleep
         ]
 
-    def _copy(self, pointer: int, allocation: Any, *, wakes: bool) -> None:
-        from vllm.device_allocator.cumem import libcudart
+    def _save_beside_cache(self) -> None:
+        for pointer, allocation in self._of(frozenset({MemoryTag.KV_CACHE}), asleep=False):
+            for begin, end in gaps(pointer, pointer + allocation.handle[1], self._cache):
+                if end - begin > _ROUNDING:
+                    saved = torch.empty(end - begin, dtype=torch.uint8)
+                    _copy(saved.data_ptr(), begin, saved.nbytes)
+                    self._beside_cache.append((begin, saved))
 
+    def _copy_weights(self, pointer: int, allocation: Any, *, wakes: bool) -> None:
         nbytes: int = allocation.handle[1]
         host = self._host.get(pointer)
         if host is None:
             host = self._host[pointer] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         to, source = (pointer, host.data_ptr()) if wakes else (host.data_ptr(), pointer)
-        libcudart.cudaMemcpy(to, source, nbytes)
+        _copy(to, source, nbytes)
+
+
+def _copy(to: int, source: int, nbytes: int) -> None:
+    from vllm.device_allocator.cumem import libcudart
+
+    libcudart.cudaMemcpy(to, source, nbytes)
+
+
+def gaps(begin: int, end: int, held: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges from ``begin`` to ``end`` that none of ``held`` covers, each a begin and an end."""
+    found = []
+    for low, high in sorted(held):
+        if high > begin and low < end:
+            if low > begin:
+                found.append((begin, low))
+            begin = max(begin, high)
+    if begin < end:
+        found.append((begin, end))
+    return found
 
 
 def _tensors_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -141,16 +141,19 @@ class Requests:
 
 def register() -> None:
     """Put the sampler into vLLM's model runners."""
+    from vllm.triton_utils import HAS_TRITON
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     GPUModelRunner._update_states = _noting(GPUModelRunner._update_states)
     GPUModelRunner.sample_tokens = _first_sample_tokens(GPUModelRunner.sample_tokens)
     GPUModelRunner._sample = _first_sample(GPUModelRunner._sample)
+    if not HAS_TRITON:  # then vLLM has no second one
+        return
     try:
         from vllm.v1.worker.gpu.model_runner import GPUModelRunner as SecondModelRunner
         from vllm.v1.worker.gpu.sample.sampler import Sampler as SecondSampler
         from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
-    except ImportError:  # it wants Triton
+    except ImportError:
         if os.environ.get(SECOND_RUNNER) == "0":
             return
         raise

@@ -127,9 +127,9 @@ class Worker(RankWeights):
     @cached_property
     def _memory(self) -> HostMemory | DeviceMemory:
         """First asked for while there are weights."""
-        if next(self.model.parameters()).device.type != "cpu":
-            return DeviceMemory(self.model, self.target.storages, keeps_weights=self._keeps_weights)
         cache = [tensor.untyped_storage() for tensor in self._cache()]
+        if next(self.model.parameters()).device.type != "cpu":
+            return DeviceMemory(self.model, self.target.storages, cache, keeps_weights=self._keeps_weights)
         return HostMemory({MemoryTag.WEIGHTS: self.target.storages, MemoryTag.KV_CACHE: cache})
 
     @property
