@@ -38,7 +38,7 @@ TORCHVISION := tests/support/torchvision-without-ops
 VLLM_READY := .venvs/vllm/.ready-$(shell (cat pyproject.toml $(VLLM_SERVER)/* $(TORCHVISION)/*; echo '$(TORCH) $(VLLM)') | sha256sum | cut -c1-16)
 SGLANG_READY := .venvs/sglang/.ready-$(shell (cat pyproject.toml $(SGLANG_PLATFORM)/*; echo '$(SGLANG)') | sha256sum | cut -c1-16)
 
-.PHONY: help setup demo test test-unit test-fast test-sglang-server test-vllm-server faults conformance conformance-all in-process in-a-host-process parity parity-page mutants matrix lint docs bench clean
+.PHONY: help setup demo test test-unit test-fast test-sglang-server test-vllm-server faults conformance conformance-all conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint docs bench clean
 .PHONY: environment-transformers environment-echo environment-sglang environment-sglang-server environment-vllm environment-vllm-server
 
 help: ## show this list
@@ -111,6 +111,12 @@ $(VLLM_READY): | pyproject.toml
 	@.venvs/vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall ./$(VLLM_SERVER) ./$(TORCHVISION)
 	@rm -f .venvs/vllm/.ready-* && touch $@
 
+# Answers of an engine that quantises what it loads are compared with those of one that loaded the same.
+EQUALS := weight_sync/a_push_on_one_host_equals_a_fresh_load weight_sync/a_broadcast_equals_a_fresh_load
+conformance-quantised: environment-vllm ## push weights to a vLLM that keeps them in eight bits
+	@$(MAKE) --no-print-directory conformance BACKEND=vllm REPORT=build/vllm-fp8.json \
+		ARGS='--dtype bfloat16 --set "engine_kwargs={quantization: fp8_per_channel}" $(addprefix --case ,$(EQUALS))'
+
 # What each engine answers to the same requests, each asked in its own environment.
 parity: environment-sglang environment-vllm $(READY) ## compare the answers of transformers, SGLang and vLLM
 	@OMP_NUM_THREADS=1 $(BIN)/drivetrain record transformers --output build/parity/transformers-cpu.json
@@ -130,6 +136,7 @@ conformance-all: $(READY) ## the suite on every backend, their parity, the suite
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target in-process in-a-host-process
 	@$(MAKE) --no-print-directory conformance BACKEND=sglang
 	@$(MAKE) --no-print-directory conformance BACKEND=vllm
+	@$(MAKE) --no-print-directory conformance-quantised
 	@OMP_NUM_THREADS=1 .venvs/sglang/bin/drivetrain demo --backend sglang --steps 3 --no-plot # its host is no forked one
 	@$(MAKE) --no-print-directory parity
 	@$(BIN)/drivetrain matrix --check docs/reference/conformance build/conformance/*.json

@@ -47,9 +47,10 @@ def validate_weights(target: WeightTarget) -> WeightReport:
     bad: dict[str, str] = {}
     zero: list[str] = []
     for name in names:
-        tensor = target.read(name)
-        bad |= non_finite({name: tensor})
-        if tensor.numel() and not bool(tensor.any()):
+        forms = [_of_common_dtype(held) for held in target.forms_of(name)]
+        for held in forms:
+            bad |= non_finite({name: held})
+        if any(held.numel() for held in forms) and not any(bool(held.any()) for held in forms):
             zero.append(name)
     return WeightReport(
         checked=len(names),
@@ -57,6 +58,11 @@ def validate_weights(target: WeightTarget) -> WeightReport:
         infinite=tuple(name for name, what in bad.items() if what == "infinite"),
         all_zero=tuple(zero),
     )
+
+
+def _of_common_dtype(tensor: torch.Tensor) -> torch.Tensor:
+    """Torch looks at hardly anything of a float of eight bits."""
+    return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
 
 
 def merged(reports: Sequence[WeightReport]) -> WeightReport:

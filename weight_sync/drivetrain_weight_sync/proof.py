@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
 import torch
 from safetensors import safe_open
+from torch import nn
 
 from drivetrain.errors import WeightSyncError
+from drivetrain_weight_sync.converted import held_by
 from drivetrain_weight_sync.names import listed
+from drivetrain_weight_sync.recorded import RecordedTarget
 from drivetrain_weight_sync.target import WeightTarget
 
 _ROWS: Final = 2
@@ -29,7 +33,7 @@ def require_as_stored(target: WeightTarget, folder: Path) -> None:
     moved: list[str] = []
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as stored:
-            for name in known & set(stored.keys()):
+            for name in known & set(stored.keys()) - target.converted:
                 held = target.read(name)
                 rows = stored.get_slice(name)
                 if list(held.shape) != rows.get_shape() or held.ndim == 0:
@@ -45,6 +49,44 @@ def require_as_stored(target: WeightTarget, folder: Path) -> None:
             f"the engine keeps {listed(sorted(moved))} otherwise than its loader leaves them, packed or transposed for "
             "its kernels, which weight sync cannot follow yet; configure it to keep weights as the checkpoint has them"
         )
+
+
+def require_converted_alike(target: RecordedTarget, folder: Path) -> None:
+    """Have one part of each kind that the engine keeps in another form loaded again from the folder's files.
+
+    Raises:
+        WeightSyncError: it does not come to what is there; that is as it was.
+    """
+    kinds: dict[object, nn.Module] = {}
+    for part in target.converted_parts:
+        kinds.setdefault((type(part), *((held.dtype, held.ndim) for held in held_by(part))), part)
+    for part in kinds.values():
+        names = target.converted_parts[part]
+        stored = _stored(folder, names)
+        if stored.keys() != set(names):
+            continue
+        before = [held.clone() for held in held_by(part)]
+        target.load(stored.items())
+        target.finish()
+        if not all(map(_alike, held_by(part), before)):
+            for held, kept in zip(held_by(part), before, strict=True):
+                held.data.copy_(kept)
+            raise WeightSyncError(
+                f"the engine makes something else of {listed(sorted(names))} when it loads them again, which weight "
+                "sync cannot follow; configure it to keep weights as the checkpoint has them"
+            )
+
+
+def _stored(folder: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as stored:
+            found |= {name: stored.get_tensor(name) for name in set(names) & set(stored.keys())}
+    return found
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
 
 
 def _same(held: torch.Tensor, stored: torch.Tensor) -> bool:

@@ -28,9 +28,10 @@ from drivetrain.weights import (
     WeightReport,
 )
 from drivetrain_weight_sync import device_copies
+from drivetrain_weight_sync.converted import Converted
 from drivetrain_weight_sync.derived import AfterLoading, Derived
 from drivetrain_weight_sync.inspect import merged, require_tensor, tensor_data, validate_weights
-from drivetrain_weight_sync.proof import require_as_stored
+from drivetrain_weight_sync.proof import require_as_stored, require_converted_alike
 from drivetrain_weight_sync.receiver import Receiver
 from drivetrain_weight_sync.recorded import RecordedTarget
 from drivetrain_weight_sync.saving import WeightWriter
@@ -86,15 +87,21 @@ class RankWeights(ABC):
             self.checkpoint,
             split=self.group is not None,
             at_once=device_copies.is_available(),
+            converted=self.converted(),
         )
         if self.folder is not None:
             require_as_stored(target, self.folder)
+            require_converted_alike(target, self.folder)
         target.derived = Derived(self.after_loading(), target.storages)
         return target
 
     def after_loading(self) -> Iterable[AfterLoading]:
         """What the engine does once weights are loaded, module by module, after what quantisation does."""
         return ()
+
+    def converted(self) -> Converted | None:
+        """Parts that the engine keeps in another form than its loader fills; None: there are none."""
+        return None
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
         """Load tensors as the engine loads a checkpoint."""

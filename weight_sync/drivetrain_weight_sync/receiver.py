@@ -143,6 +143,8 @@ class Receiver:
         """Tensors that were read back after they had been digested on the way, and were what had been sent."""
         self._split: dict[str, tuple[int, int]] = {}
         """Of each tensor of which this worker holds a part: digests of the whole that came, and of the part."""
+        self._converted: dict[str, int] = {}
+        """Digests of tensors as they came that the engine keeps in another form."""
         self._held: dict[str, tuple[int, int | None]] = {}
         """Of each tensor that the last update brought: its digest, and that of the part, if it is split."""
         self._base: dict[str, tuple[int, int | None]] = {}
@@ -254,7 +256,8 @@ class Receiver:
                 f"the {request.source.kind} source cannot be read: {type(error).__name__}: {error}; nothing was changed"
             ) from error
         self._request, self._reader = request, reader
-        self._plan, self._digests, self._loaded, self._split = opened.plan, opened.digests, set(), {}
+        self._plan, self._digests, self._loaded = opened.plan, opened.digests, set()
+        self._split, self._converted = {}, {}
         self._base = {} if opened.base is None else self._held
         for name, (whole, part) in self._base.items():
             if part is not None:
@@ -303,7 +306,8 @@ class Receiver:
                 return WeightReply()
             case CommitUpdate(version):
                 self._check_version(version)
-                if self._reader is not None and self._reader.place is None:  # else parts may not have been looked at
+                # Else parts may not have been looked at, or cannot be changed by what is new of them.
+                if self._reader is not None and self._reader.place is None and not self._target.converted:
                     self._held = {
                         name: (value, self._split[name][1] if name in self._split else None)
                         for name, value in self._digests.items()
@@ -349,6 +353,12 @@ class Receiver:
             if name in proved:
                 yield name, tensor
                 continue
+            if name in self._target.converted:
+                # Not what it becomes can be compared, only what it was: and that is what the engine is given.
+                came = tensor.clone(memory_format=torch.contiguous_format)
+                self._converted[name] = digest(came)
+                yield name, came
+                continue
             part = self._target.part_of(name, tensor)
             if part is not None:
                 found = digests({"whole": tensor, "part": part})
@@ -392,11 +402,12 @@ class Receiver:
         on_the_way = self._target.expect(self._digests)
         # Where a copy leads is not in its digest: what was copied is read back once, and then known to arrive.
         trusted = self._proved & on_the_way
-        names = [name for name in self._digests if name not in trusted]
+        names = [name for name in self._digests if name not in trusted and name not in self._converted]
         self._target.finish()
         differ = self._target.differing()
         found = digests({name: self._target.read(name) for name in names})
         differ += [name for name, value in found.items() if not self._is_as_sent(name, value)]
+        differ += [name for name, value in self._converted.items() if value != self._digests.get(name, value)]
         if differ:
             self._proved = frozenset()
             wrong = sorted(set(differ))
@@ -438,8 +449,8 @@ class Receiver:
         if self._reader is not None:
             self._reader.release()
         self._request, self._reader = None, None
-        self._plan, self._digests, self._loaded, self._split = WeightPlan(()), {}, set(), {}
-        self._base = {}
+        self._plan, self._digests, self._loaded = WeightPlan(()), {}, set()
+        self._split, self._converted, self._base = {}, {}, {}
         self._phase = Phase.IDLE
 
 

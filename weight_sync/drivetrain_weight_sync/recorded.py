@@ -6,15 +6,18 @@ backwards, to read what the engine holds by checkpoint name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
 import torch
+from torch import nn
 
 from drivetrain.errors import EngineStateError, WeightSyncError, WeightTransferFailed
 from drivetrain.weights import WeightManifest
+from drivetrain_weight_sync.converted import Converted, held_by
 from drivetrain_weight_sync.derived import Derived
 from drivetrain_weight_sync.device_copies import DeviceCopies, DeviceCopy, Launched, fits, window_of
 from drivetrain_weight_sync.dtypes import dtype_name, dtype_of
@@ -44,13 +47,20 @@ class RecordedTarget:
             engine's own, whatever is said here.
         split: Whether other ranks take the parts of tensors that this one's loader leaves out.
         at_once: Make copies within a GPU as one kernel, where tensors stay, and digest them on the way.
+        converted: Parts that the engine keeps in another form; None: there are none.
 
     Raises:
         WeightSyncError: the loader transforms weights, or takes parts of some and ``split`` is false.
     """
 
     def __init__(
-        self, load_weights: LoadWeights, checkpoint: WeightManifest, *, split: bool = False, at_once: bool = False
+        self,
+        load_weights: LoadWeights,
+        checkpoint: WeightManifest,
+        *,
+        split: bool = False,
+        at_once: bool = False,
+        converted: Converted | None = None,
     ) -> None:
         self._at_once = at_once
         self._batches: dict[Hashable, DeviceCopies] = {}
@@ -60,16 +70,25 @@ class RecordedTarget:
         self._launched: list[Launched] = []
         self.derived: Derived | None = None
         """What the engine computes from what was loaded."""
-        self._copies = record(load_weights, checkpoint.tensors)
+        self._converter = converted
+        self._parts_of: dict[str, list[nn.Module]] = {}
+        """Of each tensor that the engine keeps in another form."""
+        with nullcontext() if converted is None else converted.as_loaded():
+            copies = record(load_weights, checkpoint.tensors)
+            for name, found in copies.items():
+                filled = [copy.destination for copy in found if copy.destination.is_meta]
+                if converted is not None and filled:
+                    self._parts_of[name] = list(dict.fromkeys(map(converted.part_of, filled)))
         tensors = [
-            replace(spec, dtype=dtype_name(self._copies[spec.name][0].destination.dtype))
+            replace(spec, dtype=dtype_name(copies[spec.name][0].destination.dtype))
             for spec in checkpoint.tensors
-            if spec.name in self._copies
+            if spec.name in copies
         ]
+        self._copies = {name: found for name, found in copies.items() if name not in self._parts_of}
         self._specs = {spec.name: spec for spec in tensors}
         aliases = {name: main for name, main in checkpoint.aliases.items() if main in self._specs}
         self._manifest = WeightManifest(tuple(tensors), aliases)
-        self._split = {name for name in self._specs if not self._is_whole(name)}
+        self._split = {name for name in self._copies if not self._is_whole(name)}
         if self._split and not split:
             raise WeightSyncError(
                 f"the engine's loader takes only parts of {listed(sorted(self._split))}, and there is no other rank"
@@ -86,12 +105,25 @@ class RecordedTarget:
     @cached_property
     def storages(self) -> list[torch.UntypedStorage]:
         """The memory of all that an update brings, each piece once."""
-        found = {
-            copy.destination.untyped_storage()._cdata: copy.destination.untyped_storage()
-            for copies in self._copies.values()
-            for copy in copies
-        }
+        brought = [copy.destination for copies in self._copies.values() for copy in copies]
+        for part in self.converted_parts:
+            brought += held_by(part)
+        found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in brought}
         return list(found.values())
+
+    @cached_property
+    def converted_parts(self) -> dict[nn.Module, list[str]]:
+        """Parts that the engine keeps in another form, and the tensors that each is made of."""
+        found: dict[nn.Module, list[str]] = {}
+        for name, parts in self._parts_of.items():
+            for part in parts:
+                found.setdefault(part, []).append(name)
+        return found
+
+    @property
+    def converted(self) -> Set[str]:
+        """Names of tensors that the engine keeps in another form."""
+        return self._parts_of.keys()
 
     @cached_property
     def _addresses_of(self) -> list[Callable[[], int]]:
@@ -119,14 +151,26 @@ class RecordedTarget:
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, place: Hashable = None) -> None:
-        """Make the recorded copies of these tensors."""
-        whole = ((name, tensor.contiguous()) for name, tensor in tensors)
+        """Make the recorded copies of these tensors, and have the engine load those that it keeps in another form."""
+        own: dict[str, torch.Tensor] = {}
+
+        def whole() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in tensors:
+                if self._own(name) in self._parts_of:
+                    own[self._own(name)] = tensor
+                else:
+                    yield name, tensor.contiguous()
+
         if self._at_once and place is not None:
-            self._load_at_once(list(whole), place)
-            return
-        for name, tensor in whole:
-            for copy in self._ways(name):
-                copy.destination.copy_(copy.part_of(tensor))
+            self._load_at_once(list(whole()), place)
+        else:
+            for name, tensor in whole():
+                for copy in self._ways(name):
+                    copy.destination.copy_(copy.part_of(tensor))
+        if own:
+            assert self._converter is not None
+            parts = dict.fromkeys(part for name in own for part in self._parts_of[name])
+            self._converter.load(list(parts), own)
 
     def load_again(self, place: Hashable, among: Set[str]) -> Set[str]:
         """Make again the copies of an earlier load from this place."""
@@ -182,6 +226,7 @@ class RecordedTarget:
     def _devices(self) -> set[torch.device]:
         """The GPUs that hold the model."""
         devices = {copy.destination.device for copies in self._copies.values() for copy in copies}
+        devices |= {held.device for part in self.converted_parts for held in held_by(part)}
         return {device for device in devices if device.type == "cuda"}
 
     def cancel(self) -> None:
@@ -193,7 +238,7 @@ class RecordedTarget:
 
         Of a tensor that is split over ranks, the parts that this one holds, one after another, in one dimension.
         """
-        own = self._own(name)
+        own = self._readable(name)
         if own in self._split:
             return torch.cat([copy.destination.flatten() for copy in self._parts(own)])
         spec, copies = self._specs[own], self._copies[own]
@@ -208,7 +253,7 @@ class RecordedTarget:
     @torch.no_grad()
     def whole(self, name: str) -> torch.Tensor:
         """Return a copy of what the engine holds of a checkpoint tensor; zeros where other ranks hold it."""
-        own = self._own(name)
+        own = self._readable(name)
         parts = self._parts(own)
         first = parts[0].destination
         whole = torch.zeros(self._specs[own].shape, dtype=first.dtype, device=first.device)
@@ -229,7 +274,7 @@ class RecordedTarget:
         """Return what this rank holds of a checkpoint tensor, and where it lies in the whole."""
         return [
             Piece(copy.size, copy.stride, copy.offset, copy.destination.to("cpu", copy=True))
-            for copy in self._parts(self._own(name))
+            for copy in self._parts(self._readable(name))
         ]
 
     def assembled(self, name: str, pieces: Iterable[Piece]) -> torch.Tensor:
@@ -242,6 +287,20 @@ class RecordedTarget:
 
     def _own(self, name: str) -> str:
         return self._manifest.aliases.get(name, name)
+
+    def _readable(self, name: str) -> str:
+        own = self._own(name)
+        if own in self._parts_of:
+            raise WeightSyncError(
+                f"the engine keeps {own} in another form, quantised or packed: it cannot be read back as a checkpoint "
+                "has it"
+            )
+        return own
+
+    def forms_of(self, name: str) -> list[torch.Tensor]:
+        """What the engine holds of a tensor: the tensor, or what it made of it and of others."""
+        parts = self._parts_of.get(self._own(name))
+        return [self.read(name)] if parts is None else [held for part in parts for held in held_by(part)]
 
 
 def _at_once(name: str, whole: torch.Tensor, ways: Sequence[Copy]) -> list[DeviceCopy]:

@@ -35,8 +35,17 @@ class WeightTarget(Protocol):
 
         ``place`` says that what is launched on a GPU before this returns finds each as it is, and that at another time
         the same place means the same tensors at the same addresses. With None, each is there only until the next is
-        asked for.
+        asked for, but for :attr:`converted` ones.
         """
+        ...
+
+    @property
+    def converted(self) -> Set[str]:
+        """Names of tensors that the engine keeps in another form, quantised or packed: they cannot be read back."""
+        ...
+
+    def forms_of(self, name: str) -> list[torch.Tensor]:
+        """Return what the engine holds of a tensor: the tensor, or what it made of it and of others."""
         ...
 
     def load_again(self, place: Hashable, among: Set[str]) -> Set[str]:
@@ -114,6 +123,15 @@ class ModuleTarget:
         """Copy in place. Dtypes and shapes are those of the manifest."""
         for name, tensor in tensors:
             self.destination(name).copy_(tensor)
+
+    @property
+    def converted(self) -> Set[str]:
+        """None."""
+        return frozenset()
+
+    def forms_of(self, name: str) -> list[torch.Tensor]:
+        """The parameter or buffer itself."""
+        return [self.read(name)]
 
     def load_again(self, place: Hashable, among: Set[str]) -> Set[str]:
         """No copy is digested on the way."""

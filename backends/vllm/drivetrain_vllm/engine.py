@@ -100,6 +100,9 @@ _ALWAYS: Final = frozenset(
 _MEMORY_SAVERS: Final = frozenset({Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, Capability.SLEEP_KEEPS_WEIGHTS})
 """On a GPU, what vLLM's allocator for sleep does."""
 
+_OF_PLAIN_WEIGHTS: Final = frozenset({Capability.READ_WEIGHTS, Capability.SAVE_SHARDED, Capability.SAVE_REMOTE})
+"""What takes weights that were not quantised: of others the engine holds no copy."""
+
 _ABORT_AGAIN_S: Final = 0.1
 _LONGEST_SOCKET_FOLDER: Final = 60
 """The system takes 107 bytes for a socket's path, of which vLLM adds 37."""
@@ -156,6 +159,8 @@ class VLLMBackend(WorkerBackend):
             claimed.add(Capability.SAVE_REMOTE)
         if config.tensor_parallel_size > 1:
             claimed -= {Capability.SAVE_SHARDED, Capability.SAVE_REMOTE}
+        if config.engine_kwargs.get("quantization") is not None:
+            claimed -= _OF_PLAIN_WEIGHTS
         if device_type_of(config) != "cpu":
             claimed |= _of_a_gpu()
             if not config.enable_sleep:

@@ -15,6 +15,7 @@ from drivetrain.errors import EngineStateError
 from drivetrain.host.calls import Calls
 from drivetrain.memory import MemoryTag
 from drivetrain.weights import WeightManifest
+from drivetrain_vllm.inside.converted import ConvertedLayers
 from drivetrain_vllm.inside.layouts import without_lora
 from drivetrain_vllm.inside.memory import DeviceMemory
 from drivetrain_vllm.translate import KEEPS_WEIGHTS
@@ -77,6 +78,10 @@ class Worker(RankWeights):
 
         with set_current_vllm_config(self._worker.vllm_config), without_lora(self.model):
             return super().load_weights(weights)
+
+    def converted(self) -> ConvertedLayers:
+        """What vLLM quantised, or packed for its kernels."""
+        return ConvertedLayers(self.model, self._worker.model_config, self.load_weights)
 
     def after_loading(self) -> Iterable[AfterLoading]:
         """MLA multiplies by halves of a projection; some models have more of their own."""
