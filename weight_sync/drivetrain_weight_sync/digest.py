@@ -15,6 +15,7 @@ It is integer arithmetic, so that a CPU and a GPU agree on every bit, in whateve
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import threading
 import zlib
@@ -22,15 +23,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from drivetrain_weight_sync.dtypes import dtype_name
 
 COLUMNS: Final = 1024
 """Words of 64 bits in a row."""
 _ROW_BYTES: Final = 8 * COLUMNS
-# torch splits an elementwise operation over threads above 32768 elements, which would fight with our own threads.
-_CPU_ROWS: Final = 32768 // COLUMNS
+_CPU_ROWS: Final = 64
+"""Rows that are folded at a time: what is made of them on the way stays in the cache of a core."""
 _DEVICE_ROWS: Final = (1 << 22) // COLUMNS
 _POOL_ROWS: Final = 1024
 _SMALL_ROWS: Final = 32
@@ -120,16 +123,20 @@ def _weighted_sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         own = slice(part * _PART_ROWS, (part + 1) * _PART_ROWS)
         fold(words[own], weights.a, weights.b, folded[own])
 
-    parts = -(-len(together) // _PART_ROWS)
-    threads = min(torch.get_num_threads(), len(tensors)) if device.type == "cpu" else 1
-    if threads > 1 and sum(whole_rows) >= _POOL_ROWS:
+    large = [index for index, count in enumerate(in_place) if count]
+    for index, count in enumerate(in_place):
+        if not count:
+            take(index)  # threads would wait for each other more than they work
+    parts = range(-(-len(together) // _PART_ROWS))
+    threads = min(torch.get_num_threads(), len(large) + len(parts)) if device.type == "cpu" else 1
+    if threads > 1 and sum(in_place) + len(together) >= _POOL_ROWS:
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(take, range(len(tensors))))
-            list(pool.map(fold_together, range(parts)))
+            list(pool.map(take, large))
+            list(pool.map(fold_together, parts))
     else:
-        for index in range(len(tensors)):
+        for index in large:
             take(index)
-        for part in range(parts):
+        for part in parts:
             fold_together(part)
     size = torch.tensor(counts, device=device)
     owner = torch.repeat_interleave(torch.arange(len(tensors), device=device), size)
@@ -146,14 +153,26 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _fold_on_cpu(words: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    upper = torch.empty(min(_CPU_ROWS, len(words)), COLUMNS, dtype=torch.int64)
-    part = torch.empty(len(upper), dtype=torch.int64)
-    for block, block_out in zip(torch.split(words, _CPU_ROWS), torch.split(out, _CPU_ROWS), strict=True):
+    # numpy adds products of integers two to three times as fast as torch.
+    values, of_word, of_upper, sums = _array_over(words), a.numpy(), b.numpy(), out.numpy()
+    upper = np.empty((min(_CPU_ROWS, len(values)), COLUMNS), dtype=np.int64)
+    part = np.empty(len(upper), dtype=np.int64)
+    for begin in range(0, len(values), _CPU_ROWS):
+        block, folded = values[begin : begin + _CPU_ROWS], sums[begin : begin + _CPU_ROWS]
         n = len(block)
-        torch.mv(block, a, out=block_out)
-        torch.bitwise_right_shift(block, 32, out=upper[:n])
-        torch.mv(upper[:n], b, out=part[:n])
-        block_out += part[:n]
+        np.einsum("ij,j->i", block, of_word, out=folded)
+        np.right_shift(block, 32, out=upper[:n])
+        np.einsum("ij,j->i", upper[:n], of_upper, out=part[:n])
+        folded += part[:n]
+
+
+def _array_over(words: torch.Tensor) -> NDArray[np.int64]:
+    """An array over the memory of a tensor, which must outlive it.
+
+    ``tensor.numpy()`` pins the storage: an engine could not give back the memory of its weights any more.
+    """
+    memory = (ctypes.c_int64 * words.numel()).from_address(words.data_ptr())
+    return np.ctypeslib.as_array(memory).reshape(words.shape)
 
 
 def fold_on_device(words: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
