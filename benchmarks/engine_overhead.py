@@ -16,6 +16,7 @@ import asyncio
 import gc
 import itertools
 import json
+import os
 import statistics
 import sys
 import time
@@ -99,6 +100,8 @@ class VLLM:
         self._numbers = itertools.count()
 
     async def start(self, model: str) -> None:
+        # This process may have CUDA initialised, which its forks could not use.
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 

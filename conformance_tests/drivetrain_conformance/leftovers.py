@@ -89,20 +89,23 @@ def _names(folder: Path) -> frozenset[str]:
 
 def _is_anothers(name: str) -> bool:
     """Whether a process that lives, and is not this one, uses this file of shared memory, or it has gone meanwhile."""
-    path = _SHARED_MEMORY / name
     try:
-        if path.stat().st_uid != os.getuid():
-            return True
+        status = (_SHARED_MEMORY / name).stat()
     except OSError:
         return True
-    return any(_uses(process.pid, str(path)) for process in psutil.process_iter() if process.pid != os.getpid())
+    if status.st_uid != os.getuid():
+        return True
+    return any(_uses(process.pid, status) for process in psutil.process_iter() if process.pid != os.getpid())
 
 
-def _uses(pid: int, path: str) -> bool:
+def _uses(pid: int, file: os.stat_result) -> bool:
+    # Not by its name: who made a semaphore has mapped it under a temporary one, which is gone.
     folder = Path("/proc") / str(pid)
     try:
-        if any(os.path.realpath(link) == path for link in (folder / "fd").iterdir()):
+        if any(os.path.samestat(link.stat(), file) for link in (folder / "fd").iterdir() if link.exists()):
             return True
-        return path in (folder / "maps").read_text(errors="replace")
+        maps = (folder / "maps").read_text(errors="replace").splitlines()
     except OSError:
         return False
+    columns = (line.split(maxsplit=5) for line in maps if f"{_SHARED_MEMORY}/" in line)
+    return any(int(column[4]) == file.st_ino for column in columns)

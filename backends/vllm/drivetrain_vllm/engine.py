@@ -41,7 +41,6 @@ from drivetrain_vllm.translate import (
     CONFIG_NAMES,
     LORA_RANK,
     MOST_LORAS,
-    SECOND_RUNNER,
     SEEN_WORKING,
     Collected,
     engine_arguments,
@@ -153,8 +152,8 @@ class VLLMBackend(WorkerBackend):
             claimed.add(Capability.PREFIX_CACHE)
         if config.enable_lora:
             claimed |= {Capability.LORA, Capability.WEIGHTS_LORA}
-        if device_type_of(config) == "cpu" and takes_images(config):
-            claimed.add(Capability.IMAGES)  # not yet seen on a GPU
+        if takes_images(config):
+            claimed.add(Capability.IMAGES)
         if importlib.util.find_spec("fsspec") is not None:
             claimed.add(Capability.SAVE_REMOTE)
         if config.tensor_parallel_size > 1:
@@ -182,10 +181,6 @@ class VLLMBackend(WorkerBackend):
         report("importing vLLM")
         self._listener = ChannelListener()
         invite(self._listener.name)
-        if self.config.enable_sleep:
-            # On a GPU (0.26) vLLM's second model runner died of a cache that had slept. What lies beside the cache is
-            # kept since, which was not yet seen there.
-            os.environ.setdefault(SECOND_RUNNER, "0")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         try:
