@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from drivetrain.errors import WeightSyncError, WeightTransferFailed
 from drivetrain.weights import TensorSpec, WeightManifest
@@ -88,6 +91,39 @@ def test_what_looks_at_no_weights_is_done_once() -> None:
 
     update(target_of(model, scales))
     assert done == ["scales"]
+
+
+class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storage = storage._cdata
+        self.seen: list[object] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(v, torch.Tensor) and v.untyped_storage()._cdata == self._storage for v in tree_leaves(args)):
+            self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_cache_is_not_copied_to_see_whether_it_changes() -> None:
+    """It is as large as what is left of the memory."""
+    model = Mla()
+    model.impl.kv_cache = torch.zeros(8, 4)  # type: ignore[attr-defined]
+    storage = model.impl.kv_cache.untyped_storage()  # type: ignore[attr-defined]
+    weights = [parameter.untyped_storage() for parameter in (model.proj, model.norm)]
+    for cache, copied in (([storage], False), ([], True)):
+        with _Reads(storage) as reads:
+            Derived([AfterLoading("attention", model, model.after_loading)], weights, cache)
+        assert bool(reads.seen) is copied, "the probe sees nothing"
+
+
+def test_what_writes_to_the_cache_is_refused_before_it_does() -> None:
+    model = Mla()
+    model.impl.kv_cache = torch.ones(8, 4)  # type: ignore[attr-defined]
+    cache: torch.Tensor = model.impl.kv_cache  # type: ignore[attr-defined]
+    with pytest.raises(WeightSyncError, match="or to the cache"):
+        Derived([AfterLoading("attention", model, cache.zero_)], [], [cache.untyped_storage()])
+    assert bool(cache.all())
 
 
 def test_what_comes_to_something_else_a_second_time_is_refused() -> None:

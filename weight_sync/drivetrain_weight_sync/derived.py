@@ -50,15 +50,21 @@ class Derived:
     Args:
         steps: Each is taken once here: one that looks at no weights is left out later.
         weights: What updates bring.
+        cache: Keys and values, which no step is to write to, and which are as large as memory is.
 
     Raises:
         WeightSyncError: taken a second time, a step does not come to what is there, writes to weights, or fails; all is
             as it was.
     """
 
-    def __init__(self, steps: Iterable[AfterLoading], weights: Iterable[torch.UntypedStorage]) -> None:
-        storages = frozenset(storage._cdata for storage in weights)
-        self._steps = [step for step in steps if _looks_at(step, storages)]
+    def __init__(
+        self,
+        steps: Iterable[AfterLoading],
+        weights: Iterable[torch.UntypedStorage],
+        cache: Iterable[torch.UntypedStorage] = (),
+    ) -> None:
+        of_weights, of_cache = (frozenset(storage._cdata for storage in some) for some in (weights, cache))
+        self._steps = [step for step in steps if _looks_at(step, of_weights, of_cache)]
 
     def refresh(self) -> bool:
         """Compute all of it anew, from the weights that are there now; whether there was any.
@@ -71,12 +77,12 @@ class Derived:
         return bool(self._steps)
 
 
-def _looks_at(step: AfterLoading, weights: Set[int]) -> bool:
+def _looks_at(step: AfterLoading, weights: Set[int], cache: Set[int]) -> bool:
     """Whether a step looks at weights; it is taken, and found to come to what is there already."""
     held = _held(step.module)
-    # Weights are many, and are not written to.
-    values = {place: one.tensor.clone() for place, one in held.items() if storage_of(one.tensor) not in weights}
-    looks = _Looks(weights)
+    # Weights and cache are large, and are not written to.
+    values = {place: one.tensor.clone() for place, one in held.items() if storage_of(one.tensor) not in weights | cache}
+    looks = _Looks(weights, cache)
     try:
         with looks:
             _take(step)
@@ -97,24 +103,26 @@ def _looks_at(step: AfterLoading, weights: Set[int]) -> bool:
 
 
 class _Looks(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees whether any of some storages is looked at, and lets none be written to."""
+    """Sees whether weights are looked at, and lets neither them nor the cache be written to."""
 
-    def __init__(self, storages: Set[int]) -> None:
+    def __init__(self, weights: Set[int], cache: Set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._storages = storages
+        self._weights = weights
+        self._kept = weights | cache
         self.found: bool = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(map(self._is_one, written_to(func, args, kwargs))):
+        if any(_is_of(value, self._kept) for value in written_to(func, args, kwargs)):
             if func is not torch.ops.aten.copy_.default or _place(args[0]) != _place(args[1]):  # onto itself
-                raise NotImplementedError(f"{func} would write to weights")
-        self.found = self.found or any(self._is_one(value) for value in tree_leaves((args, kwargs)))
+                raise NotImplementedError(f"{func} would write to weights, or to the cache")
+        self.found = self.found or any(_is_of(value, self._weights) for value in tree_leaves((args, kwargs)))
         return func(*args, **(kwargs or {}))
 
-    def _is_one(self, value: object) -> bool:
-        return isinstance(value, torch.Tensor) and storage_of(value) in self._storages
+
+def _is_of(value: object, storages: Set[int]) -> bool:
+    return isinstance(value, torch.Tensor) and storage_of(value) in storages
 
 
 @torch.no_grad()

@@ -88,15 +88,20 @@ class RankWeights(ABC):
             split=self.group is not None,
             at_once=device_copies.is_available(),
             converted=self.converted(),
+            model=self.model,
         )
         if self.folder is not None:
             require_as_stored(target, self.folder)
             require_converted_alike(target, self.folder)
-        target.derived = Derived(self.after_loading(), target.storages)
+        target.derived = Derived(self.after_loading(), target.storages, self.cache())
         return target
 
     def after_loading(self) -> Iterable[AfterLoading]:
         """What the engine does once weights are loaded, module by module, after what quantisation does."""
+        return ()
+
+    def cache(self) -> Iterable[torch.UntypedStorage]:
+        """The memory of keys and values, as far as modules of the model hold it."""
         return ()
 
     def converted(self) -> Converted | None:

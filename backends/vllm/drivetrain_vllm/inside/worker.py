@@ -119,23 +119,23 @@ class Worker(RankWeights):
         """Bytes of the cache and of the weights, on all ranks."""
         weights = {tensor.untyped_storage()._cdata: _nbytes(tensor) for tensor in self.model.parameters()}
         own = (
-            0 if MemoryTag.KV_CACHE in self.asleep else sum(map(_nbytes, self._cache())),
+            0 if MemoryTag.KV_CACHE in self.asleep else sum(storage.nbytes() for storage in self.cache()),
             0 if MemoryTag.WEIGHTS in self.asleep else sum(weights.values()),
         )
         of_ranks = self.of_ranks(lambda: own)
         return sum(cache for cache, _ in of_ranks), sum(held for _, held in of_ranks)
 
-    def _cache(self) -> list[torch.Tensor]:
-        tensors = {tensor.untyped_storage()._cdata: tensor for tensor in _tensors(self._runner.kv_caches)}
-        return list(tensors.values())
+    def cache(self) -> list[torch.UntypedStorage]:
+        """What attention layers hold."""
+        storages = (tensor.untyped_storage() for tensor in _tensors(self._runner.kv_caches))
+        return list({storage._cdata: storage for storage in storages}.values())
 
     @cached_property
     def _memory(self) -> HostMemory | DeviceMemory:
         """First asked for while there are weights."""
-        cache = [tensor.untyped_storage() for tensor in self._cache()]
         if next(self.model.parameters()).device.type != "cpu":
-            return DeviceMemory(self.model, self.target.storages, cache, keeps_weights=self._keeps_weights)
-        return HostMemory({MemoryTag.WEIGHTS: self.target.storages, MemoryTag.KV_CACHE: cache})
+            return DeviceMemory(self.model, self.target.storages, self.cache(), keeps_weights=self._keeps_weights)
+        return HostMemory({MemoryTag.WEIGHTS: self.target.storages, MemoryTag.KV_CACHE: self.cache()})
 
     @property
     def _keeps_weights(self) -> bool:
