@@ -35,7 +35,10 @@ from drivetrain.weights import (
     WeightReply,
     WeightUpdateRequest,
 )
-from drivetrain_weight_sync import ModuleTarget, Receiver
+from drivetrain_weight_sync import ModuleTarget, Receiver, make_plan
+from drivetrain_weight_sync.source import Source
+from drivetrain_weight_sync.staging import Staged, Stager, stage
+from drivetrain_weight_sync.transports.in_process import InProcessSender
 
 HOST_CAPABILITIES = frozenset(
     {
@@ -241,3 +244,19 @@ def serve() -> None:
 
 if __name__ == "__main__":
     serve()
+
+
+def push_in_process(
+    receiver: Receiver, manifest: WeightManifest, weights: dict[str, torch.Tensor], *, spoil: str | None = None
+) -> None:
+    """Take weights through all steps of an update; ``spoil`` names one that changes once it is digested."""
+    plan, sender, staged = make_plan(manifest.tensors), InProcessSender(), Staged()
+    stage(Source(weights), sender, manifest, plan, staged, Stager(), cast=False)
+    request = WeightUpdateRequest(version="v1", source=sender.source(), plan=plan, digests=staged.digests)
+    receiver.handle(PrepareUpdate(request))
+    receiver.handle(BeginUpdate())
+    if spoil is not None:
+        weights[spoil].flatten()[0] += 1
+    receiver.handle(LoadBuckets(tuple(range(len(plan.buckets)))))
+    receiver.handle(VerifyUpdate())
+    receiver.handle(CommitUpdate("v1"))

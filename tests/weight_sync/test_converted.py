@@ -9,27 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.weight_sync.receiver_engines import push_in_process
 from torch import nn
 
 from drivetrain.errors import WeightSyncError, WeightVerifyFailed
-from drivetrain.weights import (
-    BeginUpdate,
-    CommitUpdate,
-    LoadBuckets,
-    PrepareUpdate,
-    TensorSpec,
-    VerifyUpdate,
-    WeightManifest,
-    WeightUpdateRequest,
-)
-from drivetrain_weight_sync import Receiver, make_plan
+from drivetrain.weights import TensorSpec, WeightManifest
+from drivetrain_weight_sync import Receiver
 from drivetrain_weight_sync.converted import Converted
 from drivetrain_weight_sync.inspect import validate_weights
 from drivetrain_weight_sync.proof import require_as_stored, require_converted_alike
 from drivetrain_weight_sync.recorded import RecordedTarget
-from drivetrain_weight_sync.source import Source
-from drivetrain_weight_sync.staging import Staged, Stager, stage
-from drivetrain_weight_sync.transports.in_process import InProcessSender
 
 ROWS = 3
 SPECS = (
@@ -98,19 +87,6 @@ def target_of(engine: Engine) -> RecordedTarget:
     return RecordedTarget(engine.load_weights, MANIFEST, converted=engine)
 
 
-def push(receiver: Receiver, weights: dict[str, torch.Tensor], *, spoil: str | None = None) -> None:
-    plan, sender, staged = make_plan(SPECS), InProcessSender(), Staged()
-    stage(Source(weights), sender, MANIFEST, plan, staged, Stager(), cast=False)
-    request = WeightUpdateRequest(version="v1", source=sender.source(), plan=plan, digests=staged.digests)
-    receiver.handle(PrepareUpdate(request))
-    receiver.handle(BeginUpdate())
-    if spoil is not None:
-        weights[spoil].flatten()[0] += 1
-    receiver.handle(LoadBuckets(tuple(range(len(plan.buckets)))))
-    receiver.handle(VerifyUpdate())
-    receiver.handle(CommitUpdate("v1"))
-
-
 def weights() -> dict[str, torch.Tensor]:
     return {spec.name: torch.randn(spec.shape) for spec in SPECS}
 
@@ -120,7 +96,7 @@ def test_the_engine_makes_its_form_of_what_was_pushed() -> None:
     receiver = Receiver(target_of(engine))
     for _ in range(2):
         pushed = weights()
-        push(receiver, pushed)
+        push_in_process(receiver, MANIFEST, pushed)
         quantised, scale = quantise(torch.cat([pushed["gate"], pushed["up"]]))
         assert torch.equal(engine.layer.quantised, quantised)
         assert torch.equal(engine.layer.scale, scale)
@@ -131,7 +107,7 @@ def test_the_engine_makes_its_form_of_what_was_pushed() -> None:
 @pytest.mark.parametrize("name", ["gate", "up", "norm"])
 def test_what_came_otherwise_than_sent_is_found(name: str) -> None:
     with pytest.raises(WeightVerifyFailed, match=name) as caught:
-        push(Receiver(target_of(Engine())), weights(), spoil=name)
+        push_in_process(Receiver(target_of(Engine())), MANIFEST, weights(), spoil=name)
     assert caught.value.tensors == (name,)
 
 
@@ -160,7 +136,7 @@ def test_its_form_is_what_is_looked_at() -> None:
     engine = Engine()
     target = target_of(engine)
     assert set(validate_weights(target).all_zero) == {"gate", "up", "norm"}
-    push(Receiver(target), weights())
+    push_in_process(Receiver(target), MANIFEST, weights())
     report = validate_weights(target)
     assert (report.checked, report.nan, report.infinite, report.all_zero) == (3, (), (), ())
     engine.layer.scale[0] = torch.nan
@@ -171,7 +147,7 @@ def test_an_engine_that_comes_to_something_else_again_is_refused(tmp_path: Path)
     stored = weights()
     save_file(stored, tmp_path / "model.safetensors")
     engine = Engine()
-    push(Receiver(target_of(engine)), dict(stored))
+    push_in_process(Receiver(target_of(engine)), MANIFEST, dict(stored))
     kept = engine.layer.quantised.clone(), engine.layer.scale.clone()
 
     target = target_of(engine)

@@ -103,14 +103,14 @@ def test_memory_that_was_given_back_is_not_written_to() -> None:
         target.check_ready()
 
 
-def test_a_loader_that_computes_is_refused() -> None:
+def test_what_is_computed_into_nothing_that_is_known_is_refused() -> None:
     model = Fused()
 
     def quantise(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for _, tensor in weights:
             model.embed[:5].copy_((tensor * 2).round())
 
-    with pytest.raises(WeightSyncError, match="transforms"):
+    with pytest.raises(WeightSyncError, match="computes something of embed"):
         RecordedTarget(quantise, WeightManifest((TensorSpec("embed", "float32", (5, 3)),)))
 
 

@@ -1,4 +1,4 @@
-"""A loader that moves tensors about before it copies them is followed; one that computes with them is refused."""
+"""A loader that moves tensors about before it copies them is followed; where what it computes lies is seen."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from drivetrain.errors import WeightSyncError
 from drivetrain.weights import TensorSpec
-from drivetrain_weight_sync.recording import record
+from drivetrain_weight_sync.recording import Recording, record
 
 HEADS, DIM, WIDTH = 3, 4, 5
 SHAPES = {"qkv": (HEADS * 3 * DIM, WIDTH), "bias": (HEADS * 3 * DIM,), "a": (4, 6), "b": (2, 6), "scalar": ()}
@@ -50,7 +50,7 @@ def test_what_is_moved_about_is_copied_from_where_it_was() -> None:
     weights = {name: torch.randn(shape) for name, shape in SHAPES.items()}
     loaded, followed = Engine(), Engine()
     loaded.load(weights.items())
-    copies = record(followed.load, specs())
+    copies = record(followed.load, specs()).copies
     assert not followed.qkv.any(), "recording changes nothing"
     assert set(copies) == set(SHAPES)
     for name, found in copies.items():
@@ -68,7 +68,7 @@ def test_a_rank_takes_its_part_of_what_is_moved_about() -> None:
             sorted_by_kind = tensor.view(HEADS, 3, DIM, WIDTH).transpose(0, 1).reshape(3, HEADS * DIM, WIDTH)
             part.copy_(sorted_by_kind[0].narrow(0, DIM, 2 * DIM))
 
-    (copy,) = record(second_and_third_head_of_q, specs("qkv"))["qkv"]
+    (copy,) = record(second_and_third_head_of_q, specs("qkv")).copies["qkv"]
     tensor = torch.randn(SHAPES["qkv"])
     copy.destination.copy_(copy.part_of(tensor))
     assert torch.equal(part, tensor.view(HEADS, 3, DIM, WIDTH)[1:, 0].reshape(2 * DIM, WIDTH))
@@ -87,19 +87,17 @@ def test_a_rank_takes_its_part_of_what_is_moved_about() -> None:
         lambda tensor: torch.where(tensor > 0, tensor, 0),
     ],
 )
-def test_what_is_computed_is_refused(computes: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_of_what_is_computed_it_is_known_where_it_lies(computes: Callable[[torch.Tensor], torch.Tensor]) -> None:
     held = torch.zeros(SHAPES["qkv"])
 
     def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for _, tensor in weights:
             held.copy_(computes(tensor))
 
-    with pytest.raises(WeightSyncError, match="the engine transforms weights"):
-        record(load, specs("qkv"))
-    assert not held.any()
+    require_computed(record(load, specs("qkv")), {"qkv": held})
 
 
-def test_what_is_loaded_by_way_of_another_tensor_is_refused() -> None:
+def test_what_is_loaded_by_way_of_another_tensor_is_computed() -> None:
     held = torch.zeros(SHAPES["a"])
 
     def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -108,17 +106,116 @@ def test_what_is_loaded_by_way_of_another_tensor_is_refused() -> None:
             between.copy_(tensor)
             held.copy_(between)
 
-    with pytest.raises(WeightSyncError, match="into a tensor that it made for that"):
-        record(load, specs("a"))
-    assert not held.any(), "what was never written is not read"
+    require_computed(record(load, specs("a")), {"a": held})
 
 
-def test_tensors_that_are_mixed_are_refused() -> None:
+def test_tensors_that_are_mixed_are_computed_together() -> None:
     held = torch.zeros(4, 6)
 
     def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         kept = dict(weights)
         held.copy_(torch.where(torch.eye(4, 6).bool(), kept["a"], kept["b"][:1]))
 
-    with pytest.raises(WeightSyncError, match="the engine transforms weights"):
-        record(load, specs("a", "b"))
+    require_computed(record(load, specs("a", "b")), {"a": held, "b": held})
+
+
+@pytest.mark.parametrize(
+    "computes",
+    [
+        lambda held: held.copy_(-torch.exp(held.float())),
+        lambda held: held.mul_(2),
+        lambda held: torch.neg(held, out=held),
+        lambda held: held[1:].fill_(7),
+    ],
+)
+def test_what_is_computed_of_what_was_loaded_is_seen(computes: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """As vLLM's and SGLang's Mamba mixers do with A_log: copied there, then exponentiated."""
+    held, beside = torch.full(SHAPES["a"], 3.0), torch.full(SHAPES["b"], 3.0)
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "b":
+                beside.copy_(tensor)
+            else:
+                held.copy_(tensor)
+                computes(held)
+
+    recording = record(load, specs("a", "b"))
+    assert recording.copies.keys() == {"b"}
+    assert bool((held == 3).all()), "recording changes nothing"
+    assert {place.data_ptr() for place in recording.computed["a"]} >= {held.data_ptr()}
+
+
+def test_what_shares_memory_with_what_is_computed_goes_with_it() -> None:
+    held = torch.full((6, 6), 3.0)
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "a":
+                held[:4].copy_(tensor * 2)
+            else:
+                held[4:].copy_(tensor)
+
+    recording = record(load, specs("a", "b"))
+    assert not recording.copies
+    assert recording.computed.keys() == {"a", "b"}
+
+
+def test_constants_beside_what_is_loaded_stay() -> None:
+    """As padding of embeddings is made: it is there already."""
+    held = torch.cat([torch.full((4, 6), 3.0), torch.zeros(2, 6)])
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in weights:
+            held.zero_()
+            held[:4].copy_(tensor)
+            held[4:].fill_(0)
+
+    recording = record(load, specs("a"))
+    assert recording.copies.keys() == {"a"}
+    assert bool((held[:4] == 3).all()), "recording changes nothing"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int64"])
+def test_a_number_is_copied(dtype: str) -> None:
+    """As default_weight_loader of vLLM and of SGLang loads what has one element."""
+    held = torch.zeros(1)
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in weights:
+            held.data.fill_(tensor.item())
+
+    (copy,) = record(load, [TensorSpec("scalar", dtype, ())]).copies["scalar"]
+    copy.destination.copy_(copy.part_of(torch.tensor(4)))
+    assert held.tolist() == [4]
+
+
+@pytest.mark.parametrize("uses", [lambda held, number: held.fill_(number * 2), lambda held, number: number > 3])
+def test_a_number_that_is_computed_with_is_refused(uses: Callable[[torch.Tensor, float], object]) -> None:
+    held = torch.zeros(1)
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in weights:
+            uses(held, tensor.item())
+
+    with pytest.raises(WeightSyncError, match="scalar is not seen to get anywhere"):
+        record(load, specs("scalar"))
+    assert not held.any()
+
+
+def test_a_loader_that_must_see_values_is_refused() -> None:
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in weights:
+            tensor.tolist()
+
+    with pytest.raises(WeightSyncError, match="which weight sync cannot follow"):
+        record(load, specs("a"))
+
+
+def require_computed(recording: Recording, places: dict[str, torch.Tensor]) -> None:
+    assert not recording.copies
+    assert recording.computed.keys() == places.keys()
+    for name, held in places.items():
+        (place,) = recording.computed[name]
+        assert (place.data_ptr(), place.shape) == (held.data_ptr(), held.shape)
+        assert not held.any(), "recording changes nothing"

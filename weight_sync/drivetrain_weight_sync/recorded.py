@@ -1,7 +1,7 @@
 """An engine's model whose own loader was watched once: from each checkpoint tensor to where its values go.
 
 The copies that :func:`~drivetrain_weight_sync.recording.record` saw are made again at the speed of a copy, and
-backwards, to read what the engine holds by checkpoint name.
+backwards, to read what the engine holds by checkpoint name. What its loader computes with, it is given again.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from drivetrain.weights import WeightManifest
 from drivetrain_weight_sync.converted import Converted, held_by
 from drivetrain_weight_sync.derived import Derived
 from drivetrain_weight_sync.device_copies import DeviceCopies, DeviceCopy, Launched, fits, window_of
+from drivetrain_weight_sync.dispatch import storage_of
 from drivetrain_weight_sync.dtypes import dtype_name, dtype_of
 from drivetrain_weight_sync.names import listed
 from drivetrain_weight_sync.recording import Copy, LoadWeights, record
@@ -44,13 +45,14 @@ class RecordedTarget:
     Args:
         load_weights: The loader of the engine's model.
         checkpoint: Names, shapes and aliases of the checkpoint's tensors, as a trainer has them. Dtypes are the
-            engine's own, whatever is said here.
+            engine's own, whatever is said here, but for tensors that the loader computes with.
         split: Whether other ranks take the parts of tensors that this one's loader leaves out.
         at_once: Make copies within a GPU as one kernel, where tensors stay, and digest them on the way.
         converted: Parts that the engine keeps in another form; None: there are none.
+        model: Where what the loader computes is held; None: what it computes is refused.
 
     Raises:
-        WeightSyncError: the loader transforms weights, or takes parts of some and ``split`` is false.
+        WeightSyncError: the loader cannot be followed, or takes parts of some tensors and ``split`` is false.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class RecordedTarget:
         split: bool = False,
         at_once: bool = False,
         converted: Converted | None = None,
+        model: nn.Module | None = None,
     ) -> None:
         self._at_once = at_once
         self._batches: dict[Hashable, DeviceCopies] = {}
@@ -70,21 +73,37 @@ class RecordedTarget:
         self._launched: list[Launched] = []
         self.derived: Derived | None = None
         """What the engine computes from what was loaded."""
+        self._load_weights = load_weights
         self._converter = converted
         self._parts_of: dict[str, list[nn.Module]] = {}
         """Of each tensor that the engine keeps in another form."""
+        self._computed: set[str] = set()
+        """Of these, those with which its loader itself computes."""
         with nullcontext() if converted is None else converted.as_loaded():
-            copies = record(load_weights, checkpoint.tensors)
-            for name, found in copies.items():
+            recording = record(load_weights, checkpoint.tensors)
+            for name, found in recording.copies.items():
                 filled = [copy.destination for copy in found if copy.destination.is_meta]
                 if converted is not None and filled:
                     self._parts_of[name] = list(dict.fromkeys(map(converted.part_of, filled)))
+            of_storage = _modules_of(model) if recording.computed else {}
+            for name, places in recording.computed.items():
+                own = [] if converted is None else [converted.part_of(place) for place in places if place.is_meta]
+                own += [of_storage[storage_of(place)] for place in places if storage_of(place) in of_storage]
+                if len(own) < len(places):
+                    raise WeightSyncError(
+                        f"the engine's loader computes something of {name}, and it is not seen what the model has of it"
+                    )
+                self._parts_of[name] = list(dict.fromkeys(own))
+                if not any(place.is_meta for place in places):
+                    self._computed.add(name)
         tensors = [
-            replace(spec, dtype=dtype_name(copies[spec.name][0].destination.dtype))
+            replace(spec, dtype=dtype_name(recording.copies[spec.name][0].destination.dtype))
+            if spec.name in recording.copies
+            else spec
             for spec in checkpoint.tensors
-            if spec.name in copies
+            if spec.name in recording.names
         ]
-        self._copies = {name: found for name, found in copies.items() if name not in self._parts_of}
+        self._copies = {name: found for name, found in recording.copies.items() if name not in self._parts_of}
         self._specs = {spec.name: spec for spec in tensors}
         aliases = {name: main for name, main in checkpoint.aliases.items() if main in self._specs}
         self._manifest = WeightManifest(tuple(tensors), aliases)
@@ -167,6 +186,9 @@ class RecordedTarget:
             for name, tensor in whole():
                 for copy in self._ways(name):
                     copy.destination.copy_(copy.part_of(tensor))
+        computed = {name: own.pop(name) for name in self._computed & own.keys()}
+        if computed:
+            self._load_weights(computed.items())
         if own:
             assert self._converter is not None
             parts = dict.fromkeys(part for name in own for part in self._parts_of[name])
@@ -292,8 +314,8 @@ class RecordedTarget:
         own = self._own(name)
         if own in self._parts_of:
             raise WeightSyncError(
-                f"the engine keeps {own} in another form, quantised or packed: it cannot be read back as a checkpoint "
-                "has it"
+                f"the engine keeps {own} in another form, quantised, packed or computed: it cannot be read back as a "
+                "checkpoint has it"
             )
         return own
 
@@ -301,6 +323,12 @@ class RecordedTarget:
         """What the engine holds of a tensor: the tensor, or what it made of it and of others."""
         parts = self._parts_of.get(self._own(name))
         return [self.read(name)] if parts is None else [held for part in parts for held in held_by(part)]
+
+
+def _modules_of(model: nn.Module | None) -> dict[int, nn.Module]:
+    """The module that holds each storage."""
+    modules = () if model is None else model.modules()
+    return {storage_of(held): module for module in modules for held in held_by(module)}
 
 
 def _at_once(name: str, whole: torch.Tensor, ways: Sequence[Copy]) -> list[DeviceCopy]:

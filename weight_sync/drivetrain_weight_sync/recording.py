@@ -3,18 +3,18 @@
 An engine keeps other tensors than the checkpoint: fused, sharded, under other names. Its model's ``load_weights`` knows
 the way. :func:`record` runs it on tensors without memory and notes each copy that it would make. What it moves about
 before it copies, as a transposition or two tensors put together do, it loads once more as whole numbers, each of which
-says where it comes from.
+says where it comes from. Of what it computes with, only where it comes to lie is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from drivetrain.errors import WeightSyncError
 from drivetrain.weights import TensorSpec
@@ -43,6 +43,23 @@ _MOVES: Final = frozenset(
     }
 )
 """What makes new tensors of others without looking at values."""
+_MAKES: Final = frozenset(
+    {
+        _aten.empty_like,
+        _aten.new_empty,
+        _aten.new_empty_strided,
+        _aten.zeros_like,
+        _aten.new_zeros,
+        _aten.ones_like,
+        _aten.new_ones,
+        _aten.full_like,
+        _aten.new_full,
+    }
+)
+"""What makes new tensors without a look at those that it is given."""
+_FILLS: Final = frozenset({_aten.zero_.default, _aten.fill_.Scalar})
+_NUMBER: Final = 0x5A5A5A5A5A5A
+"""As which the first tensor of one element that a loader takes as a number appears; others follow it."""
 _MARK: Final = 0x5A5A5
 _SHIFT: Final = 20
 """A label is an element's number, and below it bits that are others once anything was computed with it."""
@@ -69,30 +86,53 @@ class Copy:
         return (self.size, self.stride, self.offset) == (spec.shape, contiguous, 0)
 
 
-def record(load_weights: LoadWeights, specs: Iterable[TensorSpec]) -> dict[str, list[Copy]]:
-    """Return, by checkpoint name, the copies that ``load_weights`` makes; tensors that it leaves out are not there.
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What a loader does, by checkpoint name; tensors that it leaves out are in neither."""
+
+    copies: dict[str, list[Copy]]
+    computed: dict[str, list[torch.Tensor]]
+    """Where the tensors come to lie that it computes with, or moves about as no copy can."""
+
+    @property
+    def names(self) -> Set[str]:
+        """All that it loads."""
+        return self.copies.keys() | self.computed.keys()
+
+
+def record(load_weights: LoadWeights, specs: Iterable[TensorSpec]) -> Recording:
+    """Return what ``load_weights`` does. Nothing of the engine's is written to.
 
     Raises:
-        WeightSyncError: the engine computes something of weights while it loads them.
+        WeightSyncError: the engine cannot load tensors without memory, or loads something into nothing that is known.
     """
     known = {spec.name: spec for spec in specs}
     tensors = {name: torch.empty(spec.shape, dtype=dtype_of(spec), device="meta") for name, spec in known.items()}
     watch = _Watch(tensors)
     _load(load_weights, tensors, watch)
-    if watch.computed:
-        raise _cannot(f"it computes something of {listed(sorted(watch.computed))}")
     copies: dict[str, list[Copy]] = {}
     for name, destination, source in watch.copied:
         source = source.expand(destination.shape)
         copies.setdefault(name, []).append(
             Copy(destination, tuple(source.shape), tuple(source.stride()), int(source.storage_offset()))
         )
+    computed = set(watch.computed)
     for group in watch.moved_together():
-        for name in group:
-            copies.pop(name, None)
-        for name, found in _by_labels(load_weights, [known[name] for name in group]).items():
-            copies[name] = found
-    return copies
+        if computed.isdisjoint(group):
+            try:
+                found = _by_labels(load_weights, [known[name] for name in group])
+            except WeightSyncError:
+                computed |= set(group)
+            else:
+                copies |= found
+    computed = watch.together_with(computed)
+    lost = sorted(name for name in computed if not watch.destinations_of(name))
+    if lost:
+        raise _cannot(f"what it makes of {listed(lost)} is not seen to get anywhere")
+    return Recording(
+        {name: found for name, found in copies.items() if name not in computed},
+        {name: watch.destinations_of(name) for name in known if name in computed},
+    )
 
 
 def _load(load_weights: LoadWeights, tensors: Mapping[str, torch.Tensor], watch: _Watch) -> None:
@@ -101,6 +141,7 @@ def _load(load_weights: LoadWeights, tensors: Mapping[str, torch.Tensor], watch:
             load_weights(iter(tensors.items()))
     except Exception as error:
         raise _cannot(f"{type(error).__name__}: {error}") from error
+    watch.computed |= watch.numbers_lost()
 
 
 def _cannot(why: str) -> WeightSyncError:
@@ -111,7 +152,7 @@ def _cannot(why: str) -> WeightSyncError:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees where given tensors go; what would be written to other tensors is noted instead."""
+    """Sees where given tensors go; nothing is written to tensors that were there before, only noted."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -122,6 +163,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Or another storage could come to the same place."""
         self._fresh: set[int] = set()
         """Storages that were made meanwhile of anything else."""
+        self._numbers: dict[float, tuple[str, torch.Tensor]] = {}
+        """Given tensors of one element that were taken as numbers, by what stands for each."""
+        self._written: dict[int, list[tuple[frozenset[str], torch.Tensor]]] = {}
+        """By storage: what would have been written to, and of which given tensors something would be there."""
         self.copied: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         """Name, destination, and the part of the given tensor."""
         self.moved: list[tuple[frozenset[str], torch.Tensor, torch.Tensor]] = []
@@ -132,36 +177,94 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        names = frozenset[str]().union(*(self._names(value) for value in tree_leaves((args, kwargs))))
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        written = [value for value in tree_leaves(written_to(func, args, kwargs)) if isinstance(value, torch.Tensor)]
+        if func is _aten._local_scalar_dense.default and storage_of(args[0]) in self._own:
+            return self._number(args[0])
+        if any(self._is_the_engines(value) for value in written):
+            self._write(func, args, given, written)
+            return written[0] if len(written) == 1 else tuple(written)
+        names = self._names(*given)
+        made = _without_memory(func, args, kwargs) if names else func(*args, **(kwargs or {}))
+        there = {storage_of(value) for value in given}
+        new = [v for v in tree_leaves(made) if isinstance(v, torch.Tensor) and storage_of(v) not in there]
+        if new and func.overloadpacket not in _MAKES:
+            # What is made of the engine's own is made of what would be there by now.
+            read = self._to_be_in(*given)
+            self.computed |= read
+            names |= read
         if not names:
-            made = func(*args, **(kwargs or {}))
-            given = {storage_of(value) for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)}
-            self._fresh |= {storage_of(value) for value in tree_leaves(made) if isinstance(value, torch.Tensor)} - given
+            self._fresh |= {storage_of(value) for value in new}
             return made
-        if func is _aten.copy_.default and not self._names(args[0]):
-            destination, source = args[:2]
-            if storage_of(destination) in self._fresh:
-                raise NotImplementedError(f"it loads {listed(sorted(names))} into a tensor that it made for that")
-            self._kept.append(source)
-            name = self._own.get(storage_of(source))
-            if name is None:
-                self.moved.append((names, destination.detach(), source))
-            else:
-                self.copied.append((name, destination.detach(), source))
-            return destination
-        written = [value for value in written_to(func, args, kwargs) if isinstance(value, torch.Tensor)]
-        made = func(*args, **(kwargs or {}))
-        new = [value for value in tree_leaves(made) if isinstance(value, torch.Tensor) and not self._names(value)]
-        moves = func.overloadpacket in _MOVES and not any(storage_of(value) in self._own for value in written)
+        moves = func.overloadpacket in _MOVES and not any(
+            storage_of(value) in self._own or storage_of(value) in self._fresh for value in written
+        )
         if (new or written) and not moves:
             self.computed |= names
         for value in (*new, *written):
             self._kept.append(value)
             self._made_of[storage_of(value)] = self._names(value) | names
-        return made
+        return written[0] if len(written) == 1 and not new else made
 
-    def _names(self, value: object) -> frozenset[str]:
-        return self._made_of.get(storage_of(value), frozenset()) if isinstance(value, torch.Tensor) else frozenset()
+    def _number(self, tensor: torch.Tensor) -> float:
+        name = self._own[storage_of(tensor)]
+        number = float(_NUMBER + len(self._numbers))
+        self._numbers[number] = name, tensor
+        return number if tensor.dtype.is_floating_point else int(number)
+
+    def _write(self, func: Any, args: Any, given: list[torch.Tensor], written: list[torch.Tensor]) -> None:
+        names, destination = self._names(*given), written[0].detach()
+        if func is _aten.fill_.Scalar and args[1] in self._numbers:
+            name, source = self._numbers[args[1]]
+            self.copied.append((name, destination, source))
+            names = frozenset({name})
+        elif func is _aten.copy_.default and names:
+            source = args[1]
+            self._kept.append(source)
+            own = self._own.get(storage_of(source))
+            if own is not None:
+                self.copied.append((own, destination, source))
+            else:
+                self.moved.append((names, destination, source))
+        elif func in _FILLS:
+            # What is constant is there already; unless it would be written over what came before.
+            there = self._written.get(storage_of(destination), ())
+            over = [names for names, other in there if _overlap(other, destination)]
+            self.computed |= frozenset[str]().union(*over)
+            return
+        else:
+            names |= self._to_be_in(*given)
+            self.computed |= names
+        for value in written if names else ():
+            self._written.setdefault(storage_of(value), []).append((names, value.detach()))
+
+    def _is_the_engines(self, value: torch.Tensor) -> bool:
+        storage = storage_of(value)
+        return storage not in self._fresh and storage not in self._made_of
+
+    def _names(self, *values: torch.Tensor) -> frozenset[str]:
+        return frozenset[str]().union(*(self._made_of.get(storage_of(value), frozenset()) for value in values))
+
+    def _to_be_in(self, *values: torch.Tensor) -> frozenset[str]:
+        """Of which given tensors there would be something in the engine's own by now."""
+        there = (self._written.get(storage_of(value), ()) for value in values)
+        return frozenset[str]().union(*(names for some in there for names, _ in some))
+
+    def numbers_lost(self) -> set[str]:
+        """Given tensors that were taken as numbers, and are not seen to be written anywhere as that."""
+        return {name for name, _ in self._numbers.values()} - {name for name, _, _ in self.copied}
+
+    def destinations_of(self, name: str) -> list[torch.Tensor]:
+        """Where something of a given tensor would have been written."""
+        return [destination for there in self._written.values() for names, destination in there if name in names]
+
+    def together_with(self, names: Iterable[str]) -> set[str]:
+        """These, and whatever shares memory of the engine's with them."""
+        found = set(names)
+        of_storages = [frozenset[str]().union(*(written for written, _ in there)) for there in self._written.values()]
+        while more := {name for some in of_storages if some & found for name in some} - found:
+            found |= more
+        return found
 
     def moved_together(self) -> list[list[str]]:
         """Names of tensors that were moved about before they were copied, those together that one copy is made of."""
@@ -170,6 +273,36 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             joined = {*names}.union(*(group for group in groups if group & names))
             groups = [group for group in groups if not group & names] + [joined]
         return [sorted(group) for group in groups]
+
+
+def _without_memory(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation on shapes alone, where something that it is given has no memory."""
+    leaves = tree_leaves((args, kwargs))
+    if any(isinstance(value, torch.Tensor) and value.is_meta for value in leaves):
+        args, kwargs = tree_map_only(torch.Tensor, _shape_of, (args, kwargs or {}))
+        if kwargs.get("device") is not None:
+            kwargs["device"] = torch.device("meta")
+    return func(*args, **(kwargs or {}))
+
+
+def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_meta:
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the ranges do in which two tensors lie in the same memory."""
+    if not one.numel() or not other.numel():
+        return False
+    (begin, end), (other_begin, other_end) = map(_range, (one, other))
+    return begin < other_end and other_begin < end
+
+
+def _range(tensor: torch.Tensor) -> tuple[int, int]:
+    begin = int(tensor.storage_offset()) * tensor.itemsize
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (int(last) + 1) * tensor.itemsize
 
 
 def _by_labels(load_weights: LoadWeights, specs: list[TensorSpec]) -> dict[str, list[Copy]]:
