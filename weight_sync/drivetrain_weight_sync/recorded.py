@@ -23,7 +23,7 @@ from drivetrain_weight_sync.device_copies import DeviceCopies, DeviceCopy, Launc
 from drivetrain_weight_sync.dispatch import storage_of
 from drivetrain_weight_sync.dtypes import dtype_name, dtype_of
 from drivetrain_weight_sync.names import listed
-from drivetrain_weight_sync.recording import Copy, LoadWeights, record
+from drivetrain_weight_sync.recording import Copy, LoadWeights, Recording, record
 
 _MOST_BATCHES: Final = 1024
 """Tables of addresses that are kept. One lists a bucket, or a whole update; arenas seldom move."""
@@ -81,21 +81,7 @@ class RecordedTarget:
         """Of these, those with which its loader itself computes."""
         with nullcontext() if converted is None else converted.as_loaded():
             recording = record(load_weights, checkpoint.tensors)
-            for name, found in recording.copies.items():
-                filled = [copy.destination for copy in found if copy.destination.is_meta]
-                if converted is not None and filled:
-                    self._parts_of[name] = list(dict.fromkeys(map(converted.part_of, filled)))
-            of_storage = _modules_of(model) if recording.computed else {}
-            for name, places in recording.computed.items():
-                own = [] if converted is None else [converted.part_of(place) for place in places if place.is_meta]
-                own += [of_storage[storage_of(place)] for place in places if storage_of(place) in of_storage]
-                if len(own) < len(places):
-                    raise WeightSyncError(
-                        f"the engine's loader computes something of {name}, and it is not seen what the model has of it"
-                    )
-                self._parts_of[name] = list(dict.fromkeys(own))
-                if not any(place.is_meta for place in places):
-                    self._computed.add(name)
+            self._note_parts(recording, model)
         tensors = [
             replace(spec, dtype=dtype_name(recording.copies[spec.name][0].destination.dtype))
             if spec.name in recording.copies
@@ -112,6 +98,25 @@ class RecordedTarget:
             raise WeightSyncError(
                 f"the engine's loader takes only parts of {listed(sorted(self._split))}, and there is no other rank"
             )
+
+    def _note_parts(self, recording: Recording, model: nn.Module | None) -> None:
+        """Note what parts the tensors belong to that no copy brings to where they are used."""
+        for name, copies in recording.copies.items():
+            filled = [copy.destination for copy in copies if copy.destination.is_meta]
+            if self._converter is not None and filled:
+                self._parts_of[name] = list(dict.fromkeys(map(self._converter.part_of, filled)))
+        holders = _holders(model) if recording.computed else {}
+        for name, places in recording.computed.items():
+            if self._converter is not None and any(place.is_meta for place in places):
+                parts: list[nn.Module | None] = list(map(self._converter.part_of, places))
+            else:
+                parts = [holders.get(storage_of(place)) for place in places]
+                self._computed.add(name)
+            self._parts_of[name] = list(dict.fromkeys(part for part in parts if part is not None))
+            if None in parts:
+                raise WeightSyncError(
+                    f"the engine's loader computes something of {name}, and it is not seen what the model has of it"
+                )
 
     def _is_whole(self, name: str) -> bool:
         covered = sum(torch.Size(copy.size).numel() for copy in self._parts(name))
@@ -325,7 +330,7 @@ class RecordedTarget:
         return [self.read(name)] if parts is None else [held for part in parts for held in held_by(part)]
 
 
-def _modules_of(model: nn.Module | None) -> dict[int, nn.Module]:
+def _holders(model: nn.Module | None) -> dict[int, nn.Module]:
     """The module that holds each storage."""
     modules = () if model is None else model.modules()
     return {storage_of(held): module for module in modules for held in held_by(module)}
