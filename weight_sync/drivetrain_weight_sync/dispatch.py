@@ -14,6 +14,19 @@ def storage_of(tensor: torch.Tensor) -> int:
     return storage
 
 
+def tensors_in(*values: object) -> list[torch.Tensor]:
+    """The tensors among an operation's arguments, or its results; torch's own way takes many times as long."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += tensors_in(*value)
+        elif isinstance(value, dict):
+            found += tensors_in(*value.values())
+    return found
+
+
 def written_to(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Any]:
     """Those of the arguments that the operation writes to, ``out`` among them."""
     return [

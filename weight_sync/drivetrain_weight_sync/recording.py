@@ -14,11 +14,11 @@ from typing import Any, Final
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from drivetrain.errors import WeightSyncError
 from drivetrain.weights import TensorSpec
-from drivetrain_weight_sync.dispatch import storage_of, written_to
+from drivetrain_weight_sync.dispatch import storage_of, tensors_in, written_to
 from drivetrain_weight_sync.dtypes import dtype_of
 from drivetrain_weight_sync.names import listed
 
@@ -177,8 +177,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-        written = [value for value in tree_leaves(written_to(func, args, kwargs)) if isinstance(value, torch.Tensor)]
+        given, written = tensors_in(args, kwargs), tensors_in(*written_to(func, args, kwargs))
         if func is _aten._local_scalar_dense.default and storage_of(args[0]) in self._own:
             return self._number(args[0])
         if any(self._is_the_engines(value) for value in written):
@@ -187,7 +186,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         names = self._names(*given)
         made = _without_memory(func, args, kwargs) if names else func(*args, **(kwargs or {}))
         there = {storage_of(value) for value in given}
-        new = [v for v in tree_leaves(made) if isinstance(v, torch.Tensor) and storage_of(v) not in there]
+        new = [value for value in tensors_in(made) if storage_of(value) not in there]
         if new and func.overloadpacket not in _MAKES:
             # What is made of the engine's own is made of what would be there by now.
             read = self._to_be_in(*given)
@@ -268,17 +267,16 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def moved_together(self) -> list[list[str]]:
         """Names of tensors that were moved about before they were copied, those together that one copy is made of."""
-        groups: list[set[str]] = []
+        group_of: dict[str, set[str]] = {}
         for names, _, _ in self.moved:
-            joined = {*names}.union(*(group for group in groups if group & names))
-            groups = [group for group in groups if not group & names] + [joined]
-        return [sorted(group) for group in groups]
+            joined = set(names).union(*(group_of[name] for name in names if name in group_of))
+            group_of.update(dict.fromkeys(joined, joined))
+        return [sorted(group) for group in {id(group): group for group in group_of.values()}.values()]
 
 
 def _without_memory(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation on shapes alone, where something that it is given has no memory."""
-    leaves = tree_leaves((args, kwargs))
-    if any(isinstance(value, torch.Tensor) and value.is_meta for value in leaves):
+    if any(value.is_meta for value in tensors_in(args, kwargs)):
         args, kwargs = tree_map_only(torch.Tensor, _shape_of, (args, kwargs or {}))
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("meta")
