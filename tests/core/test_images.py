@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -48,10 +49,9 @@ def image(width: int, height: int, value: int = 0) -> ImageInput:
 @pytest.mark.parametrize("architecture", VISION_ARCHITECTURES)
 def test_images_are_claimed_for_models_that_take_them(architecture: str, tmp_path: Path) -> None:
     model = tiny_model(architecture)
-    for backend in (SGLangBackend, VLLMBackend):
-        assert Capability.IMAGES in backend.capabilities(config(model, device="cpu"))
-        assert Capability.IMAGES not in backend.capabilities(config(tiny_model("qwen2"), device="cpu"))
-    assert Capability.IMAGES not in VLLMBackend.capabilities(config(model, device="cuda")), "not seen there"
+    for backend, device in itertools.product((SGLangBackend, VLLMBackend), ("cpu", "cuda")):
+        assert Capability.IMAGES in backend.capabilities(config(model, device=device))
+        assert Capability.IMAGES not in backend.capabilities(config(tiny_model("qwen2"), device=device))
     assert not takes_images(config(model, task="embed"))
     assert not takes_images(config(tiny_model("qwen2")))
     assert not takes_images(config(tmp_path))
