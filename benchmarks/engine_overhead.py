@@ -29,6 +29,8 @@ from drivetrain import InferenceEngine, SamplingParams, create_engine
 from drivetrain.testing import tiny_model
 
 PROMPT_TOKENS = 128
+_CACHE_TOKENS = 1_200_000
+"""Of each engine's cache: more than a round makes, less than either engine has memory for."""
 
 
 def prompts(count: int, vocabulary: int, salt: int) -> list[list[int]]:
@@ -48,6 +50,8 @@ class SGLang:
             "grammar_backend": "none",
             "disable_prefill_cuda_graph": True,
             "cuda_graph_bs_decode": [size for size in sizes if size <= max(most, 8)],
+            # Or that of the second to start has another size, and is full in another round.
+            "max_total_tokens": _CACHE_TOKENS,
         }
         self._most = most
         self._share = share
