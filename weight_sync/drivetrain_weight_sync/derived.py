@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from drivetrain.errors import WeightSyncError, WeightTransferFailed
-from drivetrain_weight_sync.dispatch import storage_of, written_to
+from drivetrain_weight_sync.dispatch import storage_of, tensors_in, written_to
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,15 +113,15 @@ class _Looks(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(_is_of(value, self._kept) for value in written_to(func, args, kwargs)):
+        if _any_of(self._kept, *written_to(func, args, kwargs)):
             if func is not torch.ops.aten.copy_.default or _place(args[0]) != _place(args[1]):  # onto itself
                 raise NotImplementedError(f"{func} would write to weights, or to the cache")
-        self.found = self.found or any(_is_of(value, self._weights) for value in tree_leaves((args, kwargs)))
+        self.found = self.found or _any_of(self._weights, args, kwargs)
         return func(*args, **(kwargs or {}))
 
 
-def _is_of(value: object, storages: Set[int]) -> bool:
-    return isinstance(value, torch.Tensor) and storage_of(value) in storages
+def _any_of(storages: Set[int], *values: object) -> bool:
+    return any(storage_of(tensor) in storages for tensor in tensors_in(*values))
 
 
 @torch.no_grad()

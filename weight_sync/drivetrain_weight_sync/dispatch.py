@@ -15,7 +15,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def tensors_in(*values: object) -> list[torch.Tensor]:
-    """The tensors among an operation's arguments, or its results; torch's own way takes many times as long."""
+    """The tensors among an operation's arguments, or its results; torch's trees took a third of a recording."""
     found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):

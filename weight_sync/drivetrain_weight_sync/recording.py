@@ -58,8 +58,6 @@ _MAKES: Final = frozenset(
 )
 """What makes new tensors without a look at those that it is given."""
 _FILLS: Final = frozenset({_aten.zero_.default, _aten.fill_.Scalar})
-_NUMBER: Final = 0x5A5A5A5A5A5A
-"""As which the first tensor of one element that a loader takes as a number appears; others follow it."""
 _MARK: Final = 0x5A5A5
 _SHIFT: Final = 20
 """A label is an element's number, and below it bits that are others once anything was computed with it."""
@@ -141,7 +139,6 @@ def _load(load_weights: LoadWeights, tensors: Mapping[str, torch.Tensor], watch:
             load_weights(iter(tensors.items()))
     except Exception as error:
         raise _cannot(f"{type(error).__name__}: {error}") from error
-    watch.computed |= watch.numbers_lost()
 
 
 def _cannot(why: str) -> WeightSyncError:
@@ -163,8 +160,6 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Or another storage could come to the same place."""
         self._fresh: set[int] = set()
         """Storages that were made meanwhile of anything else."""
-        self._numbers: dict[float, tuple[str, torch.Tensor]] = {}
-        """Given tensors of one element that were taken as numbers, by what stands for each."""
         self._written: dict[int, list[tuple[frozenset[str], torch.Tensor]]] = {}
         """By storage: what would have been written to, and of which given tensors something would be there."""
         self.copied: list[tuple[str, torch.Tensor, torch.Tensor]] = []
@@ -178,8 +173,6 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given, written = tensors_in(args, kwargs), tensors_in(*written_to(func, args, kwargs))
-        if func is _aten._local_scalar_dense.default and storage_of(args[0]) in self._own:
-            return self._number(args[0])
         if any(self._is_the_engines(value) for value in written):
             self._write(func, args, given, written)
             return written[0] if len(written) == 1 else tuple(written)
@@ -195,6 +188,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not names:
             self._fresh |= {storage_of(value) for value in new}
             return made
+        self._fresh -= {storage_of(value) for value in new}  # one that was there before may have lain in its place
         moves = func.overloadpacket in _MOVES and not any(
             storage_of(value) in self._own or storage_of(value) in self._fresh for value in written
         )
@@ -205,19 +199,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._made_of[storage_of(value)] = self._names(value) | names
         return written[0] if len(written) == 1 and not new else made
 
-    def _number(self, tensor: torch.Tensor) -> float:
-        name = self._own[storage_of(tensor)]
-        number = float(_NUMBER + len(self._numbers))
-        self._numbers[number] = name, tensor
-        return number if tensor.dtype.is_floating_point else int(number)
-
     def _write(self, func: Any, args: Any, given: list[torch.Tensor], written: list[torch.Tensor]) -> None:
         names, destination = self._names(*given), written[0].detach()
-        if func is _aten.fill_.Scalar and args[1] in self._numbers:
-            name, source = self._numbers[args[1]]
-            self.copied.append((name, destination, source))
-            names = frozenset({name})
-        elif func is _aten.copy_.default and names:
+        if func is _aten.copy_.default and names:
             source = args[1]
             self._kept.append(source)
             own = self._own.get(storage_of(source))
@@ -248,10 +232,6 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Of which given tensors there would be something in the engine's own by now."""
         there = (self._written.get(storage_of(value), ()) for value in values)
         return frozenset[str]().union(*(names for some in there for names, _ in some))
-
-    def numbers_lost(self) -> set[str]:
-        """Given tensors that were taken as numbers, and are not seen to be written anywhere as that."""
-        return {name for name, _ in self._numbers.values()} - {name for name, _, _ in self.copied}
 
     def destinations_of(self, name: str) -> list[torch.Tensor]:
         """Where something of a given tensor would have been written."""
