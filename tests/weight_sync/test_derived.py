@@ -121,7 +121,7 @@ def test_what_writes_to_the_cache_is_refused_before_it_does() -> None:
     model = Mla()
     model.impl.kv_cache = torch.ones(8, 4)  # type: ignore[attr-defined]
     cache: torch.Tensor = model.impl.kv_cache  # type: ignore[attr-defined]
-    for write in (cache.zero_, lambda: torch._foreach_zero_([cache])):
+    for write in (cache.zero_, lambda: torch.ops.aten._foreach_zero_([cache])):
         with pytest.raises(WeightSyncError, match="or to the cache"):
             Derived([AfterLoading("attention", model, write)], [], [cache.untyped_storage()])
         assert bool(cache.all())
