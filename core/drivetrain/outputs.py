@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.sampling import LogprobsMode
 
@@ -33,8 +34,24 @@ TopLogprobs = list[tuple[int, float]]
 """The most likely tokens at one position, as (token id, logprob), most likely first."""
 
 
+class _TextLater:
+    """Base of what may have its ``text`` made when it is first asked for; equality, copies and pickles ask."""
+
+    __slots__ = ("_make_text",)
+
+    if not TYPE_CHECKING:  # or a misspelt attribute would have a type
+
+        def __getattr__(self, name: str) -> Any:
+            # Called when a slot is empty.
+            if name != "text":
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            text = object.__getattribute__(self, "_make_text")()
+            object.__setattr__(self, "text", text)
+            return text
+
+
 @dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(_TextLater):
     """One completion of one prompt."""
 
     request_id: str
@@ -48,7 +65,8 @@ class Completion:
     token_ids: list[int]
     """The ids that were sampled, in order."""
     text: str
-    """Their decoding, without a stop token and, unless asked for, without the stop string or match."""
+    """Their decoding, without a stop token and, unless asked for, without the stop string or match. It is decoded when
+    it is first read, unless stop strings were looked for in it."""
     finish_reason: FinishReason
     matched_stop: int | str | None = None
     """The stop token id, stop string or stop regex that ended it; None unless ``finish_reason`` is STOP."""
@@ -76,6 +94,13 @@ class Completion:
         """The one version that made every token, or None when there are several (or no token)."""
         versions = {span.version for span in self.weight_versions}
         return versions.pop() if len(versions) == 1 else None
+
+
+def make_text_later(completion: Completion, make: Callable[[], str]) -> Completion:
+    """Let ``make`` say what a completion's text is when it is first read; returns the completion."""
+    object.__setattr__(completion, "_make_text", make)
+    object.__delattr__(completion, "text")
+    return completion
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import uuid
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from drivetrain.capability import Capability
 from drivetrain.config import EngineConfig
 from drivetrain.errors import EngineInternalError, InvalidRequest
 from drivetrain.media import placed
-from drivetrain.outputs import Completion, FinishReason, VersionSpan
+from drivetrain.outputs import Completion, FinishReason, VersionSpan, make_text_later
 from drivetrain.prompts import Prompt, PromptLike
 from drivetrain.sampling import SamplingParams
 from drivetrain.stops import StopMatcher
@@ -222,7 +223,7 @@ def aborted_before_start(flight: Flight) -> GenerateResult:
 
 
 def to_completion(flight: Flight, result: GenerateResult, tokenizer: Tokenizer) -> Completion:
-    """Cut a result at its first stop match, decode it, and check that nothing is out of line.
+    """Cut a result at its first stop match and check that nothing is out of line; it is decoded when that is asked for.
 
     Raises:
         EngineInternalError: the engine returned logprobs or versions that do not line up with its ids.
@@ -231,6 +232,8 @@ def to_completion(flight: Flight, result: GenerateResult, tokenizer: Tokenizer) 
     _check_aligned(request, result)
     ids = result.token_ids
     matched: int | str | None = result.matched_stop
+    text = ""
+    later: list[int] = []
     if StopMatcher.needed(params):
         match = None
         matcher = StopMatcher(params, tokenizer)
@@ -245,10 +248,9 @@ def to_completion(flight: Flight, result: GenerateResult, tokenizer: Tokenizer) 
         else:
             text = matcher.text
     else:
-        shown = ids[:-1] if result.matched_stop is not None else ids
-        text = tokenizer(shown, skip_special_tokens=params.skip_special_tokens) if shown else ""
+        later = ids[:-1] if result.matched_stop is not None else ids[:]  # the caller may change its list
     wants_logprobs = params.logprobs is not None
-    return Completion(
+    completion = Completion(
         request_id=request.request_id,
         prompt_index=flight.prompt_index,
         sample_index=flight.sample_index,
@@ -266,6 +268,11 @@ def to_completion(flight: Flight, result: GenerateResult, tokenizer: Tokenizer) 
         cached_tokens=result.cached_tokens,
         hidden_states=result.hidden_states,
         routed_experts=result.routed_experts,
+    )
+    if not later:
+        return completion
+    return make_text_later(
+        completion, functools.partial(tokenizer, later, skip_special_tokens=params.skip_special_tokens)
     )
 
 
