@@ -31,7 +31,8 @@ def shapes(hidden: int, layers: int, vocabulary: int) -> dict[str, tuple[int, ..
         found |= {f"{layer}.{name}_bias": (512,) for name in ("k", "v")}
         found |= {f"{layer}.gate": (wide, hidden), f"{layer}.up": (wide, hidden), f"{layer}.down": (hidden, wide)}
         found |= {f"{layer}.{name}": (hidden,) for name in ("before", "after")}
-    return found
+    # The last one at an odd word.
+    return found | {"one word": (4,), "odd": (hidden,)}
 
 
 def median(work: Callable[[], object], repeats: int) -> float:

@@ -84,6 +84,9 @@ def main() -> None:
         for dtype in (torch.bfloat16, torch.float32)
         for size in sizes
     }
+    # Not at an even word, the one; of them, the other.
+    sources["odd-place"] = torch.randn(3002, generator=draw)[2:]
+    sources["odd-number"] = torch.randn(3002, generator=draw)
     destinations = {name: torch.zeros_like(source) for name, source in sources.items()}
     copies = [DeviceCopy(source, destinations[name], name) for name, source in sources.items()]
     twice = torch.zeros_like(sources["float32-1020"])

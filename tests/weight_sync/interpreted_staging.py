@@ -69,7 +69,7 @@ def main() -> None:
     tensors["up"].mul_(-1.5)
     push.stage(tensors)
     tensors["down"].mul_(-1.5)
-    device_copies._PACED_PROGRAMS = 1  # type: ignore[misc]
+    device_copies._PACED_ITEMS = 1  # type: ignore[misc]
     push.stage(tensors, gpu_share=0.9)
     assert push.stager.known is known, "nothing moved: nothing is looked up again"
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Final
+from typing import Final, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -21,13 +21,18 @@ import torch
 from drivetrain_weight_sync.digest import COLUMNS, finished, weights_on
 
 ROWS: Final = 16
-"""Rows of 1024 words of 64 bits that one program of the kernel copies: 128 KiB."""
+"""Rows of 1024 words of 64 bits in one item of the kernel's table: 128 KiB."""
 _WORD: Final = 8
 _ROW_BYTES: Final = _WORD * COLUMNS
 _LARGEST_WITH_WINDOW: Final = _WORD << 31
 """Bytes of a tensor whose words can no longer be counted with 32 bits."""
 _WARPS: Final = 2
-"""Threads of a program, in 32: fewest were fastest on an H200 (benchmarks/gpu/device_copies.py)."""
+"""Threads of a program, in 32. This, the line and who shares an item: what was fastest on an H200
+(benchmarks/results/2026-11-23-h200-copy-kernel.txt)."""
+_LINE: Final = 64 * _WARPS
+"""Words that a program's threads have at once, two each."""
+_COPIES_SHARED_BY: Final = 4
+"""Programs that share an item which is copied; one that is only read has a program of its own."""
 
 _EXPONENTS: Final = {
     torch.float64: 0x7FF0000000000000,
@@ -40,8 +45,8 @@ _EXPONENTS: Final = {
 """The bits that all are 1 in a number that is not finite, and only there."""
 
 
-_PACED_PROGRAMS: Final = 4096
-"""How many are launched at a time where the GPU is shared: half a gigabyte, which takes a third of a millisecond."""
+_PACED_ITEMS: Final = 4096
+"""How many are copied at a time where the GPU is shared: half a gigabyte, which takes a third of a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +154,26 @@ class Pace:
             self._reached((part + 1) / parts)
 
 
+class _Kind(NamedTuple):
+    """What the kernel is compiled for."""
+
+    stores: bool
+    """Something is copied, not only looked at."""
+    windows: bool
+    """And of it only what is in a window."""
+    pairs: bool
+    """Words can be read two at a time."""
+
+    @classmethod
+    def of(cls, copy: DeviceCopy) -> Self:
+        places = (copy.source.data_ptr(), _address(copy.destination), copy.source.nbytes)
+        return cls(
+            stores=copy.destination is not None,
+            windows=copy.window is not None,
+            pairs=not any(place % (2 * _WORD) for place in places),
+        )
+
+
 class DeviceCopies:
     """Copies that are made together, again and again; the tensors stay where they are.
 
@@ -169,13 +194,13 @@ class DeviceCopies:
         self._look = look
         indices = np.cumsum([copy.name is not None for copy in made]) - 1
         self._ends = np.array([finished(0, source) for _, source in digested], dtype=np.int64)
-        self._tables: list[tuple[bool, torch.Tensor]] = []
-        """Whether copies have windows, and where the kernel finds them."""
-        for windows in (False, True):
-            some = [number for number, copy in enumerate(made) if (copy.window is not None) is windows]
-            if some:
-                table = _table([made[number] for number in some], indices[some], look, windows)
-                self._tables.append((windows, torch.from_numpy(table).to(self.device)))
+        self._tables: list[tuple[_Kind, torch.Tensor]] = []
+        """The copies of each kind, as the kernel finds them."""
+        kinds = [_Kind.of(copy) for copy in made]
+        for kind in dict.fromkeys(kinds):
+            some = [number for number, other in enumerate(kinds) if other == kind]
+            table = _table([made[number] for number in some], indices[some], look, kind.windows)
+            self._tables.append((kind, torch.from_numpy(table).to(self.device)))
         # The kernel reads the weights of all rows of its last item, also of those that are not there.
         most_rows = max(-(-copy.source.nbytes // _ROW_BYTES) for copy in made) + ROWS
         weights = weights_on(self.device)
@@ -205,16 +230,16 @@ class DeviceCopies:
 
     def _launch_all(self) -> None:
         self._found.zero_()
-        for windows, table in self._tables:
-            self._run(table, windows)
+        for kind, table in self._tables:
+            self._run(table, kind)
         self._take_result()
 
     def _launch_paced(self, pace: Pace) -> None:
-        parts = [(windows, part) for windows, table in self._tables for part in torch.split(table, _PACED_PROGRAMS)]
+        parts = [(kind, part) for kind, table in self._tables for part in torch.split(table, _PACED_ITEMS)]
 
         def copy(part: int) -> None:
-            windows, table = parts[part]
-            self._run(table, windows)
+            kind, table = parts[part]
+            self._run(table, kind)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
 
@@ -239,11 +264,23 @@ class DeviceCopies:
         torch.cuda.current_stream(self.device).wait_stream(side)
         return graph
 
-    def _run(self, table: torch.Tensor, windows: bool) -> None:
+    def _run(self, table: torch.Tensor, kind: _Kind) -> None:
         from drivetrain_weight_sync.device_kernel import copy_and_fold
 
-        flags = {"COLUMNS": COLUMNS, "ROWS": ROWS, "LOOK": self._look, "WINDOWS": windows}
-        copy_and_fold[(len(table),)](table, *self._weights, *self._found, **flags, num_warps=_WARPS)
+        shared_by = _COPIES_SHARED_BY if kind.stores else 1
+        copy_and_fold[(len(table) * shared_by,)](
+            table,
+            *self._weights,
+            *self._found,
+            COLUMNS=COLUMNS,
+            LINE=_LINE,
+            ROWS=ROWS,
+            SHARED_BY=shared_by,
+            LOOK=self._look,
+            WINDOWS=kind.windows,
+            PAIRS=kind.pairs,
+            num_warps=_WARPS,
+        )
 
 
 class Launched:
@@ -329,7 +366,7 @@ def _address(tensor: torch.Tensor | None) -> int:
 
 
 def _table(copies: Sequence[DeviceCopy], indices: np.ndarray, look: bool, windows: bool) -> np.ndarray:
-    """One row for each program, int64 ``[programs, 7]``, with windows ``[programs, 10]``.
+    """One row for each item, int64 ``[items, 7]``, with windows ``[items, 10]``.
 
     Addresses of source and destination, number of words, first row, whose digest, the bits of the exponents and above
     them in a word, and the window. With one, the destination's address is that of its beginning.
@@ -349,10 +386,10 @@ def _table(copies: Sequence[DeviceCopy], indices: np.ndarray, look: bool, window
         ],
         dtype=np.int64,
     )
-    programs = -(-tensors[:, 2] // (COLUMNS * ROWS))
-    table = np.repeat(tensors, programs, axis=0)
-    begins = np.cumsum(programs) - programs
-    rows = (np.arange(len(table)) - np.repeat(begins, programs)) * ROWS
+    items = -(-tensors[:, 2] // (COLUMNS * ROWS))
+    table = np.repeat(tensors, items, axis=0)
+    begins = np.cumsum(items) - items
+    rows = (np.arange(len(table)) - np.repeat(begins, items)) * ROWS
     table[:, 0] += rows * _ROW_BYTES
     if not windows:
         table[:, 1] += np.where(table[:, 1] == 0, 0, rows * _ROW_BYTES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -14,6 +14,9 @@ from drivetrain.weights import CudaIpcSegment
 
 HANDLE_BYTES = 64
 """Size of CUDA's handle of a piece of memory."""
+_PAGE: Final = 2 << 20
+"""Of a GPU's memory. What is allocated by whole pages is read by who maps it as fast as by its owner; else, an eighth
+slower (benchmarks/results/2026-11-23-h200-mapped-arenas.txt)."""
 
 
 def is_available() -> bool:
@@ -35,7 +38,7 @@ class DeviceArena:
         self.nbytes = nbytes
         self.device = device
         with torch.cuda.device(device):
-            pointer = _call(runtime.cudaMalloc, max(nbytes, 1))
+            pointer = _call(runtime.cudaMalloc, max(-(-nbytes // _PAGE), 1) * _PAGE)
             self._free = weakref.finalize(self, _free, pointer, device)
         self.handle = handle_of(pointer, device)
         self.memory = _tensor_at(pointer, max(nbytes, 1), device)
