@@ -33,7 +33,14 @@ from drivetrain import (
     VersionSpan,
 )
 from drivetrain.backend import EngineStats
-from drivetrain.errors import EngineError, EngineStartError, InvalidConfig, InvalidRequest, WeightPlanMismatch
+from drivetrain.errors import (
+    EngineDied,
+    EngineError,
+    EngineStartError,
+    InvalidConfig,
+    InvalidRequest,
+    WeightPlanMismatch,
+)
 from drivetrain.weights import WeightManifest, WeightMessage, WeightReply
 
 print("fakeplug is imported")
@@ -161,6 +168,9 @@ class FakeBackend(Backend):
         if request.request_id == "die":
             self.dying.set()
             await asyncio.sleep(600)
+        if request.request_id == "engine died":
+            threading.Timer(0.05, print, ["the last words of the engine"], {"flush": True}).start()
+            raise EngineDied("the engine's process ended")
         if request.request_id == "exit":
             raise SystemExit(3)
         if request.request_id == "wrong type":

@@ -71,6 +71,15 @@ async def dies(backend: HostedBackend, cause: Callable[[], object], within: floa
     await backend.close()
 
 
+async def test_an_engine_that_dies_in_a_living_host_has_said_why(make: Make, ask: Ask) -> None:
+    backend = make()
+    await started(backend)
+    words = r"(?s)^the engine's process ended\nlast lines of its log:.*\nthe last words of the engine$"
+    with pytest.raises(EngineDied, match=words):
+        await backend.generate(ask("engine died"))
+    await backend.close()
+
+
 async def test_a_killed_host(make: Make, ask: Ask) -> None:
     backend = make()
     pid = await started(backend)

@@ -7,9 +7,9 @@ import collections
 import itertools
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import cast
+from typing import Final, cast
 
-from drivetrain.errors import DrivetrainError, EngineStateError, WireError
+from drivetrain.errors import DrivetrainError, EngineDied, EngineStateError, WireError
 from drivetrain.host.failures import exception
 from drivetrain.host.methods import Method
 from drivetrain.host.outbox import Outbox
@@ -32,17 +32,25 @@ from drivetrain.host.wire import (
 )
 
 _logger = logging.getLogger("drivetrain.host")
+_LAST_WORDS_S: Final = 0.2
 
 
 class Link(asyncio.Protocol):
     """One connection to a host, bound to the event loop that it is made in.
 
-    ``on_trouble`` is called once if the socket closes unasked, or with what made its bytes unreadable.
+    ``on_trouble`` is called once if the socket closes unasked, or with what made its bytes unreadable. ``explain`` may
+    return another error for one that the host told of.
     """
 
-    def __init__(self, report: Callable[[str], None], on_trouble: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        report: Callable[[str], None],
+        on_trouble: Callable[[str], None],
+        explain: Callable[[DrivetrainError], DrivetrainError],
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._report = report
+        self._explain = explain
         self._on_trouble = on_trouble
         self._frames = FrameReader()
         self._ids = itertools.count(1)
@@ -204,9 +212,16 @@ class Link(asyncio.Protocol):
             stream.end(WireError(f"what the engine's {stream.method.name} yielded is not what it says: {error}"))
 
     def _failure(self, message: Failure) -> None:
-        error = exception(message)
+        if message.error == EngineDied.__name__:
+            # What it printed last comes another way, and may still be on it.
+            self._loop.call_later(_LAST_WORDS_S, self._failed, message)
+        else:
+            self._failed(message)
+
+    def _failed(self, message: Failure) -> None:
+        error = self._explain(exception(message))
         if message.id == 0:
-            self.fail(lambda: exception(message))
+            self.fail(lambda: self._explain(exception(message)))
         elif (stream := self._streams.pop(message.id, None)) is not None:
             stream.end(error)
         elif (waiting := self._calls.pop(message.id, None)) is not None and not waiting[1].done():

@@ -197,6 +197,11 @@ class HostProcess:
         except psutil.NoSuchProcess:
             return False
 
+    @property
+    def log(self) -> tuple[str, ...]:
+        """The last lines so far, of what the host and its children printed."""
+        return tuple(self._log)
+
     def _read_log(self) -> bool:
         """Forward the output that is there; False at its end."""
         for _ in range(16):  # not for ever: a host that never stops printing must not keep us from its heartbeats
