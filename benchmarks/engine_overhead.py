@@ -1,12 +1,13 @@
 """Throughput of drivetrain's engine against the engine itself, ``sglang.Engine`` or vLLM's ``AsyncLLM``, in one run.
 
-    python benchmarks/engine_overhead.py sglang [--work 1x512 64x1024 512x512 2048x256] [--rounds 3]
+    python benchmarks/engine_overhead.py sglang [--work 1x512 64x1024 512x512 2048x256] [--rounds 3] [--minutes 9]
         [--hidden-size 1536] [--layers 28] [--vocabulary 151936] [--json FILE]
 
 Both engines are started with the same arguments and share the GPU; a round times each once on the same requests, in
-turn, and which goes first alternates. The engine itself runs in this process (with what processes it starts),
+turn, and which goes first alternates. Each round takes all batches before the next one begins, so that what disturbs
+the machine for a while disturbs all of them. The engine itself runs in this process (with what processes it starts),
 drivetrain's in its host process: what is compared is what a trainer has of either. Every request asks for the logprobs
-of its tokens. Ratio is drivetrain's throughput ÷ the engine's own, the median over rounds with its range.
+of its tokens. Ratio is drivetrain's throughput ÷ the engine's own, the median over rounds with the middle half of them.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import asyncio
 import gc
 import itertools
 import json
+import math
 import os
 import statistics
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -158,43 +161,54 @@ async def time_drivetrain(engine: InferenceEngine, work: list[list[int]], new_to
     return elapsed
 
 
-async def compare(
-    own: SGLang | VLLM, engine: InferenceEngine, batch: int, new_tokens: int, rounds: int
-) -> dict[str, object]:
-    times: dict[str, list[float]] = {"bare": [], "drivetrain": []}
-    for number in range(rounds + 1):
+@dataclass
+class Row:
+    """Seconds that a batch took, in each round."""
+
+    batch: int
+    new_tokens: int
+    bare: list[float] = field(default_factory=list)
+    drivetrain: list[float] = field(default_factory=list)
+
+    async def take_a_round(self, own: SGLang | VLLM, engine: InferenceEngine, number: int) -> None:
+        """Time both; the round of number 0 warms them up and does not count."""
         for side in ("bare", "drivetrain") if number % 2 else ("drivetrain", "bare"):
-            work = prompts(batch, engine.model_info.vocab_size, 2 * number + (side == "bare"))
+            work = prompts(self.batch, engine.model_info.vocab_size, 2 * number + (side == "bare"))
             gc.collect()
             if side == "bare":
-                elapsed = await own.time(work, new_tokens)
+                elapsed = await own.time(work, self.new_tokens)
             else:
-                elapsed = await time_drivetrain(engine, work, new_tokens)
-            if number:  # The first round warms both sides up.
-                times[side].append(elapsed)
-    ratios = sorted(own / other for own, other in zip(times["bare"], times["drivetrain"], strict=True))
-    row: dict[str, object] = {
-        "batch": batch,
-        "new_tokens": new_tokens,
-        "bare_s": times["bare"],
-        "drivetrain_s": times["drivetrain"],
-        "ratio": statistics.median(ratios),
-        "ratio_low": ratios[0],
-        "ratio_high": ratios[-1],
-        "tokens_per_s": batch * new_tokens / statistics.median(times["drivetrain"]),
-        "bare_tokens_per_s": batch * new_tokens / statistics.median(times["bare"]),
-    }
-    print(
-        f"batch {batch:5} x {new_tokens:5}  bare {row['bare_tokens_per_s']:9.0f} tok/s  "
-        f"drivetrain {row['tokens_per_s']:9.0f} tok/s  ratio {row['ratio']:.3f} "
-        f"({ratios[0]:.3f} to {ratios[-1]:.3f})",
-        file=sys.stderr,
-        flush=True,
-    )
-    return row
+                elapsed = await time_drivetrain(engine, work, self.new_tokens)
+            if number:
+                getattr(self, side).append(elapsed)
+
+    def figures(self) -> dict[str, object]:
+        """What is known so far."""
+        ratios = [own / other for own, other in zip(self.bare, self.drivetrain, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if ratios[1:] else 3 * ratios
+        tokens = self.batch * self.new_tokens
+        return {
+            "batch": self.batch,
+            "new_tokens": self.new_tokens,
+            "bare_s": self.bare,
+            "drivetrain_s": self.drivetrain,
+            "ratio": middle,
+            "ratio_low": low,
+            "ratio_high": high,
+            "tokens_per_s": tokens / statistics.median(self.drivetrain),
+            "bare_tokens_per_s": tokens / statistics.median(self.bare),
+        }
+
+    def __str__(self) -> str:
+        found = self.figures()
+        return (
+            f"batch {self.batch:5} x {self.new_tokens:5}  bare {found['bare_tokens_per_s']:9.0f} tok/s  "
+            f"drivetrain {found['tokens_per_s']:9.0f} tok/s  ratio {found['ratio']:.3f} "
+            f"({found['ratio_low']:.3f} to {found['ratio_high']:.3f}, {len(self.bare)} rounds)"
+        )
 
 
-async def measure(arguments: argparse.Namespace) -> list[dict[str, object]]:
+async def measure(arguments: argparse.Namespace) -> None:
     model = tiny_model(
         "qwen2",
         hidden_size=arguments.hidden_size,
@@ -223,22 +237,27 @@ async def measure(arguments: argparse.Namespace) -> list[dict[str, object]]:
         print("drivetrain's engine is up", file=sys.stderr, flush=True)
         await own.start(str(model))
         print("the engine itself is up", file=sys.stderr, flush=True)
-        rows = []
-        for batch, new_tokens in work:
-            rows.append(await compare(own, engine, batch, new_tokens, arguments.rounds))
-            if arguments.json:
+        rows = [Row(batch, new_tokens) for batch, new_tokens in work]
+        began = time.monotonic()
+        for number in range(arguments.rounds + 1):
+            for row in rows:
+                await row.take_a_round(own, engine, number)
+                if number:
+                    print(row, file=sys.stderr, flush=True)
+            if number and arguments.json:
                 write(arguments, engine, rows)
+            if number and time.monotonic() - began > 60 * arguments.minutes:
+                break
     own.shutdown()
-    return rows
 
 
-def write(arguments: argparse.Namespace, engine: InferenceEngine, rows: list[dict[str, object]]) -> None:
+def write(arguments: argparse.Namespace, engine: InferenceEngine, rows: list[Row]) -> None:
     document = {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "versions": engine.versions,
         "parameters": engine.model_info.parameters,
         "prompt_tokens": PROMPT_TOKENS,
-        "rows": rows,
+        "rows": [row.figures() for row in rows],
     }
     Path(arguments.json).write_text(json.dumps(document, indent=2))
 
@@ -248,11 +267,12 @@ def main() -> None:
     parser.add_argument("backend", choices=sorted(BARE))
     parser.add_argument("--work", nargs="+", default=["1x512", "64x1024", "512x512", "2048x256"])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no round after so long")
     parser.add_argument("--hidden-size", type=int, default=1536)
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--vocabulary", type=int, default=151936)
     parser.add_argument("--memory-share", type=float, default=0.4, help="of the GPU's memory, for each engine")
-    parser.add_argument("--json", help="write the results there after each row")
+    parser.add_argument("--json", help="write the results there after each round")
     asyncio.run(measure(parser.parse_args()))
 
 
