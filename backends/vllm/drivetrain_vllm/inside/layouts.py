@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -22,8 +23,9 @@ def register() -> None:
 
     ops._supports_onednn = False
     if hasattr(cpu_moe, "CPUUnquantizedExperts"):
-        cpu_moe.CPUUnquantizedExperts.process_weights_after_loading = _leave
-        cpu_moe.CPUUnquantizedExperts.apply = _apply_experts
+        cpu_moe.CPUUnquantizedExperts.process_weights_after_loading = _note_routing
+        takes_output = next(iter(inspect.signature(cpu_moe.cpu_fused_moe).parameters)) == "out"
+        cpu_moe.cpu_fused_moe = _mix_into if takes_output else _mix
     else:  # older releases, which have a way through plain torch
         from vllm.model_executor.layers.fused_moe import cpu_fused_moe
 
@@ -40,27 +42,41 @@ def _by_torch(experts: Any, layer: torch.nn.Module) -> tuple[bool, str]:
     return False, "none"
 
 
-def _apply_experts(
-    experts: Any,
-    output: torch.Tensor,
-    hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    activation: Any,
-    *_: object,
-    **__: object,
-) -> None:
-    """The sum of the chosen experts' outputs; ``w1`` holds gate and up projection, in this order."""
-    gate = _GATES[activation.value]
-    output.zero_()
-    for expert in sorted(set(topk_ids.flatten().tolist())):
-        tokens, choices = torch.where(topk_ids == expert)
-        states = functional.linear(hidden_states[tokens], w1[expert], _row(experts.w1_bias, expert))
-        gated, up = states.chunk(2, dim=-1)
-        states = functional.linear(gate(gated) * up, w2[expert], _row(experts.w2_bias, expert))
-        output.index_add_(0, tokens, states * topk_weights[tokens, choices, None].to(states.dtype))
+def _note_routing(experts: Any, layer: torch.nn.Module) -> None:
+    """Some releases route where they multiply; there they note how once weights are loaded, before they pack them."""
+    for name in ("use_grouped_topk", "renormalize", "scoring_func", "custom_routing_function"):
+        if hasattr(experts, name):
+            setattr(experts, name, getattr(layer, name))
+
+
+def _mix(
+    states: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    weights: torch.Tensor,
+    chosen: torch.Tensor,
+    activation: str,
+    _: str,
+    weighted_before: bool = False,
+) -> torch.Tensor:
+    """The sum of the chosen experts' outputs, weighted unless what they were given is."""
+    gate = _GATES[activation]
+    output = torch.zeros_like(states)
+    for expert in sorted(set(chosen.flatten().tolist())):
+        tokens, choices = torch.where(chosen == expert)
+        made = functional.linear(states[tokens], gate_up[expert], _row(gate_up_bias, expert))
+        gated, up = made.chunk(2, dim=-1)
+        made = functional.linear(gate(gated) * up, down[expert], _row(down_bias, expert))
+        if not weighted_before:
+            made = made * weights[tokens, choices, None].to(made.dtype)
+        output.index_add_(0, tokens, made)
+    return output
+
+
+def _mix_into(output: torch.Tensor, *given: Any) -> None:
+    output.copy_(_mix(*given))
 
 
 def _gelu_tanh(states: torch.Tensor) -> torch.Tensor:
