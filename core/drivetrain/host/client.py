@@ -119,7 +119,7 @@ class HostedBackend(Backend):
         self._loop = asyncio.get_running_loop()
         self._gone: asyncio.Future[Ending] = self._loop.create_future()
         self._died: asyncio.Future[EngineDied] = self._loop.create_future()
-        self._link = Link(report, self._trouble, self._explained)
+        self._link = Link(report, self._trouble, self._last_words)
         self._host = host = HostProcess(self.config.python, self.config.timeouts, self._on_end)
         try:
             await self._loop.create_unix_connection(self._linked, sock=host.socket)
@@ -214,11 +214,8 @@ class HostedBackend(Backend):
         if host is not None:
             self._loop.call_later(_GRACE_S, host.condemn, reason)
 
-    def _explained(self, error: DrivetrainError) -> DrivetrainError:
-        """Of an engine that died in a host that lives, the log says why."""
-        if type(error) is not EngineDied or self._host is None:
-            return error
-        return EngineDied(f"{error}{_shown(self._host.log)}")
+    def _last_words(self) -> str:
+        return "" if self._host is None else _shown(self._host.log)
 
     def _on_end(self, ending: Ending) -> None:
         """In the watching thread."""

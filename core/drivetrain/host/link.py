@@ -38,19 +38,19 @@ _LAST_WORDS_S: Final = 0.2
 class Link(asyncio.Protocol):
     """One connection to a host, bound to the event loop that it is made in.
 
-    ``on_trouble`` is called once if the socket closes unasked, or with what made its bytes unreadable. ``explain`` may
-    return another error for one that the host told of.
+    ``on_trouble`` is called once if the socket closes unasked, or with what made its bytes unreadable. What
+    ``last_words`` returns is added to what the host tells of an engine that died.
     """
 
     def __init__(
         self,
         report: Callable[[str], None],
         on_trouble: Callable[[str], None],
-        explain: Callable[[DrivetrainError], DrivetrainError],
+        last_words: Callable[[], str],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._report = report
-        self._explain = explain
+        self._last_words = last_words
         self._on_trouble = on_trouble
         self._frames = FrameReader()
         self._ids = itertools.count(1)
@@ -219,9 +219,11 @@ class Link(asyncio.Protocol):
             self._failed(message)
 
     def _failed(self, message: Failure) -> None:
-        error = self._explain(exception(message))
+        error = exception(message)
+        if type(error) is EngineDied:
+            error = EngineDied(f"{error}{self._last_words()}")
         if message.id == 0:
-            self.fail(lambda: self._explain(exception(message)))
+            self.fail(lambda: exception(message))
         elif (stream := self._streams.pop(message.id, None)) is not None:
             stream.end(error)
         elif (waiting := self._calls.pop(message.id, None)) is not None and not waiting[1].done():
