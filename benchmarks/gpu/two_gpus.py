@@ -26,7 +26,8 @@ from typing import Any, Final
 
 import torch
 import torch.distributed
-from weight_sync import ENGINES, SIZES, Lock, copy_ms, model_folder
+from models import SIZES, model_folder
+from weight_sync import ENGINES, Lock, copy_ms
 
 from drivetrain import InferenceEngine, SamplingParams, create_engine
 from drivetrain_weight_sync import WeightSync

@@ -1,13 +1,14 @@
 """Throughput of drivetrain's engine against the engine itself, ``sglang.Engine`` or vLLM's ``AsyncLLM``, in one run.
 
-    python benchmarks/engine_overhead.py sglang [--work 1x512 64x1024 512x512 2048x256] [--rounds 3] [--minutes 9]
-        [--hidden-size 1536] [--layers 28] [--vocabulary 151936] [--json FILE]
+    python benchmarks/gpu/engine_overhead.py sglang [--size 1.8b|7b] [--work 1x512 64x1024 512x512 2048x256]
+        [--rounds 3] [--minutes 9] [--json FILE]
 
 Both engines are started with the same arguments and share the GPU; a round times each once on the same requests, in
 turn, and which goes first alternates. Each round takes all batches before the next one begins, so that what disturbs
 the machine for a while disturbs all of them. The engine itself runs in this process (with what processes it starts),
 drivetrain's in its host process: what is compared is what a trainer has of either. Every request asks for the logprobs
 of its tokens. Ratio is drivetrain's throughput ÷ the engine's own, the median over rounds with the middle half of them.
+Beside it stands what the machine itself allows to be told: the engine's own rounds, each ÷ the one before it.
 """
 
 from __future__ import annotations
@@ -27,13 +28,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from models import SIZES, model_folder
 
 from drivetrain import InferenceEngine, SamplingParams, create_engine
-from drivetrain.testing import tiny_model
 
 PROMPT_TOKENS = 128
-_CACHE_TOKENS = 1_200_000
-"""Of each engine's cache: more than a round makes, less than either engine has memory for."""
 
 
 def prompts(count: int, vocabulary: int, salt: int) -> list[list[int]]:
@@ -46,15 +45,16 @@ class SGLang:
 
     fields: ClassVar[dict[str, Any]] = {"attention_backend": "triton"}
 
-    def __init__(self, share: float, most: int) -> None:
+    def __init__(self, share: float, most: int, cache_tokens: int) -> None:
         sizes = [1, 8, 64, 128, 256, 512, *range(768, most + 1, 256)]
         self.engine_kwargs: dict[str, Any] = {
+            "load_format": "dummy",
             "sampling_backend": "pytorch",
             "grammar_backend": "none",
             "disable_prefill_cuda_graph": True,
             "cuda_graph_bs_decode": [size for size in sizes if size <= max(most, 8)],
             # Or that of the second to start has another size, and is full in another round.
-            "max_total_tokens": _CACHE_TOKENS,
+            "max_total_tokens": cache_tokens,
         }
         self._most = most
         self._share = share
@@ -86,14 +86,20 @@ class SGLang:
         self._engine.shutdown()
 
 
+_BLOCK_TOKENS = 16
+"""Of vLLM's cache."""
+
+
 class VLLM:
     """vLLM's ``AsyncLLM``."""
 
     fields: ClassVar[dict[str, Any]] = {}
 
-    def __init__(self, share: float, most: int) -> None:
+    def __init__(self, share: float, most: int, cache_tokens: int) -> None:
         sizes = [1, 8, 64, 128, 256, 512, *range(768, most + 1, 256)]
         self.engine_kwargs: dict[str, Any] = {
+            "load_format": "dummy",
+            "num_gpu_blocks_override": math.ceil(cache_tokens / _BLOCK_TOKENS),
             "optimization_level": 0,
             "compilation_config": {
                 "mode": 0,
@@ -187,6 +193,8 @@ class Row:
         ratios = [own / other for own, other in zip(self.bare, self.drivetrain, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if ratios[1:] else 3 * ratios
         tokens = self.batch * self.new_tokens
+        itself = [later / earlier for earlier, later in itertools.pairwise(self.bare)]
+        itself_low, _, itself_high = statistics.quantiles(itself, n=4, method="inclusive") if itself[1:] else [None] * 3
         return {
             "batch": self.batch,
             "new_tokens": self.new_tokens,
@@ -195,35 +203,30 @@ class Row:
             "ratio": middle,
             "ratio_low": low,
             "ratio_high": high,
+            "itself_low": itself_low,
+            "itself_high": itself_high,
             "tokens_per_s": tokens / statistics.median(self.drivetrain),
             "bare_tokens_per_s": tokens / statistics.median(self.bare),
         }
 
     def __str__(self) -> str:
         found = self.figures()
+        itself = (
+            "" if found["itself_low"] is None else f"; itself {found['itself_low']:.3f} to {found['itself_high']:.3f}"
+        )
         return (
             f"batch {self.batch:5} x {self.new_tokens:5}  bare {found['bare_tokens_per_s']:9.0f} tok/s  "
             f"drivetrain {found['tokens_per_s']:9.0f} tok/s  ratio {found['ratio']:.3f} "
-            f"({found['ratio_low']:.3f} to {found['ratio_high']:.3f}, {len(self.bare)} rounds)"
+            f"({found['ratio_low']:.3f} to {found['ratio_high']:.3f}, {len(self.bare)} rounds{itself})"
         )
 
 
 async def measure(arguments: argparse.Namespace) -> None:
-    model = tiny_model(
-        "qwen2",
-        hidden_size=arguments.hidden_size,
-        intermediate_size=4 * arguments.hidden_size,
-        num_hidden_layers=arguments.layers,
-        num_attention_heads=arguments.hidden_size // 128,
-        num_key_value_heads=2,
-        vocab_size=arguments.vocabulary,
-        max_position_embeddings=4096,
-        initializer_range=0.02,
-        dtype="bfloat16",
-    )
+    model = model_folder(arguments.size)
     work = [tuple(map(int, item.split("x"))) for item in arguments.work]
     most = max(batch for batch, _ in work)
-    own = BARE[arguments.backend](arguments.memory_share, most)
+    needed = max(batch * (PROMPT_TOKENS + new_tokens + _BLOCK_TOKENS) for batch, new_tokens in work)
+    own = BARE[arguments.backend](arguments.memory_share, most, math.ceil(1.05 * needed))
     fields = {
         "backend": arguments.backend,
         "model": str(model),
@@ -254,6 +257,7 @@ async def measure(arguments: argparse.Namespace) -> None:
 def write(arguments: argparse.Namespace, engine: InferenceEngine, rows: list[Row]) -> None:
     document = {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "size": arguments.size,
         "versions": engine.versions,
         "parameters": engine.model_info.parameters,
         "prompt_tokens": PROMPT_TOKENS,
@@ -265,12 +269,10 @@ def write(arguments: argparse.Namespace, engine: InferenceEngine, rows: list[Row
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("backend", choices=sorted(BARE))
+    parser.add_argument("--size", choices=sorted(SIZES), default="1.8b")
     parser.add_argument("--work", nargs="+", default=["1x512", "64x1024", "512x512", "2048x256"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no round after so long")
-    parser.add_argument("--hidden-size", type=int, default=1536)
-    parser.add_argument("--layers", type=int, default=28)
-    parser.add_argument("--vocabulary", type=int, default=151936)
     parser.add_argument("--memory-share", type=float, default=0.4, help="of the GPU's memory, for each engine")
     parser.add_argument("--json", help="write the results there after each round")
     asyncio.run(measure(parser.parse_args()))
