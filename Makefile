@@ -39,7 +39,7 @@ VLLM_READY := .venvs/vllm/.ready-$(shell (cat pyproject.toml $(VLLM_SERVER)/* $(
 SGLANG_READY := .venvs/sglang/.ready-$(shell (cat pyproject.toml $(SGLANG_PLATFORM)/*; echo '$(SGLANG)') | sha256sum | cut -c1-16)
 
 .PHONY: help setup demo test test-unit test-fast test-sglang-server test-vllm-server faults conformance conformance-all conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint docs bench clean
-.PHONY: environment-transformers environment-echo environment-sglang environment-sglang-server environment-vllm environment-vllm-server
+.PHONY: environments environment-transformers environment-echo environment-sglang environment-sglang-server environment-vllm environment-vllm-server
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -56,7 +56,15 @@ $(READY): | pyproject.toml
 demo: $(READY) ## train a small policy with GRPO against the embedded backend (two minutes)
 	@$(BIN)/drivetrain demo $(ARGS)
 
-test: test-unit conformance-all ## run all tests, and the conformance suite on every backend
+test: environments test-unit conformance-all ## run all tests, and the conformance suite on every backend
+
+# Called first, so that an install that cannot end does not come after half an hour of tests.
+environments: $(READY) ## make every environment that `make test` needs: 17 GB
+	@$(MAKE) --no-print-directory environment-echo environment-sglang environment-vllm
+
+# $(call ROOM_FOR,what,GB): pip says only after minutes that the disk is full, and keeps each download until all are installed.
+ROOM_FOR = free=$$(df -Pk . | awk 'NR == 2 { print int($$4 / 1000000 * 1.024) }'); (( free >= $(2) )) || \
+	{ echo "installing $(1) takes $(2) GB of disk while it lasts, and $$free GB are free; make room, or move the checkout" >&2; exit 1; }
 
 test-unit: $(READY) ## run the project's own tests
 	@$(BIN)/python -m pytest $(ARGS)
@@ -95,6 +103,7 @@ environment-sglang environment-sglang-server: $(SGLANG_READY)
 
 $(SGLANG_READY): | pyproject.toml
 	@[[ -n "$(SGLANG_PYTHON)" ]] || { echo "SGLang needs Python 3.12; install it, or: make SGLANG_PYTHON=/path/to/python" >&2; exit 1; }
+	@$(call ROOM_FOR,SGLang,16)
 	@echo "setting up .venvs/sglang with $(SGLANG_PYTHON): 11 GB, a few minutes"
 	@[[ -x .venvs/sglang/bin/python ]] || $(SGLANG_PYTHON) -m venv .venvs/sglang
 	@.venvs/sglang/bin/python -m pip install --quiet --disable-pip-version-check --retries 10 '$(SGLANG)' -e '.[conformance,demo,sglang-server]'
@@ -104,6 +113,7 @@ $(SGLANG_READY): | pyproject.toml
 environment-vllm environment-vllm-server: $(VLLM_READY)
 
 $(VLLM_READY): | pyproject.toml
+	@$(call ROOM_FOR,vLLM,6)
 	@echo "setting up .venvs/vllm with $(PYTHON): 3 GB, a minute or two"
 	@[[ -x .venvs/vllm/bin/python ]] || $(PYTHON) -m venv .venvs/vllm
 	@.venvs/vllm/bin/python -m pip install --quiet --disable-pip-version-check --retries 10 '$(TORCH)' '$(VLLM)' -e '.[conformance,demo,lora,remote,vllm-server]'
