@@ -90,7 +90,6 @@ if TYPE_CHECKING:
     from drivetrain.weights import (
         BroadcastSource,
         CommunicatorSpec,
-        CudaIpcSegment,
         CudaIpcSource,
         DiskSource,
         InProcessSource,
@@ -192,7 +191,6 @@ _EXPORTS = {
     "weights": (
         "BroadcastSource",
         "CommunicatorSpec",
-        "CudaIpcSegment",
         "CudaIpcSource",
         "DiskSource",
         "InProcessSource",
@@ -224,7 +222,6 @@ __all__ = [
     "CommunicatorSpec",
     "Completion",
     "CompletionChunk",
-    "CudaIpcSegment",
     "CudaIpcSource",
     "DeadlineExceeded",
     "DisallowedTokens",

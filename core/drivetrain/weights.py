@@ -94,20 +94,16 @@ class DiskSource(_Frozen):
     path: str = Field(description="The folder, readable by the engine's process.")
 
 
-class CudaIpcSegment(_Frozen):
-    """A piece of a GPU's memory, as it was allocated."""
-
-    handle: bytes = Field(description="CUDA's IPC handle of it.")
-    gpu: str = Field(description="UUID of the GPU.")
-    nbytes: int = Field(ge=0, description="Size in bytes.")
-
-
 class CudaIpcSource(_Frozen):
     """Memory of GPUs within the engine's reach, owned by another process."""
 
     kind: Literal["cuda_ipc"] = "cuda_ipc"
     name: str = Field(description="Of these segments and places, and of no others ever; handles may come again.")
-    segments: tuple[CudaIpcSegment, ...] = Field(description="The memory in which the tensors lie.")
+    gpus: tuple[str, ...] = Field(description="UUIDs of the GPUs on which they lie.")
+    segments: bytes = Field(
+        description="Of each piece of memory, as it was allocated: CUDA's IPC handle (64 bytes), then which of "
+        "``gpus`` it is on and its size in bytes, as little-endian int64."
+    )
     places: bytes = Field(
         description="Of each tensor of the plan, in its order: the index of its segment, and where in it the tensor "
         "begins, in bytes. Little-endian int64 [tensors, 2]."

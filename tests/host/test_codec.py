@@ -12,7 +12,6 @@ from drivetrain import (
     AudioInput,
     Backend,
     CommunicatorSpec,
-    CudaIpcSegment,
     CudaIpcSource,
     DisallowedTokens,
     DiskSource,
@@ -117,9 +116,7 @@ UPDATES = [
     ),
     WeightUpdateRequest(
         version="v3",
-        source=CudaIpcSource(
-            name="a", segments=(CudaIpcSegment(handle=b"\0\x80\xff", gpu="GPU-0", nbytes=1),), places=b"\xff" * 16
-        ),
+        source=CudaIpcSource(name="a", gpus=("GPU-0",), segments=b"\0\x80\xff", places=b"\xff" * 16),
         plan=PLAN,
         digests={},
     ),

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from drivetrain.progress_bars import no_progress_bars
 from drivetrain.testing import ARCHITECTURES, tiny_model
 from drivetrain_weight_sync import ModuleTarget
-from drivetrain_weight_sync.source import Source
+from drivetrain_weight_sync.source import Source, by_name
 from drivetrain_weight_sync.stacked import by_checkpoint_name
 
 MIXTURES = ["qwen2_moe", "qwen3_moe", "mixtral"]
@@ -30,7 +30,7 @@ def test_a_module_is_named_as_its_checkpoint(architecture: str) -> None:
     module = load(architecture)
     manifest = ModuleTarget(module).manifest()
     assert {spec.name for spec in manifest.tensors} == {manifest.aliases.get(name, name) for name in stored}
-    sent = Source(nn.ModuleDict({"module": module})).tensors()
+    sent = by_name(Source(nn.ModuleDict({"module": module})).pairs())
     for name, tensor in stored.items():
         assert bits(sent[name]) == bits(tensor), name
 

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -32,7 +33,6 @@ from drivetrain.errors import (
     WeightTransferFailed,
 )
 from drivetrain.weights import (
-    CudaIpcSegment,
     CudaIpcSource,
     TensorSpec,
     WeightManifest,
@@ -44,6 +44,7 @@ from drivetrain_weight_sync import Strategy, UpdatableEngine, WeightSync, make_p
 from drivetrain_weight_sync import sync as sync_module
 from drivetrain_weight_sync.source import WeightInput
 from drivetrain_weight_sync.transports import cuda_ipc
+from drivetrain_weight_sync.transports.device_memory import Segment
 
 STRATEGIES = ["in_process", "shared_memory", "broadcast", "disk", "delta"]
 
@@ -364,13 +365,13 @@ def test_memory_that_was_given_back_is_named_anew(monkeypatch: pytest.MonkeyPatc
         return sender.source()
 
     first = source(1000, 2016, 1512)
-    assert [segment.nbytes for segment in first.segments] == [1000, 1000]
+    assert [segment.nbytes for segment in cuda_ipc.segments_of(first)] == [1000, 1000]
     assert cuda_ipc.places_in(first, plan) == {"a": (0, 0), "b": (1, 16), "c": (0, 512)}
     assert source(1000, 2016, 1512) is first
     assert sender.source() is first, "nothing needs to be put again"
     moved = source(1000, 2016, 3000)
     assert moved.name != first.name
-    assert len(moved.segments) == 3
+    assert len(cuda_ipc.segments_of(moved)) == 3
     freed[0] += 1
     another = sender.source()
     assert another.name != moved.name
@@ -380,18 +381,19 @@ def test_memory_that_was_given_back_is_named_anew(monkeypatch: pytest.MonkeyPatc
 
 
 PLACED = make_plan((TensorSpec("a", "float32", (4,)), TensorSpec("b", "bfloat16", (8,))))
-SEGMENTS = tuple(CudaIpcSegment(handle=bytes(64), gpu="GPU-0", nbytes=nbytes) for nbytes in (64, 16))
+SEGMENTS = [Segment(b"a" * 63 + b"\0", "GPU-0", 64), Segment(bytes(64), "GPU-1", 16)]
 
 
 def test_tensors_lie_in_the_segments_of_a_source() -> None:
-    source = cuda_ipc._source(SEGMENTS, [(0, 48), (1, 0)])
+    source = cuda_ipc.source_of(SEGMENTS, [(0, 48), (1, 0)])
     assert cuda_ipc.places_in(source, PLACED) == {"a": (0, 48), "b": (1, 0)}
-    assert source.name != cuda_ipc._source(SEGMENTS, [(0, 48), (1, 0)]).name
+    assert cuda_ipc.segments_of(source) == SEGMENTS
+    assert source.name != cuda_ipc.source_of(SEGMENTS, [(0, 48), (1, 0)]).name
 
 
 def test_memory_that_comes_back_elsewhere_is_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
     class Mapped:
-        def __init__(self, segment: CudaIpcSegment, device: torch.device) -> None:
+        def __init__(self, segment: Segment, device: torch.device) -> None:
             self.memory = torch.empty(segment.nbytes, dtype=torch.uint8)
             mapped.append(self)  # so that no two are at one address
 
@@ -400,7 +402,7 @@ def test_memory_that_comes_back_elsewhere_is_another_place(monkeypatch: pytest.M
     mapped: list[Mapped] = []
     monkeypatch.setattr(cuda_ipc, "MappedSegment", Mapped)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    source = cuda_ipc._source(SEGMENTS, [(0, 48), (1, 0)])
+    source = cuda_ipc.source_of(SEGMENTS, [(0, 48), (1, 0)])
     request = WeightUpdateRequest(version="v", source=source, plan=PLACED, digests={"a": 0, "b": 0})
     reader = cuda_ipc.CudaIpcReader()
     reader.open(request, WeightManifest(PLACED.tensors))
@@ -418,8 +420,20 @@ def test_memory_that_comes_back_elsewhere_is_another_place(monkeypatch: pytest.M
 )
 def test_tensors_outside_of_the_segments_are_refused(places: list[tuple[int, int]]) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        cuda_ipc.places_in(cuda_ipc._source(SEGMENTS, places), PLACED)
+        cuda_ipc.places_in(cuda_ipc.source_of(SEGMENTS, places), PLACED)
     assert caught.value.field == "source.places"
+
+
+@pytest.mark.parametrize(
+    "segments",
+    [bytes(79), bytes(64) + struct.pack("<qq", 1, 64), bytes(64) + struct.pack("<qq", -1, 64), bytes(72) + b"\xff" * 8],
+    ids=["not whole", "of another GPU", "of no GPU", "of less than nothing"],
+)
+def test_segments_that_are_none_are_refused(segments: bytes) -> None:
+    source = cuda_ipc.source_of(SEGMENTS[:1], [(0, 0), (0, 16)]).model_copy(update={"segments": segments})
+    with pytest.raises(InvalidRequest) as caught:
+        cuda_ipc.places_in(source, PLACED)
+    assert caught.value.field == "source.segments"
 
 
 @pytest.mark.parametrize(

@@ -49,19 +49,9 @@ class Source:
             tensors = self._given.values()
         return next((tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.is_cuda), None)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of a held source.
-
-        Raises:
-            WeightPlanMismatch: two tensors have one name once wrappers' prefixes are dropped.
-            WeightSyncError: a tensor is not a plain one.
-        """
-        named: dict[str, torch.Tensor] = {}
-        for name, tensor in self.stream():
-            if name in named:
-                raise WeightPlanMismatch(f"the source holds {name} twice; give each tensor once", extra=[name])
-            named[name] = tensor
-        return named
+    def pairs(self) -> list[tuple[str, torch.Tensor]]:
+        """Return what a held source has, as it is given; :func:`by_name` makes tensors by name of it."""
+        return list(self._pairs())
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors one by one.
@@ -69,11 +59,7 @@ class Source:
         Raises:
             WeightSyncError: a generator was read before, or a tensor is not a plain one.
         """
-        for name, tensor in self._pairs():
-            if not isinstance(tensor, torch.Tensor):
-                raise WeightSyncError(f"{name} is a {type(tensor).__name__}; give a torch.Tensor")
-            _require_plain(name, tensor)
-            yield unwrapped(name), tensor.detach()
+        return _checked(self._pairs())
 
     def _pairs(self) -> NamedTensors:
         given = self._given
@@ -94,6 +80,29 @@ class Source:
                 )
             self._spent = True
         return given
+
+
+def by_name(pairs: NamedTensors) -> dict[str, torch.Tensor]:
+    """Return the tensors of a held source by their checkpoint names.
+
+    Raises:
+        WeightPlanMismatch: two tensors have one name once wrappers' prefixes are dropped.
+        WeightSyncError: a tensor is not a plain one.
+    """
+    named: dict[str, torch.Tensor] = {}
+    for name, tensor in _checked(pairs):
+        if name in named:
+            raise WeightPlanMismatch(f"the source holds {name} twice; give each tensor once", extra=[name])
+        named[name] = tensor
+    return named
+
+
+def _checked(pairs: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in pairs:
+        if not isinstance(tensor, torch.Tensor):
+            raise WeightSyncError(f"{name} is a {type(tensor).__name__}; give a torch.Tensor")
+        _require_plain(name, tensor)
+        yield unwrapped(name), tensor.detach()
 
 
 def _require_plain(name: str, tensor: torch.Tensor) -> None:

@@ -7,6 +7,8 @@ from asyncio import CancelledError
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import Final
 
 import torch
 
@@ -18,9 +20,11 @@ from drivetrain_weight_sync.dtypes import dtype_of, nbytes_of, spec_of
 from drivetrain_weight_sync.finite import non_finite
 from drivetrain_weight_sync.names import listed
 from drivetrain_weight_sync.plan import check_plan
-from drivetrain_weight_sync.source import Source
+from drivetrain_weight_sync.source import Source, by_name
 from drivetrain_weight_sync.target import place_of
 from drivetrain_weight_sync.transports.base import Sender
+
+_FORM: Final = attrgetter("dtype", "layout", "shape")
 
 
 @dataclass(slots=True)
@@ -103,10 +107,10 @@ def stage(
         _Streamed(manifest, staged, cast, stager, pace).run(source, sender, plan)
         return
     with staged.checking():
-        tensors = source.tensors()
-    if not stager.put_again(tensors, sender, manifest, plan, staged, pace):
+        pairs = source.pairs()
+    if not stager.put_again(pairs, sender, manifest, plan, staged, pace):
         staged.nbytes = _nbytes(plan)
-        _Held(manifest, staged, cast, stager, pace).run(tensors, sender, plan)
+        _Held(manifest, staged, cast, stager, pace).run(pairs, sender, plan)
 
 
 def _nbytes(plan: WeightPlan) -> int:
@@ -194,7 +198,7 @@ class Stager:
 
     def put_again(
         self,
-        tensors: Mapping[str, torch.Tensor],
+        pairs: Sequence[tuple[str, torch.Tensor]],
         sender: Sender,
         manifest: WeightManifest,
         plan: WeightPlan,
@@ -204,7 +208,7 @@ class Stager:
         """Do as at the last push, if everything is where it was then, and nothing is wrong with it."""
         known = self.known
         with staged.checking():
-            if known is None or (known.plan, known.manifest) != (plan, manifest) or not known.are(tensors):
+            if known is None or (known.plan, known.manifest) != (plan, manifest) or not known.seen.are(pairs):
                 self.known = None
                 return False
         with staged.staging():
@@ -220,6 +224,7 @@ class Stager:
                     self.known = None
                     return False  # to be told by name
             if not sender.copies and not sender.keeps:
+                tensors = by_name(pairs)
                 for main, first in known.firsts.items():
                     sender.put(main, tensors[first], held=True)
             staged.reached(staged.nbytes)
@@ -232,8 +237,8 @@ class _Known:
 
     plan: WeightPlan
     manifest: WeightManifest
-    seen: Sequence[tuple[str, int, torch.dtype, torch.Size, tuple[int, ...]]]
-    """Names, addresses, dtypes, shapes and strides of its tensors."""
+    seen: _Seen
+    """Its tensors."""
     slots: Mapping[str, torch.Tensor]
     firsts: Mapping[str, str]
     """Of each tensor of the plan, the first name under which it came."""
@@ -242,22 +247,35 @@ class _Known:
     nbytes: int
     """Of the plan."""
 
-    def are(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Whether these are its tensors, where they were."""
-        return len(tensors) == len(self.seen) and all(
-            name == known
-            and tensor.data_ptr() == address
-            and tensor.dtype == dtype
-            and tensor.shape == shape
-            and tensor.stride() == stride
-            for (name, tensor), (known, address, dtype, shape, stride) in zip(tensors.items(), self.seen, strict=True)
+
+class _Seen:
+    """What tensors were and where they lay; nothing of theirs is kept. There may be thousands, seen at every push."""
+
+    def __init__(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> None:
+        tensors = [tensor for _, tensor in pairs]
+        self._names = [name for name, _ in pairs]
+        self._types = [*map(type, tensors)]
+        self._forms = [*map(_FORM, tensors)]
+        self._addresses = [*map(torch.Tensor.data_ptr, tensors)]
+        self._strides = [*map(torch.Tensor.stride, tensors)]
+
+    def are(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> bool:
+        """Whether these are the same, where they were."""
+        tensors = [tensor for _, tensor in pairs]
+        return (
+            [name for name, _ in pairs] == self._names
+            and [*map(type, tensors)] == self._types
+            and [*map(_FORM, tensors)] == self._forms
+            and [*map(torch.Tensor.data_ptr, tensors)] == self._addresses
+            and [*map(torch.Tensor.stride, tensors)] == self._strides
         )
 
 
 class _Held(_Checks):
-    def run(self, tensors: Mapping[str, torch.Tensor], sender: Sender, plan: WeightPlan) -> None:
+    def run(self, pairs: Sequence[tuple[str, torch.Tensor]], sender: Sender, plan: WeightPlan) -> None:
         staged = self.staged
         with staged.checking():
+            tensors = by_name(pairs)
             for name, tensor in tensors.items():
                 self.see(name, tensor)
             self.require_complete()
@@ -287,11 +305,10 @@ class _Held(_Checks):
                     sender.put(main, tensors[first], held=True)
                 staged.put(self.nbytes[main])
         if self._in_one and (not sender.copies or len(put) == len(firsts)):
-            seen = [
-                (n, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) for n, tensor in tensors.items()
-            ]
             mains = {name: self.main_name(name) for name in unique}
-            self._stager.known = _Known(plan, self._manifest, seen, sender.slots(), firsts, mains, staged.nbytes)
+            self._stager.known = _Known(
+                plan, self._manifest, _Seen(pairs), sender.slots(), firsts, mains, staged.nbytes
+            )
 
     def _look_and_put(
         self, tensors: Mapping[str, torch.Tensor], mains: Mapping[str, str], slots: Mapping[str, torch.Tensor]

@@ -366,7 +366,7 @@ class WeightSync:
         return WeightSyncResult(
             version=ready.version,
             strategy=self.strategy,
-            tensors=len(plan.tensors),
+            tensors=sum(len(bucket.tensors) for bucket in plan.buckets),
             buckets=len(plan.buckets),
             nbytes=staged.nbytes,
             sent_nbytes=staged.nbytes if sent_nbytes is None else sent_nbytes,

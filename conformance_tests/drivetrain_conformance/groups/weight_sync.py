@@ -6,6 +6,7 @@ import asyncio
 import math
 import shutil
 import socket
+import struct
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
@@ -38,7 +39,6 @@ from drivetrain.testing import tiny_model
 from drivetrain.weights import (
     BroadcastSource,
     CommunicatorSpec,
-    CudaIpcSegment,
     CudaIpcSource,
     InProcessSource,
     SharedMemorySource,
@@ -503,9 +503,9 @@ async def shared_memory_that_is_not_there_is_refused(bench: Bench) -> None:
 async def gpu_memory_that_is_not_there_is_refused(bench: Bench) -> None:
     """An update whose handle belongs to no GPU of the engine is a typed error and changes nothing."""
     WeightSync.connect({}, bench.engine, Strategy.CUDA_IPC)  # refused before anything is asked for
-    segment = CudaIpcSegment(handle=bytes(64), gpu="GPU-0", nbytes=1 << 40)
+    segment = bytes(64) + struct.pack("<qq", 0, 1 << 40)
     places = bytes(16 * len((await bench.engine.weight_manifest()).tensors))
-    await _refuse_source(bench, CudaIpcSource(name="nobody's", segments=(segment,), places=places))
+    await _refuse_source(bench, CudaIpcSource(name="nobody's", gpus=("GPU-0",), segments=segment, places=places))
 
 
 @case(Capability.WEIGHTS_BROADCAST)

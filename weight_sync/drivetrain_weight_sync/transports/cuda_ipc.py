@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Final
 
 import numpy as np
 import torch
 
 from drivetrain.errors import InvalidRequest, WeightSyncError
-from drivetrain.weights import CudaIpcSegment, CudaIpcSource, WeightManifest, WeightPlan, WeightUpdateRequest
+from drivetrain.weights import CudaIpcSource, WeightManifest, WeightPlan, WeightUpdateRequest
 from drivetrain_weight_sync.dtypes import dtype_of
 from drivetrain_weight_sync.names import listed
 from drivetrain_weight_sync.plan import bucket_offsets, plan_nbytes
 from drivetrain_weight_sync.transports.base import Opened, Reader, Sender, slot
-from drivetrain_weight_sync.transports.device_memory import DeviceArena, MappedSegment, handle_of, segment_of, uuid_of
+from drivetrain_weight_sync.transports.device_memory import (
+    HANDLE_BYTES,
+    DeviceArena,
+    MappedSegment,
+    Segment,
+    handle_of,
+    segment_of,
+    uuid_of,
+)
+
+_SEGMENT: Final = np.dtype([("handle", "V", HANDLE_BYTES), ("gpu", "<i8"), ("nbytes", "<i8")])
+"""As ``CudaIpcSource.segments`` has them."""
 
 
 class CudaIpcSender(Sender):
@@ -64,8 +76,8 @@ class CudaIpcSender(Sender):
                 for bucket, offset in zip(plan.buckets, bucket_offsets(plan), strict=True)
                 for placed in bucket.tensors
             ]
-            segment = CudaIpcSegment(handle=arena.handle, gpu=uuid_of(arena.device), nbytes=arena.nbytes)
-            self._source = _source([segment], [(0, offset) for offset in offsets])
+            segment = Segment(handle=arena.handle, gpu=uuid_of(arena.device), nbytes=arena.nbytes)
+            self._source = source_of([segment], [(0, offset) for offset in offsets])
         return self._source
 
     def release(self) -> None:
@@ -147,7 +159,7 @@ class CudaIpcInPlaceSender(Sender):
         return sum(torch.cuda.memory_stats(device).get("segment.all.freed", 0) for device in devices)
 
     def _described(self) -> CudaIpcSource:
-        segments: list[CudaIpcSegment] = []
+        segments: list[Segment] = []
         numbers: dict[int, int] = {}
         """Of the segments, by where they begin."""
         places: list[tuple[int, int]] = []
@@ -164,9 +176,9 @@ class CudaIpcInPlaceSender(Sender):
                         field="share_tensors",
                     ) from error
                 numbers[begin] = len(segments)
-                segments.append(CudaIpcSegment(handle=handle, gpu=uuid_of(device), nbytes=size))
+                segments.append(Segment(handle=handle, gpu=uuid_of(device), nbytes=size))
             places.append((numbers[begin], pointer - begin))
-        return _source(segments, places)
+        return source_of(segments, places)
 
     def release(self) -> None:
         """Remember where the tensors lie."""
@@ -199,7 +211,7 @@ class CudaIpcReader(Reader):
             places = places_in(source, plan)
             device = torch.device("cuda", torch.cuda.current_device())
             try:
-                for segment in source.segments:
+                for segment in segments_of(source):
                     self._mapped.append(MappedSegment(segment, device))
             except BaseException:
                 self.close()
@@ -241,22 +253,51 @@ def places_in(source: CudaIpcSource, plan: WeightPlan) -> dict[str, tuple[int, i
             field="source.places",
         )
     found: dict[str, tuple[int, int]] = {}
+    sizes = [segment.nbytes for segment in segments_of(source)]
     numbers: list[list[int]] = np.frombuffer(source.places, "<i8").reshape(-1, 2).tolist()
     for placed, (index, offset) in zip(tensors, numbers, strict=True):
-        size = source.segments[index].nbytes if 0 <= index < len(source.segments) else -1
+        size = sizes[index] if 0 <= index < len(sizes) else -1
         if offset < 0 or offset + placed.nbytes > size or offset % dtype_of(placed.spec).itemsize:
             raise InvalidRequest(
                 f"{placed.spec.name} ({placed.nbytes} bytes) is said to begin at byte {offset} of segment {index}, of "
-                f"{len(source.segments)}; it must lie within one, at a multiple of its elements' size",
+                f"{len(sizes)}; it must lie within one, at a multiple of its elements' size",
                 field="source.places",
             )
         found[placed.spec.name] = index, offset
     return found
 
 
-def _source(segments: Sequence[CudaIpcSegment], places: Sequence[tuple[int, int]]) -> CudaIpcSource:
-    numbers = np.array(places, dtype="<i8").tobytes()
-    return CudaIpcSource(name=uuid.uuid4().hex, segments=tuple(segments), places=numbers)
+def segments_of(source: CudaIpcSource) -> list[Segment]:
+    """The memory in which a source's tensors lie.
+
+    Raises:
+        InvalidRequest: the source does not say how large each piece is, or on which GPU.
+    """
+    if len(source.segments) % _SEGMENT.itemsize:
+        raise InvalidRequest(
+            f"segments has {len(source.segments)} bytes; each takes {_SEGMENT.itemsize}", field="source.segments"
+        )
+    segments: list[Segment] = []
+    for handle, gpu, nbytes in np.frombuffer(source.segments, _SEGMENT).tolist():
+        if not 0 <= gpu < len(source.gpus) or nbytes < 0:
+            raise InvalidRequest(
+                f"a segment of {nbytes} bytes is said to be on GPU {gpu} of the {len(source.gpus)} that are named",
+                field="source.segments",
+            )
+        segments.append(Segment(handle, source.gpus[gpu], nbytes))
+    return segments
+
+
+def source_of(segments: Sequence[Segment], places: Sequence[tuple[int, int]]) -> CudaIpcSource:
+    """Say in which memory tensors lie: of each, the index of its segment, and where in it it begins, in bytes."""
+    gpus = list(dict.fromkeys(segment.gpu for segment in segments))
+    packed = np.array([(segment.handle, gpus.index(segment.gpu), segment.nbytes) for segment in segments], _SEGMENT)
+    return CudaIpcSource(
+        name=uuid.uuid4().hex,
+        gpus=tuple(gpus),
+        segments=packed.tobytes(),
+        places=np.array(places, dtype="<i8").tobytes(),
+    )
 
 
 def shares_gpu(trainers: torch.device | None, engines: Sequence[str]) -> bool:

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Final
 
 import torch
 
 from drivetrain.errors import InvalidRequest, WeightSyncError
-from drivetrain.weights import CudaIpcSegment
 
 HANDLE_BYTES = 64
 """Size of CUDA's handle of a piece of memory."""
@@ -50,6 +50,18 @@ class DeviceArena:
         self._free()
 
 
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A piece of a GPU's memory, as it was allocated."""
+
+    handle: bytes
+    """CUDA's IPC handle of it, of ``HANDLE_BYTES``."""
+    gpu: str
+    """UUID of the GPU."""
+    nbytes: int
+    """Size in bytes."""
+
+
 class MappedSegment:
     """Another process's memory on the same GPU, or on one whose memory this one can read.
 
@@ -57,14 +69,10 @@ class MappedSegment:
         InvalidRequest: it is out of reach of this GPU, the handle is of no memory, or of less than is said.
     """
 
-    def __init__(self, segment: CudaIpcSegment, device: torch.device) -> None:
+    def __init__(self, segment: Segment, device: torch.device) -> None:
         from cuda.bindings import runtime
 
         self._device = device
-        if len(segment.handle) != HANDLE_BYTES:
-            raise InvalidRequest(
-                f"the handle has {len(segment.handle)} bytes; one of CUDA has {HANDLE_BYTES}", field="source.segments"
-            )
         if not reaches(device, segment.gpu):
             raise InvalidRequest(
                 f"the weights lie on {segment.gpu}, but this engine runs on {uuid_of(device)}, which does not reach "
