@@ -59,7 +59,7 @@ demo: $(READY) ## train a small policy with GRPO against the embedded backend (t
 test: environments test-unit conformance-all ## run all tests, and the conformance suite on every backend
 
 # Called first, so that an install that cannot end does not come after half an hour of tests.
-environments: $(READY) ## make every environment that `make test` needs: 17 GB
+environments: $(READY) ## make every environment that `make test` needs: 20 GB at their peak
 	@$(MAKE) --no-print-directory environment-echo environment-sglang environment-vllm
 
 # $(call ROOM_FOR,what,GB): pip says only after minutes that the disk is full, and keeps each download until all are installed.
