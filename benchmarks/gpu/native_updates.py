@@ -11,7 +11,7 @@ import pickle
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -50,9 +50,8 @@ def median(work: Callable[[], object]) -> float:
     return statistics.median(taken)
 
 
-def sleeps(sleep: Callable[[], object], wake_weights: Callable[[], object], wake_rest: Callable[[], object]) -> Figures:
+def sleeps(steps: Mapping[str, Callable[[], object]]) -> Figures:
     """Of weights and cache."""
-    steps = {"sleep": sleep, "wake of the weights": wake_weights, "wake of the cache": wake_rest}
     taken: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(4):
         for name, step in steps.items():
@@ -63,16 +62,11 @@ def sleeps(sleep: Callable[[], object], wake_weights: Callable[[], object], wake
         yield f"native: {name}", statistics.median(times[1:])
 
 
-def sglang(folder: Path, settings: dict[str, Any], lock: Lock) -> Figures:
-    """Each tensor, which is the default, and one flattened bucket, which is the fastest."""
+def sglang_engine(folder: Path, settings: dict[str, Any]) -> Any:
+    """SGLang by itself."""
     from sglang import Engine
-    from sglang.srt.utils import MultiprocessingSerializer
 
-    try:
-        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-    except ImportError:
-        from sglang.srt.model_executor.model_runner import FlattenedTensorBucket
-    engine = Engine(
+    return Engine(
         model_path=str(folder),
         skip_tokenizer_init=True,
         log_level="error",
@@ -81,6 +75,26 @@ def sglang(folder: Path, settings: dict[str, Any], lock: Lock) -> Figures:
         attention_backend=settings["attention_backend"],
         **settings["engine_kwargs"],
     )
+
+
+def sglang_sleeps(engine: Any) -> dict[str, Callable[[], object]]:
+    """Its sleep of weights and cache, and the two wakes."""
+    return {
+        "sleep": lambda: engine.release_memory_occupation(tags=["kv_cache", "weights"]),
+        "wake of the weights": lambda: engine.resume_memory_occupation(tags=["weights"]),
+        "wake of the cache": lambda: engine.resume_memory_occupation(tags=["kv_cache"]),
+    }
+
+
+def sglang(folder: Path, settings: dict[str, Any], lock: Lock) -> Figures:
+    """Each tensor, which is the default, and one flattened bucket, which is the fastest."""
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    try:
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+    except ImportError:
+        from sglang.srt.model_executor.model_runner import FlattenedTensorBucket
+    engine = sglang_engine(folder, settings)
     lock.acquire()
     pairs = weights_of(folder)
     yield "native: each tensor", median(lambda: engine.update_weights_from_tensor(pairs, flush_cache=True))
@@ -96,11 +110,7 @@ def sglang(folder: Path, settings: dict[str, Any], lock: Lock) -> Figures:
         yield "native: one bucket, flattened before", median(lambda: send(filled))
     except Exception as error:  # its calling conventions change between releases; the figure is then missing
         print(f"no flattened bucket: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    yield from sleeps(
-        lambda: engine.release_memory_occupation(tags=["kv_cache", "weights"]),
-        lambda: engine.resume_memory_occupation(tags=["weights"]),
-        lambda: engine.resume_memory_occupation(tags=["kv_cache"]),
-    )
+    yield from sleeps(sglang_sleeps(engine))
     engine.shutdown()
 
 
@@ -127,12 +137,12 @@ class Extension:
         torch.cuda.synchronize()
 
 
-def vllm(folder: Path, settings: dict[str, Any], lock: Lock) -> Figures:
-    """As its IPC engine does, which makes parameters anew; and its loader alone, into those that are there."""
+def vllm_engine(folder: Path, settings: dict[str, Any]) -> Any:
+    """vLLM by itself."""
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     from vllm import LLM
 
-    engine = LLM(
+    return LLM(
         model=str(folder),
         skip_tokenizer_init=True,
         enable_sleep_mode=True,
@@ -141,6 +151,20 @@ def vllm(folder: Path, settings: dict[str, Any], lock: Lock) -> Figures:
         worker_extension_cls="native_updates.Extension",
         **settings["engine_kwargs"],
     )
+
+
+def vllm_sleeps(engine: Any) -> dict[str, Callable[[], object]]:
+    """Its sleep of weights and cache, and the two wakes."""
+    return {
+        "sleep": lambda: engine.sleep(level=2),
+        "wake of the weights": lambda: engine.wake_up(tags=["weights"]),
+        "wake of the cache": lambda: engine.wake_up(tags=["kv_cache"]),
+    }
+
+
+def vllm(folder: Path, settings: dict[str, Any], lock: Lock) -> Figures:
+    """As its IPC engine does, which makes parameters anew; and its loader alone, into those that are there."""
+    engine = vllm_engine(folder, settings)
     lock.acquire()
     pairs = weights_of(folder)
 
@@ -150,11 +174,7 @@ def vllm(folder: Path, settings: dict[str, Any], lock: Lock) -> Figures:
 
     yield "native: its IPC engine's way", median(lambda: send(True))
     yield "native: its loader alone", median(lambda: send(False))
-    yield from sleeps(
-        lambda: engine.sleep(level=2),
-        lambda: engine.wake_up(tags=["weights"]),
-        lambda: engine.wake_up(tags=["kv_cache"]),
-    )
+    yield from sleeps(vllm_sleeps(engine))
 
 
 NATIVE: Final[dict[str, Callable[[Path, dict[str, Any], Lock], Iterable[tuple[str, float]]]]] = {

@@ -10,7 +10,8 @@ medians:
 
 - C: one device-to-device copy of the same bytes, measured before and after.
 - push: from ``push()`` to its return: digests and copies on the trainer's side, then the update.
-- staged update: from ``finish()`` of a transfer that was staged while the engine served on, to its return.
+- staged update: from ``finish()`` of a transfer that was staged while the engine served on, to its return; and of that,
+  how long the engine generated nothing.
 - pause: what eight streams wait for longer than usual for a token, if a push comes upon them (``in_place``).
 - staging: tokens of those streams while a transfer is staged, again and again, in times of those without.
 - shared: the same pushes of the trainer's own tensors, which the engine reads where they are.
@@ -199,11 +200,16 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
             )
             record("  of that: update", 1e3 * statistics.median(result.update_seconds for result in pushes))
             staged: list[float] = []
+            paused: list[float] = []
             for number in range(args.pushes):
                 handle = await sync.start_weight_transfer(version=f"staged-{number}")
                 await handle.wait()
-                staged.append(await timed(handle.finish()))
+                begun = time.perf_counter()
+                result = await handle.finish()
+                staged.append(1e3 * (time.perf_counter() - begun))
+                paused.append(1e3 * result.paused_seconds)
             record("staged update", statistics.median(staged))
+            record("  of that: nothing is generated", statistics.median(paused))
             await measure_streams(engine, sync, record, args.pushes)
             await measure_sleep(engine, sync, record)
             for tensor in weights.values():

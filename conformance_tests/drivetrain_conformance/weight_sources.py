@@ -306,6 +306,10 @@ class _BreaksOff:
     def buckets(self) -> int:
         return self._update.buckets
 
+    @property
+    def paused_seconds(self) -> float:
+        return self._update.paused_seconds
+
     async def load(self, indices: Sequence[int]) -> None:
         if self._left < len(indices):
             raise ConnectionError("the trainer was lost")

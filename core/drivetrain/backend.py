@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import ClassVar
 
@@ -296,10 +296,10 @@ class Backend(ABC):
         await self.receive_weights(VerifyUpdate())
         if not update.keep_prefix_cache:
             await self.reset_prefix_cache()
-        await self.receive_weights(CommitUpdate(update.version))
+        committed = await self.receive_weights(CommitUpdate(update.version))
         if update.freeze is not None:
             await self.unfreeze()
-        return reply
+        return replace(reply, seconds=committed.seconds)
 
     async def validate_weights(self) -> WeightReport:
         """Look at every tensor, where it lies, for NaN, infinity and zeros only."""

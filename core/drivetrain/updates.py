@@ -59,6 +59,8 @@ class WeightTransaction:
         """How many buckets there are to load."""
         self.nbytes = 0
         """Bytes loaded so far."""
+        self.paused_seconds = 0.0
+        """From begin to commit, where the weights are; known once it is committed."""
 
     async def prepare(self) -> None:
         """Let the receiver open the source and check every tensor; changes nothing."""
@@ -97,7 +99,8 @@ class WeightTransaction:
         self._ended = True
         update = ApplyUpdate(self.request.version, self.buckets, self._keep_prefix_cache, freeze)
         async with deadline(self._timeout, "the receiver to apply the update"):
-            self.nbytes = (await self._backend.apply_weights(update)).nbytes
+            reply = await self._backend.apply_weights(update)
+        self.nbytes, self.paused_seconds = reply.nbytes, reply.seconds
 
     async def finish(self) -> None:
         """Verify every tensor, forget what older weights cached, publish the version."""
@@ -106,7 +109,8 @@ class WeightTransaction:
         if not self._keep_prefix_cache:
             async with deadline(self._timeout, "the prefix cache to be reset"):
                 await self._backend.reset_prefix_cache()
-        await self._send(CommitUpdate(self.request.version), "the receiver to commit the update")
+        reply = await self._send(CommitUpdate(self.request.version), "the receiver to commit the update")
+        self.paused_seconds = reply.seconds
 
     async def _send(self, message: WeightMessage, waited_for: str) -> WeightReply:
         async with deadline(self._timeout, waited_for):

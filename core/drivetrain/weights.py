@@ -254,6 +254,8 @@ class WeightReply:
     """Bytes copied by this step."""
     keeps_plan: bool = False
     """After PrepareUpdate: its plan is remembered, and need not be sent again while no other is."""
+    seconds: float = 0.0
+    """After CommitUpdate, or all steps at once: since BeginUpdate, where the weights are. Meanwhile nothing ran."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,6 +207,8 @@ class FarUpdate:
     def __init__(self, engine: FarEngine, buckets: int) -> None:
         self._engine = engine
         self.buckets = buckets
+        self.paused_seconds = 0.0
+        """Known to the owner alone."""
         self.ended = False
 
     async def load(self, indices: Sequence[int]) -> None:

@@ -178,7 +178,7 @@ RESULTS: dict[str, object] = {
     "read_media": [ReadMedium(3, 5, b"\0\xff", follows=2), ReadMedium(4, 1)],
     "weight_manifest": WeightManifest((SPEC,), {"a": "b"}),
     "receive_weights": WeightReply(3, 2**40, keeps_plan=True),
-    "apply_weights": WeightReply(nbytes=2**40),
+    "apply_weights": WeightReply(nbytes=2**40, seconds=0.009),
     "validate_weights": WeightReport(3, ("a",), (), ("b",)),
     "read_weight": TensorData(SPEC, bytes(range(256))),
     "embed": [[0.5, -1.0], []],

@@ -55,6 +55,7 @@ class Update:
     def __init__(self, engine: ReceiverEngine, buckets: int) -> None:
         self._engine = engine
         self.buckets = buckets
+        self.paused_seconds = 0.0
 
     async def load(self, indices: Sequence[int]) -> None:
         await self._engine.send(LoadBuckets(tuple(indices)))
@@ -105,11 +106,12 @@ class ReceiverEngine:
         (_, buckets), self._prepared = self._prepared, None
         try:
             await self.send(BeginUpdate())
-            yield Update(self, buckets)
+            update = Update(self, buckets)
+            yield update
             if at_once:
                 await self.send(LoadBuckets(tuple(range(buckets))))
             await self.send(VerifyUpdate())
-            await self.send(CommitUpdate(request.version))
+            update.paused_seconds = (await self.send(CommitUpdate(request.version))).seconds
         except BaseException:
             await self.send(AbortUpdate())
             raise

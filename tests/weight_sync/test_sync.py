@@ -89,7 +89,7 @@ async def test_every_source_arrives_bitwise_by_every_strategy(kind: str, strateg
     assert engine.messages.count("LoadBuckets") == 1
     assert result.tensors == len(tensors_of(trained)) - 1
     assert result.nbytes == sum(t.nbytes for n, t in tensors_of(trained).items() if n != "lm_head.weight")
-    assert 0 < result.update_seconds < result.total_seconds
+    assert 0 < result.paused_seconds < result.update_seconds < result.total_seconds
     assert result.check_seconds + result.stage_seconds < result.total_seconds
     assert result.gb_per_second > 0
 

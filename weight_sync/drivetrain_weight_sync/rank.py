@@ -168,10 +168,10 @@ class RankWeights(ABC):
         self.receive_weights(BeginUpdate())
         return self.receive_weights(update.load)
 
-    def commit_weights(self, update: ApplyUpdate) -> None:
+    def commit_weights(self, update: ApplyUpdate) -> WeightReply:
         """Verify what was loaded and commit it; no rank commits what another could not verify."""
         self.of_ranks(lambda: self.receive_weights(VerifyUpdate()))
-        self.receive_weights(CommitUpdate(update.version))
+        return self.receive_weights(CommitUpdate(update.version))
 
     def init_communicator(self, spec: CommunicatorSpec) -> None:
         """Join a group in which a trainer broadcasts; raises EngineBusy, to be asked again, while it forms."""

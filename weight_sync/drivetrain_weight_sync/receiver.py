@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import struct
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence, Set
 from enum import Enum
 from typing import Final
@@ -125,6 +126,8 @@ class Receiver:
         """In which a trainer broadcasts to this worker."""
         self._readers = Readers(self.groups)
         self._phase = Phase.IDLE
+        self._begun = 0.0
+        """When the update under way began, by ``time.perf_counter``."""
         self._opening: _Opening | None = None
         self._request: WeightUpdateRequest | None = None
         self._reader: Reader | None = None
@@ -294,6 +297,7 @@ class Receiver:
     def _step(self, message: BeginUpdate | LoadBuckets | VerifyUpdate | CommitUpdate) -> WeightReply:
         match message:
             case BeginUpdate():
+                self._begun = time.perf_counter()
                 self._phase = Phase.LOADING
                 self._held = {}
                 self._target.begin()
@@ -313,7 +317,7 @@ class Receiver:
                         for name, value in self._digests.items()
                     }
                 self._forget()
-                return WeightReply()
+                return WeightReply(seconds=time.perf_counter() - self._begun)
 
     def _load(self, indices: Sequence[int]) -> int:
         reader = self._reader

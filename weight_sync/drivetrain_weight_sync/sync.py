@@ -55,6 +55,9 @@ class UpdateUnderWay(Protocol):
     @property
     def buckets(self) -> int: ...
 
+    @property
+    def paused_seconds(self) -> float: ...
+
     async def load(self, indices: Sequence[int]) -> None: ...
 
 
@@ -105,7 +108,9 @@ class WeightSyncResult:
     stage_seconds: float
     """Copying to where the engine takes it from, while the engine serves on."""
     update_seconds: float
-    """From the engine's first step to its commit; it is paused for at most this long."""
+    """From asking the engine for it to its answer."""
+    paused_seconds: float
+    """Of that, how long the engine generated nothing: from begin to commit, measured where the weights are."""
     total_seconds: float
     probe_gap: float | None = None
     """Largest difference between the engine's logprobs and the trainer's that the probe found, in nats."""
@@ -354,11 +359,11 @@ class WeightSync:
             asked = time.perf_counter()
             sender = self._sender if isinstance(self._sender, BroadcastSender) else None
             if sender is None:
-                async with self._engine.weight_update(request, at_once=True):
+                async with self._engine.weight_update(request, at_once=True) as update:
                     pass
             else:
                 calls = list(_together(plan, _LOADED_TOGETHER[self._options.group_backend]))
-                await self._broadcast(sender, request, calls)
+                update = await self._broadcast(sender, request, calls)
         ended = time.perf_counter()
         self._sender.committed(staged.digests)
         gap = await self._probe()
@@ -373,6 +378,7 @@ class WeightSync:
             check_seconds=staged.check_seconds,
             stage_seconds=staged.stage_seconds,
             update_seconds=ended - asked,
+            paused_seconds=update.paused_seconds,
             total_seconds=ready.seconds + ended - begun,
             probe_gap=gap,
         )
@@ -394,33 +400,36 @@ class WeightSync:
             self._sender.forget()
             raise
 
-    async def _broadcast(self, sender: BroadcastSender, request: WeightUpdateRequest, calls: list[list[int]]) -> None:
+    async def _broadcast(
+        self, sender: BroadcastSender, request: WeightUpdateRequest, calls: list[list[int]]
+    ) -> UpdateUnderWay:
         """Let the engine take the buckets that are sent in each call; what fits into one is taken at once."""
         if len(calls) > 1:
             async with self._engine.weight_update(request) as update:
                 for indices in calls:
                     await self._while_sent(sender, indices, update.load(indices))
-            return
-        begun = asyncio.Event()
+            return update
+        begun: asyncio.Future[UpdateUnderWay] = asyncio.get_running_loop().create_future()
 
         async def take() -> None:
-            async with self._engine.weight_update(request, at_once=True):
-                begun.set()
+            async with self._engine.weight_update(request, at_once=True) as update:
+                begun.set_result(update)
 
         await self._while_sent(sender, calls[0] if calls else [], take(), begun)
+        return begun.result()
 
     async def _while_sent(
         self,
         sender: BroadcastSender,
         indices: Sequence[int],
         taken: Coroutine[object, object, None],
-        begun: asyncio.Event | None = None,
+        begun: asyncio.Future[UpdateUnderWay] | None = None,
     ) -> None:
         """Let the engine take buckets while they are sent; the first of the two that fails ends the other."""
 
         async def send() -> None:
             if begun is not None:
-                await begun.wait()
+                await asyncio.wait([begun])  # which leaves it alone when this half is cancelled
             await _in_thread(lambda: sender.send(indices))
 
         halves = [asyncio.ensure_future(send()), asyncio.ensure_future(taken)]

@@ -141,6 +141,7 @@ async def _push_and_serve(bench: Bench, strategy: Strategy, source: WeightInput 
         result = await sync.push(version=NEW)
     assert (result.version, result.strategy) == (NEW, strategy)
     assert result.nbytes > 0
+    assert 0 < result.paused_seconds < result.update_seconds
     await check_serves(bench, other, NEW)
 
 

@@ -61,9 +61,7 @@ def run_mutants(backend: str, *, as_json: bool) -> bool:
             results.append(result)
             progress.update(task, advance=1, description=result.mutant.name)
             if not as_json:
-                mark, style = ("caught ", "") if result.caught else ("MISSED ", "red")
-                line = f"{mark} {result.mutant.name}: {result.mutant.wrong} [{result.mutant.caught_by}]"
-                out.print(Text(line if result.caught else f"{line}\n  {result.message}"), style=style, soft_wrap=True)
+                _show(result)
     caught = sum(result.caught for result in results)
     if as_json:
         print_json(
@@ -82,8 +80,17 @@ def run_mutants(backend: str, *, as_json: bool) -> bool:
             }
         )
     else:
+        for result in results:
+            if not result.caught:
+                _show(result)  # again: of a long log only the end may be kept
         out.print(f"{caught} of {len(results)} mutants caught")
     return caught == len(results)
+
+
+def _show(result: MutantResult) -> None:
+    mark, style = ("caught ", "") if result.caught else ("MISSED ", "red")
+    line = f"{mark} {result.mutant.name}: {result.mutant.wrong} [{result.mutant.caught_by}]"
+    out.print(Text(line if result.caught else f"{line}\n  {result.message}"), style=style, soft_wrap=True)
 
 
 def try_mutants(backend: str, mutants: Sequence[Mutant]) -> Iterator[MutantResult]:

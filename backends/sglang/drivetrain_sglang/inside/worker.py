@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -277,8 +278,7 @@ class Worker(RankWeights):
     def apply_weights(self, update: ApplyUpdate) -> WeightReply:
         """Take all steps of an update."""
         (reply, *_) = self.of_ranks(lambda: self._begin(update))
-        self.commit_weights(update)
-        return reply
+        return replace(reply, seconds=self.commit_weights(update).seconds)
 
     def _begin(self, update: ApplyUpdate) -> WeightReply:
         reply = self.begin_weights(update)

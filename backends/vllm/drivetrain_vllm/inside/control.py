@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, Final, cast
 
 from drivetrain.backend import EngineStats
@@ -77,9 +78,9 @@ class Core:
         if not update.keep_prefix_cache:
             self.reset_prefix_cache()
         self._core.reset_encoder_cache()
-        self._of_workers("commit_weights", update)
+        committed = cast("WeightReply", self._of_workers("commit_weights", update))
         self.set_weight_version(update.version)
-        return reply
+        return replace(reply, seconds=committed.seconds)
 
     def apply_weights_counting(self, update: ApplyUpdate, request_ids: list[str]) -> tuple[WeightReply, dict[str, int]]:
         """Take all steps of an update while requests are frozen, and count their tokens."""
