@@ -187,8 +187,9 @@ async def greedy_samples_of_a_prompt_are_alike(bench: Bench) -> None:
 async def the_text_is_the_decoding_of_the_ids(bench: Bench) -> None:
     """A completion's text is what its ids decode to, without the EOS that ended it."""
     output = await bench.engine.generate(bench.prompts(6), SamplingParams(n=4, max_new_tokens=24))
+    ended = await bench.greedy([ending_prompt(bench).token_ids], 4)  # samples end by EOS only as chance has it
     decode = bench.engine.tokenizer.inner.decode
-    for completion in output.completions:
+    for completion in [*output.completions, *ended]:
         ids = completion.token_ids[: -1 if completion.finish_reason is FinishReason.STOP else None]
         assert completion.text == (decode(ids, skip_special_tokens=True) if ids else "")
         assert all(0 <= token < bench.engine.model_info.vocab_size for token in completion.token_ids)

@@ -439,8 +439,8 @@ async def an_update_waits_for_a_save(bench: Bench) -> None:
     for refusal in results:
         if isinstance(refusal, UnsupportedCapability):
             raise refusal
-    assert ended == ["save"] * len(folders) + ["update"], f"the update did not wait for the saves: {ended}"
-    assert not any(results), f"{results}"
+    waited = ended == ["save"] * len(folders) + ["update"] and not any(results)
+    assert waited, f"the update did not wait for the saves: {ended}; {results}"
     for folder in folders:
         await _check_saved(engine, folder, bench.model)
     await engine.load_weights_from_disk(str(bench.model), own)

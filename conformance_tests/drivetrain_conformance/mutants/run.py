@@ -30,7 +30,7 @@ from drivetrain_conformance.verdict import Verdict
 FAMILIES: Final = ("claims", "fields", "generation", "streams", "logprobs", "control", "weights")
 """Modules of mutants."""
 _PROFILE: Final[Profile] = dataclasses.replace(
-    PROFILES["ci"], name="mutants", samples=1024, case_timeout=20.0, cycles=20
+    PROFILES["ci"], name="mutants", samples=1024, case_timeout=40.0, cycles=20
 )
 
 
