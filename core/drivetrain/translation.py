@@ -29,6 +29,22 @@ def with_engine_kwargs(
     return {**defaults, **relied_on, **config.engine_kwargs}
 
 
+def spreads_experts(config: EngineConfig) -> bool:
+    """Whether each rank of the engine is to hold whole experts, where it would hold a part of each.
+
+    Raises:
+        InvalidConfig: they are to be spread over some of the ranks only.
+    """
+    experts, ranks = config.expert_parallel_size, config.tensor_parallel_size
+    if experts not in (1, ranks):
+        raise InvalidConfig(
+            f"expert_parallel_size={experts} with tensor_parallel_size={ranks}: experts are spread over all ranks of "
+            "the engine or over none; give both the same size, or leave it out",
+            field="expert_parallel_size",
+        )
+    return experts > 1
+
+
 def context_length_of(own: int, configured: int | None) -> int:
     """Most tokens of prompt and output together: the configured limit, or the model's own.
 

@@ -135,7 +135,10 @@ def test_experts_are_those_of_the_output_tokens() -> None:
 
 
 def test_sglangs_limits_are_above_ours() -> None:
+    spread = config(context_length=64, tensor_parallel_size=2, expert_parallel_size=2)
+    assert translate.engine_arguments(spread, "cuda", "bfloat16", 64)["ep_size"] == 2
     arguments = translate.engine_arguments(config(context_length=64), "cpu", "float32", 64)
+    assert "ep_size" not in arguments
     assert arguments["context_length"] == 64 + translate.ROOM
     assert arguments["dtype"] == "float32"
     assert translate.fitting(64, 1000.0) == 64

@@ -107,6 +107,16 @@ def test_the_configuration_becomes_arguments() -> None:
     assert "enforce_eager" not in on_a_gpu
 
 
+def test_experts_are_spread_over_all_ranks_or_over_none() -> None:
+    def arguments(**fields: Any) -> dict[str, object]:
+        return translate.engine_arguments(config(tensor_parallel_size=4, **fields), "cuda", "bfloat16", 512)
+
+    assert "enable_expert_parallel" not in arguments()
+    assert arguments(expert_parallel_size=4)["enable_expert_parallel"] is True
+    with pytest.raises(InvalidConfig, match="expert_parallel_size=2 with tensor_parallel_size=4"):
+        arguments(expert_parallel_size=2)
+
+
 def test_an_argument_that_has_a_field_is_refused() -> None:
     with pytest.raises(InvalidConfig, match="max_model_len"):
         translate.engine_arguments(config(engine_kwargs={"max_model_len": 5}), "cpu", "float32", 512)

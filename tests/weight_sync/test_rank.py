@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,12 +22,16 @@ from drivetrain.weights import (
     ApplyUpdate,
     DiskSource,
     PrepareUpdate,
+    TensorData,
+    TensorSpec,
     WeightManifest,
     WeightReply,
+    WeightReport,
     WeightUpdateRequest,
 )
 from drivetrain_weight_sync import ModuleTarget, Receiver
 from drivetrain_weight_sync.rank import RankWeights
+from drivetrain_weight_sync.recorded import RecordedTarget
 
 _T = TypeVar("_T")
 WAIT_S = 20.0
@@ -90,19 +95,77 @@ class Rank(RankWeights):
 
     def apply_weights(self, update: ApplyUpdate) -> WeightReply:
         (reply, *_) = self.of_ranks(lambda: self.begin_weights(update))
-        self.commit_weights(update)
-        return reply
+        return replace(reply, seconds=self.commit_weights(update).seconds)
 
 
 calls = Calls(Rank.prepare_weights, Rank.prepared_weights)
 
 
+class Experts(torch.nn.Module):
+    """A mixture on one of two ranks: half of its experts, a part of each row of one tensor, and all of another."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+        self.experts = torch.nn.Parameter(torch.zeros(2, 3, 8))
+        self.rows = torch.nn.Parameter(torch.zeros(4, 4))
+        self.router = torch.nn.Parameter(torch.zeros(4, 3))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "router":
+                self.router.data.copy_(tensor)
+            elif name == "rows":
+                self.rows.data.copy_(tensor[:, 4 * self._rank :][:, :4])
+            elif int(name[-1]) // 2 == self._rank:
+                self.experts.data[int(name[-1]) % 2].copy_(tensor)
+
+
+SHAPES = {**{f"expert.{number}": (3, 8) for number in range(4)}, "rows": (4, 8), "router": (4, 3)}
+
+
+class SpreadRank(Rank):
+    """Whose weights go where its own loader takes them."""
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        super().__init__(rank, meeting)
+        self.mixture = Experts(rank)
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self.mixture
+
+    @property
+    def checkpoint(self) -> WeightManifest:
+        return WeightManifest(tuple(TensorSpec(name, "float32", shape) for name, shape in SHAPES.items()), {})
+
+    # Until Python 3.12 a cached property is made by one thread at a time, and these two ranks make theirs together.
+
+    @property
+    def target(self) -> RecordedTarget:  # pyright: ignore[reportIncompatibleVariableOverride]
+        record: Callable[[], RecordedTarget] = partial(vars(RankWeights)["target"].func, self)
+        return self._made("target", record)
+
+    @property
+    def receiver(self) -> Receiver:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._made("receiver", lambda: Receiver(self.target))
+
+    def _made(self, name: str, make: Callable[[], _T]) -> _T:
+        own = vars(self)
+        if name not in own:
+            own[name] = make()
+        made: _T = own[name]
+        return made
+
+
 class Two:
     """Both ranks, asked at the same time."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[Rank] = Rank) -> None:
         meeting = Meeting()
-        self.ranks = [Rank(0, meeting), Rank(1, meeting)]
+        self.ranks = [kind(0, meeting), kind(1, meeting)]
+        if kind is Rank:  # of both or of none, as calls that all ranks take make it
+            _ = [rank.receiver for rank in self.ranks]
 
     def ask(self, method: str, *arguments: object) -> list[object]:
         """What each rank answers: a result, or an error."""
@@ -185,3 +248,63 @@ def test_ranks_whose_weights_sleep_say_so_together(request_of: WeightUpdateReque
     for answer in two.prepare(request_of):
         assert isinstance(answer, EngineStateError)
         assert "given back by sleep" in str(answer)
+
+
+# Tensors that one rank alone holds ---------------------------------------------------------------------------------
+
+
+def mixture() -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()}
+
+
+def apply(two: Two, folder: Path, tensors: dict[str, torch.Tensor]) -> list[object]:
+    save_file(tensors, folder / "model.safetensors")
+    (reply, _) = two.prepare(WeightUpdateRequest(version="v1", source=DiskSource(path=str(folder))))
+    assert isinstance(reply, WeightReply)
+    return two.ask("apply_weights", ApplyUpdate("v1", reply.buckets, True))
+
+
+def test_an_update_brings_each_rank_the_experts_that_it_holds(tmp_path: Path) -> None:
+    two, tensors = Two(SpreadRank), mixture()
+    for answer in apply(two, tmp_path, tensors):
+        assert isinstance(answer, WeightReply)
+        assert answer.seconds > 0
+    for number, rank in enumerate(two.ranks):
+        assert isinstance(rank, SpreadRank)
+        own = [tensors[f"expert.{2 * number + expert}"] for expert in range(2)]
+        assert torch.equal(rank.mixture.experts, torch.stack(own))
+        assert torch.equal(rank.mixture.rows, tensors["rows"][:, 4 * number :][:, :4])
+        assert torch.equal(rank.mixture.router, tensors["router"])
+
+
+def test_every_rank_names_all_tensors_and_reads_them(tmp_path: Path) -> None:
+    two, tensors = Two(SpreadRank), mixture()
+    tensors["expert.1"].zero_()
+    for manifest in two.ask("weight_manifest"):
+        assert isinstance(manifest, WeightManifest)
+        assert {spec.name for spec in manifest.tensors} == SHAPES.keys()
+    apply(two, tmp_path, tensors)
+    for name, tensor in tensors.items():
+        for held in two.ask("read_weight", name):
+            assert isinstance(held, TensorData)
+            assert torch.equal(torch.frombuffer(bytearray(held.data), dtype=torch.float32).view(tensor.shape), tensor)
+    for report in two.ask("validate_weights"):
+        assert report == WeightReport(checked=len(SHAPES), all_zero=("expert.1",))
+
+
+@pytest.mark.parametrize("name", ["expert.0", "expert.3", "rows"])
+def test_an_expert_that_is_not_what_was_sent_is_named_with_its_rank(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = Two(SpreadRank)
+    two.ask("weight_manifest")
+    (holder,) = [rank for rank in two.ranks if rank.target.pieces(name)][:1]
+    read = type(holder.target).read
+    monkeypatch.setattr(
+        holder.target, "read", lambda asked: read(holder.target, asked) + (1 if asked == name else 0), raising=True
+    )
+    for answer in apply(two, tmp_path, mixture()):
+        assert isinstance(answer, WeightVerifyFailed)
+        assert str(answer).startswith(f"rank {holder.rank}: 1 of {len(SHAPES)} tensors")
+        assert answer.tensors == (name,)

@@ -50,7 +50,7 @@ def validate_weights(target: WeightTarget) -> WeightReport:
         forms = [_of_common_dtype(held) for held in target.forms_of(name)]
         for held in forms:
             bad |= non_finite({name: held})
-        if any(held.numel() for held in forms) and not any(bool(held.any()) for held in forms):
+        if not any(bool(held.any()) for held in forms):  # nor is there anything of what other ranks hold
             zero.append(name)
     return WeightReport(
         checked=len(names),

@@ -79,22 +79,40 @@ class RankWeights(ABC):
     def target(self) -> RecordedTarget:
         """The model's tensors by their checkpoint names. First asked for while there are weights, before any update.
 
+        All ranks ask for it first in the same call, and not within :meth:`of_ranks`.
+
         Raises:
             WeightSyncError: the engine's weights cannot be followed.
         """
-        target = RecordedTarget(
-            self.load_weights,
-            self.checkpoint,
-            split=self.group is not None,
-            at_once=device_copies.is_available(),
-            converted=self.converted(),
-            model=self.model,
-        )
+        recorded: list[RecordedTarget] = []
+
+        def record() -> WeightManifest:
+            recorded.append(
+                RecordedTarget(
+                    self.load_weights,
+                    self.checkpoint,
+                    split=self.group is not None,
+                    at_once=device_copies.is_available(),
+                    converted=self.converted(),
+                    model=self.model,
+                )
+            )
+            return recorded[0].manifest()
+
+        manifests = self.of_ranks(record)
+        (target,) = recorded
+        target.share_with(manifests)
         if self.folder is not None:
             require_as_stored(target, self.folder)
             require_converted_alike(target, self.folder)
         target.derived = Derived(self.after_loading(), target.storages, self.cache())
         return target
+
+    def _have_receiver(self) -> None:
+        """Make it while all ranks are here, before one may find that it cannot do its part."""
+        if "receiver" not in self.__dict__:
+            self.of_ranks(self.require_weights)
+            _ = self.receiver
 
     def after_loading(self) -> Iterable[AfterLoading]:
         """What the engine does once weights are loaded, module by module, after what quantisation does."""
@@ -141,6 +159,7 @@ class RankWeights(ABC):
 
     def prepare_weights(self, message: PrepareUpdate) -> WeightReply | None:
         """Prepare an update; None: its source is being opened, ask :meth:`prepared_weights`."""
+        self._have_receiver()
 
         def prepare() -> WeightReply | None:
             self.require_weights()
@@ -194,8 +213,13 @@ class RankWeights(ABC):
 
     def validate_weights(self) -> WeightReport:
         """Look at every tensor where it lies."""
-        self.require_weights()
-        return merged(self.of_ranks(lambda: validate_weights(self.target)))
+        self._have_receiver()
+
+        def validate() -> WeightReport:
+            self.require_weights()
+            return validate_weights(self.target)
+
+        return merged(self.of_ranks(validate))
 
     def save_sharded(self, path: str) -> None:
         """Write the weights alone, in another thread; raises EngineBusy, to be asked again, until they are there."""

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from drivetrain.errors import EngineStateError, WeightSyncError, WeightTransferFailed
-from drivetrain.weights import WeightManifest
+from drivetrain.weights import TensorSpec, WeightManifest
 from drivetrain_weight_sync.converted import Converted, held_by
 from drivetrain_weight_sync.derived import Derived
 from drivetrain_weight_sync.device_copies import DeviceCopies, DeviceCopy, Launched, fits, window_of
@@ -98,6 +98,23 @@ class RecordedTarget:
             raise WeightSyncError(
                 f"the engine's loader takes only parts of {listed(sorted(self._split))}, and there is no other rank"
             )
+
+    def share_with(self, manifests: Iterable[WeightManifest]) -> None:
+        """Take in the tensors that other ranks alone hold, as experts that are spread over them: no part is here.
+
+        Args:
+            manifests: Of all ranks, this one's among them, in one order on every rank.
+        """
+        specs: dict[str, TensorSpec] = {}
+        aliases: dict[str, str] = {}
+        for manifest in manifests:
+            specs = {spec.name: spec for spec in manifest.tensors} | specs
+            aliases = dict(manifest.aliases) | aliases
+        absent = specs.keys() - self._specs.keys()
+        self._specs = specs
+        self._manifest = WeightManifest(tuple(specs.values()), aliases)
+        self._copies |= {name: [] for name in absent}
+        self._split |= absent
 
     def _note_parts(self, recording: Recording, model: nn.Module | None) -> None:
         """Note what parts the tensors belong to that no copy brings to where they are used."""
@@ -267,7 +284,7 @@ class RecordedTarget:
         """
         own = self._readable(name)
         if own in self._split:
-            return torch.cat([copy.destination.flatten() for copy in self._parts(own)])
+            return self._joined(own, [copy.destination.flatten() for copy in self._parts(own)])
         spec, copies = self._specs[own], self._copies[own]
         first = copies[0].destination
         if first.is_contiguous() and copies[0].is_all_of(spec):
@@ -281,9 +298,9 @@ class RecordedTarget:
     def whole(self, name: str) -> torch.Tensor:
         """Return a copy of what the engine holds of a checkpoint tensor; zeros where other ranks hold it."""
         own = self._readable(name)
-        parts = self._parts(own)
-        first = parts[0].destination
-        whole = torch.zeros(self._specs[own].shape, dtype=first.dtype, device=first.device)
+        spec, parts = self._specs[own], self._parts(own)
+        device = parts[0].destination.device if parts else None
+        whole = torch.zeros(spec.shape, dtype=dtype_of(spec), device=device)
         for copy in parts:
             copy.part_of(whole).copy_(copy.destination)
         return whole
@@ -294,7 +311,10 @@ class RecordedTarget:
         if own not in self._split:
             return None
         whole = tensor.contiguous()
-        return torch.cat([copy.part_of(whole).flatten() for copy in self._parts(own)])
+        return self._joined(own, [copy.part_of(whole).flatten() for copy in self._parts(own)])
+
+    def _joined(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([*parts]) if parts else torch.empty(0, dtype=dtype_of(self._specs[name]))
 
     @torch.no_grad()
     def pieces(self, name: str) -> list[Piece]:
@@ -338,9 +358,9 @@ def _holders(model: nn.Module | None) -> dict[int, nn.Module]:
 
 def _at_once(name: str, whole: torch.Tensor, ways: Sequence[Copy]) -> list[DeviceCopy]:
     """The copies of a tensor as one kernel makes them and digests the whole; none if it cannot."""
-    parts = [_device_copy(whole, way) for way in ways]
+    parts = [_device_copy(whole, way) for way in ways] or [DeviceCopy(whole)]
     first = parts[0]
-    if first.source.nbytes < whole.nbytes and len(parts) == 1:
+    if first.source.nbytes < whole.nbytes and len(ways) == 1:
         window = window_of(whole, ways[0].size, ways[0].stride, ways[0].offset)
         first = replace(first, source=whole, window=window)
     # Read once for both, if the whole is read for the copy.

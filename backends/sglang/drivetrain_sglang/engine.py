@@ -469,7 +469,12 @@ def _of_a_gpu(config: EngineConfig) -> set[Capability]:
     """What only a GPU gives, asked for or not."""
     from drivetrain_weight_sync.transports import device_memory
 
-    found = {Capability.SLEEP_KEEPS_WEIGHTS, Capability.SLEEP_CUDA_GRAPH, Capability.DETERMINISTIC}
+    found = {
+        Capability.SLEEP_KEEPS_WEIGHTS,
+        Capability.SLEEP_CUDA_GRAPH,
+        Capability.DETERMINISTIC,
+        Capability.EXPERT_PARALLEL,
+    }
     if device_memory.is_available():
         found.add(Capability.WEIGHTS_CUDA_IPC)
     if config.engine_kwargs.get("enable_return_routed_experts"):

@@ -18,7 +18,7 @@ from drivetrain.config import EngineConfig, Task
 from drivetrain.errors import EngineInternalError
 from drivetrain.outputs import FinishReason, TopLogprobs
 from drivetrain.sampling import EbnfGrammar, JsonSchema, LogprobsMode, RegexGrammar, SamplingParams
-from drivetrain.translation import version_spans, with_engine_kwargs
+from drivetrain.translation import spreads_experts, version_spans, with_engine_kwargs
 from drivetrain_sampling.carried import carried
 
 CONFIG_NAMES: Final[Mapping[str, str]] = {
@@ -33,6 +33,7 @@ CONFIG_NAMES: Final[Mapping[str, str]] = {
     "enable_prefix_caching": "disable_radix_cache",
     "attention_backend": "attention_backend",
     "tensor_parallel_size": "tp_size",
+    "expert_parallel_size": "ep_size",
     "deterministic": "enable_deterministic_inference",
     "task": "is_embedding",
     "enable_lora": "enable_lora",
@@ -122,6 +123,8 @@ def engine_arguments(config: EngineConfig, device: str, dtype: str, context_leng
         relied_on["max_lora_rank"] = config.max_lora_rank or LORA_RANK
         if config.max_loras is not None:
             relied_on["max_loaded_loras"] = relied_on["max_loras_per_batch"] = config.max_loras + 1
+    if spreads_experts(config):
+        relied_on["ep_size"] = config.expert_parallel_size
     if config.deterministic:
         relied_on["enable_deterministic_inference"] = True
     if device != "cpu" and config.enable_sleep:

@@ -469,7 +469,7 @@ class VLLMBackend(WorkerBackend):
 def _of_a_gpu() -> set[Capability]:
     from drivetrain_weight_sync.transports import device_memory
 
-    found = {Capability.SLEEP_KEEPS_WEIGHTS}
+    found = {Capability.SLEEP_KEEPS_WEIGHTS, Capability.EXPERT_PARALLEL}
     if device_memory.is_available():
         found.add(Capability.WEIGHTS_CUDA_IPC)
     return found

@@ -12,7 +12,7 @@ from drivetrain.config import EngineConfig, Task
 from drivetrain.errors import EngineInternalError, InvalidConfig, InvalidRequest
 from drivetrain.outputs import FinishReason, TopLogprobs
 from drivetrain.sampling import EbnfGrammar, JsonSchema, LogprobsMode, RegexGrammar
-from drivetrain.translation import version_spans, with_engine_kwargs
+from drivetrain.translation import spreads_experts, version_spans, with_engine_kwargs
 from drivetrain_sampling.carried import carried
 
 CONFIG_NAMES: Final[Mapping[str, str]] = {
@@ -27,6 +27,7 @@ CONFIG_NAMES: Final[Mapping[str, str]] = {
     "enable_prefix_caching": "enable_prefix_caching",
     "attention_backend": "attention_backend",
     "tensor_parallel_size": "tensor_parallel_size",
+    "expert_parallel_size": "enable_expert_parallel",
     "task": "runner",
     "enable_lora": "enable_lora",
     "max_loras": "max_loras",
@@ -111,6 +112,8 @@ def engine_arguments(config: EngineConfig, device: str, dtype: str, context_leng
             relied_on |= {"runner": "pooling", "convert": "embed"}
         case _:
             relied_on |= {"runner": "pooling", "convert": "classify"}
+    if spreads_experts(config):
+        relied_on["enable_expert_parallel"] = True
     if config.enable_lora:
         relied_on |= {
             "enable_lora": True,

@@ -122,9 +122,27 @@ async def a_push_through_one_gpus_memory_reaches_every_rank(bench: Bench) -> Non
     await _reaches_every_rank(bench, [Strategy.CUDA_IPC], device="cuda:0")
 
 
-async def _reaches_every_rank(bench: Bench, strategies: Sequence[Strategy], device: str = "cpu") -> None:
+@case(
+    Capability.TENSOR_PARALLEL,
+    Capability.EXPERT_PARALLEL,
+    Capability.WEIGHTS_SHARED_MEMORY,
+    Capability.WEIGHTS_CUDA_IPC,
+    Capability.READ_WEIGHTS,
+    model=ModelKind.MOE,
+    hardware=Hardware.TWO_GPUS,
+    own_engine=True,
+)
+async def a_push_reaches_the_rank_of_each_expert(bench: Bench) -> None:
+    """With half of a mixture's experts on each of two ranks each arrives where it is, and all are read back as sent."""
+    strategies = [Strategy.SHARED_MEMORY, Strategy.CUDA_IPC]
+    await _reaches_every_rank(bench, strategies, device="cuda:0", expert_parallel_size=2)
+
+
+async def _reaches_every_rank(
+    bench: Bench, strategies: Sequence[Strategy], device: str = "cpu", expert_parallel_size: int = 1
+) -> None:
     other = bench.other_weights()
-    async with bench.open(tensor_parallel_size=2) as engine:
+    async with bench.open(tensor_parallel_size=2, expert_parallel_size=expert_parallel_size) as engine:
         for strategy in strategies:
             WeightSync.connect({}, engine, strategy)  # refused before a GPU is asked for
         between = Between(engine)

@@ -66,11 +66,15 @@ async def wait_lets_requests_in_flight_end(bench: Bench) -> None:
     whole = await engine.generate(prompts, params)
     task = asyncio.create_task(engine.generate(prompts, params))
     await _begun(engine, task, len(prompts))
-    pausing = asyncio.create_task(engine.pause_generation(PauseMode.WAIT))
+
+    async def pause() -> int:
+        await engine.pause_generation(PauseMode.WAIT)
+        return (await engine.stats()).running  # at once: a little later they have ended, whoever waited for it
+
+    pausing = asyncio.create_task(pause())
     await _is_paused(engine)
     async with _arrival(bench):
-        await _result(pausing)
-        assert not (await engine.stats()).running, "the pause returned while requests were in flight"
+        assert not await _result(pausing), "the pause returned while requests were in flight"
         _check_paused(engine, PauseMode.WAIT)
         ended = await _result(task, within=SOON)
         await engine.pause_generation(PauseMode.WAIT)
