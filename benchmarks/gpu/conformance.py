@@ -50,6 +50,7 @@ SHARDS = [
     Shard("lora", r"^lora/|^openai/lora"),
     Shard("storage", r"storage_tier", settings="storage"),
     Shard("experts", r"^hidden_states/.*expert", settings="experts"),
+    Shard("deterministic", r"^sampling/deterministic_"),
     Shard("mixtures", r"expert|mixture"),
     Shard("images", r"^multimodal/|^openai/image"),
     Shard("pooling", r"^(embeddings|score)/", settings="pooling"),
@@ -91,7 +92,7 @@ ENGINE_KWARGS: dict[str, dict[str, dict[str, object]]] = {
     },
     "vllm": {
         "usual": {**_VLLM, **_SMALL_CACHE},
-        "experts": {**_VLLM, **_SMALL_CACHE},
+        "experts": {**_VLLM, **_SMALL_CACHE, "enable_return_routed_experts": True},
         "pooling": {"enforce_eager": True, **_SMALL_CACHE},
         "storage": {**_VLLM, **_SMALL_CACHE},
         "large": _VLLM,

@@ -2,11 +2,13 @@
 
 The order is: logit processors, penalties, logit bias, ``min_new_tokens``, temperature, top-k, top-p over what is left,
 min-p. The random number for a row is a function of its seed and of how many tokens it has, so that what else is in
-the batch, a pause, or a retraction changes nothing.
+the batch, a pause, or a retraction changes nothing. Neither does the order in which a device adds up, which depends on
+how many rows there are: tokens are drawn by whole numbers, whose sum is the same in any order.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,6 +27,8 @@ from drivetrain.sampling import (
 
 _GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_LIKELIEST = 2.0**40
+"""Weight of a row's likeliest token: 2**22 of them can still be added up in 64 bits."""
 
 
 def uniform(seeds: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
@@ -107,7 +111,9 @@ class Sampler:
         self._any_greedy = any(p.temperature == 0 for p in params)
         self._plain_temperature = all(p.temperature in (0.0, 1.0) for p in params)
         self._top_k = [p.top_k for p in params] if any(p.top_k for p in params) else None
-        self._top_p = self._float([p.top_p for p in params]) if any(p.top_p < 1 for p in params) else None
+        # Where it is 1 nothing is cut, also of what is too unlikely to have a weight.
+        top_p = [p.top_p if p.top_p < 1 else math.inf for p in params]
+        self._top_p = self._float(top_p) if any(map(math.isfinite, top_p)) else None
         self._min_p = self._float([p.min_p for p in params]) if any(p.min_p > 0 for p in params) else None
         self._biased = [i for i, p in enumerate(params) if p.logit_bias]
         self._repetition = [i for i, p in enumerate(params) if p.repetition_penalty != 1]
@@ -163,11 +169,11 @@ class Sampler:
     def _choose(self, adjusted: torch.Tensor, processed: torch.Tensor) -> torch.Tensor:
         if self._all_greedy:
             return adjusted.argmax(-1)
-        cumulative = processed.softmax(-1).cumsum(-1)
+        cumulative = weights(processed).cumsum_(-1)
         total = cumulative[:, -1:]
-        target = uniform(self._seeds, self.steps)[:, None].to(total.dtype) * total
+        target = (uniform(self._seeds, self.steps)[:, None] * total).long()
         # Rounding may reach the total, where no token is left to be found.
-        target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
+        target = torch.minimum(target, total - 1)
         drawn = torch.searchsorted(cumulative, target, right=True)[:, 0]
         return torch.where(self._greedy, adjusted.argmax(-1), drawn) if self._any_greedy else drawn
 
@@ -220,11 +226,13 @@ class Sampler:
             limit = self._long([k or vocabulary for k in self._top_k])
             ordered = ordered.masked_fill(torch.arange(vocabulary, device=self._device) >= limit[:, None], -torch.inf)
         if self._top_p is not None:
-            share = ordered.softmax(-1)
-            ordered = ordered.masked_fill(share.cumsum(-1) - share >= self._top_p[:, None], -torch.inf)
+            own = weights(ordered)
+            before = own.cumsum(-1)
+            kept = self._top_p[:, None] * before[:, -1:].double()
+            ordered = ordered.masked_fill(before.sub_(own) >= kept, -torch.inf)
         if self._min_p is not None:
-            share = ordered.softmax(-1)
-            ordered = ordered.masked_fill(share < self._min_p[:, None] * share[:, :1], -torch.inf)
+            share = (ordered - ordered[:, :1]).exp_()
+            ordered = ordered.masked_fill(share < self._min_p[:, None], -torch.inf)
         return torch.empty_like(scaled).scatter_(-1, order, ordered)
 
     def _describe(self, choice: Choice) -> tuple[list[float] | None, dict[int, TopLogprobs]]:
@@ -267,6 +275,11 @@ class Sampler:
 
     def _mask(self, values: list[bool]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.bool, device=self._device)
+
+
+def weights(logits: torch.Tensor) -> torch.Tensor:
+    """Probabilities as whole numbers, in proportion to that of a row's likeliest token; int64."""
+    return (logits - logits.amax(-1, keepdim=True)).exp_().mul_(_LIKELIEST).long()
 
 
 def _scheduled_temperature(schedule: TemperatureSchedule, step: int) -> float:

@@ -8,6 +8,7 @@ import torch
 from drivetrain import LogprobsMode, SamplingParams
 from drivetrain.sampling import DisallowedTokens
 from drivetrain_sampling import Row, Sampler
+from drivetrain_sampling.sampler import weights
 
 VOCABULARY = 16
 
@@ -58,3 +59,37 @@ def test_a_rows_stream_depends_on_its_seed_and_length_alone() -> None:
         logits.expand(4, -1)
     )
     assert together.token_ids[3] == alone.token_ids[0]
+
+
+def test_the_order_in_which_weights_are_added_up_changes_no_cut() -> None:
+    logits = torch.randn(4, 9999, generator=torch.Generator().manual_seed(4)) * 3
+    forwards, backwards = weights(logits), weights(logits.flip(-1))
+    assert torch.equal(forwards.cumsum(-1)[:, -1], backwards.cumsum(-1)[:, -1])
+    assert torch.equal(forwards.cumsum(-1) - forwards, (forwards.sum(-1, keepdim=True) - backwards.cumsum(-1).flip(-1)))
+
+
+@pytest.mark.parametrize("params", [{}, {"top_p": 0.9}, {"top_p": 0.7, "top_k": 300, "min_p": 0.01}])
+def test_draws_are_the_same_alone_and_in_a_batch(params: dict[str, float]) -> None:
+    logits = torch.randn(1, 999, generator=torch.Generator().manual_seed(4)) * 3
+    made = SamplingParams.model_validate(params)
+    rows = [Row(made, LogprobsMode.RAW, [1], [], seed) for seed in range(64)]
+    together = Sampler(rows, torch.device("cpu")).choose(logits.expand(64, -1)).token_ids
+    alone = [Sampler([row], torch.device("cpu")).choose(logits).token_ids.item() for row in rows]
+    assert together.tolist() == alone
+
+
+def test_beside_a_nucleus_nothing_is_cut_of_a_row_that_has_none() -> None:
+    logits = torch.randn(2, VOCABULARY, generator=torch.Generator().manual_seed(5)) * 60
+    rows = [Row(SamplingParams(), LogprobsMode.PROCESSED, [1], [], 0)]
+    rows += [Row(SamplingParams(top_p=0.5), LogprobsMode.PROCESSED, [1], [], 0)]
+    choice = Sampler(rows, torch.device("cpu")).choose(logits)
+    assert torch.equal(choice.processed[0], logits[0])
+    assert choice.processed[1].isinf().any()
+
+
+def test_draws_are_in_the_proportion_of_probabilities() -> None:
+    probabilities = torch.tensor([[0.5, 0.25, 0.125, 0.125]])
+    rows = [Row(SamplingParams(), LogprobsMode.RAW, [1], [], seed) for seed in range(20000)]
+    drawn = Sampler(rows, torch.device("cpu")).choose(probabilities.log().expand(20000, -1)).token_ids
+    found = drawn.bincount(minlength=4) / 20000
+    assert torch.allclose(found, probabilities[0], atol=0.015)

@@ -64,6 +64,7 @@ def test_only_what_sglang_draws_right_is_left_to_it(
     asked = request(SamplingParams.model_validate(params), LogprobsMode(mode), seed)
     assert translate.drawn_by_sglang(asked) is native
     assert ("custom_params" in translate.sampling_params(asked)) is not native
+    assert "custom_params" in translate.sampling_params(asked, deterministic=True), "where a batch may change nothing"
 
 
 def test_every_stop_is_a_stop_of_the_request() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from drivetrain import (
+    Capability,
     EngineConfig,
     FinishReason,
     GenerateRequest,
@@ -18,6 +21,7 @@ from drivetrain import (
 )
 from drivetrain.errors import EngineDied, EngineInternalError, EngineOutOfMemory, InvalidRequest
 from drivetrain_vllm import translate
+from drivetrain_vllm.engine import VLLMBackend
 from drivetrain_vllm.errors import as_engine_error
 
 
@@ -61,8 +65,9 @@ def output(ids: list[int], reason: str | None = None, **more: Any) -> Any:
         stop_reason=more.pop("stop_reason", None),
         logprobs=more.pop("logprobs", None),
     )
-    if "weight_versions" in more:
-        completion.weight_versions = more.pop("weight_versions")
+    for name in ("weight_versions", "routed_experts"):
+        if name in more:
+            setattr(completion, name, more.pop(name))
     fields = {"prompt_logprobs": None, "num_cached_tokens": 0, **more}
     return SimpleNamespace(outputs=[completion], finished=reason is not None, **fields)
 
@@ -91,6 +96,38 @@ def output(ids: list[int], reason: str | None = None, **more: Any) -> Any:
 )
 def test_who_draws(params: dict[str, Any], mode: str, seed: int | None, native: bool) -> None:
     assert translate.drawn_by_vllm(request(params, mode, seed)) is native
+
+
+def test_where_results_are_deterministic_no_request_is_drawn_by_vllm() -> None:
+    greedy = request({"temperature": 0, "logprobs": 0}, "temperature")
+    assert translate.drawn_by_vllm(greedy)
+    assert not translate.drawn_by_vllm(greedy, deterministic=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "claimed"),
+    [
+        ({}, True),
+        ({"device": "cpu"}, False),
+        ({"tensor_parallel_size": 2}, False),
+        ({"enable_lora": True}, False),
+        ({"task": "embed"}, False),
+        ({"engine_kwargs": {"quantization": "fp8"}}, False),
+    ],
+)
+def test_where_determinism_is_claimed(tmp_path: Path, fields: dict[str, Any], claimed: bool) -> None:
+    on_a_gpu = {"model": str(tmp_path), "device": "cuda", "deterministic": True}
+    capabilities = VLLMBackend.capabilities(config(**{**on_a_gpu, **fields}))
+    assert (Capability.DETERMINISTIC in capabilities) is claimed
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "claimed"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
+)
+def test_where_experts_are_claimed(tmp_path: Path, device: str, asked: bool, claimed: bool) -> None:
+    asking = {"enable_return_routed_experts": asked}
+    capabilities = VLLMBackend.capabilities(config(model=str(tmp_path), device=device, engine_kwargs=asking))
+    assert (Capability.ROUTED_EXPERTS in capabilities) is claimed
 
 
 def test_the_configuration_becomes_arguments() -> None:
@@ -138,6 +175,39 @@ def test_chunks_become_a_result() -> None:
     assert result.prompt_top_logprobs == [None, [(7, -0.1)], [(3, -0.2)]]
     assert result.cached_tokens == 2
     assert result.weight_versions == [VersionSpan("now", 0, 3)]
+
+
+def test_experts_are_of_the_pass_that_a_token_was_drawn_from() -> None:
+    every = np.arange(4 * 3 * 2, dtype=np.uint8).reshape(4, 3, 2)  # two of the prompt's, and all drawn but the last
+    collected = translate.Collected(request({"return_routed_experts": True}), expert_layers=[0, 2])
+    collected.add(output([5, 6, 7], "length", routed_experts=every))
+    assert collected.result("v").routed_experts == every[1:, [0, 2]].tolist()
+
+
+def test_a_stream_with_experts_says_everything_again() -> None:
+    collected = translate.Collected(request({"logprobs": 1, "return_routed_experts": True}), expert_layers=[0])
+    positions = [[(5, -2.0, 3), (6, -0.5, 1)], [(7, -0.1, 1), (7, -0.1, 1)]]
+    assert collected.add(output([5], logprobs=flat(positions[0]))) == ([5], [-2.0], [[(6, -0.5)]])
+    assert collected.add(output([5, 7], logprobs=flat(*positions))) == ([7], [-0.1], [[(7, -0.1)]])
+    every = np.array([[[1]], [[2]]], dtype=np.uint8)
+    assert collected.add(output([5, 7], "length", logprobs=flat(*positions), routed_experts=every))[0] == []
+    result = collected.result("v")
+    assert (result.token_ids, result.logprobs) == ([5, 7], [-2.0, -0.1])
+    assert result.routed_experts == [[[1]], [[2]]]
+
+
+@pytest.mark.parametrize("given", [None, np.zeros((1, 1, 1), dtype=np.uint8)])
+def test_experts_that_are_not_there_are_an_error(given: Any) -> None:
+    collected = translate.Collected(request({"return_routed_experts": True}), expert_layers=[0])
+    collected.add(output([5, 7], "length", routed_experts=given))
+    with pytest.raises(EngineInternalError, match=r"experts of \d tokens where it drew 2"):
+        collected.result("v")
+
+
+def test_without_a_token_there_are_no_experts() -> None:
+    collected = translate.Collected(request({"return_routed_experts": True}), expert_layers=[0])
+    collected.add(output([], "abort", routed_experts=None))
+    assert collected.result("v").routed_experts == []
 
 
 def test_versions_are_vllms_own_where_it_has_them() -> None:

@@ -10,6 +10,7 @@ import os
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -53,6 +54,7 @@ from drivetrain_sglang.translate import (
     fitting,
     labels_tokens,
     request_fields,
+    sampling_params,
 )
 from drivetrain_weight_sync.adapters import check_adapter
 from drivetrain_weight_sync.worker_backend import WorkerBackend, device_type_of
@@ -289,7 +291,8 @@ class SGLangBackend(WorkerBackend):
             await self.admit(rid, collected)
             if request.media and self._images is not None:
                 images = image_data(await asyncio.to_thread(self._images.patches, request.media))
-            fields = request_fields(request, rid, self.cache_key, stream=stream, image_data=images)
+            params_of = partial(sampling_params, deterministic=self.config.deterministic)
+            fields = request_fields(request, rid, self.cache_key, stream=stream, params_of=params_of, image_data=images)
             wanted = GenerateReqInput(**fields)
             async with aclosing(self._manager.generate_request(wanted)) as outputs:
                 try:

@@ -140,8 +140,16 @@ def engine_arguments(config: EngineConfig, device: str, dtype: str, context_leng
 # Requests ---------------------------------------------------------------------------------------------------------
 
 
-def drawn_by_sglang(request: GenerateRequest) -> bool:
-    """Whether SGLang's own sampler and logprobs do exactly what this request asks for."""
+def drawn_by_sglang(request: GenerateRequest, *, deterministic: bool = False) -> bool:
+    """Whether SGLang's own sampler and logprobs do exactly what this request asks for.
+
+    Args:
+        request: The request.
+        deterministic: Whatever is beside it: a batch that holds a request of ours is ours as a whole, and what comes
+            of it is rounded otherwise.
+    """
+    if deterministic:
+        return False
     params = request.params
     adjusted = bool(
         params.repetition_penalty != 1
@@ -162,8 +170,13 @@ def drawn_by_sglang(request: GenerateRequest) -> bool:
     return same_as_tempered or request.logprobs_mode is LogprobsMode.TEMPERATURE
 
 
-def sampling_params(request: GenerateRequest) -> dict[str, object]:
-    """SGLang's ``sampling_params`` of a request, for an engine that holds ``drivetrain_sglang.inside``."""
+def sampling_params(request: GenerateRequest, *, deterministic: bool = False) -> dict[str, object]:
+    """SGLang's ``sampling_params`` of a request, for an engine that holds ``drivetrain_sglang.inside``.
+
+    Args:
+        request: The request.
+        deterministic: As :func:`drawn_by_sglang` takes it.
+    """
     params = request.params
     native: dict[str, object] = {
         "max_new_tokens": request.max_new_tokens,
@@ -179,7 +192,7 @@ def sampling_params(request: GenerateRequest) -> dict[str, object]:
             native["ebnf"] = grammar
         case None:
             pass
-    if drawn_by_sglang(request):
+    if drawn_by_sglang(request, deterministic=deterministic):
         native["temperature"] = params.temperature
         native["top_p"] = params.top_p
         native["top_k"] = params.top_k or -1

@@ -38,9 +38,11 @@ from drivetrain_vllm.errors import as_engine_error
 from drivetrain_vllm.images import multimodal_input
 from drivetrain_vllm.inside import invite
 from drivetrain_vllm.translate import (
+    BATCH_INVARIANT,
     CONFIG_NAMES,
     LORA_RANK,
     MOST_LORAS,
+    ROUTED_EXPERTS,
     SEEN_WORKING,
     Collected,
     engine_arguments,
@@ -136,6 +138,8 @@ class VLLMBackend(WorkerBackend):
         self._ids: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         """Of the model's tensors, by checkpoint name."""
+        self._expert_layers: list[int] = []
+        """Of which vLLM notes the experts, where it was told to."""
         self._adapters: dict[str, Any] = {}
         self._images: ImageReader | None = None
         self._lora_numbers = itertools.count(1)
@@ -161,7 +165,7 @@ class VLLMBackend(WorkerBackend):
         if config.engine_kwargs.get("quantization") is not None:
             claimed -= _OF_PLAIN_WEIGHTS
         if device_type_of(config) != "cpu":
-            claimed |= _of_a_gpu()
+            claimed |= _of_a_gpu(config)
             if not config.enable_sleep:
                 claimed -= _MEMORY_SAVERS
         return frozenset(claimed)
@@ -185,11 +189,13 @@ class VLLMBackend(WorkerBackend):
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         try:
             info = self._start(report)
-        except (InvalidConfig, EngineStartError):
+        except (InvalidConfig, EngineStartError, UnsupportedCapability):
             raise
         except Exception as error:
             raise EngineStartError(f"vLLM does not start: {type(error).__name__}: {error}") from error
         self._channel = await self._listener.accept(lambda: EngineDied("vLLM's engine core ended"))
+        if Capability.ROUTED_EXPERTS in self.capabilities(self.config):
+            self._expert_layers = cast("list[int]", await self.ask("expert_layers"))
         report("warming up")
         await self._warm_up()
         return replace(info, gpus=await self.gpus())
@@ -206,6 +212,8 @@ class VLLMBackend(WorkerBackend):
         own = getattr(text, "max_position_embeddings", None) or 2**20
         context_length = context_length_of(own, config.context_length)
         dtype = str(getattr(text, "dtype", None) or "auto").removeprefix("torch.")
+        if config.deterministic:
+            _be_batch_invariant()
         # Fresh processes: forked ones would have what of CUDA and of threads there is in this one.
         method = os.environ.setdefault(_START_METHOD, "spawn")
         if device == "cpu":
@@ -285,14 +293,14 @@ class VLLMBackend(WorkerBackend):
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Generate one sample."""
-        collected = Collected(request)
+        collected = Collected(request, self._expert_layers)
         async for output in self._outputs(request, collected, stream=False):
             collected.add(output)
         return collected.result(self.version)
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         """Generate one sample, a delta a step."""
-        collected = Collected(request)
+        collected = Collected(request, self._expert_layers)
         async for output in self._outputs(request, collected, stream=True):
             ids, logprobs, top = collected.add(output)
             if ids or collected.ended:
@@ -310,7 +318,7 @@ class VLLMBackend(WorkerBackend):
             # vLLM takes the lower number to be the sooner.
             outputs = self._running.generate(
                 prompt,
-                sampling_params(request, stream=stream),
+                sampling_params(request, stream=stream, deterministic=self.config.deterministic),
                 name,
                 lora_request=None if request.lora is None else self._adapters[request.lora],
                 priority=-request.priority,
@@ -466,13 +474,41 @@ class VLLMBackend(WorkerBackend):
             raise as_engine_error(error) from error
 
 
-def _of_a_gpu() -> set[Capability]:
+def _of_a_gpu(config: EngineConfig) -> set[Capability]:
     from drivetrain_weight_sync.transports import device_memory
 
     found = {Capability.SLEEP_KEEPS_WEIGHTS, Capability.EXPERT_PARALLEL}
     if device_memory.is_available():
         found.add(Capability.WEIGHTS_CUDA_IPC)
+    if _has_plain_kernels(config):
+        found.add(Capability.DETERMINISTIC)
+    if config.engine_kwargs.get(ROUTED_EXPERTS):
+        found.add(Capability.ROUTED_EXPERTS)
     return found
+
+
+def _has_plain_kernels(config: EngineConfig) -> bool:
+    """Whether a model generates from text alone, with its own weights, on one GPU: where determinism was looked at."""
+    plain = config.task is Task.GENERATE and config.tensor_parallel_size == 1 and not config.enable_lora
+    return plain and config.engine_kwargs.get("quantization") is None and not takes_images(config)
+
+
+def _be_batch_invariant() -> None:
+    """Have the processes that are started from here on take kernels that no batch changes.
+
+    Raises:
+        UnsupportedCapability: this vLLM has none.
+    """
+    from vllm import envs
+
+    if BATCH_INVARIANT not in envs.environment_variables:
+        raise UnsupportedCapability(
+            f"this vLLM knows no {BATCH_INVARIANT}: it cannot be deterministic",
+            capability=Capability.DETERMINISTIC.value,
+        )
+    os.environ[BATCH_INVARIANT] = "1"
+    # Forked, modules would keep what they read of it when they were imported.
+    os.environ[_START_METHOD] = "spawn"
 
 
 @contextmanager

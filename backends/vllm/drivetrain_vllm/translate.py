@@ -15,6 +15,9 @@ from drivetrain.sampling import EbnfGrammar, JsonSchema, LogprobsMode, RegexGram
 from drivetrain.translation import spreads_experts, version_spans, with_engine_kwargs
 from drivetrain_sampling.carried import carried
 
+BATCH_INVARIANT: Final = "VLLM_BATCH_INVARIANT"
+"""Environment variable by which all of vLLM's processes take kernels that no batch changes."""
+
 CONFIG_NAMES: Final[Mapping[str, str]] = {
     "revision": "revision",
     "trust_remote_code": "trust_remote_code",
@@ -32,6 +35,7 @@ CONFIG_NAMES: Final[Mapping[str, str]] = {
     "enable_lora": "enable_lora",
     "max_loras": "max_loras",
     "max_lora_rank": "max_lora_rank",
+    "deterministic": BATCH_INVARIANT,
     "enable_sleep": "enable_sleep_mode",
     "sleep_keeps_weights": "additional_config",
     "engine_kwargs": "AsyncEngineArgs(**)",
@@ -47,6 +51,9 @@ KEY: Final = "drivetrain"
 
 SECOND_RUNNER: Final = "VLLM_USE_V2_MODEL_RUNNER"
 """Environment variable by which vLLM takes its first (0) or second (1) model runner."""
+
+ROUTED_EXPERTS: Final = "enable_return_routed_experts"
+"""Argument of vLLM's by which it notes the experts of each token."""
 
 KEEPS_WEIGHTS: Final = "drivetrain_sleep_keeps_weights"
 """Key of ``additional_config`` that tells vLLM's workers to copy weights to the host when they sleep."""
@@ -158,8 +165,16 @@ def visible_devices(device: str, count: int, visible: str | None) -> str:
 # Requests ---------------------------------------------------------------------------------------------------------
 
 
-def drawn_by_vllm(request: GenerateRequest) -> bool:
-    """Whether vLLM's own sampler and logprobs do exactly what this request asks for."""
+def drawn_by_vllm(request: GenerateRequest, *, deterministic: bool = False) -> bool:
+    """Whether vLLM's own sampler and logprobs do exactly what this request asks for.
+
+    Args:
+        request: The request.
+        deterministic: Whatever is beside it: a batch that holds a request of ours is ours as a whole, and what comes
+            of it is rounded otherwise.
+    """
+    if deterministic:
+        return False
     params = request.params
     adjusted = bool(
         params.repetition_penalty != 1
@@ -181,8 +196,14 @@ def drawn_by_vllm(request: GenerateRequest) -> bool:
     return same_as_raw or request.logprobs_mode is LogprobsMode.RAW
 
 
-def sampling_params(request: GenerateRequest, *, stream: bool) -> Any:
-    """VLLM's ``SamplingParams`` of a request."""
+def sampling_params(request: GenerateRequest, *, stream: bool, deterministic: bool = False) -> Any:
+    """VLLM's ``SamplingParams`` of a request.
+
+    Args:
+        request: The request.
+        stream: Whether it is answered chunk by chunk.
+        deterministic: As :func:`drawn_by_vllm` takes it.
+    """
     from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
     params = request.params
@@ -197,6 +218,12 @@ def sampling_params(request: GenerateRequest, *, stream: bool) -> Any:
         "output_kind": RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
         "skip_clone": True,
     }
+    if params.return_routed_experts:
+        if stream:
+            # Some releases lose the experts of chunks that they join, where nobody has taken the one before yet.
+            native["output_kind"] = RequestOutputKind.CUMULATIVE
+        if hasattr(SamplingParams, "routed_experts_prompt_start"):
+            native["routed_experts_prompt_start"] = max(len(request.prompt_token_ids) - 1, 0)
     match params.structured_output:
         case JsonSchema(json_schema=schema):
             native["structured_outputs"] = StructuredOutputsParams(json=schema)
@@ -206,7 +233,7 @@ def sampling_params(request: GenerateRequest, *, stream: bool) -> Any:
             native["structured_outputs"] = StructuredOutputsParams(grammar=grammar)
         case None:
             pass
-    if drawn_by_vllm(request):
+    if drawn_by_vllm(request, deterministic=deterministic):
         native["temperature"] = params.temperature
         native["top_p"] = params.top_p
         native["top_k"] = params.top_k
@@ -274,11 +301,17 @@ PLAIN_FIELDS: Final = frozenset(
 
 
 class Collected:
-    """What vLLM has said of one sample so far, chunk by chunk."""
+    """What vLLM has said of one sample so far, chunk by chunk.
 
-    def __init__(self, request: GenerateRequest) -> None:
+    Args:
+        request: The request.
+        expert_layers: Numbers of the layers of which vLLM notes the experts.
+    """
+
+    def __init__(self, request: GenerateRequest, expert_layers: Sequence[int] = ()) -> None:
         self._params = request.params
         self._request = request
+        self._expert_layers = list(expert_layers)
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._top: list[TopLogprobs] = []
@@ -300,14 +333,16 @@ class Collected:
         if output.prompt_logprobs:
             self._prompt = output.prompt_logprobs
         completion = output.outputs[0]
-        ids = list(completion.token_ids) if self._request.max_new_tokens else []
+        # With experts a chunk holds everything so far.
+        seen = len(self._ids) if self._params.return_routed_experts else 0
+        ids = list(completion.token_ids[seen:]) if self._request.max_new_tokens else []
         logprobs, top = None, None
         if self._params.logprobs is not None:
             positions = completion.logprobs or ()
-            logprobs = [_of(positions, index, token) for index, token in enumerate(ids)]
+            logprobs = [_of(positions, index, token) for index, token in enumerate(ids, seen)]
             self._logprobs += logprobs
             if self._params.logprobs:
-                top = [_top(positions, index, self._params.logprobs) for index in range(len(ids))]
+                top = [_top(positions, index, self._params.logprobs) for index in range(seen, seen + len(ids))]
                 self._top += top
         self._ids += ids
         return ids, logprobs, top
@@ -346,7 +381,24 @@ class Collected:
                 else None
             ),
             cached_tokens=self._last.num_cached_tokens or 0,
+            routed_experts=self._experts(count) if params.return_routed_experts else None,
         )
+
+    def _experts(self, count: int) -> list[list[list[int]]]:
+        """Experts of the pass that each token was drawn from.
+
+        VLLM gives those of every token but the last, from one of the prompt on, and zeros for layers that have none.
+        """
+        if not count:
+            return []
+        every = self._last.outputs[0].routed_experts
+        given = 0 if every is None else len(every)
+        if given < count:
+            raise EngineInternalError(
+                f"request {self._request.request_id}: vLLM gave experts of {given} tokens where it drew {count}"
+            )
+        experts: list[list[list[int]]] = every[-count:, self._expert_layers].tolist()
+        return experts
 
     def _ends(self, version: str) -> list[tuple[str, float]]:
         """Versions, and where their tokens end: as vLLM says, or as :meth:`replaced` was told."""

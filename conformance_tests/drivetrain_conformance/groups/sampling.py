@@ -464,15 +464,17 @@ def _ids(output: GenerationOutput) -> list[list[int]]:
 # Deterministic ----------------------------------------------------------------------------------------------------
 
 
-@case(Capability.DETERMINISTIC, Capability.LOGPROBS_TEMPERATURE, config={"deterministic": True})
+@case(Capability.DETERMINISTIC, Capability.SEED, Capability.LOGPROBS_TEMPERATURE, config={"deterministic": True})
 async def deterministic_logprobs_are_bitwise_the_same(bench: Bench) -> None:
-    """With deterministic=True greedy tokens and logprobs are equal to the last bit alone, in a batch and reordered."""
+    """With deterministic=True greedy tokens and logprobs are the same to the last bit alone and in any batch."""
     prompts = [bench.prompt(length) for length in (3, 9, 17, 40, 6, 6)]
     params = SamplingParams(temperature=0, max_new_tokens=16, logprobs=0)
     alone = [(await bench.engine.generate(prompt, params)).completions[0] for prompt in prompts]
     together = (await bench.engine.generate(prompts, params)).completions
     backwards = (await bench.engine.generate(prompts[::-1], params)).completions[::-1]
-    for completions in (together, backwards):
+    seeded = [SamplingParams(max_new_tokens=24, seed=seed, logprobs=0) for seed in range(2)]
+    mixed = (await bench.engine.generate([*prompts, *prompts[:2]], [params] * len(prompts) + seeded)).completions
+    for completions in (together, backwards, mixed[: len(prompts)]):
         for one, other in zip(alone, completions, strict=True):
             assert other.token_ids == one.token_ids
             assert other.logprobs == one.logprobs, "logprobs differ in their last bits"

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from drivetrain.errors import EngineStateError
+from drivetrain.errors import EngineStartError, EngineStateError
 from drivetrain.host.calls import Calls
 from drivetrain.memory import MemoryTag
 from drivetrain.weights import WeightManifest
@@ -95,6 +95,23 @@ class Worker(RankWeights):
         if of_model is not None:
             yield AfterLoading("the model", self.model, of_model)
 
+    def expert_layers(self) -> list[int]:
+        """Numbers of the layers of which vLLM notes to which experts they route a token.
+
+        Raises:
+            EngineStartError: it notes nothing of one that has experts, or there is none.
+        """
+        layers: set[int] = set()
+        for name, module in self.model.named_modules():
+            match _notes_experts(module):
+                case True:
+                    layers.add(int(module.layer_id))
+                case False:
+                    raise EngineStartError(f"the kernel of {name} routes by itself, and vLLM does not note how")
+        if not layers:
+            raise EngineStartError("vLLM notes the experts of no layer of this model")
+        return sorted(layers)
+
     # Profile -----------------------------------------------------------------------------------------------------
 
     def start_profile(self, directory: str) -> None:
@@ -157,6 +174,7 @@ class Worker(RankWeights):
 
 OF_WORKERS = (
     Worker.gpus,
+    Worker.expert_layers,
     Worker.occupied,
     Worker.prepare_weights,
     Worker.prepared_weights,
@@ -178,6 +196,19 @@ class Extension:
         if worker is None:
             worker = self._drivetrain_worker = Worker(self)
         return calls.serve(worker, question, None if worker.group is None else worker.gather)
+
+
+def _notes_experts(module: Any) -> bool | None:
+    """Whether vLLM notes to which experts a module routes tokens; None: it routes none."""
+    from vllm.model_executor.layers.fused_moe import routed_experts_capturer
+
+    if not hasattr(module, "layer_id"):
+        return None
+    if getattr(module, "is_monolithic", False):
+        # Newer releases have such a kernel say it, or do not start.
+        return hasattr(routed_experts_capturer, "bind_routed_experts_capturer")
+    parts = (module, getattr(module, "router", None))
+    return any(getattr(part, "capture_fn", None) is not None for part in parts) or None
 
 
 def _tensors(held: Any) -> Iterator[torch.Tensor]:
