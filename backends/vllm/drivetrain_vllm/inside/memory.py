@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 
 from drivetrain.memory import MemoryTag
-
-_ROUNDING: Final = 2**20
-"""Bytes at the end of an allocation that torch gives to nobody else."""
 
 
 class DeviceMemory:
@@ -46,9 +43,20 @@ class DeviceMemory:
             if held.data_ptr() not in brought and self._is_of_weights(held.data_ptr())
         ]
         self._saved: list[torch.Tensor] = []
-        self._cache = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in cache]
-        self._beside_cache: list[tuple[int, torch.Tensor]] = []
-        """Where something else lay, and what."""
+        caches = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in cache]
+        of_cache = [
+            (pointer, pointer + allocation.handle[1])
+            for pointer, allocation in self._allocations.items()
+            if allocation.tag == MemoryTag.KV_CACHE.value
+        ]
+        # Looked up once: vLLM takes memory of that tag only while it starts.
+        self._beside_cache = [
+            (begin, end)
+            for begin, end in used(torch.cuda.memory_snapshot(), of_cache)  # type: ignore[no-untyped-call]
+            for begin, end in gaps(begin, end, caches)
+        ]
+        self._saved_beside: list[torch.Tensor] = []
+        """What lay there."""
 
     def _is_of_weights(self, address: int) -> bool:
         return any(
@@ -65,7 +73,7 @@ class DeviceMemory:
         if MemoryTag.WEIGHTS in tags and not self._keeps_weights:
             self._saved = [held.cpu() for held in self._others]
         if MemoryTag.KV_CACHE in tags:
-            self._save_beside_cache()
+            self._saved_beside = [_read(begin, end) for begin, end in self._beside_cache]
         for pointer, allocation in self._of(tags, asleep=False):
             if allocation.tag == MemoryTag.WEIGHTS.value and self._keeps_weights:
                 self._copy_weights(pointer, allocation, wakes=False)
@@ -87,9 +95,9 @@ class DeviceMemory:
                 held.copy_(saved)
             self._saved = []
         if MemoryTag.KV_CACHE in tags:
-            for begin, saved in self._beside_cache:
+            for (begin, _), saved in zip(self._beside_cache, self._saved_beside, strict=bool(self._saved_beside)):
                 _copy(begin, saved.data_ptr(), saved.nbytes)
-            self._beside_cache = []
+            self._saved_beside = []
         torch.cuda.synchronize()
 
     def _of(self, tags: frozenset[MemoryTag], *, asleep: bool) -> list[tuple[int, Any]]:
@@ -98,14 +106,6 @@ class DeviceMemory:
             for pointer, allocation in self._allocations.items()
             if allocation.tag in {tag.value for tag in tags} and allocation.is_asleep is asleep
         ]
-
-    def _save_beside_cache(self) -> None:
-        for pointer, allocation in self._of(frozenset({MemoryTag.KV_CACHE}), asleep=False):
-            for begin, end in gaps(pointer, pointer + allocation.handle[1], self._cache):
-                if end - begin > _ROUNDING:
-                    saved = torch.empty(end - begin, dtype=torch.uint8)
-                    _copy(saved.data_ptr(), begin, saved.nbytes)
-                    self._beside_cache.append((begin, saved))
 
     def _copy_weights(self, pointer: int, allocation: Any, *, wakes: bool) -> None:
         nbytes: int = allocation.handle[1]
@@ -120,6 +120,31 @@ def _copy(to: int, source: int, nbytes: int) -> None:
     from vllm.device_allocator.cumem import libcudart
 
     libcudart.cudaMemcpy(to, source, nbytes)
+
+
+def _read(begin: int, end: int) -> torch.Tensor:
+    read = torch.empty(end - begin, dtype=torch.uint8)
+    _copy(read.data_ptr(), begin, read.nbytes)
+    return read
+
+
+def used(segments: Iterable[Mapping[str, Any]], within: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges of memory that somebody has of torch, each a begin and an end.
+
+    Args:
+        segments: As ``torch.cuda.memory_snapshot`` gives them.
+        within: Ranges of whole segments; what is used of others is left out.
+    """
+    wanted = list(within)
+    found = []
+    for segment in segments:
+        begin = int(segment["address"])
+        inside = any(low <= begin < high for low, high in wanted)
+        for block in segment["blocks"]:
+            if inside and block["state"].startswith("active"):
+                found.append((begin, begin + int(block["requested_size"])))
+            begin += int(block["size"])
+    return found
 
 
 def gaps(begin: int, end: int, held: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
