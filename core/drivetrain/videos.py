@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    import av
+    from av import VideoFrame, VideoStream
+    from av.container import InputContainer
 
 MOST_BYTES: Final = 1 << 32
 """Most memory that the frames of one video take before they are resized."""
@@ -59,7 +60,8 @@ def decoded(data: bytes, pick: Callable[[int, float | None], Sequence[int]] | No
     for index, frame in enumerate(_frames(data)):
         total += 1
         if chosen is None or index in chosen:
-            kept[index] = np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)
+            pixels: NDArray[np.uint8] = np.asarray(frame.to_ndarray(format="rgb24"), dtype=np.uint8)
+            kept[index] = np.rot90(pixels, frame.rotation // 90)
             size += kept[index].nbytes
             if size > MOST_BYTES:
                 raise ValueError(
@@ -81,7 +83,7 @@ def _rate(data: bytes) -> float | None:
         return None if rate is None else float(rate)
 
 
-def _stream(container: av.container.InputContainer) -> av.VideoStream:
+def _stream(container: InputContainer) -> VideoStream:
     from av.stream import Disposition
 
     if container.format.name.endswith("_pipe"):
@@ -92,7 +94,7 @@ def _stream(container: av.container.InputContainer) -> av.VideoStream:
     raise ValueError("it holds no video")
 
 
-def _frames(data: bytes) -> Iterator[av.VideoFrame]:
+def _frames(data: bytes) -> Iterator[VideoFrame]:
     import av
 
     with av.open(BytesIO(data), "r", options=_ALONE) as container:
@@ -107,7 +109,7 @@ def _frames(data: bytes) -> Iterator[av.VideoFrame]:
         _check_length(container, stream, end)
 
 
-def _check_length(container: av.container.InputContainer, stream: av.VideoStream, end: float) -> None:
+def _check_length(container: InputContainer, stream: VideoStream, end: float) -> None:
     """FFmpeg reads what is broken off between two frames as a shorter video."""
     if container.duration is None or not container.format.name.startswith(_KNOW_THEIR_LENGTH):
         return
