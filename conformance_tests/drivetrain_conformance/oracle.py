@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
 from pathlib import Path
@@ -55,6 +57,24 @@ class ImagesOracle(Oracle, Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Film:
+    """A video as it was before it was a file."""
+
+    frames: NDArray[np.uint8]
+    """Shape (frames, height, width, 3): red, green, blue."""
+    per_second: float
+
+
+@runtime_checkable
+class VideosOracle(ImagesOracle, Protocol):
+    """One that also sees videos."""
+
+    def logits_beside_videos(self, token_ids: Sequence[int], images: Sequence[bytes], videos: Sequence[Film]) -> Logits:
+        """Return logits of token ids among which each image and video stands as often as the model takes it."""
+        ...
+
+
 class TransformersOracle:
     """A transformers forward pass in float32 on the CPU: no cache, no batch, no padding."""
 
@@ -98,14 +118,61 @@ class TransformersOracle:
     def logits_beside(self, token_ids: Sequence[int], images: Sequence[bytes]) -> Logits:
         """Run the model over the whole sequence and the images."""
         import torch
-        from PIL import Image
 
-        opened = [Image.open(BytesIO(image)).convert("RGB") for image in images]
-        made = self._image_processor(images=opened, return_tensors="pt")
         ids = torch.tensor([list(token_ids)])
         places = (ids == self._model.config.image_token_id).int()
         with torch.no_grad():
-            logits = self._model(input_ids=ids, mm_token_type_ids=places, use_cache=False, **made).logits[0]
+            logits = self._model(
+                input_ids=ids, mm_token_type_ids=places, use_cache=False, **self._of_images(images)
+            ).logits[0]
+        return np.asarray(logits.double().numpy())
+
+    def _of_images(self, images: Sequence[bytes]) -> dict[str, Any]:
+        from PIL import Image
+
+        opened = [Image.open(BytesIO(image)).convert("RGB") for image in images]
+        return dict(self._image_processor(images=opened, return_tensors="pt"))
+
+    @cached_property
+    def _video_processor(self) -> Any:
+        from transformers import AutoVideoProcessor
+
+        return AutoVideoProcessor.from_pretrained(self._path)
+
+    def logits_beside_videos(self, token_ids: Sequence[int], images: Sequence[bytes], videos: Sequence[Film]) -> Logits:
+        """Run the model over the whole sequence, the images and the videos, at positions that are counted here."""
+        import torch
+
+        config, processor = self._model.config, self._video_processor
+        inputs: dict[str, Any] = self._of_images(images) if images else {}
+        grids = {
+            config.image_token_id: [(*grid, 1.0) for grid in inputs.get("image_grid_thw", torch.empty(0)).tolist()]
+        }
+        if videos:
+            made = processor(
+                videos=[film.frames for film in videos],
+                video_metadata=[{"total_num_frames": len(film.frames), "fps": film.per_second} for film in videos],
+                return_metadata=True,
+                return_tensors="pt",
+            )
+            # Qwen2-VL counts the grids of a video, Qwen2.5-VL its seconds.
+            a_second = getattr(config.vision_config, "tokens_per_second", None)
+            steps = [
+                1.0 if a_second is None else a_second * processor.temporal_patch_size / metadata.sampled_fps
+                for metadata in made.pop("video_metadata")
+            ]
+            grids[config.video_token_id] = [
+                (*grid, step) for grid, step in zip(made["video_grid_thw"].tolist(), steps, strict=True)
+            ]
+            inputs |= made
+        positions = _positions(token_ids, grids, config.vision_config.spatial_merge_size)
+        with torch.no_grad():
+            logits = self._model(
+                input_ids=torch.tensor([list(token_ids)]),
+                position_ids=torch.from_numpy(positions)[:, None],
+                use_cache=False,
+                **inputs,
+            ).logits[0]
         return np.asarray(logits.double().numpy())
 
     def hidden_states(self, token_ids: Sequence[int]) -> Logits:
@@ -115,6 +182,39 @@ class TransformersOracle:
         with torch.no_grad():
             states = self._model.base_model(input_ids=torch.tensor([list(token_ids)]), use_cache=False)[0][0]
         return np.asarray(states.double().numpy())
+
+
+def _positions(
+    token_ids: Sequence[int], grids: dict[int, list[tuple[int, int, int, float]]], merged: int
+) -> NDArray[np.int64]:
+    """Time, row and column of each token, as the authors of Qwen2-VL count them.
+
+    What follows an image or video is one after the largest position in it, as in their code
+    (https://github.com/huggingface/transformers/pull/35569). transformers 5.19 has it after the rows or columns alone.
+
+    Args:
+        token_ids: The prompt, and what follows it.
+        grids: For each token id that stands for images or videos: of each, pairs of frames, rows, columns, and how far
+            the time of one pair is from that of the next.
+        merged: Patches along a side of a token.
+    """
+    left = {token: iter(of_token) for token, of_token in grids.items()}
+    found: list[NDArray[np.int64]] = []
+    begin = 0
+    for token, run in itertools.groupby(token_ids):
+        length = len(list(run))
+        medium = next(left[token], None) if token in left else None
+        if medium is None:
+            part = np.broadcast_to(np.arange(length), (3, length))
+        else:
+            frames, rows, columns, step = medium
+            times = np.floor(np.arange(frames) * step + 1e-6).astype(np.int64)
+            sides = np.arange(rows // merged), np.arange(columns // merged)
+            part = np.stack(np.meshgrid(times, *sides, indexing="ij")).reshape(3, -1)
+            assert part.shape[1] == length, f"{length} tokens stand for a grid of {medium}"
+        found.append(part + begin)
+        begin = int(found[-1].max()) + 1
+    return np.concatenate(found, axis=1)
 
 
 def _logits(model: PreTrainedModel, token_ids: Sequence[int]) -> Logits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -303,7 +304,14 @@ def check_media(prompt: Prompt, where: str, config: EngineConfig, capabilities: 
     for item in prompt.media:
         for kind, capability in _MEDIA_CAPABILITY:
             if isinstance(item, kind):
-                require(capabilities, capability, f"{where} with {capability.value}", config.backend)
+                what = f"{where} with {capability.value}{_lacking(capability)}"
+                require(capabilities, capability, what, config.backend)
+
+
+def _lacking(capability: Capability) -> str:
+    if capability is Capability.VIDEO and importlib.util.find_spec("av") is None:
+        return " (PyAV, which reads it, is not installed here: pip install 'drivetrain[video]')"
+    return ""
 
 
 def check_folders(config: EngineConfig) -> None:

@@ -37,13 +37,12 @@ from drivetrain.errors import (
 from drivetrain.host.calls import CallNotTaken
 from drivetrain.host.channel import Channel, ChannelListener
 from drivetrain.host.reap import runs, shared_memory_of, unlink
-from drivetrain.images import ImageReader, takes_images
 from drivetrain.memory import PauseMode
 from drivetrain.prompts import MediaInput
 from drivetrain.sampling import LogprobsMode, SamplingParams
 from drivetrain.translation import context_length_of, shortened
+from drivetrain.vision import VisionReader, vision_capabilities
 from drivetrain_sglang.errors import as_engine_error
-from drivetrain_sglang.images import image_data
 from drivetrain_sglang.inside import invite
 from drivetrain_sglang.translate import (
     CONFIG_NAMES,
@@ -56,6 +55,7 @@ from drivetrain_sglang.translate import (
     request_fields,
     sampling_params,
 )
+from drivetrain_sglang.vision import image_data
 from drivetrain_weight_sync.adapters import check_adapter
 from drivetrain_weight_sync.worker_backend import WorkerBackend, device_type_of
 
@@ -141,7 +141,7 @@ class SGLangBackend(WorkerBackend):
         """Of the model's tensors, by checkpoint name."""
         self._expert_shape = (0, 0)
         """MoE layers, and experts of one token in each."""
-        self._images: ImageReader | None = None
+        self._vision: VisionReader | None = None
         self._profile: tuple[Path, set[Path]] = (Path(), set())
 
     @classmethod
@@ -152,8 +152,7 @@ class SGLangBackend(WorkerBackend):
             claimed.add(Capability.PREFIX_CACHE)
         if config.enable_lora:
             claimed |= {Capability.LORA, Capability.WEIGHTS_LORA}
-        if takes_images(config):
-            claimed.add(Capability.IMAGES)
+        claimed |= vision_capabilities(config)
         if config.engine_kwargs.get("enable_return_hidden_states"):
             claimed.add(Capability.HIDDEN_STATES)
         if importlib.util.find_spec("fsspec") is not None:
@@ -216,7 +215,7 @@ class SGLangBackend(WorkerBackend):
         started = self._engine._scheduler_init_result.scheduler_infos[0]
         served = self._manager.model_config
         if Capability.IMAGES in self.capabilities(config):
-            self._images = ImageReader(config, model_config)
+            self._vision = VisionReader(config, model_config)
         self._expert_shape = (int(text.num_hidden_layers), int(getattr(text, "num_experts_per_tok", None) or 0))
         from drivetrain_weight_sync.checkpoint import checkpoint_of, eos_token_ids
 
@@ -240,9 +239,9 @@ class SGLangBackend(WorkerBackend):
         for params in (SamplingParams(temperature=0), SamplingParams(min_p=0.1, top_k=2)):
             request = GenerateRequest("warm-up", [0, 0], params, 2, (), LogprobsMode.TEMPERATURE)
             await self.generate(request)
-        if self._images is not None:
+        if self._vision is not None:
             for size in ((64, 64), (64, 128)):
-                ids, media = self._images.example(size)
+                ids, media = self._vision.example(size)
                 await self.generate(replace(request, prompt_token_ids=ids, media=media))
         await self.reset_prefix_cache()
 
@@ -286,13 +285,13 @@ class SGLangBackend(WorkerBackend):
 
         rid = self.new_id()
         self._rids[request.request_id] = rid
-        images: list[dict[str, Any]] = []
+        seen: list[dict[str, Any]] = []
         try:
             await self.admit(rid, collected)
-            if request.media and self._images is not None:
-                images = image_data(await asyncio.to_thread(self._images.patches, request.media))
+            if request.media and self._vision is not None:
+                seen = image_data(await asyncio.to_thread(self._vision.patches, request.media))
             params_of = partial(sampling_params, deterministic=self.config.deterministic)
-            fields = request_fields(request, rid, self.cache_key, stream=stream, params_of=params_of, image_data=images)
+            fields = request_fields(request, rid, self.cache_key, stream=stream, params_of=params_of, image_data=seen)
             wanted = GenerateReqInput(**fields)
             async with aclosing(self._manager.generate_request(wanted)) as outputs:
                 try:
@@ -308,10 +307,10 @@ class SGLangBackend(WorkerBackend):
             self.in_flight.pop(rid, None)
 
     async def read_media(self, media: tuple[MediaInput, ...]) -> list[ReadMedium]:
-        """Fetch and decode images."""
-        if self._images is None:
+        """Fetch and decode images and videos."""
+        if self._vision is None:
             raise UnsupportedCapability("this model takes no images", capability=Capability.IMAGES.value)
-        return await asyncio.to_thread(self._images.read, media)
+        return await asyncio.to_thread(self._vision.read, media)
 
     async def abort(self, request_ids: list[str]) -> None:
         """End requests, running, waiting or frozen."""

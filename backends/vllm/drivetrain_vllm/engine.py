@@ -29,13 +29,12 @@ from drivetrain.errors import (
 )
 from drivetrain.host.calls import CallNotTaken
 from drivetrain.host.channel import Channel, ChannelListener
-from drivetrain.images import ImageReader, takes_images
 from drivetrain.memory import PauseMode
 from drivetrain.prompts import MediaInput
 from drivetrain.sampling import LogprobsMode, SamplingParams
 from drivetrain.translation import context_length_of, shortened
+from drivetrain.vision import VisionReader, vision_capabilities
 from drivetrain_vllm.errors import as_engine_error
-from drivetrain_vllm.images import multimodal_input
 from drivetrain_vllm.inside import invite
 from drivetrain_vllm.translate import (
     BATCH_INVARIANT,
@@ -49,6 +48,7 @@ from drivetrain_vllm.translate import (
     sampling_params,
     visible_devices,
 )
+from drivetrain_vllm.vision import multimodal_input
 from drivetrain_weight_sync.adapters import check_adapter
 from drivetrain_weight_sync.worker_backend import WorkerBackend, device_type_of
 
@@ -141,7 +141,7 @@ class VLLMBackend(WorkerBackend):
         self._expert_layers: list[int] = []
         """Of which vLLM notes the experts, where it was told to."""
         self._adapters: dict[str, Any] = {}
-        self._images: ImageReader | None = None
+        self._vision: VisionReader | None = None
         self._lora_numbers = itertools.count(1)
         self._sockets: str | None = None
         """A folder for vLLM's sockets, where the temporary one has too long a name."""
@@ -156,8 +156,7 @@ class VLLMBackend(WorkerBackend):
             claimed.add(Capability.PREFIX_CACHE)
         if config.enable_lora:
             claimed |= {Capability.LORA, Capability.WEIGHTS_LORA}
-        if takes_images(config):
-            claimed.add(Capability.IMAGES)
+        claimed |= vision_capabilities(config)
         if importlib.util.find_spec("fsspec") is not None:
             claimed.add(Capability.SAVE_REMOTE)
         if config.tensor_parallel_size > 1:
@@ -230,8 +229,8 @@ class VLLMBackend(WorkerBackend):
 
         report(f"starting vLLM {version(self.engine_distribution)} on {config.device or device}")
         arguments = AsyncEngineArgs(**engine_arguments(config, device, dtype, context_length))
-        # Images come as their own processor makes them, each time: what the engine core forgets when caches are reset,
-        # this side of vLLM takes it to have.
+        # Images and videos come as their own processor makes them, each time: what the engine core forgets when caches
+        # are reset, this side of vLLM takes it to have.
         arguments.mm_processor_cache_gb = 0
         if hasattr(arguments, "mm_device_do_normalize"):
             arguments.mm_device_do_normalize = False
@@ -248,7 +247,7 @@ class VLLMBackend(WorkerBackend):
             self._engine = AsyncLLM.from_vllm_config(made, disable_log_stats=True)
         served = made.model_config
         if Capability.IMAGES in self.capabilities(config):
-            self._images = ImageReader(config, model_config)
+            self._vision = VisionReader(config, model_config)
         from drivetrain_weight_sync.checkpoint import checkpoint_of, eos_token_ids
 
         checkpoint = checkpoint_of(config.model, config.revision, trust_remote_code=config.trust_remote_code)
@@ -271,8 +270,8 @@ class VLLMBackend(WorkerBackend):
         for params in (SamplingParams(temperature=0), SamplingParams(min_p=0.1, top_k=2)):
             request = GenerateRequest("warm-up", [0, 0], params, 2, (), LogprobsMode.TEMPERATURE)
             await self.generate(request)
-        if self._images is not None:
-            ids, media = self._images.example((64, 64))
+        if self._vision is not None:
+            ids, media = self._vision.example((64, 64))
             await self.generate(replace(request, prompt_token_ids=ids, media=media))
         await self.reset_prefix_cache()
 
@@ -336,18 +335,19 @@ class VLLMBackend(WorkerBackend):
         if not request.media:
             return {"prompt_token_ids": request.prompt_token_ids, "cache_salt": self.cache_key}
         reader = self._reader
-        images = await asyncio.to_thread(reader.patches, request.media)
-        return multimodal_input(request.prompt_token_ids, images, reader.token_id, self.cache_key)
+        seen = await asyncio.to_thread(reader.patches, request.media)
+        token_ids = reader.image_token_id, reader.video_token_id
+        return multimodal_input(request.prompt_token_ids, seen, token_ids, self.cache_key)
 
     async def read_media(self, media: tuple[MediaInput, ...]) -> list[ReadMedium]:
-        """Fetch and decode images."""
+        """Fetch and decode images and videos."""
         return await asyncio.to_thread(self._reader.read, media)
 
     @property
-    def _reader(self) -> ImageReader:
-        if self._images is None:
+    def _reader(self) -> VisionReader:
+        if self._vision is None:
             raise UnsupportedCapability("this model takes no images", capability=Capability.IMAGES.value)
-        return self._images
+        return self._vision
 
     async def abort(self, request_ids: list[str]) -> None:
         """End requests, running, waiting or frozen."""
@@ -490,7 +490,7 @@ def _of_a_gpu(config: EngineConfig) -> set[Capability]:
 def _has_plain_kernels(config: EngineConfig) -> bool:
     """Whether a model generates from text alone, with its own weights, on one GPU: where determinism was looked at."""
     plain = config.task is Task.GENERATE and config.tensor_parallel_size == 1 and not config.enable_lora
-    return plain and config.engine_kwargs.get("quantization") is None and not takes_images(config)
+    return plain and config.engine_kwargs.get("quantization") is None and not vision_capabilities(config)
 
 
 def _be_batch_invariant() -> None:

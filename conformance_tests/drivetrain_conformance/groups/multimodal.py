@@ -12,9 +12,12 @@ import wave
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Final
+
+import numpy as np
 
 from drivetrain.capability import Capability
 from drivetrain.errors import InvalidRequest
@@ -25,13 +28,14 @@ from drivetrain.sampling import SamplingParams
 from drivetrain_conformance.bench import Bench, NoOracle, end_requests, until_running
 from drivetrain_conformance.case import ModelKind, case
 from drivetrain_conformance.expect import refused
-from drivetrain_conformance.oracle import ImagesOracle, Logits, log_softmax
+from drivetrain_conformance.oracle import Film, ImagesOracle, Logits, VideosOracle, log_softmax
 from drivetrain_conformance.reference_sampling import steps
 from drivetrain_conformance.weight_sources import raw_bytes, tensors_of
 
 Pixel = tuple[int, int, int]
 
 _SIDE: Final = 64
+_KINDS: Final = {ImageInput: "image", VideoInput: "video", AudioInput: "audio"}
 _GREEDY: Final = SamplingParams(max_new_tokens=16, temperature=0)
 _SEEN: Final = SamplingParams(max_new_tokens=12, temperature=0, logprobs=0)
 
@@ -165,13 +169,7 @@ async def prompts_with_images_are_scored(bench: Bench) -> None:
     images = [_png(_pattern), _png(_stripes, 96, 40)]
     params = _SEEN.model_copy(update={"prompt_logprobs": 0})
     (completion,) = (await bench.engine.generate(_with_images(images), params)).completions
-    prompt, scores = completion.prompt_token_ids, completion.prompt_logprobs
-    assert scores is not None
-    assert scores[0] is None
-    rows = log_softmax(_oracle(bench).logits_beside(prompt, images))
-    for index, (token, score) in enumerate(zip(prompt[1:], scores[1:], strict=True)):
-        assert score is not None
-        assert abs(score - rows[index, token]) <= bench.tolerance(), f"token {index + 1} of {prompt}: {score}"
+    _check_scored(bench, completion, images)
     _check_seen(bench, completion, images)
 
 
@@ -237,41 +235,192 @@ async def every_tensor_of_a_model_with_images_can_be_read(bench: Bench) -> None:
 @case(Capability.IMAGES, Capability.PAUSE_RETRACT, model=ModelKind.VISION)
 async def a_retracted_image_is_seen_again(bench: Bench) -> None:
     """A request whose cache is released goes on with its image."""
-    params = bench.long(160, logprobs=0)
-    for side in range(56, 196, 28):
-        images = [_png(_pattern, side, 84)]
-        (whole,) = (await bench.engine.generate(_with_images(images), params)).completions
-        if not _drew_a_place(whole):  # the oracle can follow all of it
-            break
-    else:
-        raise AssertionError("every answer holds the token that stands for an image, so none can be checked to its end")
-    task = await until_running(bench.engine, 1, lambda: bench.engine.generate(_with_images(images), params))
-    try:
-        await asyncio.sleep(0.05)
-        await bench.engine.pause_generation(PauseMode.RETRACT)
-        assert not task.done(), "it had ended before it could be retracted"
-        await bench.engine.continue_generation()
-        (completion,) = (await task).completions
-    finally:
-        await end_requests(bench.engine, task)
-    assert len(completion.token_ids) == len(whole.token_ids)
-    _check_seen(bench, completion, images)
+    await _check_retracted(bench, lambda side: ([_png(_pattern, side, 84)], []))
+
+
+# Videos --------------------------------------------------------------------------------------------------------------
 
 
 @case(Capability.VIDEO, model=ModelKind.VISION)
 async def another_video_has_another_answer(bench: Bench) -> None:
     """The same words beside two different videos are answered differently, and beside one the same again."""
-    black, moving = _avi([_black] * 4), _avi([_pattern, _black, _stripes, _pattern])
-    await _assert_tells_apart(bench, "video", VideoInput(data=black), VideoInput(data=moving))
+    black, moving = _Video((_black,) * 4), _Video(_MOVING)
+    await _assert_tells_apart(bench, "video", VideoInput(data=black.file), VideoInput(data=moving.file))
 
 
 @case(Capability.VIDEO, model=ModelKind.VISION)
-async def videos_are_read_from_bytes_and_files(bench: Bench) -> None:
-    """A video is the same given as bytes and as a path."""
-    data = _avi([_pattern, _stripes, _black, _pattern])
+async def videos_are_read_from_bytes_files_and_data_urls(bench: Bench) -> None:
+    """A video is the same given as bytes, as a path and as a data URL."""
+    data = _Video(_MOVING).file
     path = bench.folder("videos") / "moving.avi"
     path.write_bytes(data)
-    await _assert_same(bench, "video", [VideoInput(data=data), VideoInput(path=str(path))])
+    url = f"data:video/x-msvideo;base64,{base64.b64encode(data).decode()}"
+    await _assert_same(bench, "video", [VideoInput(data=data), VideoInput(path=str(path)), VideoInput(url=url)])
+
+
+@case(Capability.VIDEO, model=ModelKind.VISION)
+async def videos_are_fetched_once(bench: Bench) -> None:
+    """A video on a server is what its bytes are, and is fetched once for all samples of its prompt."""
+    video = _Video(_MOVING)
+    with _served({"/moving.avi": video.file}) as (address, asked):
+        prompt = _chat("video", [VideoInput(url=f"{address}/moving.avi")])
+        fetched = await bench.engine.generate(prompt, _SEEN.model_copy(update={"n": 3}))
+        assert asked == ["/moving.avi"]
+        for completion in fetched.completions:
+            _check_seen(bench, completion, videos=[video])
+
+
+@case(Capability.VIDEO, model=ModelKind.VISION)
+async def what_is_no_video_is_refused(bench: Bench) -> None:
+    """What is no video, is broken off, or is not there, is refused as the request's mistake, and so is its batch."""
+    missing = str(bench.folder("videos") / "missing.avi")
+    good = _Video(_MOVING).file
+    for broken in (
+        VideoInput(data=b"this is no video"),
+        VideoInput(data=b""),
+        VideoInput(data=good[:300]),
+        VideoInput(data=good[: len(good) // 2]),
+        VideoInput(data=_png(_black)),
+        VideoInput(data=_wav(440)),
+        VideoInput(data=f"#EXTM3U\n#EXTINF:2,\n{Path(missing).as_uri()}\n#EXT-X-ENDLIST\n".encode()),
+        VideoInput(path=missing),
+        VideoInput(url="http://127.0.0.1:1/video.avi"),
+    ):
+        with refused(InvalidRequest, field="prompts"):
+            await bench.engine.generate([_chat("video", []), _chat("video", [broken])], _GREEDY)
+        assert (await bench.engine.stats()).running == 0
+    assert await _answers(bench, "video", VideoInput(data=good))
+
+
+@case(Capability.VIDEO, model=ModelKind.VISION)
+async def a_video_is_seen_as_the_model_sees_it(bench: Bench) -> None:
+    """Logprobs of answers are those of an independent pass over the prompt that comes back and the videos' frames."""
+    for videos in (
+        [_Video(_MOVING)],
+        [_Video((_black,) * 4)],
+        [_Video((*_MOVING, _stripes, _pattern, _black, _stripes), 8, 96, 40)],
+        [_Video((_stripes, _pattern, _black), 1)],
+        [_Video((_pattern,), 25)],
+        [_Video(_MOVING, 3)],
+        [_Video((_stripes, _pattern) * 26, 25)],
+        [_Video(_MOVING, 4), _Video((_stripes, _stripes), 2, 40, 96)],
+        [_Video((_stripes, _stripes), 2, 40, 96), _Video(_MOVING, 4)],
+    ):
+        (completion,) = (await bench.engine.generate(_with(videos=videos), _SEEN)).completions
+        _check_seen(bench, completion, videos=videos)
+
+
+@case(Capability.VIDEO, Capability.IMAGES, model=ModelKind.VISION)
+async def images_and_videos_stand_in_one_prompt(bench: Bench) -> None:
+    """Each is seen in its own place, in whatever order they come, beside prompts that hold others or none."""
+    image, other, video = _png(_stripes, 96, 40), _png(_pattern), _Video(_MOVING, 4, 84, 56)
+    one, first, second = ImageInput(data=image), ImageInput(data=other), VideoInput(data=video.file)
+    beside: list[tuple[list[MediaInput], list[bytes], list[_Video]]] = [
+        ([second, one], [image], [video]),
+        ([one, second], [image], [video]),
+        ([first, second, one], [other, image], [video]),
+        ([second], [], [video]),
+        ([first], [other], []),
+        ([], [], []),
+    ]
+    batch = await bench.engine.generate([_chat("video", media) for media, _, _ in beside], _SEEN)
+    for completion, (_, images, videos) in zip(batch.completions, beside, strict=True):
+        _check_seen(bench, completion, images, videos=videos)
+
+
+@case(Capability.VIDEO, Capability.IMAGES, model=ModelKind.VISION)
+async def a_prompt_with_a_video_comes_back_as_it_was_seen(bench: Bench) -> None:
+    """The ids of a prompt hold each image and video as often as the model takes it, and asked as such mean the same."""
+    image, video = _png(_stripes, 96, 40), _Video(_MOVING)
+    media = (VideoInput(data=video.file), ImageInput(data=image))
+    asked = _chat("video", media)
+    (completion,) = (await bench.engine.generate(asked, _SEEN)).completions
+    _check_seen(bench, completion, [image], videos=[video])
+    written, seen = bench.engine.tokenizer.encode(asked), completion.prompt_token_ids
+    repeated = {token for token in seen if seen.count(token) > written.count(token)}
+    assert len(repeated) == 2
+    assert [token for token, _ in itertools.groupby(seen)] == [token for token, _ in itertools.groupby(written)]
+    for token_ids in (written, seen):
+        prompt = TokenPrompt(token_ids=tuple(token_ids), media=media)
+        (again,) = (await bench.engine.generate(prompt, _SEEN)).completions
+        assert again.prompt_token_ids == seen
+        _check_seen(bench, again, [image], videos=[video])
+    first = _first_place(completion)
+    for wrong in (
+        [one for one in seen if one != seen[first]],
+        [*seen[:first], seen[first], *seen[first:]],
+        [*written, seen[first]],
+    ):
+        with refused(InvalidRequest, field="prompts[0]"):
+            await bench.engine.generate(TokenPrompt(token_ids=tuple(wrong), media=media), _SEEN)
+
+
+@case(Capability.VIDEO, model=ModelKind.VISION)
+async def videos_count_in_the_context(bench: Bench) -> None:
+    """Prompt and output fit the context together with the videos, and what does not is refused."""
+    prompt = _with(videos=[_Video(_MOVING)])
+    seen = (await bench.engine.generate(prompt, _SEEN)).completions[0].prompt_token_ids
+    room = bench.engine.model_info.context_length - len(seen)
+    with refused(InvalidRequest, field="sampling_params.max_new_tokens"):
+        await bench.engine.generate(prompt, SamplingParams(max_new_tokens=room + 1))
+    fitting = SamplingParams(max_new_tokens=room, temperature=0)
+    (completion,) = (await bench.engine.generate(prompt, fitting)).completions
+    assert completion.prompt_token_ids == seen
+    assert 0 < len(completion.token_ids) <= room
+
+
+@case(Capability.VIDEO, Capability.PROMPT_LOGPROBS, model=ModelKind.VISION)
+async def prompts_with_videos_are_scored(bench: Bench) -> None:
+    """Logprobs of a prompt's own tokens are those of an independent pass, those of its videos' tokens too."""
+    videos = [_Video(_MOVING, 4), _Video((_stripes, _black), 2, 96, 40)]
+    params = _SEEN.model_copy(update={"prompt_logprobs": 0})
+    (completion,) = (await bench.engine.generate(_with(videos=videos), params)).completions
+    _check_scored(bench, completion, videos=videos)
+    _check_seen(bench, completion, videos=videos)
+
+
+@case(Capability.VIDEO, Capability.PREFIX_CACHE, model=ModelKind.VISION)
+async def a_cached_video_is_no_other(bench: Bench) -> None:
+    """The cache serves a video again, but no other beside the same ids: not one that differs only in shape or speed."""
+    engine = bench.engine
+    for first, second, is_speed in (
+        (_Video(_MOVING), _Video((*_MOVING[:3], _stripes)), False),
+        (_Video((_black,) * 2, 2, 112, 56), _Video((_black,) * 2, 2, 56, 112), False),
+        (_Video(_MOVING * 2, 1), _Video(_MOVING * 2, 8), True),
+    ):
+        await engine.reset_prefix_cache()
+        seen: list[list[int]] = []
+        for video, is_new in ((first, True), (second, True), (first, False), (second, False)):
+            (completion,) = (await engine.generate(_with(videos=[video]), _SEEN)).completions
+            _check_seen(bench, completion, videos=[video])
+            seen.append(completion.prompt_token_ids)
+            if not is_speed:  # some models are not told of it
+                assert (completion.cached_tokens <= _first_place(completion)) is is_new
+        assert seen[0] == seen[1], "the videos take different ids, so they could not have been mixed"
+    await engine.reset_prefix_cache()
+    (completion,) = (await engine.generate(_with(videos=[first]), _SEEN)).completions
+    assert completion.cached_tokens == 0
+    _check_seen(bench, completion, videos=[first])
+
+
+@case(Capability.VIDEO, Capability.WEIGHTS_DISK, model=ModelKind.VISION, changes_weights=True)
+async def new_weights_see_a_video_anew(bench: Bench) -> None:
+    """After an update a video that was seen before is seen with the new weights, the vision model's among them."""
+    other, videos = bench.other_weights(), [_Video(_MOVING)]
+    await bench.engine.generate(_with(videos=videos), _SEEN)
+    await bench.engine.load_weights_from_disk(str(other), "new")
+    (completion,) = (await bench.engine.generate(_with(videos=videos), _SEEN)).completions
+    assert completion.weight_version in ("new", None)
+    _check_seen(bench, completion, model=other, videos=videos)
+
+
+@case(Capability.VIDEO, Capability.PAUSE_RETRACT, model=ModelKind.VISION)
+async def a_retracted_video_is_seen_again(bench: Bench) -> None:
+    """A request whose cache is released goes on with its video."""
+    await _check_retracted(bench, lambda side: ([], [_Video(_MOVING, 2, side, 84)]))
+
+
+# Sound ---------------------------------------------------------------------------------------------------------------
 
 
 @case(Capability.AUDIO, model=ModelKind.VISION)
@@ -293,48 +442,136 @@ async def sounds_are_read_from_bytes_files_and_data_urls(bench: Bench) -> None:
 # ------------------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Video:
+    frames: tuple[Callable[[int, int], Pixel], ...]
+    per_second: int = 2
+    width: int = _SIDE
+    height: int = _SIDE
+
+    @property
+    def file(self) -> bytes:
+        return _avi(self.frames, self.per_second, self.width, self.height)
+
+    @property
+    def film(self) -> Film:
+        """What a decoder must make of the file, of which this knows nothing."""
+        return Film(
+            np.array(
+                [[[frame(x, y) for x in range(self.width)] for y in range(self.height)] for frame in self.frames],
+                dtype=np.uint8,
+            ),
+            self.per_second,
+        )
+
+
 def _with_images(images: Sequence[bytes]) -> ChatPrompt:
     return _chat("image", [ImageInput(data=image) for image in images])
 
 
-def _oracle(bench: Bench, model: Path | None = None) -> ImagesOracle:
+def _with(*, videos: Sequence[_Video]) -> ChatPrompt:
+    return _chat("video", [VideoInput(data=video.file) for video in videos])
+
+
+def _logits_of(
+    bench: Bench, ids: Sequence[int], images: Sequence[bytes], videos: Sequence[_Video], model: Path | None = None
+) -> Logits:
+    """The oracle's logits of ids among which these images and videos stand."""
     oracle = bench.oracle(model)
+    if videos:
+        if not isinstance(oracle, VideosOracle):
+            raise NoOracle
+        return oracle.logits_beside_videos(ids, images, [video.film for video in videos])
     if not isinstance(oracle, ImagesOracle):
         raise NoOracle
-    return oracle
+    return oracle.logits_beside(ids, images) if images else oracle.logits(ids)
 
 
-def _output_logits(bench: Bench, completion: Completion, images: Sequence[bytes], model: Path | None = None) -> Logits:
+def _output_logits(
+    bench: Bench,
+    completion: Completion,
+    images: Sequence[bytes] = (),
+    model: Path | None = None,
+    videos: Sequence[_Video] = (),
+) -> Logits:
     """The oracle's logits of a completion's tokens, up to one that stands for an image: to it, that is one more."""
-    prompt, tokens, oracle = completion.prompt_token_ids, completion.token_ids, _oracle(bench, model)
-    if images and _drew_a_place(completion):
-        tokens = tokens[: tokens.index(prompt[_first_place(completion)]) + 1]
-    ids = [*prompt, *tokens[:-1]]
-    return (oracle.logits_beside(ids, images) if images else oracle.logits(ids))[len(prompt) - 1 :]
+    prompt, tokens = completion.prompt_token_ids, completion.token_ids
+    if images or videos:
+        places = _places(completion)
+        until = next((at for at, token in enumerate(tokens) if token in places), len(tokens))
+        tokens = tokens[: until + 1]
+    return _logits_of(bench, [*prompt, *tokens[:-1]], images, videos, model)[len(prompt) - 1 :]
 
 
 def _first_place(completion: Completion) -> int:
-    """How many tokens of the prompt are before its first image, which is a token that repeats."""
+    """How many tokens of the prompt are before its first image or video, which is a token that repeats."""
     pairs = itertools.pairwise(completion.prompt_token_ids)
     return next(at for at, (one, other) in enumerate(pairs) if one == other)
 
 
-def _drew_a_place(completion: Completion) -> bool:
-    """Whether the answer holds the token that stands for an image."""
-    return completion.prompt_token_ids[_first_place(completion)] in completion.token_ids
+def _places(completion: Completion) -> set[int]:
+    """The tokens that stand for images and videos, more than two in a row; words have no such rows."""
+    runs = itertools.groupby(completion.prompt_token_ids)
+    return {token for token, run in runs if len(list(run)) > 2}
 
 
-def _check_seen(bench: Bench, completion: Completion, images: Sequence[bytes], model: Path | None = None) -> None:
-    """Raise unless a greedy completion, and its logprobs, are those of the images."""
+def _check_seen(
+    bench: Bench,
+    completion: Completion,
+    images: Sequence[bytes] = (),
+    model: Path | None = None,
+    videos: Sequence[_Video] = (),
+) -> None:
+    """Raise unless a greedy completion, and its logprobs, are those of the images and videos."""
     assert completion.logprobs is not None
     assert completion.token_ids
-    rows = log_softmax(_output_logits(bench, completion, images, model))
+    rows = log_softmax(_output_logits(bench, completion, images, model, videos))
     expected = [float(row[token]) for row, token in zip(rows, completion.token_ids[: len(rows)], strict=True)]
     assert all(row.max() - value <= bench.tolerance() for row, value in zip(rows, expected, strict=True))
     worst = max(abs(one - other) for one, other in zip(completion.logprobs[: len(rows)], expected, strict=True))
     assert worst <= bench.tolerance(), (
-        f"logprobs beside {len(images)} images are {worst:.2g} from those of the model: {completion.logprobs}"
+        f"logprobs beside {len(images)} images and {len(videos)} videos are {worst:.2g} from those of the model: "
+        f"{completion.logprobs}"
     )
+
+
+def _check_scored(
+    bench: Bench, completion: Completion, images: Sequence[bytes] = (), videos: Sequence[_Video] = ()
+) -> None:
+    """Raise unless the logprobs of a prompt's tokens are those of the images and videos in it."""
+    prompt, scores = completion.prompt_token_ids, completion.prompt_logprobs
+    assert scores is not None
+    assert scores[0] is None
+    rows = log_softmax(_logits_of(bench, prompt, images, videos))
+    for index, (token, score) in enumerate(zip(prompt[1:], scores[1:], strict=True)):
+        assert score is not None
+        assert abs(score - rows[index, token]) <= bench.tolerance(), f"token {index + 1} of {prompt}: {score}"
+
+
+async def _check_retracted(bench: Bench, of_side: Callable[[int], tuple[Sequence[bytes], Sequence[_Video]]]) -> None:
+    """Raise unless a request that is retracted goes on with what it saw, of which there is one for each width."""
+    params = bench.long(160, logprobs=0)
+    for side in range(56, 196, 28):
+        images, videos = of_side(side)
+        prompt = _with_images(images) if images else _with(videos=videos)
+        (whole,) = (await bench.engine.generate(prompt, params)).completions
+        if not _places(whole) & set(whole.token_ids):  # the oracle can follow all of it
+            break
+    else:
+        raise AssertionError(
+            "every answer holds the token that stands for what is seen: none can be checked to its end"
+        )
+    task = await until_running(bench.engine, 1, lambda: bench.engine.generate(prompt, params))
+    try:
+        await asyncio.sleep(0.05)
+        await bench.engine.pause_generation(PauseMode.RETRACT)
+        assert not task.done(), "it had ended before it could be retracted"
+        await bench.engine.continue_generation()
+        (completion,) = (await task).completions
+    finally:
+        await end_requests(bench.engine, task)
+    assert len(completion.token_ids) == len(whole.token_ids)
+    _check_seen(bench, completion, images, videos=videos)
 
 
 @contextmanager
@@ -367,7 +604,7 @@ def _served(files: Mapping[str, bytes]) -> Iterator[tuple[str, list[str]]]:
 def _chat(kind: str, media: Sequence[MediaInput]) -> ChatPrompt:
     """A question about what lies beside it; each medium has its placeholder in the message."""
     question = {"type": "text", "text": f"Describe the {kind} in one word."}
-    content = [*({"type": kind} for _ in media), question]
+    content = [*({"type": _KINDS[type(one)]} for one in media), question]
     return ChatPrompt(messages=(Message.model_validate({"role": "user", "content": content}),), media=tuple(media))
 
 
@@ -401,6 +638,9 @@ def _stripes(x: int, y: int) -> Pixel:
     return (255, 255, 255) if y // 8 % 2 else (200, 30, 30)
 
 
+_MOVING: Final = (_pattern, _black, _stripes, _pattern)
+
+
 def _png(pixel: Callable[[int, int], Pixel], width: int = _SIDE, height: int = _SIDE) -> bytes:
     """An image of eight bits per channel, as the PNG specification has it (RFC 2083)."""
 
@@ -412,8 +652,9 @@ def _png(pixel: Callable[[int, int], Pixel], width: int = _SIDE, height: int = _
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
 
 
-def _avi(frames: Sequence[Callable[[int, int], Pixel]], per_second: int = 2) -> bytes:
+def _avi(frames: Sequence[Callable[[int, int], Pixel]], per_second: int, width: int, height: int) -> bytes:
     """A video of uncompressed frames, in the RIFF form of AVI 1.0."""
+    assert width % 4 == 0, "a bitmap's rows are whole words"
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return kind + struct.pack("<I", len(body)) + body + b"\0" * (len(body) % 2)
@@ -423,12 +664,12 @@ def _avi(frames: Sequence[Callable[[int, int], Pixel]], per_second: int = 2) -> 
 
     # A bitmap's rows go from the bottom up, its channels from blue to red.
     images = [
-        bytes(value for y in reversed(range(_SIDE)) for x in range(_SIDE) for value in reversed(frame(x, y)))
+        bytes(value for y in reversed(range(height)) for x in range(width) for value in reversed(frame(x, y)))
         for frame in frames
     ]
-    size, count = _SIDE * _SIDE * 3, len(frames)
+    size, count = width * height * 3, len(frames)
     main = struct.pack(
-        "<14I", 1_000_000 // per_second, size * per_second, 0, 0x10, count, 0, 1, size, _SIDE, _SIDE, 0, 0, 0, 0
+        "<14I", 1_000_000 // per_second, size * per_second, 0, 0x10, count, 0, 1, size, width, height, 0, 0, 0, 0
     )
     stream = struct.pack(
         "<4s4sIHHIIIIIIIIhhhh",
@@ -447,10 +688,10 @@ def _avi(frames: Sequence[Callable[[int, int], Pixel]], per_second: int = 2) -> 
         0,
         0,
         0,
-        _SIDE,
-        _SIDE,
+        width,
+        height,
     )
-    layout = struct.pack("<IiiHHIIiiII", 40, _SIDE, _SIDE, 1, 24, 0, size, 0, 0, 0, 0)
+    layout = struct.pack("<IiiHHIIiiII", 40, width, height, 1, 24, 0, size, 0, 0, 0, 0)
     headers = parts(b"hdrl", chunk(b"avih", main), parts(b"strl", chunk(b"strh", stream), chunk(b"strf", layout)))
     movie = parts(b"movi", *(chunk(b"00db", image) for image in images))
     entries = (struct.pack("<4sIII", b"00db", 0x10, 4 + at * (size + 8), size) for at in range(count))

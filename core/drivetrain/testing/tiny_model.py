@@ -180,8 +180,9 @@ def tiny_model(
     layers of width 128, 260 token ids and, where the architecture has positions, a context of 1024 tokens. Sliding
     windows are 32 tokens wide. The same arguments give the same weights. Nothing is downloaded.
 
-    One of :data:`VISION_ARCHITECTURES` takes images besides: four more token ids, a template that places images, and
-    the configuration of an image processor, for which 28 by 28 pixels are a token and an image has 4 to 64 of them.
+    One of :data:`VISION_ARCHITECTURES` takes images and videos besides: four more token ids, a template that places
+    them, and the configuration of an image processor, for which 28 by 28 pixels are a token and an image has 4 to 64 of
+    them. It is the video processor's, too: each pair of frames has as many.
 
     Args:
         architecture: A key of :data:`ARCHITECTURES` or :data:`VISION_ARCHITECTURES`, such as ``"llama"``.

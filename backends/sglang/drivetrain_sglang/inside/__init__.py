@@ -29,8 +29,8 @@ def activate() -> None:
     """Register the sampler and the hooks, in engines that drivetrain started."""
     if CHANNEL not in os.environ:
         return
-    from drivetrain_sglang.inside import control, images, sampling
+    from drivetrain_sglang.inside import control, sampling, vision
 
     sampling.register()
     control.register()
-    images.register()
+    vision.register()

@@ -17,7 +17,7 @@ from drivetrain.backend import EngineStats
 from drivetrain.errors import EngineBusy
 from drivetrain.memory import MemoryTag, PauseMode
 from drivetrain.weights import ApplyUpdate, CommitUpdate, WeightManifest, WeightMessage, WeightReply
-from drivetrain_sglang.inside.images import forget_embeddings
+from drivetrain_sglang.inside.vision import forget_embeddings
 from drivetrain_weight_sync.arrivals import Arrivals
 from drivetrain_weight_sync.checkpoint import checkpoint_of, eos_token_ids
 from drivetrain_weight_sync.derived import AfterLoading
