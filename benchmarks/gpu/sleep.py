@@ -116,6 +116,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
                     own: Cycle = await asyncio.to_thread(here.recv)
                     bare = await cycle_of(engine, None, "")
                     pushed = await cycle_of(engine, sync, f"step-{number}")
+                    print(*(f"{total(cycle):.1f} ms" for cycle in (own, bare, pushed)), file=sys.stderr, flush=True)
                     if number:  # the first warms up
                         for kind, cycle in zip(kinds, (own, bare, pushed), strict=True):
                             cycles[kind].append(cycle)

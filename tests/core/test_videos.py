@@ -10,6 +10,7 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
+from av.error import FFmpegError
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -96,7 +97,7 @@ def test_what_is_broken_off_is_refused(
     form: str, codec: str, pixels: str, options: dict[str, str], part: float, tmp_path: Path
 ) -> None:
     data = file(tmp_path, form, codec, pixels, options)
-    with pytest.raises((ValueError, av.FFmpegError)):
+    with pytest.raises((ValueError, FFmpegError)):
         decoded(data[: int(part * len(data))])
 
 
@@ -111,7 +112,7 @@ def test_what_shows_nothing_that_moves_is_refused(tmp_path: Path) -> None:
         silence.sample_rate = 8000
         container.mux(stream.encode(silence))
     for data, why in ((still.getvalue(), "still image"), (sound.read_bytes(), "no video"), (b"text", "Invalid data")):
-        with pytest.raises((ValueError, av.FFmpegError), match=why):
+        with pytest.raises((ValueError, FFmpegError), match=why):
             decoded(data)
 
 
@@ -122,7 +123,7 @@ def test_a_playlist_reaches_no_other_file(tmp_path: Path) -> None:
         f"#EXTM3U\n#EXT-X-TARGETDURATION:2\n#EXTINF:2,\n{other}\n#EXT-X-ENDLIST\n",
         f"ffconcat version 1.0\nfile '{other}'\n",
     ):
-        with pytest.raises(av.FFmpegError):
+        with pytest.raises(FFmpegError):
             decoded(data.encode())
 
 

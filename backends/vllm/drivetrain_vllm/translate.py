@@ -392,8 +392,8 @@ class Collected:
         if not count:
             return []
         every = self._last.outputs[0].routed_experts
-        given = 0 if every is None else len(every)
-        if given < count:
+        if every is None or len(every) < count:
+            given = 0 if every is None else len(every)
             raise EngineInternalError(
                 f"request {self._request.request_id}: vLLM gave experts of {given} tokens where it drew {count}"
             )

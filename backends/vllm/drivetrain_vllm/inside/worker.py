@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -105,7 +105,7 @@ class Worker(RankWeights):
         for name, module in self.model.named_modules():
             match _notes_experts(module):
                 case True:
-                    layers.add(int(module.layer_id))
+                    layers.add(cast("int", module.layer_id))
                 case False:
                     raise EngineStartError(f"the kernel of {name} routes by itself, and vLLM does not note how")
         if not layers:
