@@ -45,6 +45,20 @@ def spreads_experts(config: EngineConfig) -> bool:
     return experts > 1
 
 
+def require_experts(config: EngineConfig, fields: Iterable[str]) -> None:
+    """Raise :class:`InvalidConfig` if experts are to be spread over ranks and the model has none.
+
+    Args:
+        config: The configuration.
+        fields: Names of the fields of the model's own ``config.json``; a mixture's say how many experts there are.
+    """
+    if config.expert_parallel_size > 1 and not any("expert" in field for field in fields):
+        raise InvalidConfig(
+            f"expert_parallel_size={config.expert_parallel_size}: the model has no experts to spread; leave it out",
+            field="expert_parallel_size",
+        )
+
+
 def context_length_of(own: int, configured: int | None) -> int:
     """Most tokens of prompt and output together: the configured limit, or the model's own.
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
+from contextlib import nullcontext
 
 import pytest
 
 from drivetrain import EngineConfig, InvalidConfig, InvalidRequest, VersionSpan
-from drivetrain.translation import context_length_of, shortened, version_spans, with_engine_kwargs
+from drivetrain.testing import tiny_model
+from drivetrain.translation import context_length_of, require_experts, shortened, version_spans, with_engine_kwargs
 
 
 @pytest.mark.parametrize(
@@ -50,3 +53,12 @@ def test_a_shortened_embedding_has_length_one() -> None:
     assert shortened([3.0, 4.0, 12.0], 2) == pytest.approx([0.6, 0.8])
     with pytest.raises(InvalidRequest, match="dimensions=4"):
         shortened([3.0, 4.0, 12.0], 4)
+
+
+@pytest.mark.parametrize(("architecture", "has_experts"), [("qwen2", False), ("llama", False), ("qwen3_moe", True)])
+def test_experts_are_spread_only_of_a_model_that_has_some(architecture: str, has_experts: bool) -> None:
+    fields = json.loads((tiny_model(architecture) / "config.json").read_text())
+    require_experts(EngineConfig(backend="some", model="m"), fields)
+    spread = EngineConfig(backend="some", model="m", tensor_parallel_size=2, expert_parallel_size=2)
+    with nullcontext() if has_experts else pytest.raises(InvalidConfig, match="no experts to spread"):
+        require_experts(spread, fields)

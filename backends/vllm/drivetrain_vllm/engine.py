@@ -32,7 +32,7 @@ from drivetrain.host.channel import Channel, ChannelListener
 from drivetrain.memory import PauseMode
 from drivetrain.prompts import MediaInput
 from drivetrain.sampling import LogprobsMode, SamplingParams
-from drivetrain.translation import context_length_of, shortened
+from drivetrain.translation import context_length_of, require_experts, shortened
 from drivetrain.vision import VisionReader, vision_capabilities
 from drivetrain_vllm.errors import as_engine_error
 from drivetrain_vllm.inside import invite
@@ -208,6 +208,7 @@ class VLLMBackend(WorkerBackend):
             config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
         text = model_config.get_text_config()
+        require_experts(config, text.to_dict())
         own = getattr(text, "max_position_embeddings", None) or 2**20
         context_length = context_length_of(own, config.context_length)
         dtype = str(getattr(text, "dtype", None) or "auto").removeprefix("torch.")
