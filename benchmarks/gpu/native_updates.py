@@ -139,6 +139,7 @@ class Extension:
 
 def vllm_engine(folder: Path, settings: dict[str, Any]) -> Any:
     """vLLM by itself."""
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a fork may find CUDA in use
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     from vllm import LLM
 
