@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,6 +62,8 @@ class Bench:
     run: Runs
     """For plain bodies: run a coroutine to its end."""
     own_engine: bool
+    fields: Mapping[str, object] = field(default_factory=dict)
+    """Of the configuration of each engine that the case makes, unless it says otherwise."""
     shared: InferenceEngine | None = None
     rng: random.Random = field(default_factory=random.Random)
     """Seeded by the run's seed and the case's name."""
@@ -77,7 +79,7 @@ class Bench:
     def create(self, **fields: object) -> InferenceEngine:
         """Make an engine of the backend under test, not started; ``fields`` are those of its configuration."""
         model = fields.pop("model", self.model)
-        return self.opener({"model": str(model), **fields})
+        return self.opener({"model": str(model), **self.fields, **fields})
 
     @asynccontextmanager
     async def open(self, **fields: object) -> AsyncGenerator[InferenceEngine, None]:

@@ -134,7 +134,7 @@ class Runner:
                 engine = self._loop.run(self._keeper.get(model, wanted))
         except Exception as error:
             return Judgement(Verdict.FAILED, f"the engine did not start: {describe(error)}"), error
-        judged, raised = self._run_body(case, self._bench(case, model, engine), missing)
+        judged, raised = self._run_body(case, self._bench(case, model, wanted, engine), missing)
         return self._looked_at_afterwards(case, judged, children), raised
 
     def _elsewhere(self, case: Case, wanted: Mapping[str, object]) -> Mapping[str, object] | None:
@@ -152,7 +152,7 @@ class Runner:
         """What an engine of this model and configuration claims; nothing is started."""
         return self._open({"model": str(self.models.path(kind)), **fields}).capabilities
 
-    def _bench(self, case: Case, model: Path, engine: InferenceEngine | None) -> Bench:
+    def _bench(self, case: Case, model: Path, wanted: Mapping[str, object], engine: InferenceEngine | None) -> Bench:
         return Bench(
             models=self.models,
             model=model,
@@ -163,6 +163,7 @@ class Runner:
             make_oracle=self.suite.oracle,
             run=self._run,
             own_engine=case.own_engine,
+            fields=wanted,
             shared=engine,
             rng=random.Random(f"{self.seed} {case.id}"),
         )

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import ClassVar, Final
 from urllib.error import URLError
 from urllib.request import urlopen
+from weakref import WeakSet
 
 import psutil
 from safetensors import SafetensorError, safe_open
@@ -25,12 +26,14 @@ from safetensors import SafetensorError, safe_open
 from drivetrain.config import EngineConfig, Task
 from drivetrain.create import create_engine
 from drivetrain.engine import InferenceEngine
+from drivetrain.states import EngineState
 from drivetrain.testing import tiny_model
 from drivetrain_conformance.suite import Suite
 
 START_S: Final = 300.0
 _AT_ONCE: Final = 3
-"""A server takes up to 3.5 GB; the engine that the suite keeps must not lose its own."""
+"""Unless more are needed: a server takes up to 3.5 GB."""
+_WITHOUT_A_SERVER: Final = frozenset({EngineState.CREATED, EngineState.FAILED, EngineState.CLOSED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,7 @@ class Server:
             check=True,
         )
         self.process = psutil.Process(int(started.stdout))
+        self._engines: WeakSet[InferenceEngine] = WeakSet()
         self._wait()
 
     @property
@@ -101,6 +105,15 @@ class Server:
         self.stop()
         raise RuntimeError(f"the server did not start:\n{tail}")
 
+    def connected(self, engine: InferenceEngine) -> None:
+        """Note that an engine connects to it, or will."""
+        self._engines.add(engine)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether an engine that is connected to it was neither closed nor failed."""
+        return any(engine.state not in _WITHOUT_A_SERVER for engine in self._engines)
+
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to it and to all that it started."""
         try:
@@ -123,7 +136,7 @@ class Server:
 
 
 class Servers:
-    """The servers of this process by their launches; the one that was used longest ago gives way."""
+    """The servers of this process by their launches; of those that no engine needs, the oldest gives way."""
 
     def __init__(self) -> None:
         self._running: dict[str, Server] = {}
@@ -136,8 +149,9 @@ class Servers:
             server.stop()
             server = None
         if server is None:
-            while len(self._running) >= _AT_ONCE:
-                self._running.pop(next(iter(self._running))).stop()
+            idle = [key for key, running in self._running.items() if not running.is_needed]
+            for key in idle[: max(0, len(self._running) - _AT_ONCE + 1)]:
+                self._running.pop(key).stop()
             server = Server(launch)
         self._running[launch.key] = server
         return server
@@ -193,7 +207,9 @@ class ServerSuite(Suite):
         own["endpoint"] = server.endpoint
         if self.isolation is not None:
             own["isolation"] = self.isolation
-        return create_engine(own)
+        engine = create_engine(own)
+        server.connected(engine)
+        return engine
 
 
 def text_config(model: str) -> dict[str, object]:

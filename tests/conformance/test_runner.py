@@ -84,9 +84,14 @@ def test_what_is_claimed_in_another_configuration_alone_is_looked_at_there() -> 
     async def body(bench: Bench) -> None:
         await bench.engine.reset_prefix_cache()
 
+    async def own(bench: Bench) -> None:
+        async with bench.open() as engine:
+            await engine.reset_prefix_cache()
+
     with Runner(Elsewhere(), profile=QUICK) as made:
         assert run(made, body, Capability.PREFIX_CACHE).verdict is Verdict.PASSED
         assert run(made, body, Capability.PREFIX_CACHE, enable_prefix_caching=False).verdict is Verdict.REFUSED
+        assert run(made, own, Capability.PREFIX_CACHE, own_engine=True).verdict is Verdict.PASSED
 
 
 def test_a_body_that_hangs_fails_and_the_next_one_runs(runner: Runner) -> None:

@@ -38,6 +38,9 @@ def launch_of(config: EngineConfig, **more: object) -> Launch:
         ready_path="/health",
         environment={
             "TORCHDYNAMO_DISABLE": "1",
+            # Without it the worker is a process of its own, and each of the two spins while the other works: on two
+            # cores nobody else then runs for as long as a request does.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_LOGGING_LEVEL": "WARNING",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_SERVER_DEV_MODE": "1",
