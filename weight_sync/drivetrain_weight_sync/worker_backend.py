@@ -8,13 +8,15 @@ import math
 import uuid
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Final, Protocol, cast
 
 from drivetrain.backend import Backend, EngineStats
 from drivetrain.config import EngineConfig
 from drivetrain.errors import EngineBusy
+from drivetrain.host.awake import awake
 from drivetrain.memory import MemoryTag, PauseMode
 from drivetrain.weights import (
     ApplyUpdate,
@@ -175,15 +177,23 @@ class WorkerBackend(Backend):
         """Take all steps of an update in one call, between two steps of the batch."""
         if not update.keep_prefix_cache:
             self._cache_epoch += 1
-        if self.labels_tokens():
-            reply = cast(WeightReply, await self.ask("apply_weights", update, freeze=update.freeze))
-        else:
-            with self._nobody_admitted():
-                counted = await self.ask("apply_weights_counting", update, list(self.in_flight), freeze=update.freeze)
-                reply, tokens = cast("tuple[WeightReply, dict[str, int]]", counted)
-                self._replaced(tokens)
+        async with awake() if self._on_gpu else nullcontext():
+            reply = await self._applied(update)
         self.version = update.version
         return reply
+
+    async def _applied(self, update: ApplyUpdate) -> WeightReply:
+        if self.labels_tokens():
+            return cast(WeightReply, await self.ask("apply_weights", update, freeze=update.freeze))
+        with self._nobody_admitted():
+            counted = await self.ask("apply_weights_counting", update, list(self.in_flight), freeze=update.freeze)
+            reply, tokens = cast("tuple[WeightReply, dict[str, int]]", counted)
+            self._replaced(tokens)
+        return reply
+
+    @cached_property
+    def _on_gpu(self) -> bool:
+        return device_type_of(self.config) != "cpu"
 
     async def set_weight_version(self, version: str) -> None:
         """Label the weights."""

@@ -7,6 +7,7 @@ import functools
 import inspect
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import nullcontext
 from typing import Final, cast
 
 from drivetrain.backend import Backend, EngineStats, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
@@ -21,6 +22,7 @@ from drivetrain.errors import (
     EngineStartError,
     EngineStateError,
 )
+from drivetrain.host.awake import awake
 from drivetrain.host.handshake import check_version, open_for
 from drivetrain.host.interpreter import why_not
 from drivetrain.host.link import Link
@@ -28,11 +30,13 @@ from drivetrain.host.methods import METHODS, Method
 from drivetrain.host.probe import probe
 from drivetrain.host.process import Ending, HostProcess
 from drivetrain.plugins import load_backend
+from drivetrain.weights import ApplyUpdate, WeightReply
 
 _logger = logging.getLogger("drivetrain.host")
 _GENERATE: Final = METHODS["generate"]
 _STREAM: Final = METHODS["stream"]
 _STATS: Final = METHODS["stats"]
+_APPLY: Final = METHODS["apply_weights"]
 _START: Final = METHODS["start"]
 _CLOSE: Final = METHODS["close"]
 _LINES_SHOWN: Final = 40
@@ -61,6 +65,7 @@ class HostedBackend(Backend):
         self._host: HostProcess | None = None
         self._link: Link | None = None
         self._started = False
+        self._on_gpu = False
         self._closing: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -94,6 +99,10 @@ class HostedBackend(Backend):
 
     async def stats(self) -> EngineStats:
         return cast(EngineStats, await self._linked().call(_STATS, ()))
+
+    async def apply_weights(self, update: ApplyUpdate) -> WeightReply:
+        async with awake() if self._on_gpu else nullcontext():
+            return cast(WeightReply, await self._linked().call(_APPLY, (update,)))
 
     def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         return cast(AsyncGenerator[TokenDelta, None], self._linked().stream(_STREAM, (request,)))
@@ -139,6 +148,7 @@ class HostedBackend(Backend):
             self._closed = True
             raise
         self._started = True
+        self._on_gpu = not info.device.startswith("cpu")
         host.started()
         return info
 
