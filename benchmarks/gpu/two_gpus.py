@@ -1,13 +1,16 @@
 """Weight updates from a trainer on GPU 0 to an engine that is elsewhere too, beside what NCCL does with those bytes.
 
-    python benchmarks/gpu/two_gpus.py {sglang,vllm} {broadcast,tensor_parallel} [--size 7b|1.8b|moe|tiny] [--json FILE]
-        [--lock FILE]
+    python benchmarks/gpu/two_gpus.py {sglang,vllm} {broadcast,mapped,tensor_parallel} [--size 7b|1.8b|moe|tiny]
+        [--json FILE] [--lock FILE]
 
-``broadcast``: to an engine on GPU 1, over NCCL. ``tensor_parallel``: to an engine on both, from the memory of GPU 0,
-which both ranks map. Every push is verified, and one tensor is read back and compared. In milliseconds, medians:
+``broadcast``: to an engine on GPU 1, over NCCL. ``mapped``: to the same, which maps the memory of GPU 0.
+``tensor_parallel``: to an engine on both, whose ranks do. Every push is verified, and one tensor is read back and
+compared. In milliseconds, medians:
 
 - NCCL: one broadcast of the same bytes from GPU 0 to a process on GPU 1, once the engine has ended.
 - push: from ``push()`` to its return; of that the update.
+- finish: of a transfer that was staged while the engine served on.
+- shared: the same of the trainer's own tensors, which the engine reads where they are; not of a broadcast.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from typing import Any, Final
 import torch
 import torch.distributed
 from models import SIZES, model_folder
-from weight_sync import ENGINES, Lock, copy_ms
+from weight_sync import ENGINES, Lock, copy_ms, timed
 
 from drivetrain import InferenceEngine, SamplingParams, create_engine
 from drivetrain_weight_sync import WeightSync
@@ -97,13 +100,21 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         }
         nbytes = sum(tensor.nbytes for tensor in weights.values())
         strategy = "broadcast" if args.way == "broadcast" else "cuda_ipc"
-        async with WeightSync.connect(weights, engine, strategy, group_backend="nccl") as sync:
-            await sync.push(version="first")
-            results = [await sync.push(version=f"push-{number}") for number in range(args.pushes)]
-            name = max(weights, key=lambda name: weights[name].nbytes)
-            equal = await holds(engine, name, weights[name])
-            await engine.generate([[1, 2, 3, 4]], SamplingParams(max_new_tokens=4))
-        c = copy_ms(nbytes)
+        figures: dict[str, float] = {}
+        equal = True
+        for shared in (False,) if args.way == "broadcast" else (False, True):
+            async with WeightSync.connect(
+                weights, engine, strategy, group_backend="nccl", share_tensors=shared
+            ) as sync:
+                figures |= {
+                    f"{'shared: ' * shared}{name}": taken for name, taken in (await pushed(sync, args.pushes)).items()
+                }
+                name = max(weights, key=lambda name: weights[name].nbytes)
+                equal = equal and await holds(engine, name, weights[name])
+                await engine.generate([[1, 2, 3, 4]], SamplingParams(max_new_tokens=4))
+            for tensor in weights.values():
+                tensor.mul_(-1.5)
+        figures["C"] = copy_ms(nbytes)
         versions = engine.versions
         weights.clear()
     return {
@@ -113,18 +124,30 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         "versions": versions,
         "gb": nbytes / 1e9,
         "tensor_equal": equal,
-        "ms": {
-            "C": c,
-            "push": 1e3 * statistics.median(result.total_seconds for result in results),
-            "update": 1e3 * statistics.median(result.update_seconds for result in results),
-        },
+        "ms": figures,
+    }
+
+
+async def pushed(sync: WeightSync, pushes: int) -> dict[str, float]:
+    """Medians of so many pushes, and of as many transfers that are finished once they are staged."""
+    await sync.push(version="first")
+    results = [await sync.push(version=f"push-{number}") for number in range(pushes)]
+    finished = []
+    for number in range(pushes):
+        handle = await sync.start_weight_transfer(version=f"staged-{number}")
+        await handle.wait()
+        finished.append(await timed(handle.finish()))
+    return {
+        "push": 1e3 * statistics.median(result.total_seconds for result in results),
+        "update": 1e3 * statistics.median(result.update_seconds for result in results),
+        "finish": statistics.median(finished),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("backend", choices=sorted(ENGINES))
-    parser.add_argument("way", choices=["broadcast", "tensor_parallel"])
+    parser.add_argument("way", choices=["broadcast", "mapped", "tensor_parallel"])
     parser.add_argument("--size", choices=sorted(SIZES), default="7b")
     parser.add_argument("--pushes", type=int, default=6)
     parser.add_argument("--lock", type=Lock, default=Lock(), help="a file that all runs on these GPUs name")
@@ -136,7 +159,7 @@ def main() -> None:
     figures["NCCL"] = nccl_ms(round(document["gb"] * 1e9))
     for name, milliseconds in figures.items():
         ratio = figures["NCCL"] / milliseconds
-        print(f"{name:10} {milliseconds:9.2f} ms  {ratio:6.2f} of NCCL's rate", file=sys.stderr)
+        print(f"{name:16} {milliseconds:9.2f} ms  {ratio:6.2f} of NCCL's rate", file=sys.stderr)
     if args.json:
         args.json.write_text(json.dumps(document, indent=1) + "\n")
 

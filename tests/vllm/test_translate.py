@@ -271,14 +271,17 @@ def test_errors_are_of_drivetrains_tree(error: Exception, mapped: type[Exception
 
 @pytest.mark.parametrize(
     ("device", "count", "visible", "expected"),
-    [("cuda:1", 1, None, "1"), ("cuda:2", 2, None, "2,3"), ("cuda:1", 1, "4,5", "5"), ("cuda:0", 2, "4,5", "4,5")],
+    [
+        ("cuda:1", 1, "0,1", "1,0"),
+        ("cuda:1", 2, "0,1,2,3", "1,2,0,3"),
+        ("cuda:0", 2, "4,5", "4,5"),
+        ("cuda:0", 1, "7", "7"),
+    ],
 )
-def test_a_numbered_device_is_the_one_that_vllm_sees(
-    device: str, count: int, visible: str | None, expected: str
-) -> None:
-    assert translate.visible_devices(device, count, visible) == expected
+def test_a_numbered_device_is_the_first_that_vllm_sees(device: str, count: int, visible: str, expected: str) -> None:
+    assert translate.visible_devices(device, count, visible.split(",")) == expected
 
 
 def test_a_device_that_is_not_visible_is_refused() -> None:
     with pytest.raises(InvalidConfig, match="cuda:1"):
-        translate.visible_devices("cuda:1", 1, "3")
+        translate.visible_devices("cuda:1", 1, ["3"])

@@ -295,10 +295,11 @@ def test_auto_takes_the_fastest_way_that_the_engine_claims(
 
 
 @pytest.mark.parametrize(
-    ("engines", "visible", "shared"),
+    ("engines", "visible", "mapped"),
     [
         (["GPU-0"], 8, True),
-        (["GPU-1"], 8, False),
+        (["GPU-1"], 8, True),
+        (["GPU-5"], 8, False),
         (["GPU-0", "GPU-1"], 8, True),
         (["GPU-0", "GPU-1", "GPU-5"], 8, False),
         (["GPU-0", "GPU-9"], 8, False),
@@ -306,15 +307,15 @@ def test_auto_takes_the_fastest_way_that_the_engine_claims(
         ([], 8, False),
     ],
 )
-def test_an_engine_is_on_the_trainers_gpu_and_on_others_that_reach_it(
-    monkeypatch: pytest.MonkeyPatch, engines: list[str], visible: int, shared: bool
+def test_an_engine_maps_memory_of_the_trainers_gpu_if_it_is_there_or_linked_to_it(
+    monkeypatch: pytest.MonkeyPatch, engines: list[str], visible: int, mapped: bool
 ) -> None:
     monkeypatch.setattr(cuda_ipc, "uuid_of", lambda device: f"GPU-{device.index}")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     # The first four are linked to each other.
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: one < 4 and other < 4)
-    assert cuda_ipc.shares_gpu(torch.device("cuda", 0), engines) is shared
-    assert not cuda_ipc.shares_gpu(None, engines), "the tensors are on no GPU"
+    assert cuda_ipc.can_map(torch.device("cuda", 0), engines) is mapped
+    assert not cuda_ipc.can_map(None, engines), "the tensors are on no GPU"
 
 
 def test_only_tensors_that_stay_on_a_gpu_are_shared() -> None:

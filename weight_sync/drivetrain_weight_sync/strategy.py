@@ -53,7 +53,7 @@ def choose(
     isolation: Isolation,
     capabilities: Set[Capability],
     *,
-    on_gpu: bool = False,
+    can_map: bool = False,
     directory: Path | None = None,
 ) -> Strategy | Transport:
     """Return the strategy to use, never :attr:`Strategy.AUTO`, or a plugin's transport.
@@ -62,7 +62,7 @@ def choose(
         asked: By the trainer.
         isolation: Where the engine runs.
         capabilities: What it claims.
-        on_gpu: Whether the tensors lie on the GPU of the engine.
+        can_map: Whether the engine's GPUs can read the memory of the tensors.
         directory: For a plugin's transport that is made here.
 
     Raises:
@@ -93,7 +93,7 @@ def choose(
                 "the engine claims no way to take weights that weight sync can send",
                 capability=Capability.WEIGHTS_SHARED_MEMORY.value,
             )
-        return next((s for s in usable if s is not Strategy.CUDA_IPC or on_gpu), usable[0])
+        return next((s for s in usable if s is not Strategy.CUDA_IPC or can_map), usable[0])
     if strategy not in usable:
         raise UnsupportedCapability(
             f"weights cannot be sent by strategy {strategy.value!r} to this engine (isolation {isolation.value!r}); "

@@ -35,7 +35,7 @@ from drivetrain_weight_sync.staging import Staged, Stager, stage
 from drivetrain_weight_sync.strategy import Strategy, choose
 from drivetrain_weight_sync.transports.base import Sender
 from drivetrain_weight_sync.transports.broadcast import BroadcastSender
-from drivetrain_weight_sync.transports.cuda_ipc import CudaIpcInPlaceSender, CudaIpcSender, shares_gpu
+from drivetrain_weight_sync.transports.cuda_ipc import CudaIpcInPlaceSender, CudaIpcSender, can_map
 from drivetrain_weight_sync.transports.disk import DiskSender
 from drivetrain_weight_sync.transports.groups import GroupBackend
 from drivetrain_weight_sync.transports.in_process import InProcessSender
@@ -194,8 +194,8 @@ class WeightSync:
             UnsupportedCapability: the engine cannot take weights that way, or cannot score what the probe asks.
         """
         given = Source(source)
-        on_gpu = shares_gpu(given.gpu, engine.gpus)
-        chosen = choose(strategy, engine.isolation, engine.capabilities, on_gpu=on_gpu, directory=directory)
+        mapped = can_map(given.gpu, engine.gpus)
+        chosen = choose(strategy, engine.isolation, engine.capabilities, can_map=mapped, directory=directory)
         if bucket_bytes <= 0:
             raise InvalidConfig(f"bucket_bytes is {bucket_bytes}; give a positive number", field="bucket_bytes")
         if not 0 < staging_share <= 1:
@@ -280,7 +280,8 @@ class WeightSync:
     async def _let_go(self) -> None:
         if self.strategy is Strategy.IN_PROCESS and self._shown:
             await self._unmap()  # the engine knows the trainer's own tensors, and no update came to forget them
-        await _in_thread(self._sender.release)
+        if type(self._sender).release is not Sender.release:  # to a thread and back takes as long as to the engine
+            await _in_thread(self._sender.release)
 
     async def _unmap(self) -> None:
         """Have the engine let go of memory that the sender will free."""

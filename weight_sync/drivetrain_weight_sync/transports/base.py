@@ -64,9 +64,8 @@ class Sender(ABC):
         """Bytes that had to travel for the push; None: those of all tensors."""
         return None
 
-    @abstractmethod
-    def release(self) -> None:
-        """The push is over, well or not: let go of what only it needed."""
+    def release(self) -> None:  # noqa: B027
+        """The push is over, well or not: let go of what only it needed. What keeps all for the next has none."""
 
     def close(self) -> None:
         """Leave nothing behind."""

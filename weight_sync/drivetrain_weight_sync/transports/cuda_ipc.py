@@ -80,9 +80,6 @@ class CudaIpcSender(Sender):
             self._source = source_of([segment], [(0, offset) for offset in offsets])
         return self._source
 
-    def release(self) -> None:
-        """Keep the arena for the next push."""
-
     def close(self) -> None:
         """Free the arena."""
         self._slots, self._plan, self._source = {}, None, None
@@ -179,9 +176,6 @@ class CudaIpcInPlaceSender(Sender):
                 segments.append(Segment(handle=handle, gpu=uuid_of(device), nbytes=size))
             places.append((numbers[begin], pointer - begin))
         return source_of(segments, places)
-
-    def release(self) -> None:
-        """Remember where the tensors lie."""
 
     def close(self) -> None:
         """Forget it."""
@@ -300,8 +294,8 @@ def source_of(segments: Sequence[Segment], places: Sequence[tuple[int, int]]) ->
     )
 
 
-def shares_gpu(trainers: torch.device | None, engines: Sequence[str]) -> bool:
-    """Whether an engine is on the trainer's GPU, and its other ranks, if any, on GPUs that read that one's memory.
+def can_map(trainers: torch.device | None, engines: Sequence[str]) -> bool:
+    """Whether all of an engine's GPUs can read the memory of the trainer's: they are that one, or linked to it.
 
     Of an engine that does not say where it is, whether there is no other GPU.
     """
@@ -311,7 +305,7 @@ def shares_gpu(trainers: torch.device | None, engines: Sequence[str]) -> bool:
         return torch.cuda.device_count() == 1
     there = uuid_of(trainers)
     visible = {uuid_of(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}
-    return there in engines and all(
+    return all(
         uuid == there or (uuid in visible and torch.cuda.can_device_access_peer(visible[uuid], visible[there]))
         for uuid in engines
     )

@@ -47,9 +47,6 @@ class SharedMemorySender(Sender):
         assert self._arena is not None
         return SharedMemorySource(path=self._arena.path, nbytes=self._arena.nbytes, bucket_offsets=self._offsets)
 
-    def release(self) -> None:
-        """Keep the arena for the next push."""
-
     def close(self) -> None:
         """Free the arena."""
         self._slots, self._plan = {}, None
