@@ -10,8 +10,8 @@ medians:
 
 - C: one device-to-device copy of the same bytes, measured before and after.
 - push: from ``push()`` to its return: digests and copies on the trainer's side, then the update.
-- staged update: from ``finish()`` of a transfer that was staged while the engine served on, to its return; and of that,
-  how long the engine generated nothing.
+- staged update: from ``finish()`` of a transfer that was staged while the engine served on, to its return, right after
+  it was staged and after a rest; and of that, how long the engine generated nothing.
 - pause: what eight streams wait for longer than usual for a token, if a push comes upon them (``in_place``).
 - staging: tokens of those streams while a transfer is staged, again and again, in times of those without.
 - shared: the same pushes of the trainer's own tensors, which the engine reads where they are.
@@ -42,6 +42,8 @@ from drivetrain.errors import DrivetrainError
 from drivetrain_weight_sync import WeightSync
 
 STREAMS: Final = 8
+REST_S: Final = 0.15
+"""In which processes that wait for work fall asleep."""
 DEVICE: Final = "cuda" if torch.cuda.is_available() else "cpu"
 GRAPHS: Final = [1, 2, 4, 8]
 ENGINES: Final[dict[str, dict[str, Any]]] = {
@@ -199,17 +201,20 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
                 "  of that: look and stage", 1e3 * statistics.median(r.check_seconds + r.stage_seconds for r in pushes)
             )
             record("  of that: update", 1e3 * statistics.median(result.update_seconds for result in pushes))
-            staged: list[float] = []
-            paused: list[float] = []
-            for number in range(args.pushes):
-                handle = await sync.start_weight_transfer(version=f"staged-{number}")
-                await handle.wait()
-                begun = time.perf_counter()
-                result = await handle.finish()
-                staged.append(1e3 * (time.perf_counter() - begun))
-                paused.append(1e3 * result.paused_seconds)
-            record("staged update", statistics.median(staged))
-            record("  of that: nothing is generated", statistics.median(paused))
+            for rest in (0.0, REST_S):
+                when = f", {1e3 * rest:g} ms after that" if rest else ""
+                staged: list[float] = []
+                paused: list[float] = []
+                for number in range(args.pushes):
+                    handle = await sync.start_weight_transfer(version=f"staged-{number}-{rest:g}")
+                    await handle.wait()
+                    await asyncio.sleep(rest)
+                    begun = time.perf_counter()
+                    result = await handle.finish()
+                    staged.append(1e3 * (time.perf_counter() - begun))
+                    paused.append(1e3 * result.paused_seconds)
+                record(f"staged update{when}", statistics.median(staged))
+                record(f"  of that: nothing is generated{when}", statistics.median(paused))
             await measure_streams(engine, sync, record, args.pushes)
             await measure_sleep(engine, sync, record)
             for tensor in weights.values():
