@@ -17,6 +17,8 @@ BACKEND ?= transformers
 ISOLATION ?=
 # How many faults `make faults` draws; 0: a few, always the same.
 EXAMPLES ?= 0
+# How many calls `make fuzz` makes.
+CALLS ?= 10000
 REPORT = build/conformance/$(BACKEND)$(if $(ISOLATION),-$(ISOLATION)).json
 ENVIRONMENT = $(if $(filter transformers,$(BACKEND)),$(VENV),.venvs/$(BACKEND:-server=))
 # What SGLang does only if it is told so when it starts.
@@ -38,7 +40,7 @@ TORCHVISION := tests/support/torchvision-without-ops
 VLLM_READY := .venvs/vllm/.ready-$(shell (cat pyproject.toml $(VLLM_SERVER)/* $(TORCHVISION)/*; echo '$(TORCH) $(VLLM)') | sha256sum | cut -c1-16)
 SGLANG_READY := .venvs/sglang/.ready-$(shell (cat pyproject.toml $(SGLANG_PLATFORM)/*; echo '$(SGLANG)') | sha256sum | cut -c1-16)
 
-.PHONY: help setup demo test test-unit test-fast test-sglang-server test-vllm-server faults conformance conformance-all conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint docs bench clean
+.PHONY: help setup demo test test-unit test-fast test-sglang-server test-vllm-server faults fuzz conformance conformance-all conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint docs bench clean
 .PHONY: environments environment-transformers environment-echo environment-sglang environment-sglang-server environment-vllm environment-vllm-server
 
 help: ## show this list
@@ -84,6 +86,9 @@ test-vllm-server: environment-vllm ## the same of real vLLM servers
 
 faults: environment-$(BACKEND) $(READY) ## kill and freeze processes during weight updates of BACKEND; EXAMPLES=300 by chance
 	@FAULTS=$(EXAMPLES) FAULTS_BACKEND=$(BACKEND) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(if $(filter transformers,$(BACKEND)),tests/faults,tests/faults/with_an_engine.py) $(ARGS)
+
+fuzz: $(READY) ## CALLS=10000 calls of the engine page with junk, inline and in a host process: typed or right
+	@OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/fuzz/calls.py --calls $(CALLS) $(ARGS)
 
 conformance: environment-$(BACKEND) ## run the conformance suite on BACKEND, in an environment of its own
 	@$(ENGINE_ENV) OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/drivetrain conformance $(BACKEND) $(if $(ISOLATION),--isolation $(ISOLATION)) $(SETTINGS) --fork-hosts --report $(REPORT) $(ARGS)

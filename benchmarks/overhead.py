@@ -35,10 +35,10 @@ from pathlib import Path
 import torch
 
 from drivetrain import EngineConfig, InferenceEngine, SamplingParams, create_engine
-from drivetrain.backend import GenerateRequest
-from drivetrain.sampling import LogprobsMode
+from drivetrain.backend.base import GenerateRequest
 from drivetrain.testing import tiny_model
-from drivetrain.tokenizer import Tokenizer
+from drivetrain.text.tokenizer import Tokenizer
+from drivetrain.types.sampling import LogprobsMode
 from drivetrain_transformers.model import LoadedModel
 from drivetrain_transformers.scheduler import Scheduler
 from drivetrain_transformers.translate import PREFIX_CACHE_BYTES

@@ -26,7 +26,7 @@ import torch
 from drivetrain import create_engine
 from drivetrain.testing import tiny_model
 from drivetrain_weight_sync import WeightSync, WeightSyncResult, digests
-from drivetrain_weight_sync.finite import non_finite
+from drivetrain_weight_sync.tensors.finite import non_finite
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from drivetrain_weight_sync import digests
-from drivetrain_weight_sync.device_copies import DeviceCopies, DeviceCopy, fits, window_of
+from drivetrain_weight_sync.copying.device_copies import DeviceCopies, DeviceCopy, fits, window_of
 
 
 def shapes(hidden: int, layers: int, vocabulary: int) -> dict[str, tuple[int, ...]]:

@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
-from drivetrain_weight_sync.checkpoint import checkpoint_of
+from drivetrain_weight_sync.receiver.checkpoint_manifest import checkpoint_of
 
 
 class Lock(Protocol):

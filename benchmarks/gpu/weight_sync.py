@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from engine_fields import sglang_fields, vllm_fields
 from models import SIZES, model_folder
 
 from drivetrain import InferenceEngine, MemoryTag, PauseMode, SamplingParams, create_engine
@@ -47,33 +48,8 @@ REST_S: Final = 0.15
 DEVICE: Final = "cuda" if torch.cuda.is_available() else "cpu"
 GRAPHS: Final = [1, 2, 4, 8]
 ENGINES: Final[dict[str, dict[str, Any]]] = {
-    "sglang": {
-        "attention_backend": "triton",
-        # Of a pool that is small: the share must hold what others take while it starts.
-        "gpu_memory_utilization": 0.7,
-        "engine_kwargs": {
-            "load_format": "dummy",
-            "sampling_backend": "pytorch",
-            "grammar_backend": "none",
-            "disable_prefill_cuda_graph": True,
-            "cuda_graph_bs_decode": GRAPHS,
-            "max_total_tokens": 100_000,
-        },
-    },
-    "vllm": {
-        "gpu_memory_utilization": 0.05,
-        "engine_kwargs": {
-            "load_format": "dummy",
-            "optimization_level": 0,
-            "compilation_config": {
-                "mode": 0,
-                "cudagraph_mode": "FULL_DECODE_ONLY",
-                "cudagraph_capture_sizes": GRAPHS,
-            },
-            "kernel_config": {"enable_flashinfer_autotune": False},
-            "kv_cache_memory_bytes": 8_000_000_000,
-        },
-    },
+    "sglang": sglang_fields(GRAPHS, share=0.7, cache_tokens=100_000, load_format="dummy"),
+    "vllm": vllm_fields(GRAPHS, share=0.05, cache_bytes=8_000_000_000, load_format="dummy"),
 }
 
 

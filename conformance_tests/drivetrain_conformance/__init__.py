@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from drivetrain_conformance.oracle import Oracle, TransformersOracle
-from drivetrain_conformance.profile import PROFILES, Profile
-from drivetrain_conformance.suite import Suite
-from drivetrain_conformance.verdict import KnownFailure, Verdict
+from drivetrain_conformance.harness.run_profile import PROFILES, Profile
+from drivetrain_conformance.harness.suite import Suite
+from drivetrain_conformance.harness.verdict import KnownFailure, Verdict
+from drivetrain_conformance.references.oracle import Logits, Oracle, TransformersOracle
 
-__all__ = ["PROFILES", "KnownFailure", "Oracle", "Profile", "Suite", "TransformersOracle", "Verdict"]
+__all__ = ["PROFILES", "KnownFailure", "Logits", "Oracle", "Profile", "Suite", "TransformersOracle", "Verdict"]

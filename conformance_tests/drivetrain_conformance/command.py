@@ -17,13 +17,13 @@ from rich.table import Table
 from rich.text import Text
 
 from drivetrain.cli.output import err, out, print_error, print_json
-from drivetrain.config import Isolation
 from drivetrain.errors import DrivetrainError, InvalidConfig
+from drivetrain.types.config import Isolation
 
 if TYPE_CHECKING:
-    from drivetrain_conformance.case import Case
-    from drivetrain_conformance.report import Report
-    from drivetrain_conformance.runner import CaseResult, Runner
+    from drivetrain_conformance.harness.case import Case
+    from drivetrain_conformance.harness.runner import CaseResult, Runner
+    from drivetrain_conformance.reports.report import Report
 
 _NEEDED = ("hypothesis", "pytest", "scipy")
 
@@ -126,8 +126,8 @@ def matrix(
     ] = None,
 ) -> None:
     """Put reports side by side: which backend was seen to do what."""
-    from drivetrain_conformance.matrix import render_html, render_markdown
-    from drivetrain_conformance.report import read_report
+    from drivetrain_conformance.reports.matrix import render_html, render_markdown
+    from drivetrain_conformance.reports.report import read_report
 
     try:
         if check is not None:
@@ -158,7 +158,7 @@ def combine(
     output: Annotated[Path, typer.Option(metavar="FILE", help="Write the one report there.")],
 ) -> None:
     """Put the reports of parts of the suite together: of groups that were run one by one, or beside each other."""
-    from drivetrain_conformance.report import combine_reports, read_report, write_report
+    from drivetrain_conformance.reports.report import combine_reports, read_report, write_report
 
     try:
         made = combine_reports([read_report(path) for path in reports])
@@ -184,7 +184,7 @@ def record(
     """Ask one backend the requests by which backends are compared."""
     import asyncio
 
-    from drivetrain_conformance import parity
+    from drivetrain_conformance.reports import parity
 
     try:
         made = asyncio.run(parity.record(backend, dtype, _fields(engine_fields or [])))
@@ -203,8 +203,8 @@ def parity(
     ] = None,
 ) -> None:
     """Compare what backends answered to the same requests. Exits with 1 if they differ."""
-    from drivetrain_conformance.parity import read_recording
-    from drivetrain_conformance.parity_page import columns_of, differences, render
+    from drivetrain_conformance.reports.parity import read_recording
+    from drivetrain_conformance.reports.parity_page import columns_of, differences, render
 
     try:
         read = [read_recording(path) for path in recordings]
@@ -229,7 +229,7 @@ def parity(
 
 
 def _chosen(groups: list[str] | None, ids: list[str] | None) -> list[Case]:
-    from drivetrain_conformance.groups import GROUPS, all_cases
+    from drivetrain_conformance.cases import GROUPS, all_cases
 
     unknown = [name for name in groups or [] if name not in GROUPS]
     if unknown:
@@ -252,10 +252,10 @@ def _runner(
     models: tuple[Path | None, Path | None, Path | None],
     dtype: str,
 ) -> Runner:
-    from drivetrain_conformance.models import Models
-    from drivetrain_conformance.profile import PROFILES
-    from drivetrain_conformance.runner import Runner, gpu_count
-    from drivetrain_conformance.suite import suite_of
+    from drivetrain_conformance.assets.served_models import Models
+    from drivetrain_conformance.harness.run_profile import PROFILES
+    from drivetrain_conformance.harness.runner import Runner, gpu_count
+    from drivetrain_conformance.harness.suite import suite_of
 
     for option, folder in zip(("--model", "--moe-model", "--vision-model"), models, strict=True):
         if folder is not None and not (folder / "config.json").is_file():
@@ -288,8 +288,8 @@ def _hosts(runner: Runner, *, forked: bool) -> AbstractContextManager[object]:
     """How the run's engines get their host processes."""
     if not forked:
         return nullcontext()
-    from drivetrain.host.fork_server import ForkServer
-    from drivetrain_conformance.runner import gpu_count
+    from drivetrain.process.fork_server import ForkServer
+    from drivetrain_conformance.harness.runner import gpu_count
 
     if gpu_count():
         raise InvalidConfig("--fork-hosts: a GPU's driver does not survive a fork", field="--fork-hosts")
@@ -298,8 +298,8 @@ def _hosts(runner: Runner, *, forked: bool) -> AbstractContextManager[object]:
 
 
 def _run(runner: Runner, cases: list[Case], *, complete: bool, file: Path | None) -> Report:
-    from drivetrain_conformance.case import ModelKind
-    from drivetrain_conformance.report import make_report, write_report
+    from drivetrain_conformance.assets.served_models import ModelKind
+    from drivetrain_conformance.reports.report import make_report, write_report
 
     begun = time.monotonic()
     with runner:
@@ -345,7 +345,7 @@ def _with_progress(runner: Runner, cases: list[Case]) -> Iterator[CaseResult]:
 
 def _tell(report: Report, *, as_json: bool, require_complete: bool) -> bool:
     """Print what was found; whether the run passed."""
-    from drivetrain_conformance.verdict import Verdict
+    from drivetrain_conformance.harness.verdict import Verdict
 
     if as_json:
         import msgspec
@@ -365,7 +365,7 @@ def _tell(report: Report, *, as_json: bool, require_complete: bool) -> bool:
 
 
 def _print_groups(report: Report) -> None:
-    from drivetrain_conformance.verdict import Verdict
+    from drivetrain_conformance.harness.verdict import Verdict
 
     groups: dict[str, list[Verdict]] = {}
     seconds: dict[str, float] = {}
@@ -400,8 +400,8 @@ def _list(cases: list[Case], *, as_json: bool) -> None:
 
 def _stale(folder: Path, fresh: Sequence[Path]) -> list[str]:
     """What is not current in a folder of kept reports, in words."""
-    from drivetrain_conformance.matrix import differences, render_html, render_markdown
-    from drivetrain_conformance.report import read_report
+    from drivetrain_conformance.reports.matrix import differences, render_html, render_markdown
+    from drivetrain_conformance.reports.report import read_report
 
     kept = {path.stem: read_report(path) for path in sorted(folder.glob("*.json"))}
     if not kept:

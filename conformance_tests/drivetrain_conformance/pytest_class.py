@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from drivetrain_conformance.case import Case
-from drivetrain_conformance.groups import all_cases
-from drivetrain_conformance.runner import Runner
-from drivetrain_conformance.suite import Suite
-from drivetrain_conformance.verdict import Verdict
+from drivetrain_conformance.cases import all_cases
+from drivetrain_conformance.harness.case import Case
+from drivetrain_conformance.harness.runner import Runner
+from drivetrain_conformance.harness.suite import Suite
+from drivetrain_conformance.harness.verdict import Verdict
 
 _OURS = ("test_case", "test_every_claim_was_seen_to_work", "pytest_generate_tests", "conformance_runner")
 
@@ -59,7 +59,9 @@ class ConformanceTests(Suite):
 
     def test_every_claim_was_seen_to_work(self, conformance_runner: Runner) -> None:
         """Every case ran, and every claimed capability has one that passed."""
-        left_out = {case.id for case in all_cases()} - conformance_runner.ledger.cases
+        left_out = {case.id for case in all_cases()} - conformance_runner.capability_results.cases
         assert not left_out, f"these cases did not run: {', '.join(sorted(left_out))}"
-        failed = [item for item in conformance_runner.ledger.conclude(complete=True) if item.verdict.is_failure]
+        failed = [
+            item for item in conformance_runner.capability_results.conclude(complete=True) if item.verdict.is_failure
+        ]
         assert not failed, "\n".join(f"{item.capability.value}: {item.message}" for item in failed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from drivetrain.backend import (
+    from drivetrain.backend.base import (
         Backend,
         EngineStats,
         GenerateRequest,
@@ -18,10 +18,11 @@ if TYPE_CHECKING:
         StopKind,
         TokenDelta,
     )
-    from drivetrain.capability import Capability
-    from drivetrain.config import EngineConfig, Isolation, Task, Timeouts
+    from drivetrain.backend.hookspecs import hookimpl
+    from drivetrain.backend.registry import BackendInfo, BackendStatus, list_backends, load_backend
     from drivetrain.create import create_engine
-    from drivetrain.engine import InferenceEngine
+    from drivetrain.engine.engine import InferenceEngine
+    from drivetrain.engine.states import EngineState
     from drivetrain.errors import (
         BackendError,
         BackendLoadError,
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
         InvalidConfig,
         InvalidRequest,
         InvalidWeights,
+        NonFiniteLogits,
+        NoTokenAllowed,
         UnknownBackend,
         UnsupportedCapability,
         WeightBaseMismatch,
@@ -49,9 +52,10 @@ if TYPE_CHECKING:
         WeightVerifyFailed,
         WireError,
     )
-    from drivetrain.hookspecs import hookimpl
-    from drivetrain.memory import MemoryTag, PauseMode
-    from drivetrain.outputs import (
+    from drivetrain.types.capability import Capability
+    from drivetrain.types.config import EngineConfig, Isolation, MediaLimits, Task, Timeouts
+    from drivetrain.types.modes import MemoryTag, PauseMode, TurnMode
+    from drivetrain.types.outputs import (
         Completion,
         CompletionChunk,
         FinishReason,
@@ -60,8 +64,7 @@ if TYPE_CHECKING:
         VersionSpan,
         group_outputs_by_prompt,
     )
-    from drivetrain.plugins import BackendInfo, BackendStatus, list_backends, load_backend
-    from drivetrain.prompts import (
+    from drivetrain.types.prompts import (
         AudioInput,
         ChatPrompt,
         ImageInput,
@@ -73,7 +76,7 @@ if TYPE_CHECKING:
         TokenPrompt,
         VideoInput,
     )
-    from drivetrain.sampling import (
+    from drivetrain.types.sampling import (
         ActionMask,
         DisallowedTokens,
         EbnfGrammar,
@@ -85,9 +88,7 @@ if TYPE_CHECKING:
         StructuredOutput,
         TemperatureSchedule,
     )
-    from drivetrain.sessions import TurnMode
-    from drivetrain.states import EngineState
-    from drivetrain.weights import (
+    from drivetrain.types.weights import (
         BroadcastSource,
         CommunicatorSpec,
         CudaIpcSource,
@@ -108,7 +109,7 @@ if TYPE_CHECKING:
     __version__: str
 
 _EXPORTS = {
-    "backend": (
+    "backend.base": (
         "Backend",
         "EngineStats",
         "GenerateRequest",
@@ -118,10 +119,16 @@ _EXPORTS = {
         "StopKind",
         "TokenDelta",
     ),
-    "capability": ("Capability",),
-    "config": ("EngineConfig", "Isolation", "Task", "Timeouts"),
+    "backend.hookspecs": ("hookimpl",),
+    "backend.registry": (
+        "BackendInfo",
+        "BackendStatus",
+        "list_backends",
+        "load_backend",
+    ),
     "create": ("create_engine",),
-    "engine": ("InferenceEngine",),
+    "engine.engine": ("InferenceEngine",),
+    "engine.states": ("EngineState",),
     "errors": (
         "BackendError",
         "BackendLoadError",
@@ -139,20 +146,32 @@ _EXPORTS = {
         "InvalidConfig",
         "InvalidRequest",
         "InvalidWeights",
+        "NonFiniteLogits",
+        "NoTokenAllowed",
         "UnknownBackend",
         "UnsupportedCapability",
         "WeightBaseMismatch",
         "WeightPlanMismatch",
-        "WeightProbeFailed",
         "WeightProbeFailed",
         "WeightSyncError",
         "WeightTransferFailed",
         "WeightVerifyFailed",
         "WireError",
     ),
-    "hookspecs": ("hookimpl",),
-    "memory": ("MemoryTag", "PauseMode"),
-    "outputs": (
+    "types.capability": ("Capability",),
+    "types.config": (
+        "EngineConfig",
+        "Isolation",
+        "MediaLimits",
+        "Task",
+        "Timeouts",
+    ),
+    "types.modes": (
+        "MemoryTag",
+        "PauseMode",
+        "TurnMode",
+    ),
+    "types.outputs": (
         "Completion",
         "CompletionChunk",
         "FinishReason",
@@ -161,8 +180,7 @@ _EXPORTS = {
         "VersionSpan",
         "group_outputs_by_prompt",
     ),
-    "plugins": ("BackendInfo", "BackendStatus", "list_backends", "load_backend"),
-    "prompts": (
+    "types.prompts": (
         "AudioInput",
         "ChatPrompt",
         "ImageInput",
@@ -174,7 +192,7 @@ _EXPORTS = {
         "TokenPrompt",
         "VideoInput",
     ),
-    "sampling": (
+    "types.sampling": (
         "ActionMask",
         "DisallowedTokens",
         "EbnfGrammar",
@@ -186,9 +204,7 @@ _EXPORTS = {
         "StructuredOutput",
         "TemperatureSchedule",
     ),
-    "sessions": ("TurnMode",),
-    "states": ("EngineState",),
-    "weights": (
+    "types.weights": (
         "BroadcastSource",
         "CommunicatorSpec",
         "CudaIpcSource",
@@ -255,9 +271,12 @@ __all__ = [
     "LogprobsMode",
     "LoraSource",
     "MediaInput",
+    "MediaLimits",
     "MemoryTag",
     "Message",
     "ModelInfo",
+    "NoTokenAllowed",
+    "NonFiniteLogits",
     "PauseMode",
     "PluginSource",
     "Prompt",

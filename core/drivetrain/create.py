@@ -8,16 +8,17 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from drivetrain.backend import Backend, StopKind
-from drivetrain.capability import Capability
-from drivetrain.config import EngineConfig, Isolation
-from drivetrain.engine import InferenceEngine
-from drivetrain.engine_versions import warn_if_unseen
+from drivetrain.backend.base import Backend, StopKind
+from drivetrain.backend.registry import load_backend, require_engine
+from drivetrain.backend.toolkit.engine_versions import warn_if_unseen
+from drivetrain.checks.safe_repr import shown
+from drivetrain.engine.engine import InferenceEngine
+from drivetrain.engine.validation import check_config, check_folders
 from drivetrain.errors import InvalidConfig
-from drivetrain.host.client import HostedBackend
-from drivetrain.host.probe import probe
-from drivetrain.plugins import load_backend, require_engine
-from drivetrain.validation import check_config, check_folders
+from drivetrain.process.capability_probe import probe
+from drivetrain.process.hosted_backend import HostedBackend
+from drivetrain.types.capability import Capability
+from drivetrain.types.config import EngineConfig, Isolation
 
 
 def create_engine(
@@ -137,6 +138,12 @@ def _config(
         base: dict[str, object] = backend.model_dump(exclude_unset=True)
     elif isinstance(backend, Mapping):
         base = dict(backend)
+    elif not isinstance(backend, str | os.PathLike) or not isinstance(os.fspath(backend), str):
+        raise InvalidConfig(
+            f"backend={shown(backend)}: expected a backend's name, a mapping of fields, the path of a YAML file, or an "
+            "EngineConfig",
+            field="backend",
+        )
     elif isinstance(backend, os.PathLike) or backend.endswith((".yaml", ".yml")):
         base = EngineConfig.from_yaml(Path(backend)).model_dump(exclude_unset=True)
     else:

@@ -15,6 +15,8 @@
     │   ├── EngineDied              the engine's process ended, froze or lost a child
     │   ├── EngineBusy              requests are in flight and the arguments do not say what to do with them
     │   ├── EngineOutOfMemory       recovery by retry was tried and failed; carries the batch size
+    │   ├── NonFiniteLogits         the model gave NaN or infinite logits to a request, which ended with it
+    │   ├── NoTokenAllowed          a request's own fields left no token to draw, and it ended with it
     │   └── EngineInternalError     the engine failed in a way that has no name of its own
     ├── DeadlineExceeded            a wait ended; says what was waited for (also TimeoutError)
     ├── WireError                   bytes on a socket that are not drivetrain's protocol, or another version of it
@@ -34,9 +36,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+_LONGEST: Final = 20_000
+"""Characters of an error's text; room for an engine's last log lines, none for a value of megabytes."""
+
 
 class DrivetrainError(Exception):
     """The root: catching it catches everything drivetrain raises on purpose."""
+
+    def __init__(self, message: str = "") -> None:
+        if len(message) > _LONGEST:
+            left_out = len(message) - _LONGEST
+            half = _LONGEST // 2
+            message = f"{message[:half]} … [{left_out} characters left out] … {message[-half:]}"
+        super().__init__(message)
 
 
 class InvalidRequest(DrivetrainError, ValueError):
@@ -117,6 +129,21 @@ class EngineOutOfMemory(EngineError):
     def __init__(self, message: str, *, batch_size: int = 0) -> None:
         super().__init__(message)
         self.batch_size = batch_size
+
+
+class NonFiniteLogits(EngineError):
+    """The model gave NaN or infinite numbers to a request, which ended there. Its weights or its adapter diverged."""
+
+
+class NoTokenAllowed(EngineError):
+    """A request's grammar, masks and ``min_new_tokens`` together left no token to draw, and it ended there.
+
+    ``field`` names them in dotted form.
+    """
+
+    def __init__(self, message: str, *, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class EngineInternalError(EngineError):

@@ -12,7 +12,7 @@ import yaml
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from drivetrain.cli.output import err, out, print_error, print_json
-from drivetrain.config import Isolation
+from drivetrain.types.config import Isolation
 from drivetrain_demo.display import display
 from drivetrain_demo.report import document, summary, write_plot
 from drivetrain_demo.result import DemoResult

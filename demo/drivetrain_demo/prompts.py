@@ -11,7 +11,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
 
 from drivetrain import ChatPrompt, InvalidRequest, Message, Prompt, TextPrompt
-from drivetrain.config import describe_validation_error
+from drivetrain.checks.pydantic_errors import describe_validation_error
 
 SHIPPED = "prompts.jsonl"
 

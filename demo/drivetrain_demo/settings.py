@@ -9,7 +9,7 @@ from typing import Final
 
 from pydantic import JsonValue
 
-from drivetrain.config import Isolation
+from drivetrain.types.config import Isolation
 
 WINDOW: Final = 5
 """The reward of the first and of the last this many rollouts is compared."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from drivetrain import InvalidConfig
-from drivetrain.progress_bars import no_progress_bars
+from drivetrain.backend.toolkit.progress_bars import no_progress_bars
 from drivetrain_demo.grpo import clipped_objective, token_loss
 
 _T = TypeVar("_T")

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from drivetrain.outputs import TopLogprobs
-from drivetrain.sampling import (
+from drivetrain.types.outputs import TopLogprobs
+from drivetrain.types.sampling import (
     ActionMask,
     DisallowedTokens,
     LogitProcessor,
@@ -27,6 +27,10 @@ from drivetrain.sampling import (
 
 _GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+NOT_FINITE = -1
+"""Stands for a token of a row whose logits hold NaN or infinity."""
+NO_TOKEN = -2
+"""Stands for a token of a row in which masks left none."""
 _LIKELIEST = 2.0**40
 """Weight of a row's likeliest token: 2**22 of them can still be added up in 64 bits."""
 
@@ -78,7 +82,9 @@ class Choice:
     """One step's tokens, and the logits that they were drawn from, all on the batch's device."""
 
     token_ids: torch.Tensor
-    """int64, shape (rows,)."""
+    """int64, shape (rows,); any of the vocabulary in a row from which none can be drawn."""
+    top: torch.Tensor
+    """Each row's largest logit after everything but truncation; see :func:`failures_of`."""
     raw: torch.Tensor
     """The model's own, float32, shape (rows, vocabulary)."""
     processed: torch.Tensor
@@ -90,6 +96,7 @@ class Drawn:
     """One step's tokens, and what was asked for with them."""
 
     token_ids: list[int]
+    """:data:`NOT_FINITE` or :data:`NO_TOKEN` for a row that failed."""
     logprobs: list[float] | None
     """One per row, for every row, if any row wants logprobs."""
     top_logprobs: dict[int, TopLogprobs] = field(default_factory=dict)
@@ -130,7 +137,12 @@ class Sampler:
             logits: The model's own, shape (rows, vocabulary), any float type. Not changed.
         """
         choice = self.choose(logits)
-        return Drawn(choice.token_ids.tolist(), *self._describe(choice))
+        # One copy from the device brings both.
+        token_ids = torch.where(drawable(choice.top), choice.token_ids, NOT_FINITE).tolist()
+        if min(token_ids) < 0:
+            failures = failures_of(choice.top).tolist()
+            token_ids = [failure or token_id for failure, token_id in zip(failures, token_ids, strict=True)]
+        return Drawn(token_ids, *self._describe(choice))
 
     def choose(self, logits: torch.Tensor, raw: torch.Tensor | None = None) -> Choice:
         """Draw one token for each row, and leave everything on the device.
@@ -145,7 +157,7 @@ class Sampler:
         processed = self._truncate(scaled)
         token_ids = self._choose(adjusted, processed)
         self.steps += 1
-        return Choice(token_ids, logits if raw is None else raw.float(), processed)
+        return Choice(token_ids, scaled.amax(-1), logits if raw is None else raw.float(), processed)
 
     def logprobs(self, choice: Choice) -> torch.Tensor:
         """Logprobs of every token, each row in its own mode; raw for rows that want none.
@@ -174,7 +186,8 @@ class Sampler:
         target = (uniform(self._seeds, self.steps)[:, None] * total).long()
         # Rounding may reach the total, where no token is left to be found.
         target = torch.minimum(target, total - 1)
-        drawn = torch.searchsorted(cumulative, target, right=True)[:, 0]
+        # Where logits are NaN, so is where the search ends.
+        drawn = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=cumulative.shape[-1] - 1)
         return torch.where(self._greedy, adjusted.argmax(-1), drawn) if self._any_greedy else drawn
 
     def _adjust(self, raw: torch.Tensor) -> torch.Tensor:
@@ -275,6 +288,23 @@ class Sampler:
 
     def _mask(self, values: list[bool]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.bool, device=self._device)
+
+
+def drawable(top: torch.Tensor) -> torch.Tensor:
+    """Say which rows a token can be drawn from, on the device; ``top`` is that of :func:`failures_of`."""
+    return top.abs() < torch.inf
+
+
+def failures_of(top: torch.Tensor) -> torch.Tensor:
+    """Say which rows no token can be drawn from, on the device.
+
+    Args:
+        top: The largest logit of each row after masks, shape (rows,). It is NaN if one of the row's is.
+
+    Returns:
+        int8, shape (rows,): 0, or :data:`NOT_FINITE` or :data:`NO_TOKEN` for a row that failed.
+    """
+    return torch.where(top == -torch.inf, NO_TOKEN, torch.where(drawable(top), 0, NOT_FINITE)).to(torch.int8)
 
 
 def weights(logits: torch.Tensor) -> torch.Tensor:

@@ -19,12 +19,13 @@ from hypothesis import strategies as st
 import broken_backends as broken_backends_plugin
 from broken_backends import BROKEN, KeepsStaleCache, LosesAborted, NeverFreezes
 from drivetrain import Capability, EngineConfig, MemoryTag, PauseMode, SamplingParams, create_engine
-from drivetrain.backend import Backend
+from drivetrain.backend.base import Backend
+from drivetrain.backend.registry import register, unregister
+from drivetrain.engine.validation import as_prompts, check_params_supported
 from drivetrain.errors import EngineBusy, EngineStateError, UnsupportedCapability
-from drivetrain.plugins import register, unregister
 from drivetrain.testing import tiny_model
-from drivetrain.validation import as_prompts, check_params_supported
-from drivetrain_conformance.actions import (
+from drivetrain_conformance.assets.served_models import Models
+from drivetrain_conformance.model.actions import (
     LONG,
     Abort,
     Action,
@@ -41,12 +42,10 @@ from drivetrain_conformance.actions import (
     WakeUp,
     steps,
 )
-from drivetrain_conformance.contract import Contract, Fate, InFlight, Refusal, Ruling, Weights
-from drivetrain_conformance.history import Checker
-from drivetrain_conformance.models import Models
-from drivetrain_conformance.noted import Answers
-from drivetrain_conformance.oracle import TransformersOracle
-from drivetrain_conformance.strategies import (
+from drivetrain_conformance.model.contract import Contract, Fate, InFlight, Refusal, Ruling, Weights
+from drivetrain_conformance.model.expected_answers import Answers
+from drivetrain_conformance.model.random_history import Checker
+from drivetrain_conformance.model.strategies import (
     AbortPoint,
     Batch,
     WeightPlanChoice,
@@ -54,6 +53,7 @@ from drivetrain_conformance.strategies import (
     sampling_params,
     weight_plans,
 )
+from drivetrain_conformance.references.oracle import TransformersOracle
 from drivetrain_transformers.engine import TransformersBackend
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from drivetrain_conformance.leftovers import Holdings
+from drivetrain_conformance.assertions.leftovers import Holdings
 
 _HOLDS_A_SEMAPHORE = """
 import multiprocessing, sys

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from drivetrain import Capability
-from drivetrain.backend import Backend
-from drivetrain.engine import InferenceEngine
+from drivetrain.backend.base import Backend
+from drivetrain.engine.engine import InferenceEngine
 from drivetrain_conformance.mutants.registry import Mutant, registered_mutants, spoiled_backend
 from drivetrain_conformance.mutants.run import MutantResult, all_mutants, try_mutants
 from drivetrain_conformance.mutants.spoil import SoundBackend, answering, claiming, mixed
@@ -23,7 +23,7 @@ def long_winded(backend: type[Backend]) -> type[Backend]:
 
 
 def mutant(**fields: object) -> Mutant:
-    made = Mutant("made_up", "A made-up mutant.", CASE, "assert len(completion.token_ids) <= count")
+    made = Mutant("made_up", "A made-up mutant.", CASE, ("assert len(completion.token_ids) <= count",))
     return dataclasses.replace(made, **fields)  # type: ignore[arg-type]
 
 
@@ -47,7 +47,7 @@ def test_a_spoiled_engine_page_is_caught() -> None:
 
         return mixed(engine, Wrong)
 
-    assert tried(mutant(spoil_engine=unready, says="the gate fell from its hinges")).caught
+    assert tried(mutant(spoil_engine=unready, says=("the gate fell from its hinges",))).caught
 
 
 def test_a_mutant_that_is_not_wrong_is_missed() -> None:
@@ -57,7 +57,7 @@ def test_a_mutant_that_is_not_wrong_is_missed() -> None:
 
 
 def test_a_mutant_that_fails_with_other_words_is_missed() -> None:
-    result = tried(mutant(spoil_backend=long_winded, says="the moon is full"))
+    result = tried(mutant(spoil_backend=long_winded, says=("the moon is full",)))
     assert not result.caught
     assert "not with 'the moon is full'" in result.message
     assert "token_ids) <= count" in result.message
@@ -114,5 +114,5 @@ def test_every_mutant_names_a_case_words_and_one_thing_that_is_wrong() -> None:
     assert len(mutants) >= 40
     for one in mutants:
         assert one.wrong.endswith("."), one.name
-        assert one.says.strip("?"), one.name
+        assert all(part.strip("?") for part in one.says), one.name
         assert (one.spoil_backend is None) is not (one.spoil_engine is None), one.name

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain_conformance.groups import all_cases
+from drivetrain_conformance.cases import all_cases
 from drivetrain_conformance.pytest_class import ConformanceTests
 
 MODULE = """

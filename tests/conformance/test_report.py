@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from drivetrain import Capability, InvalidConfig
-from drivetrain_conformance.groups import all_cases
-from drivetrain_conformance.matrix import differences, render_html, render_markdown
-from drivetrain_conformance.report import (
+from drivetrain_conformance.cases import all_cases
+from drivetrain_conformance.harness.verdict import Verdict
+from drivetrain_conformance.reports.matrix import differences, render_html, render_markdown
+from drivetrain_conformance.reports.report import (
     CapabilityEntry,
     CaseEntry,
     Hardware,
@@ -21,7 +22,6 @@ from drivetrain_conformance.report import (
     read_report,
     write_report,
 )
-from drivetrain_conformance.verdict import Verdict
 
 
 def entry(case: str, verdict: Verdict, needs: list[str] | None = None, message: str = "") -> CaseEntry:

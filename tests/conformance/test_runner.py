@@ -12,14 +12,14 @@ from typing import ClassVar
 import pytest
 
 from drivetrain import Capability, PauseMode, SamplingParams
-from drivetrain_conformance.bench import Bench
-from drivetrain_conformance.case import Body, Case, Hardware
-from drivetrain_conformance.groups import GROUPS, all_cases
-from drivetrain_conformance.ledger import Ledger
-from drivetrain_conformance.profile import Profile
-from drivetrain_conformance.runner import CaseResult, Runner
-from drivetrain_conformance.suite import suite_of
-from drivetrain_conformance.verdict import Verdict
+from drivetrain_conformance.cases import GROUPS, all_cases
+from drivetrain_conformance.harness.capability_results import CapabilityResults
+from drivetrain_conformance.harness.case import Body, Case, Hardware
+from drivetrain_conformance.harness.run_profile import Profile
+from drivetrain_conformance.harness.runner import CaseResult, Runner
+from drivetrain_conformance.harness.suite import suite_of
+from drivetrain_conformance.harness.testbench import Bench
+from drivetrain_conformance.harness.verdict import Verdict
 
 QUICK = Profile("quick", examples=1, histories=1, steps=1, samples=16, cycles=1, case_timeout=3)
 
@@ -156,7 +156,7 @@ def test_a_process_left_behind_fails(runner: Runner) -> None:
 def test_what_the_machine_lacks_is_not_run_and_still_refused_where_unclaimed(
     gpus: int, hardware: Hardware, runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drivetrain_conformance.runner.gpu_count", lambda: gpus)
+    monkeypatch.setattr("drivetrain_conformance.harness.runner.gpu_count", lambda: gpus)
 
     async def body(bench: Bench) -> None:
         bench.create(tensor_parallel_size=2)
@@ -170,20 +170,22 @@ def test_what_the_machine_lacks_is_not_run_and_still_refused_where_unclaimed(
 # What a run concludes ------------------------------------------------------------------------------------------------
 
 
-def concluded(ledger: Ledger, capability: Capability, *, complete: bool = True) -> tuple[Verdict, str]:
-    item = next(item for item in ledger.conclude(complete=complete) if item.capability is capability)
+def concluded(
+    capability_results: CapabilityResults, capability: Capability, *, complete: bool = True
+) -> tuple[Verdict, str]:
+    item = next(item for item in capability_results.conclude(complete=complete) if item.capability is capability)
     return item.verdict, item.message
 
 
 def noted(verdicts: list[Verdict], *, claimed: bool) -> tuple[Verdict, str]:
     async def body(bench: Bench) -> None: ...
 
-    ledger = Ledger()
+    capability_results = CapabilityResults()
     if claimed:
-        ledger.claim({Capability.SEED})
+        capability_results.claim({Capability.SEED})
     for index, verdict in enumerate(verdicts):
-        ledger.note(f"g/{index}", {Capability.SEED}, verdict)
-    return concluded(ledger, Capability.SEED)
+        capability_results.note(f"g/{index}", {Capability.SEED}, verdict)
+    return concluded(capability_results, Capability.SEED)
 
 
 def test_a_claim_that_no_case_saw_working_is_a_failure() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from drivetrain import Capability, UnsupportedCapability
-from drivetrain_conformance.verdict import KnownFailure, Verdict, apply_known_failures, describe, judge
+from drivetrain_conformance.harness.verdict import KnownFailure, Verdict, apply_known_failures, describe, judge
 
 TOP_K, SEED, LORA = Capability.TOP_K, Capability.SEED, Capability.LORA
 
@@ -66,14 +66,17 @@ def test_a_known_failure_of_another_case_changes_nothing() -> None:
     assert apply_known_failures("stop/y", judge((), (), error), error, [KNOWN]).verdict is Verdict.FAILED
 
 
-def test_an_assertion_without_a_message_is_described_by_its_source(tmp_path: Path) -> None:
+def test_an_assertion_without_a_message_is_described_by_its_source_and_values(tmp_path: Path) -> None:
     source = tmp_path / "body.py"
-    source.write_text("def body(ids):\n    assert ids == [\n        1,\n    ]\n")
-    namespace: dict[str, Callable[[list[int]], None]] = {}
+    source.write_text("def body(ids, seen):\n    assert len(ids) == [\n        seen.value,\n    ]\n")
+    namespace: dict[str, Callable[[list[int], Verdict], None]] = {}
     exec(compile(source.read_text(), source, "exec"), namespace)
     with pytest.raises(AssertionError) as raised:
-        namespace["body"]([1, 2])
-    assert describe(raised.value) == "AssertionError: assert ids == [ 1, ]"
+        namespace["body"]([1, 2], Verdict.FAILED)
+    text, _, values = describe(raised.value).partition("  # ")
+    assert text == "AssertionError: assert len(ids) == [ seen.value, ]"
+    assert "ids = [1, 2]" in values
+    assert "seen.value = 'failed'" in values
 
 
 def test_the_assertion_behind_an_error_is_described_too() -> None:

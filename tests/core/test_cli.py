@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from drivetrain import Capability, __version__
+from drivetrain.backend.registry import DISABLE_VARIABLE
 from drivetrain.cli import main
-from drivetrain.plugins import DISABLE_VARIABLE
 from drivetrain.testing import tiny_model
 
 Run = Callable[..., tuple[int, str, str]]
@@ -258,7 +258,7 @@ def test_generate_reads_a_configuration_file_and_options_win(run: Run, model: st
     [
         (
             ["--set", "dtipe=float32", "x"],
-            "InvalidConfig: dtipe='float32': there is no such field; did you mean",
+            "InvalidConfig: dtipe: there is no such field; did you mean",
         ),
         (["--backend", "tronsformers", "x"], "UnknownBackend: there is no backend named 'tronsformers'"),
         (["--n", "0", "x"], "InvalidRequest: sampling_params.n=0: "),

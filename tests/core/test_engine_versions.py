@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from drivetrain.engine_versions import warn_if_unseen
+from drivetrain.backend.toolkit.engine_versions import warn_if_unseen
 
 
 @pytest.mark.parametrize(

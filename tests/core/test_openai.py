@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ from drivetrain import (
     GenerateResult,
     ImageInput,
     InferenceEngine,
+    InvalidConfig,
     InvalidRequest,
     Isolation,
     JsonSchema,
@@ -40,16 +42,19 @@ from drivetrain import (
     VersionSpan,
     VideoInput,
 )
-from drivetrain.backend import EngineStats
-from drivetrain.errors import DrivetrainError, _tree
-from drivetrain.openai_api import ChatPayload, CompletionPayload, ParsedText, error_body, parse_tool_calls
-from drivetrain.openai_api.messages import to_template
-from drivetrain.openai_api.payloads import parse
-from drivetrain.openai_api.responses import FinishReasonName
-from drivetrain.openai_api.token_texts import TextOffsets, TokenTexts
-from drivetrain.openai_api.translate import Call, chat_call, completion_call
+from drivetrain.backend.base import EngineStats
+from drivetrain.errors import DrivetrainError, NonFiniteLogits, _tree
+from drivetrain.openai import ChatPayload, CompletionPayload, ParsedText, error_body, parse_tool_calls
+from drivetrain.openai.choices import chat_logprobs, completion_logprobs
+from drivetrain.openai.engine_calls import Call, chat_call, completion_call
+from drivetrain.openai.messages import to_template
+from drivetrain.openai.payloads import parse
+from drivetrain.openai.responses import FinishReasonName
+from drivetrain.openai.token_texts import TextOffsets, TokenTexts
 from drivetrain.testing import byte_tokenizer, tiny_model
-from drivetrain.tokenizer import Tokenizer
+from drivetrain.text.tokenizer import Tokenizer
+from drivetrain.tool_calls import Dialect, dialects_for
+from drivetrain.tool_calls.json_calls import NamedWithin
 
 Payload = dict[str, Any]
 
@@ -262,6 +267,12 @@ def test_arguments_of_earlier_tool_calls_are_objects_to_the_template() -> None:
     }
     with pytest.raises(InvalidRequest, match="is no JSON") as refusal:
         read(None, tool_calls=[{"function": {"name": "add", "arguments": "{"}}])
+    for nothing in ("", " ", None):
+        message, _ = read(None, tool_calls=[{"function": {"name": "add", "arguments": nothing}}])
+        assert message.model_extra == {"tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    for bad in ('{"a": NaN}', '{"a": 1e400}', "[" * 100_000):
+        with pytest.raises(InvalidRequest, match="is no JSON"):
+            read(None, tool_calls=[{"function": {"name": "add", "arguments": bad}}])
     assert refusal.value.field == "messages.0.tool_calls.0.function.arguments"
 
 
@@ -488,7 +499,7 @@ def test_calls_are_read_in_each_syntax(text: str, content: str | None, calls: li
         '<tool_call>{"name": "add", "arguments": 5}</tool_call>',
         '<tool_call>{"name": "add", "arguments": {',
         '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
-        '<function=add>{"a": 1}',
+        '<function=add>{"a": 1',
         "add(1)",
         "add(a=open('file'))",
         "add(a=1) and more",
@@ -502,11 +513,269 @@ def test_calls_are_read_in_each_syntax(text: str, content: str | None, calls: li
         "<tool_call>add<arg_key>" + " " * 50_000,
         "<function=add><parameter=a>" * 1000,
         "<tool_call>add<arg_key>a</arg_key><arg_value>" * 1000,
+        "x<think>" * 50_000,
+        'functools[<parameter name="a">' * 20_000,
         "add(" + ") " * 20_000 + "x",
     ],
 )
 def test_what_is_no_call_to_a_known_function_stays_content(text: str) -> None:
     assert parse_tool_calls(text, TOOLS) == ParsedText(text, ())
+
+
+OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+SCHEMAS: dict[str, Any] = {
+    "$defs": {
+        "Size": {"enum": ["1", "2"]},
+        "Maybe": {"anyOf": [{"$ref": "#/$defs/Size"}, {"type": "null"}]},
+        "Loop": {"$ref": "#/$defs/Loop"},
+        "Node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/Node"}}},
+    },
+    "properties": {
+        "text": {"type": "string"},
+        "optional": OPTIONAL,
+        "types": {"type": ["string", "null"]},
+        "nullable": {"type": "string", "nullable": True},
+        "size": {"$ref": "#/$defs/Size"},
+        "maybe": {"$ref": "#/$defs/Maybe"},
+        "const": {"const": 5},
+        "enum": {"enum": [1, "1", None, True]},
+        "either": {"oneOf": [{"type": "integer"}, {"type": "string"}]},
+        "all": {"allOf": [{"type": ["integer", "string"]}, {"type": ["string", "boolean"]}]},
+        "described": {"allOf": [{"$ref": "#/$defs/Size"}], "description": "a size"},
+        "count": {"type": "integer"},
+        "number": {"type": "number"},
+        "flag": {"type": "boolean"},
+        "both": {"type": ["integer", "null"]},
+        "list": {"type": "array"},
+        "object": {"type": "object"},
+        "node": {"$ref": "#/$defs/Node"},
+        "loop": {"$ref": "#/$defs/Loop"},
+        "gone": {"$ref": "#/$defs/Gone"},
+        "remote": {"$ref": "https://example.com/schema"},
+        "any": {},
+        "listed": {"items": {"type": "string"}},
+        "python": {"type": "int"},
+    },
+    "additionalProperties": {"type": "integer"},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("text", "90210", "90210"),
+        ("text", '{"a": 1}', '{"a": 1}'),
+        ("text", "None", "None"),
+        ("text", "1e400", "1e400"),
+        ("optional", "90210", "90210"),
+        ("optional", "true", "true"),
+        ("optional", "null", None),
+        ("optional", "None", None),
+        ("optional", '"quoted"', '"quoted"'),
+        ("types", "90210", "90210"),
+        ("types", "null", None),
+        ("nullable", "1.5", "1.5"),
+        ("nullable", "null", None),
+        ("size", "1", "1"),
+        ("maybe", "2", "2"),
+        ("maybe", "null", None),
+        ("const", "5", 5),
+        ("enum", "1", "1"),
+        ("enum", "true", True),
+        ("enum", "None", None),
+        ("either", "5", 5),
+        ("either", "five", "five"),
+        ("either", "1e400", "1e400"),
+        ("all", "5", "5"),
+        ("all", "true", "true"),
+        ("described", "1", "1"),
+        ("count", "5", 5),
+        ("count", "5.0", 5),
+        ("count", "one", "one"),
+        ("number", "5", 5),
+        ("number", "-0.5e1", -5.0),
+        ("flag", "True", True),
+        ("flag", "false", False),
+        ("flag", "1", "1"),
+        ("both", "None", None),
+        ("both", "7", 7),
+        ("list", '["a", 1]', ["a", 1]),
+        ("list", "['a', True, null]", ["a", True, None]),
+        ("list", "('a',)", ["a"]),
+        ("object", "{'a': 1}", {"a": 1}),
+        ("object", "{'a': 1e400}", "{'a': 1e400}"),
+        ("object", "{'a': f()}", "{'a': f()}"),
+        ("node", '{"next": {}}', {"next": {}}),
+        ("loop", "5", 5),
+        ("gone", "5", 5),
+        ("remote", "[1]", [1]),
+        ("any", "90210", 90210),
+        ("any", "hello", "hello"),
+        ("listed", '["a"]', ["a"]),
+        ("python", "5", 5),
+        ("unknown", "5", 5),
+    ],
+)
+@pytest.mark.parametrize("syntax", ["qwen3_coder", "glm45", "minimax_m2", "deepseek_v32"])
+def test_the_schema_decides_what_a_text_stands_for(name: str, text: str, value: object, syntax: str) -> None:
+    tools: list[Payload] = [{"type": "function", "function": {"name": "f", "parameters": SCHEMAS}}]
+    written = {
+        "qwen3_coder": f"<tool_call>\n<function=f>\n<parameter={name}>\n{text}\n</parameter>\n</function>\n"
+        "</tool_call>",
+        "glm45": f"<tool_call>f\n<arg_key>{name}</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>",
+        "minimax_m2": '<minimax:tool_call>\n<invoke name="f">\n'
+        f'<parameter name="{name}">{text}</parameter>\n</invoke>\n</minimax:tool_call>',
+        "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n'
+        f'<｜DSML｜parameter name="{name}" string="false">{text}</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+    }
+    parsed = parse_tool_calls(written[syntax], tools, dialects=dialects_for(syntax, None))
+    assert [json.loads(call["arguments"]) for call in parsed.calls] == [{name: value}]
+    assert type(json.loads(parsed.calls[0]["arguments"])[name]) is type(value)
+    assert parsed.content is None
+
+
+@pytest.mark.parametrize("text", ["1e400", "NaN", "-Infinity", "inf", "-1E999"])
+def test_a_number_that_json_has_not_makes_no_call(text: str) -> None:
+    tools: list[Payload] = [{"type": "function", "function": {"name": "f", "parameters": SCHEMAS}}]
+    for written in (
+        f"<function=f><parameter=number>{text}</parameter></function>",
+        f'<tool_call>{{"name": "f", "arguments": {{"number": {text}}}}}</tool_call>',
+        f'[TOOL_CALLS]f[ARGS]{{"number": {text}}}',
+    ):
+        assert parse_tool_calls(written, tools) == ParsedText(written, ())
+
+
+ADD = [("add", {"a": 1})]
+DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "calls"),
+    [
+        ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1}', ADD),
+        ("mistral", '[TOOL_CALLS]add{"a": 1}', ADD),
+        (
+            "mistral",
+            '[TOOL_CALLS]add[CALL_ID]abc123[ARGS]{"a": 1}[TOOL_CALLS]tools.sub[ARGS]{}',
+            [*ADD, ("tools.sub", {})],
+        ),
+        ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]', ADD),
+        ("deepseek_v3", DEEPSEEK.format('function<｜tool▁sep｜>add\n```json\n{"a": 1}\n```'), ADD),
+        ("deepseek_v31", DEEPSEEK.format('add<｜tool▁sep｜>{"a": 1}'), ADD),
+        ("deepseek_v32", '<｜DSML｜invoke name="tools.sub"/>', [("tools.sub", {})]),
+        ("deepseek_v32", '<｜DSML｜invoke name="add">\n{"a": 1}\n</｜DSML｜invoke>', ADD),
+        (
+            "deepseek_v32",
+            '<｜DSML｜invoke name="add"><｜DSML｜parameter name="a" string="true">1</｜DSML｜parameter>'
+            "</｜DSML｜invoke>",
+            [("add", {"a": "1"})],
+        ),
+        (
+            "kimi_k2",
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
+            '{"a": 1}<|tool_call_end|><|tool_calls_section_end|>',
+            ADD,
+        ),
+        (
+            "gpt-oss",
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.add "
+            '<|constrain|>json<|message|>{"a": 1}<|call|>',
+            ADD,
+        ),
+        ("step3", '<steptml:invoke name="add"><steptml:parameter name="a">1</steptml:parameter></steptml:invoke>', ADD),
+        ("seed_oss", "<seed:tool_call><function=add><parameter=a>1</parameter></function></seed:tool_call>", ADD),
+        ("hunyuan", "<tool_call>add<tool_sep><arg_key>a</arg_key><arg_value>1</arg_value></tool_call>", ADD),
+        ("lfm2", "<|tool_call_start|>[add(a=1)]<|tool_call_end|>", ADD),
+        (
+            "lfm2",
+            "<|tool_call_start|>[add(s='<|tool_call_end|>')]<|tool_call_end|>",
+            [("add", {"s": "<|tool_call_end|>"})],
+        ),
+        ("olmo3", "<function_calls>add(a=1)\ntools.sub()</function_calls>", [*ADD, ("tools.sub", {})]),
+        ("llama4_pythonic", "<|python_start|>[add(a=1)]<|python_end|>", ADD),
+        ("pythonic", "[add(a=1), tools.sub(o={'k': null})]", [*ADD, ("tools.sub", {"o": {"k": None}})]),
+        ("llama3_json", '{"name": "add", "parameters": {"a": 1}}; {"name": "tools.sub"}', [*ADD, ("tools.sub", {})]),
+        ("longcat", '<longcat_tool_call>{"name": "add", "arguments": {"a": 1}}</longcat_tool_call>', ADD),
+        ("internlm", '<|action_start|> <|plugin|>\n{"name": "add", "parameters": {"a": 1}}<|action_end|>', ADD),
+        ("granite", '<|tool_call|>[{"name": "add", "arguments": {"a": 1}}]', ADD),
+        ("phi4_mini_json", 'functools[{"name": "add", "arguments": {"a": 1}}]', ADD),
+        ("jamba", '<tool_calls>[{"name": "add", "arguments": {"a": 1}}]</tool_calls>', ADD),
+        ("hermes", '<tool_call>{"name": "tools.sub", "arguments": null}</tool_call>', [("tools.sub", {})]),
+        ("hermes", '<tool_call>{"name": "tools.sub", "arguments": " "}</tool_call>', [("tools.sub", {})]),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}}', ADD),
+        ("qwen3_coder", "<tool_call><function=add><parameter=a>1</parameter>", ADD),
+        ("qwen3_coder", '<function=add>{"a": 1}', ADD),
+        (
+            "qwen3_coder",
+            "<function=add><parameter=s>a </parameter> b</parameter><parameter=a>1</parameter></function>",
+            [("add", {"s": "a </parameter> b", "a": 1})],
+        ),
+        (
+            "glm45",
+            "<tool_call>add<arg_key>s</arg_key><arg_value></arg_value>.</arg_value></tool_call>",
+            [("add", {"s": "</arg_value>."})],
+        ),
+    ],
+)
+def test_a_syntax_is_read_by_its_name_and_by_any(parser: str, text: str, calls: list[tuple[str, object]]) -> None:
+    for dialects in (dialects_for(parser, None), dialects_for(None, None)):
+        parsed = parse_tool_calls(text, TOOLS, dialects=dialects)
+        assert [(call["name"], json.loads(call["arguments"])) for call in parsed.calls] == calls
+
+
+def test_a_named_syntax_is_the_only_one() -> None:
+    text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    assert parse_tool_calls(text, TOOLS, dialects=dialects_for("mistral", "<tool_call>")) == ParsedText(text, ())
+    with pytest.raises(InvalidConfig, match=r"known: .*hermes") as refusal:
+        EngineConfig.from_mapping({"backend": "b", "model": "m", "tool_call_parser": "esperanto"})
+    assert refusal.value.field == "tool_call_parser"
+
+
+@pytest.mark.parametrize(
+    ("template", "parser"),
+    [
+        ('{{ "<tool_call>\n" + call | tojson + "\n</tool_call>" }}', "hermes"),
+        ("<tool_call>\n<function={{ name }}>\n<parameter=", "qwen3_coder"),
+        ("<tool_call>{{ name }}<arg_key>", "glm45"),
+        ("[TOOL_CALLS] [", "mistral"),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "deepseek_v31"),
+        ('{"name": function name, "parameters": dictionary of argument name and its value}', "llama3_json"),
+        ("<|tool_call_start|>", "lfm2"),
+    ],
+)
+def test_the_chat_template_tells_the_syntax(template: str, parser: str) -> None:
+    assert dialects_for(None, template) == dialects_for(parser, None)
+    assert len(dialects_for(None, "{{ messages }}")) > 10
+
+
+CALL_TEXT = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"<think>maybe {CALL_TEXT}? no.</think>The answer is 4.",
+        f"maybe {CALL_TEXT}? no.</think>The answer is 4.",
+        f"<think>maybe {CALL_TEXT}",
+        f"[THINK]maybe {CALL_TEXT}[/THINK]no",
+        f"a<think>maybe {CALL_TEXT}</think>b<think>{CALL_TEXT}</think>",
+    ],
+)
+def test_calls_within_reasoning_are_none(text: str) -> None:
+    assert parse_tool_calls(text, TOOLS) == ParsedText(text, ())
+
+
+def test_calls_after_reasoning_are_read() -> None:
+    for opened, text in ((False, f"<think>{CALL_TEXT}</think>{CALL_TEXT}"), (True, f"{CALL_TEXT}</think>{CALL_TEXT}")):
+        parsed = parse_tool_calls(text, TOOLS, within_reasoning=opened)
+        assert parsed.content == text.removesuffix(CALL_TEXT)
+        assert len(parsed.calls) == 1
+    assert parse_tool_calls(CALL_TEXT, TOOLS, within_reasoning=True).calls == ()
+    whole = parse_tool_calls('<think>hm</think>\n{"name": "add", "parameters": {"a": 1}}', TOOLS)
+    assert (whole.content, len(whole.calls)) == ("<think>hm</think>", 1)
+    assert len(parse_tool_calls('<tool_call>{"name": "add", "arguments": {"s": "</think>"}}', TOOLS).calls) == 1
+    assert len(parse_tool_calls(f"The tag <think> begins it. {CALL_TEXT}", TOOLS).calls) == 1
 
 
 def test_an_unknown_function_is_dropped_and_the_known_one_kept() -> None:
@@ -538,6 +807,8 @@ class ScriptedBackend(Backend):
     name = "scripted"
     engine_distribution = "pytest"
     says = "hello"
+    ids: list[int] | None = None
+    logprob: float | None = None
     reason = FinishReason.STOP
 
     @classmethod
@@ -554,7 +825,7 @@ class ScriptedBackend(Backend):
         return EngineStats(0, 0, 0, 0)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        ids = list(self.says.encode())
+        ids = list(self.says.encode() if self.ids is None else self.ids)
         stopped = self.reason is FinishReason.STOP
         ids += [EOS] * stopped
         return GenerateResult(
@@ -562,14 +833,17 @@ class ScriptedBackend(Backend):
             self.reason,
             [VersionSpan("old", 0, 1), VersionSpan("new", 1, len(ids))],
             matched_stop=EOS if stopped else None,
-            logprobs=[-float(token) for token in ids],
+            logprobs=self._logprobs(ids),
             cached_tokens=4 if request.request_id.endswith("/1") else 8,
         )
+
+    def _logprobs(self, ids: list[int]) -> list[float]:
+        return [-float(token) if self.logprob is None else self.logprob for token in ids]
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         result = await self.generate(request)
         for token in result.token_ids:
-            yield TokenDelta([token], logprobs=[-float(token)])
+            yield TokenDelta([token], logprobs=self._logprobs([token]))
         yield TokenDelta([], logprobs=[], result=result)
 
 
@@ -617,6 +891,62 @@ async def test_tool_calls_come_back_as_such(scripted: Scripted) -> None:
         assert bytes(choice["token_ids"][:-1]).decode() == CALLS
     prompt = engine.decode(answer["prompt_token_ids"])
     assert json.loads(prompt.removesuffix("x")) == TOOL
+
+
+async def test_calls_are_read_where_special_tokens_mark_them(scripted: Scripted) -> None:
+    engine, backend = scripted
+    inner = engine.tokenizer.inner
+    backend.ids = [ord("A"), 258, *b'[{"name": "add", "arguments": {"a": 1}}]']
+    marked = inner.convert_ids_to_tokens(258)
+    dialect = Dialect(("special",), re.compile("z"), re.compile(re.escape(str(marked))), NamedWithin())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("drivetrain.openai.tool_calls_in_answer.dialects_for", lambda *_: (dialect,))
+        (choice,) = (await engine.chat_completion({**CHAT, "tools": [TOOL]}))["choices"]
+        chunks = [chunk async for chunk in engine.chat_completion_stream({**CHAT, "tools": [TOOL]})]
+    assert choice["message"]["content"] == "A"
+    whole = choice["message"].get("tool_calls", [])
+    assert [call["function"] for call in whole] == [{"name": "add", "arguments": '{"a": 1}'}]
+    streamed = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", [])]
+    assert [call["function"] for call in streamed] == [{"name": "add", "arguments": '{"a": 1}'}]
+
+
+async def test_answers_are_json_whatever_the_logprobs(scripted: Scripted) -> None:
+    engine, backend = scripted
+    backend.says, backend.logprob = "ab", float("-inf")
+    chat = await engine.chat_completion({**CHAT, "logprobs": True})
+    chunks = [chunk async for chunk in engine.chat_completion_stream({**CHAT, "logprobs": True})]
+    text = await engine.completion({**TEXT, "logprobs": 0})
+    pieces = [chunk async for chunk in engine.completion_stream({**TEXT, "logprobs": 0})]
+    for answer in (chat, *chunks, text, *pieces):
+        json.dumps(answer, allow_nan=False)
+    assert chat["choices"][0]["logprobs"] is not None
+    assert [entry["logprob"] for entry in chat["choices"][0]["logprobs"]["content"]] == [-9999.0] * 3
+    backend.logprob = float("nan")
+    with pytest.raises(NonFiniteLogits):
+        await engine.chat_completion({**CHAT, "logprobs": True})
+
+
+def test_top_logprobs_are_json_too() -> None:
+    texts = TokenTexts(Tokenizer(byte_tokenizer()))
+    top = [[(65, -1.0), (66, float("-inf"))]]
+    laid_out = chat_logprobs(texts, [65], [-1.0], top)
+    assert [entry["logprob"] for entry in laid_out["content"][0]["top_logprobs"]] == [-1.0, -9999.0]
+    json.dumps(laid_out, allow_nan=False)
+    json.dumps(completion_logprobs(texts, [65], [-1.0], top, [0]), allow_nan=False)
+
+
+async def test_a_turn_without_calls_keeps_its_text(scripted: Scripted, folder: Path) -> None:
+    engine, _ = scripted
+    engine.tokenizer.inner.chat_template = (
+        "{% for m in messages %}{% if m.tool_calls is defined %}CALLS{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    nothing: object
+    for nothing in ([], None):
+        messages = [{"role": "assistant", "content": "text", "tool_calls": nothing}, {"role": "user", "content": "x"}]
+        answer = await engine.chat_completion({"messages": messages})
+        assert engine.decode(answer["prompt_token_ids"]) == "textx"
+        prompt = ChatPrompt(messages=tuple(Message.model_validate(message) for message in messages))
+        assert engine.tokenizer.encode(prompt) == answer["prompt_token_ids"]
 
 
 async def test_without_tools_the_same_text_is_content(scripted: Scripted) -> None:

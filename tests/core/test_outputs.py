@@ -10,10 +10,11 @@ from collections.abc import Callable
 import pytest
 
 from drivetrain import SamplingParams
-from drivetrain.backend import GenerateRequest, GenerateResult
-from drivetrain.outputs import Completion, FinishReason, VersionSpan, make_text_later
-from drivetrain.requests import Flight, to_completion
-from drivetrain.sampling import LogprobsMode
+from drivetrain.backend.base import GenerateRequest, GenerateResult
+from drivetrain.engine.completions import to_completion
+from drivetrain.engine.samples import Samples
+from drivetrain.types.outputs import Completion, FinishReason, VersionSpan, make_text_later
+from drivetrain.types.sampling import LogprobsMode
 
 
 def completion(text: str = "") -> Completion:
@@ -71,7 +72,7 @@ def test_a_result_is_decoded_when_it_is_read(matched_stop: int | None) -> None:
     request = GenerateRequest("r-0", [1], SamplingParams(), 3, (9,), LogprobsMode.RAW)
     ids = [7, 8, 9]
     result = GenerateResult(ids, FinishReason.LENGTH, [VersionSpan("0", 0, 3)], matched_stop=matched_stop)
-    made = to_completion(Flight(request, 0, 0), result, Decoder())  # type: ignore[arg-type]
+    made = to_completion(Samples(request, 0, lambda index: None).sample(0), result, Decoder())  # type: ignore[arg-type]
     assert not asked
     ids.append(10)  # the caller's list is its own
     assert made.text == ("7 8 9" if matched_stop is None else "7 8")

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from drivetrain import plugins
-from drivetrain.backend import Backend
-from drivetrain.capability import Capability
-from drivetrain.config import EngineConfig
+from drivetrain.backend import registry
+from drivetrain.backend.base import Backend
+from drivetrain.backend.hookspecs import hookimpl
+from drivetrain.backend.registry import BackendInfo, BackendStatus, list_backends, load_backend
 from drivetrain.create import create_engine
 from drivetrain.errors import (
     BackendError,
@@ -23,12 +23,12 @@ from drivetrain.errors import (
     DuplicateBackend,
     UnknownBackend,
 )
-from drivetrain.hookspecs import hookimpl
-from drivetrain.plugins import BackendInfo, BackendStatus, list_backends, load_backend
+from drivetrain.types.capability import Capability
+from drivetrain.types.config import EngineConfig
 
 GOOD = """
-    from drivetrain.backend import Backend
-    from drivetrain.hookspecs import hookimpl
+    from drivetrain.backend.base import Backend
+    from drivetrain.backend.hookspecs import hookimpl
 
     class Echo(Backend):
         name = "{name}"
@@ -48,9 +48,9 @@ GOOD = """
 
 @pytest.fixture(autouse=True)
 def _nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugins, "_loaded", {})
-    monkeypatch.setattr(plugins, "_registered", {})
-    monkeypatch.delenv(plugins.DISABLE_VARIABLE, raising=False)
+    monkeypatch.setattr(registry, "_loaded", {})
+    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.delenv(registry.DISABLE_VARIABLE, raising=False)
 
 
 class Site:
@@ -146,7 +146,7 @@ def test_no_other_plugin_is_imported(site: Site) -> None:
 def _modules_after_loading(site: Site, name: str) -> list[str]:
     code = (
         f"import sys; sys.path.insert(0, {str(site.path)!r})\n"
-        f"from drivetrain.plugins import load_backend; load_backend({name!r}); print(*sys.modules, sep='\\n')"
+        f"from drivetrain.backend.registry import load_backend; load_backend({name!r}); print(*sys.modules, sep='\\n')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return done.stdout.split()
@@ -214,7 +214,7 @@ def test_two_distributions_with_one_name_are_both_named(site: Site, monkeypatch:
     info = described("twin")
     assert (info.status, info.distribution) == (BackendStatus.BROKEN, "dt-first, dt-second")
 
-    monkeypatch.setenv(plugins.DISABLE_VARIABLE, "Dt_Second")
+    monkeypatch.setenv(registry.DISABLE_VARIABLE, "Dt_Second")
     assert load_backend("twin").__module__ == site.modules[0]
 
 
@@ -259,7 +259,7 @@ def test_a_plugin_that_returns_the_wrong_thing_is_told_what_was_expected(
 def test_a_disabled_backend_is_refused_and_the_error_says_why(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     module = site.install("dt-echo", name="echo")
     site.install("dt-other", name="other")
-    monkeypatch.setenv(plugins.DISABLE_VARIABLE, "nothing, echo")
+    monkeypatch.setenv(registry.DISABLE_VARIABLE, "nothing, echo")
     with pytest.raises(BackendError, match=re.escape("DRIVETRAIN_DISABLED_PLUGINS='nothing, echo'; take 'echo' out")):
         load_backend("echo")
     assert module not in sys.modules
@@ -272,7 +272,7 @@ def test_a_disabled_backend_is_refused_and_the_error_says_why(site: Site, monkey
 def test_a_backend_can_be_switched_off_after_it_was_loaded(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     site.install("dt-echo", name="echo")
     load_backend("echo")
-    monkeypatch.setenv(plugins.DISABLE_VARIABLE, "dt-echo")
+    monkeypatch.setenv(registry.DISABLE_VARIABLE, "dt-echo")
     with pytest.raises(BackendError, match="switched off"):
         load_backend("echo")
 
@@ -281,7 +281,7 @@ def test_a_missing_engine_is_named_with_what_to_install(site: Site) -> None:
     site.install("dt-far", name="far", engine="an-engine-nobody-has", extra="far")
     backend = load_backend("far")
     with pytest.raises(BackendUnavailable, match=re.escape("pip install 'dt-far[far]'")):
-        plugins.require_engine(backend)
+        registry.require_engine(backend)
     with pytest.raises(BackendUnavailable, match="an-engine-nobody-has"):
         create_engine("far", model="organisation/name")
     info = described("far")
@@ -300,14 +300,14 @@ def test_an_available_backend_is_described_with_its_versions(site: Site) -> None
 
 def test_a_plugin_can_be_registered_by_the_program_and_taken_away_again() -> None:
     plugin = plugin_returning(Fake)
-    plugins.register(plugin)
+    registry.register(plugin)
     assert load_backend("fake") is Fake
     assert described("fake").distribution is None
-    plugins.unregister(plugin)
+    registry.unregister(plugin)
     with pytest.raises(UnknownBackend):
         load_backend("fake")
     with pytest.raises(BackendError, match="is not registered"):
-        plugins.unregister(plugin)
+        registry.unregister(plugin)
 
 
 def test_registering_a_name_twice_changes_nothing(site: Site) -> None:
@@ -317,19 +317,19 @@ def test_registering_a_name_twice_changes_nothing(site: Site) -> None:
         name = "new"
 
     with pytest.raises(DuplicateBackend, match="dt-fake"):
-        plugins.register(plugin_returning(New, Fake))
+        registry.register(plugin_returning(New, Fake))
     with pytest.raises(UnknownBackend):
         load_backend("new")
-    plugins.register(plugin_returning(New, name="first"))
+    registry.register(plugin_returning(New, name="first"))
     with pytest.raises(DuplicateBackend, match=r"second .*; first "):
-        plugins.register(plugin_returning(New, name="second"))
+        registry.register(plugin_returning(New, name="second"))
     assert load_backend("new") is New
 
 
 def test_a_registered_plugin_is_checked_like_an_installed_one() -> None:
     with pytest.raises(BackendLoadError, match="expected subclasses"):
-        plugins.register(plugin_returning("fake"))
+        registry.register(plugin_returning("fake"))
     with pytest.raises(BackendLoadError, match="returned no backend"):
-        plugins.register(plugin_returning())
+        registry.register(plugin_returning())
     with pytest.raises(BackendLoadError, match="no drivetrain_backends function"):
-        plugins.register(SimpleNamespace(__name__="empty"))
+        registry.register(SimpleNamespace(__name__="empty"))

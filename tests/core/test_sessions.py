@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from drivetrain import Completion, FinishReason, InvalidRequest, TurnMode
-from drivetrain.sessions import Session
+from drivetrain.engine.sessions import Session
 
 
 def answered(session: Session, name: str, prompt: list[int], parent: str | None, mode: TurnMode) -> None:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drivetrain import SamplingParams
-from drivetrain.stops import StopMatch, StopMatcher
-from drivetrain.tokenizer import IncrementalDecoder
+from drivetrain.text.stops import StopMatch, StopMatcher
+from drivetrain.text.tokenizer import IncrementalDecoder
 
 
 class PieceDecoder:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from drivetrain.testing import tiny_model
-from drivetrain.tokenizer import Tokenizer
+from drivetrain.text.tokenizer import Tokenizer
 
 transformers = pytest.importorskip("transformers")
 

@@ -5,12 +5,20 @@ from __future__ import annotations
 import json
 import math
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
 from drivetrain import EngineConfig, InvalidConfig, InvalidRequest, VersionSpan
+from drivetrain.backend.toolkit.translation import (
+    context_length_of,
+    eos_token_ids,
+    require_experts,
+    shortened,
+    version_spans,
+    with_engine_kwargs,
+)
 from drivetrain.testing import tiny_model
-from drivetrain.translation import context_length_of, require_experts, shortened, version_spans, with_engine_kwargs
 
 
 @pytest.mark.parametrize(
@@ -40,6 +48,8 @@ def test_engine_kwargs_replace_defaults_and_nothing_else() -> None:
     assert with_engine_kwargs(config, {"model": "m"}, {"block_size": 32}) == {"model": "m", "block_size": 64}
     with pytest.raises(InvalidConfig, match="block_size"):
         with_engine_kwargs(config, {"block_size": 16}, {})
+    with pytest.raises(InvalidConfig, match="block_size, which would have no effect: leave it out"):
+        with_engine_kwargs(config, {}, {}, {"block_size": "leave it out"})
 
 
 def test_a_context_is_no_longer_than_the_models() -> None:
@@ -62,3 +72,10 @@ def test_experts_are_spread_only_of_a_model_that_has_some(architecture: str, has
     spread = EngineConfig(backend="some", model="m", tensor_parallel_size=2, expert_parallel_size=2)
     with nullcontext() if has_experts else pytest.raises(InvalidConfig, match="no experts to spread"):
         require_experts(spread, fields)
+
+
+def test_eos_ids_are_those_that_any_source_names() -> None:
+    none, one, two = (SimpleNamespace(eos_token_id=named) for named in (None, 3, [4, 3, 5]))
+    assert eos_token_ids(none, one) == (3,)
+    assert eos_token_ids(two, none, one, object()) == (4, 3, 5)
+    assert eos_token_ids(none) == ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from drivetrain_conformance.groups import all_cases
+from drivetrain_conformance.cases import all_cases
 
 PAGE = (Path(__file__).parents[2] / "docs/reference/coverage.md").read_text(encoding="utf-8")
 TABLE_ROW = re.compile(r"^\| (.+?) \| (.+?) \| (.+) \|$", re.MULTILINE)

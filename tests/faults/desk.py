@@ -14,9 +14,9 @@ from tests.faults.line import Line, LineLost
 from tests.faults.sender import Job, Report, main
 
 from drivetrain import InferenceEngine
-from drivetrain.deadlines import deadline
+from drivetrain.backend.toolkit.deadlines import deadline
 from drivetrain.errors import DrivetrainError, to_wire
-from drivetrain.weights import WeightUpdateRequest
+from drivetrain.types.weights import WeightUpdateRequest
 
 _T = TypeVar("_T")
 _processes: Final = multiprocessing.get_context("forkserver")

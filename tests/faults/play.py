@@ -24,9 +24,9 @@ from tests.faults.sender import Job, Report, differing, weights_of
 
 from drivetrain import EngineState, GenerationOutput, InferenceEngine, SamplingParams
 from drivetrain.errors import DeadlineExceeded, EngineDied, EngineStateError, InvalidRequest, from_wire
-from drivetrain.host.reap import shared_memory_of
-from drivetrain.weights import WeightPlan
-from drivetrain_conformance.leftovers import Holdings, temporary_folder
+from drivetrain.process.process_tree import shared_memory_of
+from drivetrain.types.weights import WeightPlan
+from drivetrain_conformance.assertions.leftovers import Holdings, temporary_folder
 from drivetrain_weight_sync.transports.disk import DiskSender
 
 PAUSE_S: Final = 0.3

@@ -22,11 +22,11 @@ from safetensors.torch import load_file
 from tests.faults.line import Line, LineLost
 
 from drivetrain import EngineConfig, EngineState, InferenceEngine, create_engine
-from drivetrain.capability import Capability
-from drivetrain.config import Isolation
 from drivetrain.errors import DrivetrainError, EngineDied, from_wire, to_wire
-from drivetrain.weights import CommunicatorSpec, WeightManifest, WeightUpdateRequest
-from drivetrain_conformance.weight_sources import raw_bytes
+from drivetrain.types.capability import Capability
+from drivetrain.types.config import Isolation
+from drivetrain.types.weights import CommunicatorSpec, WeightManifest, WeightUpdateRequest
+from drivetrain_conformance.assets.weight_sources import raw_bytes
 from drivetrain_weight_sync import UpdatableEngine, WeightSync
 
 BUCKET_BYTES = 300_000

@@ -14,7 +14,7 @@ from tests.faults.play import Theatre, play
 from tests.faults.settings import some
 
 from drivetrain import InferenceEngine, create_engine
-from drivetrain.host.fork_server import ForkServer
+from drivetrain.process.fork_server import ForkServer
 from drivetrain.testing import tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]

@@ -22,7 +22,7 @@ from tests.faults.play import Theatre, play
 from tests.faults.settings import some
 
 from drivetrain import EngineState, InferenceEngine, create_engine
-from drivetrain.host.fork_server import ForkServer
+from drivetrain.process.fork_server import ForkServer
 from drivetrain.testing import tiny_model
 
 pytestmark = [pytest.mark.timeout(0)]

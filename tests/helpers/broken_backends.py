@@ -6,7 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from drivetrain import FinishReason, GenerateRequest, GenerateResult, PauseMode, hookimpl
-from drivetrain.backend import Backend
+from drivetrain.backend.base import Backend
 from drivetrain_transformers.engine import TransformersBackend
 
 

@@ -20,7 +20,7 @@ import pytest
 from drivetrain import EngineConfig, EngineDied, EngineState, InferenceEngine, InvalidConfig, create_engine
 from drivetrain.errors import DrivetrainError
 from drivetrain.testing import tiny_model
-from drivetrain_conformance.servers import Server
+from drivetrain_conformance.harness.server_suite import Server
 
 KEY = "a-key-that-nobody-may-see"
 LONG = {"max_new_tokens": 900, "ignore_eos": True}

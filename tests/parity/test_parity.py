@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from drivetrain import InvalidConfig
-from drivetrain_conformance.parity import (
+from drivetrain_conformance.reports.parity import (
     FORMAT,
     Answer,
     Exchange,
@@ -20,8 +20,8 @@ from drivetrain_conformance.parity import (
     record,
     write_recording,
 )
-from drivetrain_conformance.parity_page import columns_of, differences, render
-from drivetrain_conformance.report import Hardware
+from drivetrain_conformance.reports.parity_page import columns_of, differences, render
+from drivetrain_conformance.reports.report import Hardware
 
 TOLERANCE = 1e-3
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drivetrain import LogprobsMode, SamplingParams
-from drivetrain.sampling import DisallowedTokens
+from drivetrain.types.sampling import DisallowedTokens
 from drivetrain_sampling import Row, Sampler
 from drivetrain_sampling.sampler import weights
 

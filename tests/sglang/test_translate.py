@@ -156,6 +156,16 @@ def test_engine_kwargs_may_not_undo_what_is_relied_on() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("allowed_media_domains", ["host"]), ("media_url_max_file_size_mb", 1), ("mm_process_config", {"image": {}})],
+)
+def test_arguments_for_media_that_the_engine_never_reads_are_refused(name: str, value: object) -> None:
+    with pytest.raises(InvalidConfig, match=f"{name}, which would have no effect") as caught:
+        translate.engine_arguments(config(engine_kwargs={name: value}), "cpu", "float32", 64)
+    assert caught.value.field == "engine_kwargs"
+
+
 def test_errors_are_told_apart() -> None:
     assert isinstance(as_engine_error(RuntimeError("CUDA out of memory. Tried")), EngineOutOfMemory)
     assert isinstance(as_engine_error(ValueError("no such thing")), InvalidRequest)

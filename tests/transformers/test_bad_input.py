@@ -24,6 +24,7 @@ from drivetrain import (
     UnsupportedCapability,
     create_engine,
 )
+from drivetrain.checks.simple_values import LONGEST_REQUEST_ID
 from drivetrain.testing import tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -100,6 +101,21 @@ async def test_template_variables_that_are_not_the_templates_are_refused(engine:
     )
     with pytest.raises(InvalidRequest, match="tools"):
         await engine.generate(prompt)
+
+
+@pytest.mark.parametrize("request_id", ["", "\ud800", "a\0b", "x" * (LONGEST_REQUEST_ID + 1), 5, None, {}])
+async def test_a_request_id_is_a_name(engine: InferenceEngine, request_id: Any) -> None:
+    with pytest.raises(InvalidRequest, match="request_ids=") as caught:
+        await engine.generate(["a"], request_ids=[request_id])
+    assert caught.value.field == "request_ids"
+    assert len(str(caught.value)) < 500
+
+
+async def test_the_longest_request_id_leaves_room_for_the_number_of_a_sample(engine: InferenceEngine) -> None:
+    longest = "x" * LONGEST_REQUEST_ID
+    output = await engine.generate(["a"], {"n": 2, "max_new_tokens": 1}, request_ids=[longest])
+    for completion in output.completions:
+        await engine.abort(completion.request_id)
 
 
 async def test_request_ids_must_differ(engine: InferenceEngine) -> None:

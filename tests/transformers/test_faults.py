@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -9,10 +12,22 @@ import pytest
 import torch
 
 import oracle
-from drivetrain import EngineInternalError, EngineOutOfMemory, EngineState, InferenceEngine, SamplingParams
+from drivetrain import (
+    Completion,
+    EngineDied,
+    EngineInternalError,
+    EngineOutOfMemory,
+    EngineState,
+    GenerateRequest,
+    GenerateResult,
+    InferenceEngine,
+    SamplingParams,
+    TokenDelta,
+)
+from drivetrain_sampling import Drawn, Row, Sampler
 from drivetrain_transformers import TransformersBackend
 from drivetrain_transformers.model import LoadedModel
-from engines import OpenEngine
+from engines import HANGING, OpenEngine, until_running
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -60,7 +75,7 @@ async def test_out_of_memory_runs_fewer_at_once_and_loses_nothing(
 async def test_a_request_that_never_fits_is_a_typed_error_and_the_engine_serves_on(
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drivetrain.flights.OUT_OF_MEMORY_DELAYS", (0.01, 0.02, 0.03))
+    monkeypatch.setattr("drivetrain.engine.requests_in_flight.OUT_OF_MEMORY_DELAYS", (0.01, 0.02, 0.03))
     async with open_engine() as engine:
         with monkeypatch.context() as patch:
             tried = limit_rows(model_of(engine), 0, patch)
@@ -70,6 +85,38 @@ async def test_a_request_that_never_fits_is_a_typed_error_and_the_engine_serves_
             assert len(tried) >= 4
         assert engine.state is EngineState.READY
         assert (await engine.generate("x", SamplingParams(max_new_tokens=2, ignore_eos=True))).completions[0].token_ids
+
+
+async def test_a_stream_out_of_memory_is_tried_again_until_a_chunk_was_shown(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drivetrain.engine.requests_in_flight.OUT_OF_MEMORY_DELAYS", (0.01, 0.02, 0.03))
+    params = SamplingParams(max_new_tokens=6, temperature=0, ignore_eos=True)
+    async with open_engine() as engine:
+        whole = (await engine.generate("streamed", params)).completions[0]
+        model, fits = model_of(engine), iter([False, False, True, True, *[False] * 50])
+        inner = model._forward
+
+        def forward(*args: object, **kwargs: object) -> torch.Tensor:
+            if not next(fits, True):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+            return inner(*args, **kwargs)  # type: ignore[arg-type]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(model, "_forward", forward)
+            shown: list[int] = []
+
+            async def read() -> None:
+                async for chunk in engine.generate_stream("streamed", params):
+                    shown.extend(chunk.token_ids)
+
+            with pytest.raises(EngineOutOfMemory, match="a stream, which cannot be generated twice"):
+                await read()
+            assert shown
+            assert shown == whole.token_ids[: len(shown)]
+            fits = iter([False, False, False])
+            chunks = [chunk async for chunk in engine.generate_stream("streamed", params)]
+        assert [token_id for chunk in chunks for token_id in chunk.token_ids] == whole.token_ids
 
 
 async def test_an_unexpected_error_ends_the_requests_in_flight_by_name_and_the_engine_serves_on(
@@ -87,3 +134,149 @@ async def test_an_unexpected_error_ends_the_requests_in_flight_by_name_and_the_e
                 await anext(engine.generate_stream("streamed", SamplingParams(max_new_tokens=4)))
         assert engine.state is EngineState.READY
         assert (await engine.generate("x", SamplingParams(max_new_tokens=2, ignore_eos=True))).completions[0].token_ids
+
+
+@pytest.mark.parametrize("steps", [0, 5], ids=["at its first token", "after some tokens"])
+async def test_a_row_whose_step_fails_ends_alone_and_changes_no_other(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    odd = 666
+
+    class Failing(Sampler):
+        def draw(self, logits: torch.Tensor) -> Drawn:
+            if any(row.seed == odd and len(row.generated) >= steps for row in self._rows):
+                raise RuntimeError("a row that cannot be drawn from")
+            return super().draw(logits)
+
+    kinds: list[dict[str, object]] = [
+        {"temperature": 0},
+        {"n": 2, "top_k": 5},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.5},
+        {"stop": "e", "temperature": 1.5},
+        {"logit_bias": {65: 2.0}, "min_p": 0.01},
+    ]
+    params = [SamplingParams.model_validate({"max_new_tokens": 24, "seed": 4, "logprobs": 2, **kind}) for kind in kinds]
+    prompts = [f"prompt number {number}" for number in range(len(params))]
+
+    async def answers(engine: InferenceEngine) -> list[Completion]:
+        """Of a call and a stream that run in one batch."""
+        call = asyncio.create_task(engine.generate(prompts, params))
+        chunks = [chunk async for chunk in engine.generate_stream(prompts[0], params[0])]
+        (streamed,) = [chunk.completion for chunk in chunks if chunk.completion is not None]
+        assert [token_id for chunk in chunks for token_id in chunk.token_ids] == streamed.token_ids
+        return [*(await call).completions, streamed]
+
+    async with open_engine(enable_prefix_caching=False) as engine:
+        alone = await answers(engine)
+        monkeypatch.setattr("drivetrain_transformers.scheduler.Sampler", Failing)
+        failing = asyncio.create_task(engine.generate("odd", {"seed": odd, "max_new_tokens": 24, "ignore_eos": True}))
+        beside = await answers(engine)
+        with pytest.raises(EngineInternalError, match="RuntimeError: a row that cannot be drawn from"):
+            await failing
+        assert engine.state is EngineState.READY
+        after = await answers(engine)
+    for again in (beside, after):
+        for one, other in zip(again, alone, strict=True):
+            assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, other.finish_reason)
+            torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("token_id", [10**12, -5, 260])
+async def test_ids_outside_the_vocabulary_reach_nobody(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch, token_id: int
+) -> None:
+    params = SamplingParams(max_new_tokens=4, ignore_eos=True)
+    async with open_engine() as engine:
+        backend = engine._backend
+        generate, stream = backend.generate, backend.stream
+
+        async def answer(request: GenerateRequest) -> GenerateResult:
+            result = await generate(request)
+            return replace(result, token_ids=[*result.token_ids[:-1], token_id])
+
+        async def deltas(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+            async for delta in stream(request):
+                yield replace(delta, token_ids=[token_id])
+
+        with monkeypatch.context() as patch:
+            patch.setattr(backend, "generate", answer)
+            patch.setattr(backend, "stream", deltas)
+            with pytest.raises(
+                EngineInternalError, match=f"token id {token_id}, which is outside the vocabulary of 260"
+            ):
+                await engine.generate("x", params)
+            with pytest.raises(EngineInternalError, match=f"token id {token_id}, which is outside"):
+                await engine.generate("x", {"max_new_tokens": 4, "stop": "zzz"})  # its text is watched
+            with pytest.raises(EngineInternalError, match=f"token id {token_id}, which is outside"):
+                await anext(engine.generate_stream("x", params))
+        assert engine.state is EngineState.READY
+        assert (await engine.generate("x", params)).completions[0].token_ids
+
+
+async def test_a_thread_that_fails_ends_the_engine_at_once(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(request_ids: object) -> None:
+        raise RuntimeError("a command that nobody expected to fail")
+
+    async with open_engine() as engine:
+        backend = cast(TransformersBackend, engine._backend)
+        params = SamplingParams(max_new_tokens=900, ignore_eos=True)
+        waiting = asyncio.create_task(engine.generate("x", params, request_ids=["r"]))
+        await until_running(engine, 1)
+        monkeypatch.setattr(backend._running.scheduler, "abort", broken)
+        await engine.abort("r")
+        with pytest.raises(EngineDied, match="thread of the transformers engine failed: RuntimeError: a command that"):
+            async with asyncio.timeout(HANGING):
+                await waiting
+        assert engine.state is EngineState.FAILED
+        with pytest.raises(EngineDied, match="a command that nobody expected"):  # asked of the thread that is no more
+            await backend.stats()
+
+
+async def test_what_is_asked_while_the_engine_closes_does_not_wait(open_engine: OpenEngine) -> None:
+    async with open_engine() as engine:
+        runner = cast(TransformersBackend, engine._backend)._running
+    async with asyncio.timeout(HANGING):
+        with pytest.raises(EngineInternalError, match="the engine was closed meanwhile"):
+            await runner.call(lambda: None)
+
+
+async def test_a_step_that_fails_before_its_forward_pass_ends_its_requests(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("a part that nobody expected to fail")
+
+    async with open_engine() as engine:
+        whole = await engine.generate(["a", "b"], SamplingParams(max_new_tokens=4, temperature=0))
+        with monkeypatch.context() as patch:
+            running = asyncio.create_task(
+                engine.generate("running", SamplingParams(max_new_tokens=900, ignore_eos=True), request_ids=["r"])
+            )
+            await until_running(engine, 1)
+            patch.setattr("drivetrain_transformers.prefill.Budget", fail)
+            async with asyncio.timeout(HANGING):
+                with pytest.raises(EngineInternalError, match="RuntimeError: a part that nobody expected"):
+                    await engine.generate(["a", "b"], SamplingParams(max_new_tokens=4))
+                await engine.abort("r")
+                await asyncio.wait([running])
+            assert running.exception() is None or isinstance(running.exception(), EngineInternalError)
+        again = await engine.generate(["a", "b"], SamplingParams(max_new_tokens=4, temperature=0))
+        assert [one.token_ids for one in again.completions] == [one.token_ids for one in whole.completions]
+
+
+async def test_running_requests_end_if_no_sampler_can_be_made_for_them(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(Sampler):
+        def __init__(self, rows: list[Row], device: torch.device) -> None:
+            if any(row.generated for row in rows):
+                raise RuntimeError("no sampler")
+            super().__init__(rows, device)
+
+    async with open_engine() as engine:
+        monkeypatch.setattr("drivetrain_transformers.scheduler.Sampler", Failing)
+        async with asyncio.timeout(HANGING):
+            with pytest.raises(EngineInternalError, match="RuntimeError: no sampler"):
+                await engine.generate(["a", "b"], SamplingParams(max_new_tokens=4, ignore_eos=True))

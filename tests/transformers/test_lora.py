@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import oracle
 from drivetrain import (
     Completion,
+    DeadlineExceeded,
     EngineBusy,
     GenerationOutput,
     InvalidRequest,
@@ -190,3 +193,105 @@ async def test_a_model_without_the_adapter_is_refused(model: Path) -> None:
     policy = get_peft_model(plain, LoraConfig(r=4, target_modules=["q_proj"]))
     with pytest.raises(InvalidRequest, match="no adapter 'critic'; it has: default"):
         LoraSync(policy, None, adapter="critic")  # type: ignore[arg-type]
+
+
+async def test_a_refused_adapter_changes_nothing_of_the_model(
+    open_engine: OpenEngine, model: Path, tmp_path: Path
+) -> None:
+    base = AutoModelForCausalLM.from_pretrained(model)
+    async with open_engine(enable_lora=True) as engine:
+        refused: list[dict[str, object]] = [
+            {"init_lora_weights": "pissa"},
+            {"bias": "all"},
+            {"modules_to_save": ["lm_head"]},
+            {"trainable_token_indices": [5]},
+        ]
+        for fields in refused:
+            own = AutoModelForCausalLM.from_pretrained(model)
+            policy = get_peft_model(own, LoraConfig(r=4, target_modules=["q_proj"], **fields))  # type: ignore[arg-type]
+            async with LoraSync(policy, engine, directory=tmp_path) as sync:
+                with pytest.raises(InvalidRequest, match=next(iter(fields))):
+                    await sync.push(version="v")
+        assert_made_by(base.eval(), (await engine.generate("x", PARAMS)).completions[0])
+        async with WeightSync.connect(base, engine) as full:
+            await full.push(version="full")
+
+
+async def test_an_adapter_is_computed_as_peft_computes_it(open_engine: OpenEngine, model: Path, tmp_path: Path) -> None:
+    kinds: list[dict[str, object]] = [
+        {"use_rslora": True, "lora_bias": True},
+        {"rank_pattern": {"layers.0.self_attn.q_proj": 2}, "alpha_pattern": {"layers.1.self_attn.q_proj": 64}},
+        {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+    ]
+    async with open_engine(enable_lora=True) as engine:
+        for number, fields in enumerate(kinds):
+            own = AutoModelForCausalLM.from_pretrained(model)
+            given = {"r": 4, "target_modules": ["q_proj", "v_proj"], **fields}
+            policy = get_peft_model(own, LoraConfig(**given))  # type: ignore[arg-type]
+            torch.manual_seed(number)
+            with torch.no_grad():
+                for name, parameter in policy.named_parameters():
+                    if "lora_" in name:
+                        parameter.normal_(std=0.3)
+            policy.save_pretrained(str(tmp_path / str(number)))
+            await engine.load_lora_adapter("a", str(tmp_path / str(number)))
+            output = await engine.generate("x", PARAMS, lora="a")
+            assert_made_by(policy.eval(), output.completions[0])  # type: ignore[arg-type]
+            await engine.unload_lora_adapter("a")
+        assert_made_by(oracle.load(model), (await engine.generate("x", PARAMS)).completions[0])
+
+
+async def test_what_reached_its_deadline_can_be_asked_for_again(
+    open_engine: OpenEngine, model: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_engine(enable_lora=True, max_loras=2, timeouts={"control": 2}, isolation="inline") as engine:
+        backend = engine._backend
+        load, unload = backend.load_lora_adapter, backend.unload_lora_adapter
+
+        async def slow_load(lora_name: str, lora_path: str, pinned: bool) -> None:
+            await load(lora_name, lora_path, pinned)
+            await asyncio.sleep(60)
+
+        async def slow_unload(lora_name: str) -> None:
+            await asyncio.sleep(60)
+            await unload(lora_name)
+
+        await engine.load_lora_adapter("a", str(adapters["a"]))
+        monkeypatch.setattr(backend, "unload_lora_adapter", slow_unload)
+        with pytest.raises(DeadlineExceeded):
+            await engine.unload_lora_adapter("a")
+        monkeypatch.setattr(backend, "unload_lora_adapter", unload)
+        await engine.unload_lora_adapter("a")
+        monkeypatch.setattr(backend, "load_lora_adapter", slow_load)
+        with pytest.raises(DeadlineExceeded):
+            await engine.load_lora_adapter("a", str(adapters["a"]))
+        monkeypatch.setattr(backend, "load_lora_adapter", load)
+        await engine.load_lora_adapter("a", str(adapters["b"]))
+        output = await engine.generate("x", PARAMS, lora="a")
+        assert_made_by(with_adapter(model, adapters["b"]), output.completions[0])
+        await engine.unload_lora_adapter("a")
+        with pytest.raises(InvalidRequest, match="loaded: none"):
+            await engine.unload_lora_adapter("a")
+
+
+async def test_an_adapter_that_peft_cannot_put_in_leaves_no_wrapper(
+    open_engine: OpenEngine, model: Path, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    tensors = load_file(adapters["a"] / "adapter_model.safetensors")
+    vocabulary, width = oracle.load(model).state_dict()["model.embed_tokens.weight"].shape
+    # An embedding has lora_embedding_A and lora_embedding_B.
+    tensors["base_model.model.model.embed_tokens.lora_A.weight"] = torch.zeros(4, width)
+    tensors["base_model.model.model.embed_tokens.lora_B.weight"] = torch.zeros(vocabulary, 4)
+    config = json.loads((adapters["a"] / "adapter_config.json").read_text(encoding="utf-8"))
+    config["target_modules"] = [*config["target_modules"], "embed_tokens"]
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    async with open_engine(enable_lora=True, isolation="inline") as engine:
+        module = engine._backend._running.model.module  # type: ignore[attr-defined]
+        before = [name for name, _ in module.named_parameters()]
+        with pytest.raises(InvalidRequest, match="peft cannot put"):
+            await engine.load_lora_adapter("a", str(tmp_path))
+        assert [name for name, _ in module.named_parameters()] == before
+        await engine.load_lora_adapter("a", str(adapters["a"]))
+        output = await engine.generate("x", PARAMS, lora="a")
+        assert_made_by(with_adapter(model, adapters["a"]), output.completions[0])

@@ -24,7 +24,7 @@ from drivetrain import (
     PauseMode,
     SamplingParams,
 )
-from engines import until_idle, until_running
+from engines import HANGING, until_idle, until_running
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -66,10 +66,10 @@ async def test_abort_returns_what_was_generated(engine: InferenceEngine) -> None
     async with in_flight(engine, prompts) as task:
         await engine.pause_generation("abort")
         assert engine.state is EngineState.PAUSED
-        aborted = (await asyncio.wait_for(task, 5)).completions
+        aborted = (await asyncio.wait_for(task, HANGING)).completions
         late = await arrives_and_waits(engine)
         await engine.continue_generation()
-        assert (await asyncio.wait_for(late, 30)).completions[0].finish_reason is FinishReason.LENGTH
+        assert (await asyncio.wait_for(late, HANGING)).completions[0].finish_reason is FinishReason.LENGTH
     for part, complete in zip(aborted, whole, strict=True):
         assert part.finish_reason is FinishReason.ABORT
         assert 0 < len(part.token_ids) < 400
@@ -83,11 +83,11 @@ async def test_wait_lets_requests_in_flight_end(engine: InferenceEngine) -> None
     async with in_flight(engine, ["one", "two"]) as task:
         pausing = asyncio.create_task(engine.pause_generation(PauseMode.WAIT))
         late = await arrives_and_waits(engine)
-        await asyncio.wait_for(pausing, 60)
-        completions = (await asyncio.wait_for(task, 5)).completions
+        await asyncio.wait_for(pausing, HANGING)
+        completions = (await asyncio.wait_for(task, HANGING)).completions
         assert [len(completion.token_ids) for completion in completions] == [400, 400]
         await engine.continue_generation()
-        await asyncio.wait_for(late, 30)
+        await asyncio.wait_for(late, HANGING)
 
 
 @pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RETRACT])
@@ -109,8 +109,8 @@ async def test_frozen_requests_go_on_as_if_nothing_had_happened(engine: Inferenc
             assert after.kv_cache_bytes < idle.kv_cache_bytes, "nor do they hold cache"
         await engine.continue_generation()
         await engine.continue_generation()
-        resumed = (await asyncio.wait_for(task, 60)).completions
-        await asyncio.wait_for(late, 30)
+        resumed = (await asyncio.wait_for(task, HANGING)).completions
+        await asyncio.wait_for(late, HANGING)
     assert [c.token_ids for c in resumed] == [c.token_ids for c in whole]
 
 
@@ -133,8 +133,8 @@ async def test_one_request_is_aborted_by_its_id_and_the_others_go_on(engine: Inf
     other = asyncio.create_task(engine.generate("ten", LONG, request_ids=["req-10"]))
     await until_running(engine, 2)
     await engine.abort("req-1")
-    assert (await asyncio.wait_for(first, 5)).completions[0].finish_reason is FinishReason.ABORT
-    assert (await asyncio.wait_for(other, 60)).completions[0].finish_reason is FinishReason.LENGTH
+    assert (await asyncio.wait_for(first, HANGING)).completions[0].finish_reason is FinishReason.ABORT
+    assert (await asyncio.wait_for(other, HANGING)).completions[0].finish_reason is FinishReason.LENGTH
 
 
 async def test_aborting_a_prompt_aborts_all_its_samples_frozen_or_waiting_ones_too(engine: InferenceEngine) -> None:
@@ -146,9 +146,9 @@ async def test_aborting_a_prompt_aborts_all_its_samples_frozen_or_waiting_ones_t
     await asyncio.sleep(0.05)
     await engine.abort("group")
     await engine.abort("at the gate")
-    reasons = [c.finish_reason for c in (await asyncio.wait_for(task, 5)).completions]
+    reasons = [c.finish_reason for c in (await asyncio.wait_for(task, HANGING)).completions]
     assert reasons == [FinishReason.ABORT] * 3
-    gate = (await asyncio.wait_for(waiting, 5)).completions
+    gate = (await asyncio.wait_for(waiting, HANGING)).completions
     assert [(c.finish_reason, c.token_ids) for c in gate] == [(FinishReason.ABORT, [])] * 3
     await engine.continue_generation()
 
@@ -160,11 +160,11 @@ async def test_a_cancelled_call_leaves_nothing_running(engine: InferenceEngine) 
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await until_idle(engine, within=1.0)
+    await until_idle(engine)
     stream = engine.generate_stream("c", endless)
     await anext(stream)
     await stream.aclose()
-    await until_idle(engine, within=1.0)
+    await until_idle(engine)
 
 
 async def test_sleep_says_by_its_arguments_what_becomes_of_requests(engine: InferenceEngine) -> None:
@@ -175,7 +175,7 @@ async def test_sleep_says_by_its_arguments_what_becomes_of_requests(engine: Infe
         assert state is EngineState.READY
         assert not task.done()
         await engine.sleep([MemoryTag.KV_CACHE], abort_first=True)
-        assert (await asyncio.wait_for(task, 5)).completions[0].finish_reason is FinishReason.ABORT
+        assert (await asyncio.wait_for(task, HANGING)).completions[0].finish_reason is FinishReason.ABORT
         assert engine.state is EngineState.ASLEEP
         assert (await engine.stats()).kv_cache_bytes == 0
         with pytest.raises(EngineStateError, match=r"asleep \(kv_cache\)"):
@@ -196,13 +196,13 @@ async def test_retracted_requests_survive_a_sleep_of_the_cache(engine: Inference
         assert (await engine.stats()).kv_cache_bytes == 0
         await engine.wake_up()
         await engine.continue_generation()
-        assert (await asyncio.wait_for(task, 60)).completions[0].token_ids == whole[0].token_ids
+        assert (await asyncio.wait_for(task, HANGING)).completions[0].token_ids == whole[0].token_ids
 
 
 async def test_logprobs_stay_true_across_a_retraction(engine: InferenceEngine, model: Path) -> None:
     async with in_flight(engine, ["one"]) as task:
         await engine.pause_generation("retract")
         await engine.continue_generation()
-        (completion,) = (await asyncio.wait_for(task, 60)).completions
+        (completion,) = (await asyncio.wait_for(task, HANGING)).completions
     expected = oracle.logprobs_of(oracle.load(model), completion)
     torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=1e-4)

@@ -9,7 +9,6 @@ import pytest
 from drivetrain import EngineConfig, InvalidConfig
 from drivetrain_transformers.translate import (
     context_length,
-    eos_token_ids,
     load_arguments,
 )
 
@@ -43,14 +42,3 @@ def test_the_context_is_the_models_own_unless_less_is_asked_for(name: str) -> No
     assert context_length(model, config(context_length=100)) == 100
     with pytest.raises(InvalidConfig, match="more than the model's 512"):
         context_length(model, config(context_length=513))
-
-
-def test_eos_ids_come_from_the_first_config_that_names_any() -> None:
-    none, one, two = (
-        SimpleNamespace(eos_token_id=None),
-        SimpleNamespace(eos_token_id=3),
-        SimpleNamespace(eos_token_id=[4, 5]),
-    )
-    assert eos_token_ids(none, one) == (3,)
-    assert eos_token_ids(two, one) == (4, 5)
-    assert eos_token_ids(none) == ()

@@ -35,9 +35,9 @@ from drivetrain import (
     WeightVerifyFailed,
 )
 from drivetrain.testing import tiny_model
-from drivetrain.weights import PrepareUpdate, WeightMessage, WeightReply
+from drivetrain.types.weights import PrepareUpdate, WeightMessage, WeightReply
 from drivetrain_weight_sync import LogprobProbe, WeightSync
-from engines import OpenEngine, until_running
+from engines import HANGING, OpenEngine, until_running
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -134,7 +134,7 @@ async def test_an_update_while_requests_are_in_flight(engine: InferenceEngine, m
     await asyncio.sleep(0.1)
     await sync.push(version="new")
     assert engine.state is EngineState.READY
-    completions = (await asyncio.wait_for(task, 60)).completions
+    completions = (await asyncio.wait_for(task, HANGING)).completions
     for completion in completions:
         count = len(completion.token_ids)
         assert completion.logprobs is not None
@@ -252,7 +252,7 @@ async def test_requests_stay_frozen_when_an_update_in_one_call_fails(
         assert not in_flight.done()
         assert done == (await engine.stats()).running == 1
         await sync.push(version="good")
-    (completion,) = (await asyncio.wait_for(in_flight, 60)).completions
+    (completion,) = (await asyncio.wait_for(in_flight, HANGING)).completions
     assert [span.version for span in completion.weight_versions] == ["initial", "good"]
     await assert_serves(engine, policy, "good")
 
@@ -266,6 +266,18 @@ async def test_an_update_that_loads_at_once_takes_no_single_buckets(engine: Infe
     with pytest.raises(EngineStateError):
         async with engine.weight_update(request, at_once=True) as transaction:
             await transaction.load([0])
+    assert engine.state is EngineState.DIRTY
+
+
+@pytest.mark.usefixtures("restored")
+@pytest.mark.parametrize("indices", [5, "ab", ["a"], [-1], [2**70], [True], None])
+async def test_what_is_no_index_of_a_bucket_is_refused_by_name(
+    engine: InferenceEngine, model: Path, indices: list[int]
+) -> None:
+    request = WeightUpdateRequest(version="new", source=DiskSource(path=str(model)))
+    with pytest.raises(InvalidRequest, match="indices="):
+        async with engine.weight_update(request) as transaction:
+            await transaction.load(indices)
     assert engine.state is EngineState.DIRTY
 
 
@@ -325,7 +337,7 @@ def bad_sources(policy: PreTrainedModel) -> dict[str, tuple[dict[str, torch.Tens
         "missing": ({n: t for n, t in good.items() if n != name}, WeightPlanMismatch, name),
         "extra": ({**good, "model.layers.7.ghost": torch.ones(2)}, WeightPlanMismatch, "model.layers.7.ghost"),
         "shape": ({**good, name: good[name][:-1]}, WeightPlanMismatch, name),
-        "dtype": ({**good, name: good[name].bfloat16()}, WeightPlanMismatch, "bfloat16"),
+        "dtype": ({**good, name: good[name].double()}, WeightPlanMismatch, "float64"),
         "nan": ({**good, name: nan}, InvalidWeights, name),
     }
 
@@ -378,7 +390,7 @@ async def test_an_update_that_breaks_off_leaves_the_engine_dirty_until_a_full_pu
     with pytest.raises(EngineStateError, match="the sender was lost"):
         await engine.generate("x")
     await engine.load_weights_from_disk(str(tmp_path), "recovered")
-    (completion,) = (await asyncio.wait_for(in_flight, 60)).completions
+    (completion,) = (await asyncio.wait_for(in_flight, HANGING)).completions
     assert [span.version for span in completion.weight_versions] == ["initial", "recovered"]
     await assert_serves(engine, policy, "recovered")
 

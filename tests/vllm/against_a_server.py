@@ -11,7 +11,7 @@ import psutil
 from vllm_cpu_server import launch_of
 
 from drivetrain import EngineConfig
-from drivetrain_conformance.servers import Server
+from drivetrain_conformance.harness.server_suite import Server
 from server_faults import ServerFaults
 
 

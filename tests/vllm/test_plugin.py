@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from drivetrain_vllm import inside
+from drivetrain_vllm import in_engine
 
 
 @pytest.mark.parametrize(
@@ -21,13 +21,13 @@ from drivetrain_vllm import inside
 def test_it_is_loaded_beside_the_plugins_that_are_named(
     monkeypatch: pytest.MonkeyPatch, named: str | None, then: str | None
 ) -> None:
-    monkeypatch.delenv(inside.CHANNEL, raising=False)
+    monkeypatch.delenv(in_engine.CHANNEL, raising=False)
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     with monkeypatch.context() as patched:
-        patched.setenv(inside.CHANNEL, "before")
+        patched.setenv(in_engine.CHANNEL, "before")
         patched.setenv("VLLM_PLUGINS", named or "")
         if named is None:
             patched.delenv("VLLM_PLUGINS")
-        inside.invite("a channel")
-        assert os.environ[inside.CHANNEL] == "a channel"
+        in_engine.invite("a channel")
+        assert os.environ[in_engine.CHANNEL] == "a channel"
         assert os.environ.get("VLLM_PLUGINS") == then

@@ -14,12 +14,22 @@ from drivetrain import (
     EngineConfig,
     FinishReason,
     GenerateRequest,
+    ImageInput,
     InvalidConfig,
     LogprobsMode,
     SamplingParams,
     VersionSpan,
+    VideoInput,
 )
-from drivetrain.errors import EngineDied, EngineInternalError, EngineOutOfMemory, InvalidRequest
+from drivetrain.errors import (
+    EngineDied,
+    EngineInternalError,
+    EngineOutOfMemory,
+    InvalidRequest,
+    NonFiniteLogits,
+    NoTokenAllowed,
+)
+from drivetrain_sampling import NO_TOKEN, NOT_FINITE
 from drivetrain_vllm import translate
 from drivetrain_vllm.engine import VLLMBackend
 from drivetrain_vllm.errors import as_engine_error
@@ -144,6 +154,16 @@ def test_the_configuration_becomes_arguments() -> None:
     assert "enforce_eager" not in on_a_gpu
 
 
+def test_fields_of_the_models_configuration_may_be_overridden() -> None:
+    plain = {"rope_parameters": {"rope_type": "default"}}
+    assert translate.engine_arguments(config(), "cpu", "float32", 512, plain)["hf_overrides"] == plain
+    assert "hf_overrides" not in translate.engine_arguments(config(), "cpu", "float32", 512, {})
+
+
+def test_only_what_generates_wants_room_for_one_more_token() -> None:
+    assert [translate.room_of(config(task=task)) for task in ("generate", "embed", "reward")] == [1, 0, 0]
+
+
 def test_experts_are_spread_over_all_ranks_or_over_none() -> None:
     def arguments(**fields: Any) -> dict[str, object]:
         return translate.engine_arguments(config(tensor_parallel_size=4, **fields), "cuda", "bfloat16", 512)
@@ -157,6 +177,27 @@ def test_experts_are_spread_over_all_ranks_or_over_none() -> None:
 def test_an_argument_that_has_a_field_is_refused() -> None:
     with pytest.raises(InvalidConfig, match="max_model_len"):
         translate.engine_arguments(config(engine_kwargs={"max_model_len": 5}), "cpu", "float32", 512)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("allowed_media_domains", ["host"]), ("allowed_local_media_path", "/data"), ("mm_processor_cache_gb", 4)],
+)
+def test_arguments_for_media_that_the_engine_never_reads_are_refused(name: str, value: object) -> None:
+    with pytest.raises(InvalidConfig, match=f"{name}, which would have no effect") as caught:
+        translate.engine_arguments(config(engine_kwargs={name: value}), "cpu", "float32", 512)
+    assert caught.value.field == "engine_kwargs"
+
+
+async def test_images_and_videos_are_as_many_as_vllm_was_told() -> None:
+    backend = VLLMBackend(config())
+    most = SimpleNamespace(get_limit_per_prompt={"image": 1, "video": 0}.__getitem__)
+    backend._engine = SimpleNamespace(model_config=SimpleNamespace(multimodal_config=most))
+    image, video = ImageInput(data=b"a"), VideoInput(data=b"a")
+    for media, said in (((image, image), "2 images beside a prompt; expected at most 1"), ((video,), "1 videos")):
+        with pytest.raises(InvalidRequest, match=f"{said}.*limit_mm_per_prompt") as caught:
+            await backend.read_media(media)
+        assert caught.value.field == "prompts"
 
 
 def test_chunks_become_a_result() -> None:
@@ -235,6 +276,24 @@ def test_a_stop_at_the_last_token_is_a_stop() -> None:
     collected = translate.Collected(request())
     collected.add(output([1, 9], "length"))
     assert collected.result("v").finish_reason is FinishReason.STOP
+
+
+def test_a_request_that_failed_ends_with_the_error_that_names_it() -> None:
+    collected = translate.Collected(request({"logit_processors": [{"kind": "action_mask", "allowed_token_ids": [1]}]}))
+    collected.add(output([4]))
+    collected.add(output([], "abort", stop_reason=NOT_FINITE))
+    with pytest.raises(NonFiniteLogits, match=r"request r: .* output token 1"):
+        collected.result("v")
+    collected.add(output([], "abort", stop_reason=NO_TOKEN))
+    with pytest.raises(NoTokenAllowed, match="output token 1") as refusal:
+        collected.result("v")
+    assert refusal.value.field == "sampling_params.logit_processors"
+
+
+def test_the_token_after_a_prompt_that_is_only_scored_does_not_matter() -> None:
+    collected = translate.Collected(request(max_new_tokens=0))
+    collected.add(output([], "abort", stop_reason=NOT_FINITE))
+    assert collected.result("v").finish_reason is FinishReason.LENGTH
 
 
 def test_an_end_that_vllm_does_not_explain_is_an_error() -> None:

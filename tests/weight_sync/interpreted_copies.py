@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from drivetrain_weight_sync.device_copies import ROWS, DeviceCopies, DeviceCopy, fits, window_of
-from drivetrain_weight_sync.digest import COLUMNS, digests
+from drivetrain_weight_sync.copying.device_copies import ROWS, DeviceCopies, DeviceCopy, fits, window_of
+from drivetrain_weight_sync.copying.digest import COLUMNS, digests
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2, torch.float8_e4m3fn)
 

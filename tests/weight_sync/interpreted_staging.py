@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from drivetrain.errors import InvalidWeights, WeightPlanMismatch
-from drivetrain.weights import TensorSpec, WeightManifest
-from drivetrain_weight_sync import device_copies, digests, make_plan, staging
-from drivetrain_weight_sync.source import Source
-from drivetrain_weight_sync.staging import Staged, Stager, stage
+from drivetrain.types.weights import TensorSpec, WeightManifest
+from drivetrain_weight_sync import digests, make_plan
+from drivetrain_weight_sync.copying import device_copies
+from drivetrain_weight_sync.trainer import staging
+from drivetrain_weight_sync.trainer.source import Source
+from drivetrain_weight_sync.trainer.staging import Staged, Stager, stage
 from drivetrain_weight_sync.transports.in_process import InProcessSender
 from drivetrain_weight_sync.transports.shared_memory import SharedMemorySender
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drivetrain.errors import WeightVerifyFailed
-from drivetrain.weights import (
+from drivetrain.types.weights import (
     BeginUpdate,
     CommitUpdate,
     LoadBuckets,
@@ -20,9 +20,9 @@ from drivetrain.weights import (
     WeightUpdateRequest,
 )
 from drivetrain_weight_sync import Receiver, make_plan
-from drivetrain_weight_sync.recorded import RecordedTarget
-from drivetrain_weight_sync.source import Source
-from drivetrain_weight_sync.staging import Staged, Stager, stage
+from drivetrain_weight_sync.tracing.traced_target import TracedTarget
+from drivetrain_weight_sync.trainer.source import Source
+from drivetrain_weight_sync.trainer.staging import Staged, Stager, stage
 from drivetrain_weight_sync.transports.in_process import InProcessReader, InProcessSender
 
 SHAPES = {"q": (32, 16), "k": (16, 16), "turned": (16, 8), "tied": (24, 16), "odd": (3,)}
@@ -68,7 +68,7 @@ class Half:
                 self.k.copy_(tensor[:, 8:])
 
 
-class Watched(RecordedTarget):
+class Watched(TracedTarget):
     """Notes what is read back; ``answers`` are given instead of what the copies lead to."""
 
     def __init__(self, model: Model | Half, *, split: bool = False) -> None:

@@ -18,10 +18,10 @@ from typing import Self
 import torch
 from torch import nn
 
-from drivetrain.capability import Capability
-from drivetrain.config import EngineConfig, Isolation, Timeouts
 from drivetrain.errors import DrivetrainError, from_wire, to_wire
-from drivetrain.weights import (
+from drivetrain.types.capability import Capability
+from drivetrain.types.config import EngineConfig, Isolation, Timeouts
+from drivetrain.types.weights import (
     AbortUpdate,
     BeginUpdate,
     CommitUpdate,
@@ -36,8 +36,8 @@ from drivetrain.weights import (
     WeightUpdateRequest,
 )
 from drivetrain_weight_sync import ModuleTarget, Receiver, make_plan
-from drivetrain_weight_sync.source import Source
-from drivetrain_weight_sync.staging import Staged, Stager, stage
+from drivetrain_weight_sync.trainer.source import Source
+from drivetrain_weight_sync.trainer.staging import Staged, Stager, stage
 from drivetrain_weight_sync.transports.in_process import InProcessSender
 
 HOST_CAPABILITIES = frozenset(

@@ -9,14 +9,15 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 import torch
 
 from drivetrain.errors import DeadlineExceeded, EngineBusy, InvalidRequest, WeightTransferFailed
-from drivetrain.weights import CommunicatorSpec, TensorSpec, WeightManifest, WeightUpdateRequest
+from drivetrain.types.weights import CommunicatorSpec, TensorSpec, WeightManifest, WeightUpdateRequest
 from drivetrain_weight_sync import make_plan
 from drivetrain_weight_sync.transports.broadcast import BroadcastReader, BroadcastSender
-from drivetrain_weight_sync.transports.groups import Group, Groups
+from drivetrain_weight_sync.transports.process_groups import Group, Groups, meeting_place
 
 CPU = torch.device("cpu")
 Pair = tuple[BroadcastSender, BroadcastReader, Group]
@@ -64,6 +65,24 @@ def test_a_trainer_whose_engine_does_not_come_stops_waiting() -> None:
     offered, store = sender.offer("gloo", "127.0.0.1", 1, 0.5)
     with pytest.raises(DeadlineExceeded, match=r"did not form: of its ranks 0 to 1, 1 did not come within 0\.5 s"):
         sender.join(offered, store)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
+def test_the_store_of_a_loopback_address_listens_nowhere_else(address: str) -> None:
+    store = meeting_place(address, 2, 5)
+    found = [c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.laddr.port == store.port]
+    assert set(found) == {"127.0.0.1"}
+
+
+def test_an_address_of_another_host_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"master_address='192\.0\.2\.1'"):
+        meeting_place("192.0.2.1", 2, 5)
+
+
+def test_a_store_of_a_host_name_is_reached() -> None:
+    store = meeting_place(socket.gethostname(), 2, 5)
+    store.set("a", "b")
+    assert store.get("a") == b"b"
 
 
 def test_a_trainer_that_leaves_stops_waiting_for_an_engine_that_does_not_come() -> None:

@@ -12,10 +12,10 @@ from tests.weight_sync.receiver_engines import push_in_process
 from torch import nn
 
 from drivetrain.errors import WeightSyncError, WeightVerifyFailed
-from drivetrain.weights import TensorSpec, WeightManifest
+from drivetrain.types.weights import TensorSpec, WeightManifest
 from drivetrain_weight_sync import Receiver
-from drivetrain_weight_sync.proof import require_as_stored, require_converted_alike
-from drivetrain_weight_sync.recorded import RecordedTarget
+from drivetrain_weight_sync.receiver.checkpoint_comparison import require_as_stored, require_converted_alike
+from drivetrain_weight_sync.tracing.traced_target import TracedTarget
 
 SPECS = (TensorSpec("A_log", "float32", (4,)), TensorSpec("D", "bfloat16", (4,)), TensorSpec("norm", "float32", (4,)))
 MANIFEST = WeightManifest(SPECS, {})
@@ -45,8 +45,8 @@ class Mixer(nn.Module):
                 getattr(self, name).data.copy_(tensor)
 
 
-def target_of(mixer: Mixer) -> RecordedTarget:
-    target = RecordedTarget(mixer.load_weights, MANIFEST, model=mixer)
+def target_of(mixer: Mixer) -> TracedTarget:
+    target = TracedTarget(mixer.load_weights, MANIFEST, model=mixer)
     mixer.loads.clear()
     return target
 

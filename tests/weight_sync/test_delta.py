@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.weight_sync.models import Model, differing, tensors_of
 from tests.weight_sync.receiver_engines import InlineEngine
-from tests.weight_sync.test_recorded import SPLIT, Rank
+from tests.weight_sync.test_traced_target import SPLIT, Rank
 
 from drivetrain.errors import (
     InvalidRequest,
@@ -20,7 +20,7 @@ from drivetrain.errors import (
     WeightTransferFailed,
     WeightVerifyFailed,
 )
-from drivetrain.weights import (
+from drivetrain.types.weights import (
     BeginUpdate,
     CommitUpdate,
     LoadBuckets,
@@ -31,9 +31,9 @@ from drivetrain.weights import (
     WeightManifest,
     WeightUpdateRequest,
 )
-from drivetrain_weight_sync import Receiver, RecordedTarget, WeightSync, make_plan
-from drivetrain_weight_sync.source import Source
-from drivetrain_weight_sync.staging import Staged, Stager, stage
+from drivetrain_weight_sync import Receiver, TracedTarget, WeightSync, make_plan
+from drivetrain_weight_sync.trainer.source import Source
+from drivetrain_weight_sync.trainer.staging import Staged, Stager, stage
 from drivetrain_weight_sync.transports.base import Patch
 from drivetrain_weight_sync.transports.delta import DeltaReader, DeltaSender
 
@@ -77,7 +77,7 @@ def one_tensor(dtype: torch.dtype, size: int) -> tuple[Link, torch.Tensor]:
             held.copy_(tensor)
 
     manifest = WeightManifest((TensorSpec("w", str(dtype).removeprefix("torch."), (size,)),))
-    return Link(manifest, Receiver(RecordedTarget(load_weights, manifest))), held
+    return Link(manifest, Receiver(TracedTarget(load_weights, manifest))), held
 
 
 def random_bits(size: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -162,14 +162,14 @@ async def test_a_generator_is_read_once_though_the_engine_wants_all() -> None:
 
 
 def test_a_delta_against_other_weights_changes_nothing() -> None:
-    target = RecordedTarget(Rank(0).load_weights, SPLIT, split=True)
+    target = TracedTarget(Rank(0).load_weights, SPLIT, split=True)
     link = Link(SPLIT, Receiver(target))
     weights = {spec.name: torch.randn(spec.shape) for spec in SPLIT.tensors}
     link.push(weights)
     weights["q"][0, 0] += 1
     request = link.request(weights)
     fresh = Rank(0)
-    for receiver in (Receiver(RecordedTarget(fresh.load_weights, SPLIT, split=True)), link.receivers[0]):
+    for receiver in (Receiver(TracedTarget(fresh.load_weights, SPLIT, split=True)), link.receivers[0]):
         receiver.forget_held()
         with pytest.raises(WeightBaseMismatch, match="nothing was changed"):
             receiver.handle(PrepareUpdate(request))
@@ -223,7 +223,7 @@ async def test_what_something_else_changed_is_found_and_mended(tensor: str) -> N
 
 def ranks() -> tuple[Link, list[Rank]]:
     both = [Rank(0), Rank(1)]
-    return Link(SPLIT, *(Receiver(RecordedTarget(rank.load_weights, SPLIT, split=True)) for rank in both)), both
+    return Link(SPLIT, *(Receiver(TracedTarget(rank.load_weights, SPLIT, split=True)) for rank in both)), both
 
 
 def test_each_rank_changes_its_part() -> None:

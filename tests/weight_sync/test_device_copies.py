@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drivetrain_weight_sync.device_copies import DeviceCopy, Pace, Window, fits, window_of
+from drivetrain_weight_sync.copying.device_copies import DeviceCopy, Pace, Window, fits, window_of
 
 
 def test_only_whole_contiguous_words_fit() -> None:
@@ -49,8 +49,8 @@ def test_a_window_is_a_part_of_every_line() -> None:
 def test_a_pace_rests_between_parts_and_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     rests: list[float] = []
-    monkeypatch.setattr("drivetrain_weight_sync.device_copies.time.perf_counter", lambda: clock[0])
-    monkeypatch.setattr("drivetrain_weight_sync.device_copies.time.sleep", rests.append)
+    monkeypatch.setattr("drivetrain_weight_sync.copying.device_copies.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("drivetrain_weight_sync.copying.device_copies.time.sleep", rests.append)
     takes = [9.0, 1.0, 2.0, 1.0]  # the first compiles, the third waits for others
 
     def work(part: int) -> None:

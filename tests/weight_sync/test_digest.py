@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drivetrain_weight_sync import digest, digests
-from drivetrain_weight_sync.digest import _pseudo_random, fold_on_device
-from drivetrain_weight_sync.finite import non_finite
+from drivetrain_weight_sync.copying.digest import _pseudo_random, fold_on_device
+from drivetrain_weight_sync.tensors.finite import non_finite
 
 MASK = (1 << 64) - 1
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.int64, torch.uint8, torch.bool]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from safetensors.torch import save_file
 from tests.weight_sync.models import Model, differing, tensors_of
 
 from drivetrain.errors import DrivetrainError, InvalidRequest, InvalidWeights, WeightPlanMismatch, WeightSyncError
-from drivetrain.weights import (
+from drivetrain.types.weights import (
     BeginUpdate,
     CommitUpdate,
     DiskSource,
@@ -22,7 +23,7 @@ from drivetrain.weights import (
     WeightUpdateRequest,
 )
 from drivetrain_weight_sync import ModuleTarget, Receiver
-from drivetrain_weight_sync.digest import digests
+from drivetrain_weight_sync.copying.digest import digests
 
 Tensors = dict[str, torch.Tensor]
 
@@ -92,7 +93,11 @@ NORM = "model.norm.weight"
         (changed(NORM, None), WeightPlanMismatch, r"Missing: model\.norm\.weight"),
         (changed("more", torch.zeros(1)), WeightPlanMismatch, "Extra: more"),
         (changed(NORM, torch.zeros(23)), WeightPlanMismatch, r"got float32 \[23\], expected float32 \[24\]"),
-        (changed(NORM, torch.zeros(24).half()), WeightPlanMismatch, r"got float16 \[24\], expected float32 \[24\]"),
+        (
+            changed(NORM, torch.zeros(24).double()),
+            WeightPlanMismatch,
+            r"float64, which rounds to .*float32 \(model\.norm",
+        ),
         (changed(NORM, torch.full((24,), float("nan"))), InvalidWeights, r"model\.norm\.weight \(NaN\)"),
         (changed("lm_head.weight", torch.zeros(61, 24).bfloat16()), WeightPlanMismatch, "differ in"),
     ],
@@ -108,6 +113,17 @@ def test_a_bad_checkpoint_is_refused_before_anything_changes(
     assert not differing(tensors_of(served), before)
 
 
+def test_a_checkpoint_of_a_narrower_float_type_is_taken(tmp_path: Path) -> None:
+    trained, served = tensors_of(Model(1)), Model(2)
+    trained[NORM] = trained[NORM].bfloat16()
+    one_safetensors(tmp_path, trained)
+    receiver = Receiver(ModuleTarget(served))
+    buckets = receiver.handle(PrepareUpdate(request(tmp_path))).buckets
+    for message in (BeginUpdate(), LoadBuckets(tuple(range(buckets))), VerifyUpdate(), CommitUpdate("v")):
+        receiver.handle(message)
+    assert not differing(tensors_of(served), {**trained, NORM: trained[NORM].float()})
+
+
 def truncate(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
@@ -120,6 +136,10 @@ def truncate(folder: Path) -> None:
         (truncate, r"model\.safetensors that cannot be read"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"x"), "cannot be read"),
         (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "index .* cannot be read"),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"w": 5}}'),
+            "index .* cannot be read",
+        ),
         (
             lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"w": "gone.bin"}}'),
             r"lacks gone\.bin",
@@ -166,3 +186,20 @@ def test_files_that_are_not_what_the_sender_digested_are_refused(tmp_path: Path)
     one_safetensors(tmp_path, tensors)
     with pytest.raises(WeightSyncError, match=r"differ: model\.norm\.weight"):
         receiver.handle(PrepareUpdate(request(tmp_path, digests=expected)))
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a/../../b.safetensors"])
+def test_an_index_that_names_files_outside_the_folder_is_refused(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    one_safetensors(tmp_path, tensors_of(Model(1)))
+    index = {"metadata": {}, "weight_map": {NORM: name}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(InvalidRequest, match="names files outside it"):
+        Receiver(ModuleTarget(Model(2))).handle(PrepareUpdate(request(folder)))
+
+
+def test_a_fifo_is_refused_and_freezes_nothing(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(InvalidRequest, match="no regular file"):
+        Receiver(ModuleTarget(Model(2))).handle(PrepareUpdate(request(tmp_path)))

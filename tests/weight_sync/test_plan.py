@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drivetrain.errors import InvalidConfig, WeightPlanMismatch
-from drivetrain.weights import Bucket, PlacedTensor, TensorSpec, WeightManifest, WeightPlan
+from drivetrain.types.weights import Bucket, PlacedTensor, TensorSpec, WeightManifest, WeightPlan
 from drivetrain_weight_sync import check_plan, make_plan
-from drivetrain_weight_sync.plan import ALIGNMENT, bucket_offsets, check_geometry, layer_of, plan_nbytes
+from drivetrain_weight_sync.copying.plan import ALIGNMENT, bucket_offsets, check_geometry, layer_of, plan_nbytes
 
 PREFIXES = ["model.layers.{}.", "transformer.h.{}.mlp.", "{}.", "model.layers.{}.experts.1."]
 
@@ -146,10 +146,19 @@ def test_what_does_not_fit_is_named_with_both_sides_and_the_remedy() -> None:
     assert error.mismatched == ("a", "b")
     message = str(error)
     assert "a (got float32 [3, 2], expected float32 [2, 3])" in message
-    assert "b (got float32 [4], expected bfloat16 [4])" in message
+    assert "1 of float32, which rounds to the engine's bfloat16 (b)" in message
     assert "c (expected int8 [])" in message
     assert "d (int8 [1])" in message
     assert "cast=True" in message
+
+
+def test_hundreds_of_tensors_that_must_be_rounded_are_one_fact() -> None:
+    held = tuple(TensorSpec(f"layers.{index}.w", "bfloat16", (2,)) for index in range(300))
+    with pytest.raises(WeightPlanMismatch) as caught:
+        check_plan([replace(spec, dtype="float32") for spec in held], WeightManifest(held))
+    assert len(caught.value.mismatched) == 300
+    assert "300 of float32, which rounds to the engine's bfloat16 (layers.0.w, layers.1.w" in str(caught.value)
+    assert len(str(caught.value)) < 400
 
 
 def test_a_wrong_shape_alone_does_not_advise_a_cast() -> None:
@@ -179,3 +188,14 @@ def test_a_tied_tensor_may_come_under_either_name_but_not_under_both() -> None:
 def test_a_plan_with_impossible_geometry_is_refused(placed: list[PlacedTensor], size: int, problem: str) -> None:
     with pytest.raises(WeightPlanMismatch, match=problem):
         check_geometry(WeightPlan((Bucket(tuple(placed), size),)))
+
+
+def test_names_that_share_a_wrong_beginning_are_one_fact() -> None:
+    held = [TensorSpec(f"model.layers.{index}.up.weight", "float32", (2,)) for index in range(16)]
+    manifest = WeightManifest((*held, A))
+    with pytest.raises(WeightPlanMismatch) as caught:
+        check_plan([A, *(replace(spec, name=f"actor.{spec.name}") for spec in held)], manifest)
+    message = str(caught.value)
+    assert "16 names begin with 'actor.', which the engine's do not, as actor.model.layers.0.up.weight" in message
+    assert len(message) < 450
+    assert len(caught.value.extra) == len(caught.value.missing) == 16

@@ -11,15 +11,15 @@ import torch
 from tests.weight_sync.models import Model, differing, tensors_of
 from tests.weight_sync.receiver_engines import HostedEngine, InlineEngine
 
-from drivetrain.capability import Capability
 from drivetrain.errors import InvalidRequest, UnsupportedCapability, WeightSyncError
+from drivetrain.types.capability import Capability
 from drivetrain_weight_sync import Strategy, WeightSync
 from drivetrain_weight_sync.transports import find_transport, transport_names
 
 PIGEON = """
 from pathlib import Path
 import torch
-from drivetrain.weights import PluginSource
+from drivetrain.types.weights import PluginSource
 from drivetrain_weight_sync.transports import Opened, Reader, Sender, Transport
 
 class PigeonSender(Sender):

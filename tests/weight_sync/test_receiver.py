@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.weight_sync.models import Model, differing, tensors_of
 
+from drivetrain.engine.weight_updates import KeptPlan
 from drivetrain.errors import (
     EngineStateError,
     InvalidRequest,
@@ -21,8 +22,7 @@ from drivetrain.errors import (
     WeightTransferFailed,
     WeightVerifyFailed,
 )
-from drivetrain.updates import KeptPlan
-from drivetrain.weights import (
+from drivetrain.types.weights import (
     AbortUpdate,
     BeginUpdate,
     BroadcastSource,
@@ -40,8 +40,8 @@ from drivetrain.weights import (
     WeightUpdateRequest,
 )
 from drivetrain_weight_sync import ModuleTarget, Phase, Receiver, make_plan
-from drivetrain_weight_sync.source import Source
-from drivetrain_weight_sync.staging import Staged, Stager, stage
+from drivetrain_weight_sync.trainer.source import Source
+from drivetrain_weight_sync.trainer.staging import Staged, Stager, stage
 from drivetrain_weight_sync.transports.base import Opened, Sender
 from drivetrain_weight_sync.transports.disk import DiskReader, DiskSender
 from drivetrain_weight_sync.transports.in_process import InProcessSender

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from drivetrain.errors import EngineBusy, EngineInternalError, EngineStateError, InvalidRequest, UnsupportedCapability
 from drivetrain.testing import tiny_model
-from drivetrain.weights import TensorSpec, WeightManifest
-from drivetrain_weight_sync import ModelFiles, ModuleTarget, RecordedTarget, WeightWriter, save_remote, save_sharded
-from drivetrain_weight_sync.saving import INDEX
+from drivetrain.types.weights import TensorSpec, WeightManifest
+from drivetrain_weight_sync import ModelFiles, ModuleTarget, TracedTarget, WeightWriter, save_remote, save_sharded
+from drivetrain_weight_sync.receiver.saving import INDEX
 
 WITHIN_S = 20.0
 
@@ -135,7 +135,7 @@ async def test_what_an_engine_fused_is_written_apart(tmp_path: Path) -> None:
             fused[{"a": slice(0, 4), "b": slice(4, 6)}[name]].copy_(tensor)
 
     manifest = WeightManifest((TensorSpec("a", "float32", (4, 3)), TensorSpec("b", "float32", (2, 3))), {})
-    target = RecordedTarget(load_weights, manifest)  # type: ignore[arg-type]
+    target = TracedTarget(load_weights, manifest)  # type: ignore[arg-type]
     fused.copy_(torch.arange(18).view(6, 3))
     await save(WeightWriter(target), tmp_path / "saved")
     assert differing(saved(tmp_path / "saved"), {"a": fused[:4], "b": fused[4:]}) == []

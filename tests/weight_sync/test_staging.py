@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain_weight_sync.staging import _Seen
+from drivetrain_weight_sync.trainer.staging import _Seen
 
 SQUARE = torch.randn(4, 4)
 OTHER = torch.randn(8)

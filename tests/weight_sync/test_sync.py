@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import resource
 import signal
 import struct
 import subprocess
@@ -20,11 +21,8 @@ from tests.weight_sync.models import Model, differing, tensors_of
 from tests.weight_sync.receiver_engines import HostedEngine, InlineEngine
 from torch import nn
 
-from drivetrain.capability import Capability
-from drivetrain.config import Isolation
-from drivetrain.engine import InferenceEngine
+from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import (
-    InvalidConfig,
     InvalidRequest,
     InvalidWeights,
     UnsupportedCapability,
@@ -32,7 +30,9 @@ from drivetrain.errors import (
     WeightSyncError,
     WeightTransferFailed,
 )
-from drivetrain.weights import (
+from drivetrain.types.capability import Capability
+from drivetrain.types.config import Isolation
+from drivetrain.types.weights import (
     CudaIpcSource,
     TensorSpec,
     WeightManifest,
@@ -40,9 +40,9 @@ from drivetrain.weights import (
     WeightReply,
     WeightUpdateRequest,
 )
-from drivetrain_weight_sync import Strategy, UpdatableEngine, WeightSync, make_plan
-from drivetrain_weight_sync import sync as sync_module
-from drivetrain_weight_sync.source import WeightInput
+from drivetrain_weight_sync import LogprobProbe, Strategy, UpdatableEngine, WeightSync, make_plan
+from drivetrain_weight_sync.trainer import sync as sync_module
+from drivetrain_weight_sync.trainer.source import WeightInput
 from drivetrain_weight_sync.transports import cuda_ipc
 from drivetrain_weight_sync.transports.device_memory import Segment
 
@@ -146,7 +146,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, torch.Tensor]], None], type[Excepti
     "dtype": (
         with_tensor(UP, torch.zeros(72, 24)),
         WeightPlanMismatch,
-        r"up\.weight \(got float32 \[72, 24\], expected bfloat16 \[72, 24\]\).*cast=True",
+        r"float32, which rounds to the engine's bfloat16 \(model\.layers\.1\.up\.weight\).*cast=True",
     ),
     "NaN": (with_value(UP, float("nan")), InvalidWeights, r"model\.layers\.1\.up\.weight \(NaN\)"),
     "infinity": (with_value("model.norm.bias", float("-inf")), InvalidWeights, r"model\.norm\.bias \(infinite\)"),
@@ -193,6 +193,33 @@ async def test_bad_weights_are_refused_by_name_before_the_engine_is_asked(
     assert not differing(tensors_of(served), good)
 
 
+@pytest.mark.parametrize("most", [0, 3000])
+@pytest.mark.parametrize("strategy", ["disk", "delta"])
+async def test_a_push_for_which_there_is_no_room_changes_nothing(strategy: str, most: int, tmp_path: Path) -> None:
+    trained, served = Model(1), Model(2)
+    before, engine = tensors_of(served), InlineEngine(served)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    async with WeightSync.connect(trained, engine, strategy, directory=tmp_path, bucket_bytes=8192) as sync:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+        try:
+            with pytest.raises(WeightSyncError, match=r"cannot be written to .*nothing was changed\. Make room"):
+                await sync.push(version="step-1")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert not differing(tensors_of(served), before)
+        assert not engine.messages
+        assert not os.listdir(tmp_path)
+        await sync.push(version="step-1")
+    assert not differing(tensors_of(served), tensors_of(trained))
+
+
+@pytest.mark.parametrize("strategy", ["disk", "delta"])
+async def test_a_folder_that_cannot_be_made_is_named(strategy: str, tmp_path: Path) -> None:
+    async with WeightSync.connect(Model(1), InlineEngine(Model(2)), strategy, directory=tmp_path / "none") as sync:
+        with pytest.raises(WeightSyncError, match=r"cannot be written to .*none"):
+            await sync.push(version="step-1")
+
+
 async def test_a_checkpoint_of_another_float_type_is_converted_only_when_asked() -> None:
     trained, served = Model(1), Model(2)
     as_float32 = {n: t.float() if t.is_floating_point() else t for n, t in tensors_of(trained).items()}
@@ -203,6 +230,21 @@ async def test_a_checkpoint_of_another_float_type_is_converted_only_when_asked()
             async with WeightSync.connect(source, InlineEngine(served), strategy, cast=True) as sync:
                 await sync.push(version="v")
             assert not differing(tensors_of(served), tensors_of(trained))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_conversion_that_keeps_every_value_is_made_unasked(strategy: str, streamed: bool) -> None:
+    trained, served = tensors_of(Model(1)), Model(2)
+    gates = [name for name, tensor in trained.items() if tensor.dtype is torch.float32]
+    trained |= {name: trained[name].bfloat16() for name in gates}
+    assert gates
+    source = trained if not streamed else list(trained.items())
+    async with WeightSync.connect(source, InlineEngine(served), strategy) as sync:
+        for _ in range(2):
+            await sync.push(version="v")
+    held = tensors_of(served)
+    assert not differing(held, {**trained, **{name: trained[name].float() for name in gates}})
 
 
 async def test_a_conversion_that_overflows_is_refused() -> None:
@@ -254,6 +296,50 @@ def test_what_is_not_a_source_is_refused(given: object) -> None:
     assert caught.value.field == "source"
 
 
+WRONG_ARGUMENTS: dict[str, list[object]] = {
+    "bucket_bytes": [0, -1, 1.5, "5", True, 10**400],
+    "staging_share": [0, 1.5, True, "1", float("nan"), None],
+    "strategy": [{}, 5, "x" * 5000, "delta\0"],
+    "group_backend": ["mpi", [], None],
+    "mode": ["stop", 5, {}],
+    "master_address": ["", 5, "a\0b"],
+    "directory": [5, "", "a\0b"],
+    "probe": [5, object()],
+    "engine": [5, None, "engine"],
+    "cast": [1, "yes"],
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [(field, value) for field, values in WRONG_ARGUMENTS.items() for value in values]
+)
+def test_each_argument_of_connect_is_checked_by_name(field: str, value: object) -> None:
+    given: dict[str, object] = {"engine": InlineEngine(Model(0)), field: value}
+    with pytest.raises(InvalidRequest, match=field) as caught:
+        WeightSync.connect({}, **given)  # type: ignore[arg-type]
+    assert caught.value.field == field
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_directory_is_a_path_or_its_text(tmp_path: Path) -> None:
+    for directory in (tmp_path, str(tmp_path)):
+        assert isinstance(WeightSync.connect({}, InlineEngine(Model(0)), "disk", directory=directory), WeightSync)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"sequences": value} for value in (5, [], [5], ["ab"], [[1]], [[1, -1]], [[1, 2**31]])),
+        *({"tolerance": value} for value in (0, "1", True, float("nan"), float("inf"))),
+        {"logprobs": 5},
+    ],
+)
+def test_a_probe_is_checked_before_a_push_needs_it(wrong: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        LogprobProbe(**{"sequences": [[1, 2]], "logprobs": list, "tolerance": 0.1, **wrong})  # type: ignore[arg-type]
+    assert caught.value.field.startswith(f"probe.{next(iter(wrong))}")
+
+
 def test_connect_refuses_what_cannot_work() -> None:
     engine = InlineEngine(Model(0))
     with pytest.raises(InvalidRequest, match="'telepathy'; give one of auto, in_process"):
@@ -261,8 +347,6 @@ def test_connect_refuses_what_cannot_work() -> None:
     for plugin in ("plugin", Strategy.PLUGIN):
         with pytest.raises(InvalidRequest, match=r"give one of .*delta"):
             WeightSync.connect({}, engine, plugin)
-    with pytest.raises(InvalidConfig, match="bucket_bytes"):
-        WeightSync.connect({}, engine, bucket_bytes=0)
     with pytest.raises(UnsupportedCapability, match="cuda_ipc") as caught:
         WeightSync.connect({}, engine, "cuda_ipc")
     assert caught.value.capability == "weights_cuda_ipc"
@@ -466,8 +550,8 @@ async def test_a_closed_sync_refuses() -> None:
 _A_SENDER_THAT_IS_KILLED = """
 import os, signal, sys, tests.weight_sync.models as models
 from pathlib import Path
-from drivetrain_weight_sync.plan import make_plan
-from drivetrain_weight_sync.target import ModuleTarget
+from drivetrain_weight_sync.copying.plan import make_plan
+from drivetrain_weight_sync.receiver.target import ModuleTarget
 from drivetrain_weight_sync.transports.disk import DiskSender
 model = models.Model(1)
 sender = DiskSender(Path(sys.argv[1]))
@@ -732,3 +816,20 @@ def test_the_engine_page_is_what_weight_sync_needs() -> None:
         return engine
 
     assert accepts.__annotations__
+
+
+@pytest.mark.parametrize(
+    "gives", [[[1]], [5], ["ab"], "abc", [(1, torch.zeros(1))], {1: torch.zeros(1)}, torch.zeros(2)]
+)
+async def test_a_source_gives_pairs_of_a_name_and_a_tensor(gives: object) -> None:
+    for given in (gives, lambda: gives):
+        async with WeightSync.connect(given, InlineEngine(Model(0))) as sync:  # type: ignore[arg-type]
+            with pytest.raises(InvalidRequest, match=r"source gives .*expected") as caught:
+                await sync.push(version="v")
+        assert caught.value.field == "source"
+
+
+async def test_a_function_that_gives_nothing_is_named() -> None:
+    async with WeightSync.connect(lambda: None, InlineEngine(Model(0))) as sync:  # type: ignore[arg-type, return-value]
+        with pytest.raises(InvalidRequest, match="source gives None"):
+            await sync.push(version="v")

@@ -9,7 +9,7 @@ from tests.weight_sync.models import Model, tensors_of
 from torch import nn
 
 from drivetrain.errors import EngineStateError, WeightTransferFailed
-from drivetrain.weights import TensorSpec
+from drivetrain.types.weights import TensorSpec
 from drivetrain_weight_sync import ModuleTarget
 
 

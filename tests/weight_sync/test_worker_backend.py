@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import pytest
 
-from drivetrain.backend import GenerateRequest, GenerateResult, ModelInfo
-from drivetrain.capability import Capability
-from drivetrain.config import EngineConfig
-from drivetrain.memory import PauseMode
-from drivetrain.weights import ApplyUpdate, WeightReply
-from drivetrain_weight_sync.arrivals import Arrivals
-from drivetrain_weight_sync.worker_backend import WorkerBackend
+from drivetrain.backend.base import GenerateRequest, GenerateResult, ModelInfo
+from drivetrain.types.capability import Capability
+from drivetrain.types.config import EngineConfig
+from drivetrain.types.modes import PauseMode
+from drivetrain.types.weights import ApplyUpdate, WeightReply
+from drivetrain_weight_sync.receiver.request_arrivals import Arrivals
+from drivetrain_weight_sync.receiver.worker_backend import WorkerBackend
 
 pytestmark = pytest.mark.asyncio
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from drivetrain_weight_sync.digest import digest, digests
-from drivetrain_weight_sync.inspect import merged, read_weight, require_tensor, tensor_data, validate_weights
-from drivetrain_weight_sync.lora_sync import LoraSync, LoraSyncResult
-from drivetrain_weight_sync.plan import check_plan, make_plan
-from drivetrain_weight_sync.probe import LogprobProbe
-from drivetrain_weight_sync.receiver import Phase, Receiver
-from drivetrain_weight_sync.recorded import RecordedTarget
-from drivetrain_weight_sync.saving import ModelFiles, WeightWriter, save_remote, save_sharded
-from drivetrain_weight_sync.source import WeightInput
-from drivetrain_weight_sync.strategy import Strategy
-from drivetrain_weight_sync.sync import UpdatableEngine, WeightSync, WeightSyncResult
-from drivetrain_weight_sync.target import ModuleTarget, WeightTarget
+from drivetrain_weight_sync.copying.digest import digest, digests
+from drivetrain_weight_sync.copying.plan import check_plan, make_plan
+from drivetrain_weight_sync.receiver.receiver import Phase, Receiver
+from drivetrain_weight_sync.receiver.saving import ModelFiles, WeightWriter, save_remote, save_sharded
+from drivetrain_weight_sync.receiver.target import ModuleTarget, WeightTarget
+from drivetrain_weight_sync.receiver.weight_inspection import (
+    merged,
+    read_weight,
+    require_tensor,
+    tensor_data,
+    validate_weights,
+)
+from drivetrain_weight_sync.tracing.traced_target import TracedTarget
+from drivetrain_weight_sync.trainer.logprob_probe import LogprobProbe
+from drivetrain_weight_sync.trainer.lora_sync import LoraSync, LoraSyncResult
+from drivetrain_weight_sync.trainer.source import WeightInput
+from drivetrain_weight_sync.trainer.strategy import Strategy
+from drivetrain_weight_sync.trainer.sync import UpdatableEngine, WeightSync, WeightSyncResult
 from drivetrain_weight_sync.transports.plugins import Transport
 
 __all__ = [
@@ -24,8 +30,8 @@ __all__ = [
     "ModuleTarget",
     "Phase",
     "Receiver",
-    "RecordedTarget",
     "Strategy",
+    "TracedTarget",
     "Transport",
     "UpdatableEngine",
     "WeightInput",

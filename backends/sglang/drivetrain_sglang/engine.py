@@ -17,15 +17,15 @@ from typing import Any, ClassVar, Final
 
 import psutil
 
-from drivetrain.backend import (
+from drivetrain.backend.base import (
     GenerateRequest,
     GenerateResult,
     ModelInfo,
     ReadMedium,
     TokenDelta,
 )
-from drivetrain.capability import Capability
-from drivetrain.config import EngineConfig, Task
+from drivetrain.backend.toolkit.rope_config import plain_rope, require_short_rope
+from drivetrain.backend.toolkit.translation import context_length_of, require_experts, shortened
 from drivetrain.errors import (
     EngineDied,
     EngineInternalError,
@@ -34,30 +34,33 @@ from drivetrain.errors import (
     InvalidRequest,
     UnsupportedCapability,
 )
-from drivetrain.host.calls import CallNotTaken
-from drivetrain.host.channel import Channel, ChannelListener
-from drivetrain.host.reap import runs, shared_memory_of, unlink
-from drivetrain.memory import PauseMode
-from drivetrain.prompts import MediaInput
-from drivetrain.sampling import LogprobsMode, SamplingParams
-from drivetrain.translation import context_length_of, require_experts, shortened
-from drivetrain.vision import VisionReader, vision_capabilities
+from drivetrain.media.qwen_vision import VisionReader, vision_capabilities
+from drivetrain.process.process_tree import runs, shared_memory_of, unlink
+from drivetrain.process.worker_calls import CallNotTaken
+from drivetrain.process.worker_channel import Channel, ChannelListener
+from drivetrain.types.capability import Capability
+from drivetrain.types.config import EngineConfig, Task
+from drivetrain.types.modes import PauseMode
+from drivetrain.types.prompts import MediaInput
+from drivetrain.types.sampling import LogprobsMode, SamplingParams
 from drivetrain_sglang.errors import as_engine_error
-from drivetrain_sglang.inside import invite
+from drivetrain_sglang.in_engine import invite
+from drivetrain_sglang.multimodal_inputs import image_data
 from drivetrain_sglang.translate import (
+    ADAPTED_WITH,
     CONFIG_NAMES,
     LORA_RANK,
     SEEN_WORKING,
     Collected,
+    RowFailure,
     engine_arguments,
     fitting,
     labels_tokens,
     request_fields,
     sampling_params,
 )
-from drivetrain_sglang.vision import image_data
-from drivetrain_weight_sync.adapters import check_adapter
-from drivetrain_weight_sync.worker_backend import WorkerBackend, device_type_of
+from drivetrain_weight_sync.receiver.plain_adapters import PlainAdapters
+from drivetrain_weight_sync.receiver.worker_backend import WorkerBackend, device_type_of
 
 _ALWAYS: Final = frozenset(
     {
@@ -96,6 +99,7 @@ _ALWAYS: Final = frozenset(
         Capability.WEIGHT_STAGING,
         Capability.WEIGHT_UPDATE_IN_FLIGHT,
         Capability.VERSION_SPANS,
+        Capability.MOE,
         Capability.READ_WEIGHTS,
         Capability.SAVE_SHARDED,
         Capability.PROFILE,
@@ -139,6 +143,7 @@ class SGLangBackend(WorkerBackend):
         self._rids: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         """Of the model's tensors, by checkpoint name."""
+        self._plain = PlainAdapters(config.max_lora_rank or LORA_RANK, ADAPTED_WITH)
         self._expert_shape = (0, 0)
         """MoE layers, and experts of one token in each."""
         self._vision: VisionReader | None = None
@@ -206,26 +211,29 @@ class SGLangBackend(WorkerBackend):
             config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
         text = model_config.get_text_config()
-        require_experts(config, text.to_dict())
+        fields = text.to_dict()
+        require_experts(config, fields)
         own = getattr(text, "max_position_embeddings", None) or 2**20
         context_length = context_length_of(own, config.context_length)
+        require_short_rope(context_length, fields, "SGLang")
         report(f"starting SGLang {version(self.engine_distribution)} on {device}")
         dtype = str(getattr(text, "dtype", None) or "auto").removeprefix("torch.")
-        self._engine = _engine_class()(**engine_arguments(config, device, dtype, context_length))
+        overrides = plain_rope(fields, nested=text is not model_config)
+        self._engine = _engine_class()(**engine_arguments(config, device, dtype, context_length, overrides))
         self._processes = psutil.Process().children(recursive=True)
         started = self._engine._scheduler_init_result.scheduler_infos[0]
         served = self._manager.model_config
         if Capability.IMAGES in self.capabilities(config):
-            self._vision = VisionReader(config, model_config)
+            self._vision = VisionReader(config, model_config, context_length)
         self._expert_shape = (int(text.num_hidden_layers), int(getattr(text, "num_experts_per_tok", None) or 0))
-        from drivetrain_weight_sync.checkpoint import checkpoint_of, eos_token_ids
+        from drivetrain_weight_sync.receiver.checkpoint_manifest import checkpoint_of, eos_of_checkpoint
 
         checkpoint = checkpoint_of(config.model, config.revision, trust_remote_code=config.trust_remote_code)
         self._shapes = {spec.name: spec.shape for spec in checkpoint.tensors}
         return ModelInfo(
             vocab_size=served.vocab_size,
             context_length=fitting(context_length, started.get("max_total_num_tokens", float("inf"))),
-            eos_token_ids=eos_token_ids(config.model, text, model_config),
+            eos_token_ids=eos_of_checkpoint(config.model, config.revision, text, model_config),
             dtype=str(served.dtype).removeprefix("torch."),
             architecture=(model_config.architectures or [type(model_config).__name__])[0],
             parameters=sum(map(math.prod, self._shapes.values())),
@@ -242,7 +250,7 @@ class SGLangBackend(WorkerBackend):
             await self.generate(request)
         if self._vision is not None:
             for size in ((64, 64), (64, 128)):
-                ids, media = self._vision.example(size)
+                ids, media = await self._vision.example(size)
                 await self.generate(replace(request, prompt_token_ids=ids, media=media))
         await self.reset_prefix_cache()
 
@@ -260,6 +268,7 @@ class SGLangBackend(WorkerBackend):
             files = shared_memory_of([this, *this.children(recursive=True)])
             await asyncio.to_thread(engine.shutdown)
             unlink(files)
+        self._plain.close()
 
     # Generation --------------------------------------------------------------------------------------------------
 
@@ -290,13 +299,16 @@ class SGLangBackend(WorkerBackend):
         try:
             await self.admit(rid, collected)
             if request.media and self._vision is not None:
-                seen = image_data(await asyncio.to_thread(self._vision.patches, request.media))
+                seen = image_data(await self._vision.patches(request.media))
             params_of = partial(sampling_params, deterministic=self.config.deterministic)
             fields = request_fields(request, rid, self.cache_key, stream=stream, params_of=params_of, image_data=seen)
             wanted = GenerateReqInput(**fields)
             async with aclosing(self._manager.generate_request(wanted)) as outputs:
                 try:
                     async for output in outputs:
+                        failure = RowFailure.of(output)
+                        if failure is not None and failure.is_cached:
+                            self._cache_epoch += 1
                         yield output
                 except (asyncio.CancelledError, GeneratorExit):
                     self._abort(request.request_id, rid)
@@ -311,7 +323,7 @@ class SGLangBackend(WorkerBackend):
         """Fetch and decode images and videos."""
         if self._vision is None:
             raise UnsupportedCapability("this model takes no images", capability=Capability.IMAGES.value)
-        return await asyncio.to_thread(self._vision.read, media)
+        return await self._vision.read(media)
 
     async def abort(self, request_ids: list[str]) -> None:
         """End requests, running, waiting or frozen."""
@@ -352,9 +364,13 @@ class SGLangBackend(WorkerBackend):
         """Load an adapter from a peft folder."""
         from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput
 
-        check_adapter(lora_path, self.config.max_lora_rank or LORA_RANK, self._shapes)
-        wanted = LoadLoRAAdapterReqInput(lora_name=lora_name, lora_path=lora_path, pinned=pinned)
-        _require_success("lora_path", await self._manager.load_lora_adapter(wanted, None))
+        folder = await asyncio.to_thread(self._plain.folder_for, lora_name, lora_path, self._shapes)
+        wanted = LoadLoRAAdapterReqInput(lora_name=lora_name, lora_path=folder, pinned=pinned)
+        try:
+            _require_success("lora_path", await self._manager.load_lora_adapter(wanted, None))
+        except InvalidRequest:
+            self._plain.remove(lora_name)
+            raise
 
     async def unload_lora_adapter(self, lora_name: str) -> None:
         """Unload an adapter."""
@@ -362,6 +378,7 @@ class SGLangBackend(WorkerBackend):
 
         wanted = UnloadLoRAAdapterReqInput(lora_name=lora_name)
         _require_success("lora_name", await self._manager.unload_lora_adapter(wanted, None))
+        self._plain.remove(lora_name)
 
     # Models that do not generate ---------------------------------------------------------------------------------
 
@@ -424,7 +441,7 @@ class SGLangBackend(WorkerBackend):
 
     async def ask(self, method: str, *arguments: object, freeze: PauseMode | None = None) -> object:
         """Call the worker in the scheduler's process."""
-        from drivetrain_sglang.inside.control import calls
+        from drivetrain_sglang.in_engine.scheduler_calls import calls
 
         if self._channel is None:
             raise EngineInternalError("the SGLang backend is not running")

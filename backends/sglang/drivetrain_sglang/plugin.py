@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from drivetrain.backend import Backend
-from drivetrain.hookspecs import hookimpl
+from drivetrain.backend.base import Backend
+from drivetrain.backend.hookspecs import hookimpl
 from drivetrain_sglang.engine import SGLangBackend
-from drivetrain_sglang.server import SGLangServerBackend
+from drivetrain_sglang.remote import SGLangServerBackend
 
 
 @hookimpl

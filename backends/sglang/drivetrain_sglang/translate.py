@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import base64
 import importlib.util
+import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from drivetrain.backend import GenerateRequest, GenerateResult
-from drivetrain.config import EngineConfig, Task
-from drivetrain.errors import EngineInternalError
-from drivetrain.outputs import FinishReason, TopLogprobs
-from drivetrain.sampling import EbnfGrammar, JsonSchema, LogprobsMode, RegexGrammar, SamplingParams
-from drivetrain.translation import spreads_experts, version_spans, with_engine_kwargs
-from drivetrain_sampling.carried import carried
+from drivetrain.backend.base import GenerateRequest, GenerateResult
+from drivetrain.backend.toolkit.translation import (
+    no_token_allowed,
+    non_finite_logits,
+    spreads_experts,
+    version_spans,
+    with_engine_kwargs,
+)
+from drivetrain.errors import DrivetrainError, EngineInternalError
+from drivetrain.media.qwen_vision import ENGINE_BOUNDS, ENGINE_FETCHES, ENGINE_PREPARES
+from drivetrain.types.config import EngineConfig, Task
+from drivetrain.types.outputs import FinishReason, TopLogprobs
+from drivetrain.types.sampling import EbnfGrammar, JsonSchema, LogprobsMode, RegexGrammar, SamplingParams
+from drivetrain_sampling.encoded_params import carried
 
 CONFIG_NAMES: Final[Mapping[str, str]] = {
     "revision": "revision",
@@ -41,13 +49,28 @@ CONFIG_NAMES: Final[Mapping[str, str]] = {
     "max_lora_rank": "max_lora_rank",
     "enable_sleep": "enable_memory_saver",
     "sleep_keeps_weights": "enable_weights_cpu_backup",
+    "media": "drivetrain.media.qwen_vision",
     "engine_kwargs": "Engine(**)",
 }
 """Field of EngineConfig → what honours it here."""
 
+WITHOUT_EFFECT: Final[Mapping[str, str]] = {
+    "allowed_media_domains": ENGINE_FETCHES,
+    "media_url_max_file_size_mb": ENGINE_BOUNDS,
+    "limit_mm_data_per_request": "SGLang gets all media of a prompt as one; count them before you pass them",
+    "mm_process_config": ENGINE_PREPARES,
+    "mm_processor_worker_num": ENGINE_PREPARES,
+    "mm_io_worker_num": ENGINE_PREPARES,
+    "mm_preprocess_cache_size_mb": ENGINE_PREPARES,
+    "trust_mm_content_hashes": ENGINE_PREPARES,
+    "image_processor_backend": ENGINE_PREPARES,
+    "disable_fast_image_processor": ENGINE_PREPARES,
+}
+"""Arguments of SGLang's that do nothing here, and why."""
+
 SEEN_WORKING: Final = ("0.5.17", "0.5.23")
 """Oldest and newest release that the conformance suite was run on: on a GPU and on a CPU. What differs between them is
-found by looking for it: :func:`labels_tokens`, and ``drivetrain_sglang.inside``."""
+found by looking for it: :func:`labels_tokens`, and ``drivetrain_sglang.in_engine``."""
 
 KEY: Final = "drivetrain"
 """Key of ``custom_params`` under which a request carries how to draw it."""
@@ -60,6 +83,16 @@ CPU_POOL: Final = 65536
 
 LORA_RANK: Final = 64
 """Largest rank of an adapter, unless ``max_lora_rank`` says."""
+
+ADAPTED_WITH: Final[Mapping[str, tuple[str, ...]]] = {
+    "q_proj": ("v_proj",),
+    "k_proj": ("q_proj", "v_proj"),
+    "v_proj": ("q_proj",),
+    "up_proj": ("gate_proj",),
+    "q_a_proj": ("kv_a_proj_with_mqa",),
+    "kv_a_proj_with_mqa": ("q_a_proj",),
+}
+"""Layers without which SGLang cannot put another into the one that it fuses of them: its scheduler ends."""
 
 _ON_A_CPU: Final[Mapping[str, object]] = {
     "attention_backend": "torch_native",
@@ -79,7 +112,9 @@ def labels_tokens() -> bool:
     return any((Path(root) / "srt" / "utils" / "weight_versions.py").is_file() for root in roots or ())
 
 
-def engine_arguments(config: EngineConfig, device: str, dtype: str, context_length: int) -> dict[str, object]:
+def engine_arguments(
+    config: EngineConfig, device: str, dtype: str, context_length: int, overrides: Mapping[str, object] | None = None
+) -> dict[str, object]:
     """Keyword arguments of ``sglang.Engine``.
 
     Args:
@@ -87,9 +122,11 @@ def engine_arguments(config: EngineConfig, device: str, dtype: str, context_leng
         device: The kind of device.
         dtype: Of the checkpoint: what SGLang takes for "auto" is another.
         context_length: Most tokens of prompt and output together.
+        overrides: Fields of the model's own configuration that have another value here.
 
     Raises:
-        InvalidConfig: ``engine_kwargs`` sets what the configuration has a field for, or what the backend relies on.
+        InvalidConfig: ``engine_kwargs`` sets what the configuration has a field for, what the backend relies on, or
+            what would have no effect.
     """
     relied_on: dict[str, object] = {
         "model_path": config.model,
@@ -115,6 +152,8 @@ def engine_arguments(config: EngineConfig, device: str, dtype: str, context_leng
         "attention_backend": config.attention_backend,
     }
     relied_on |= {name: value for name, value in optional.items() if value is not None}
+    if overrides:
+        relied_on["json_model_override_args"] = json.dumps(overrides)
     if config.task is not Task.GENERATE:
         relied_on["is_embedding"] = True
     if config.enable_lora:
@@ -134,7 +173,7 @@ def engine_arguments(config: EngineConfig, device: str, dtype: str, context_leng
     if ":" in (config.device or ""):
         relied_on["base_gpu_id"] = int((config.device or "").rpartition(":")[2])
     defaults = {"log_level": "warning", **(_ON_A_CPU if device == "cpu" else {})}
-    return with_engine_kwargs(config, relied_on, defaults)
+    return with_engine_kwargs(config, relied_on, defaults, WITHOUT_EFFECT)
 
 
 # Requests ---------------------------------------------------------------------------------------------------------
@@ -171,7 +210,7 @@ def drawn_by_sglang(request: GenerateRequest, *, deterministic: bool = False) ->
 
 
 def sampling_params(request: GenerateRequest, *, deterministic: bool = False) -> dict[str, object]:
-    """SGLang's ``sampling_params`` of a request, for an engine that holds ``drivetrain_sglang.inside``.
+    """SGLang's ``sampling_params`` of a request, for an engine that holds ``drivetrain_sglang.in_engine``.
 
     Args:
         request: The request.
@@ -230,7 +269,7 @@ def plain_sampling_params(request: GenerateRequest, own_eos: frozenset[int]) -> 
     """SGLang's ``sampling_params`` of a request, for a server that holds nothing of drivetrain's.
 
     Raises:
-        EngineInternalError: only ``drivetrain_sglang.inside`` could honour the request.
+        EngineInternalError: only ``drivetrain_sglang.in_engine`` could honour the request.
     """
     params = request.params
     # After top-p, min-p leaves what it leaves before it: the likeliest token, which it measures by, always stays.
@@ -291,6 +330,40 @@ def request_fields(
 
 # Results ----------------------------------------------------------------------------------------------------------
 
+
+@dataclass(frozen=True, slots=True)
+class RowFailure:
+    """Why a request ended without a token. ``drivetrain_sglang.in_engine`` says so in the message of SGLang's abort."""
+
+    no_token: bool
+    """True if masks left none, False if logits were NaN or infinite."""
+    token: int
+    """Which output token could not be drawn, counted from 0."""
+    is_cached: bool
+    """True if the prefix cache holds a part of its prompt that failed already."""
+
+    def message(self) -> str:
+        """What :meth:`of` reads."""
+        return f"{_ROW_FAILED} {int(self.no_token)} {self.token} {int(self.is_cached)}"
+
+    @classmethod
+    def of(cls, output: Mapping[str, Any]) -> RowFailure | None:
+        """The failure that a chunk of SGLang's output tells of, if any."""
+        reason = output["meta_info"].get("finish_reason") or {}
+        message = str(reason.get("message") or "")
+        if reason.get("type") != "abort" or not message.startswith(_ROW_FAILED):
+            return None
+        no_token, token, is_cached = map(int, message.removeprefix(_ROW_FAILED).split())
+        return cls(bool(no_token), token, bool(is_cached))
+
+    def error(self, request: GenerateRequest) -> DrivetrainError:
+        """The error with which the request ends."""
+        if self.no_token:
+            return no_token_allowed(request, self.token)
+        return non_finite_logits(request, self.token if request.max_new_tokens else None)
+
+
+_ROW_FAILED: Final = "drivetrain: a row failed:"
 _PER_TOKEN: Final = ("output_token_logprobs", "output_top_logprobs")
 """What ``meta_info`` holds of each output token."""
 
@@ -367,8 +440,15 @@ class Collected:
 
         Args:
             version: Of the weights that are served now.
+
+        Raises:
+            NonFiniteLogits: it ended for logits that were NaN or infinite.
+            NoTokenAllowed: it ended where its own fields left no token.
         """
         params, meta, count = self._params, self._meta, len(self._ids)
+        failure = RowFailure.of({"meta_info": meta})
+        if failure is not None:
+            raise failure.error(self._request)
         reason, matched = _finish(meta.get("finish_reason"), self._request)
         if reason is FinishReason.LENGTH and count and self._ids[-1] in self._request.stop_token_ids:
             # Some releases look at the length first.

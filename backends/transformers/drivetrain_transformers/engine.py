@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from drivetrain.backend import Backend, EngineStats, GenerateRequest, GenerateResult, ModelInfo, StopKind, TokenDelta
-from drivetrain.capability import Capability
-from drivetrain.config import EngineConfig, Isolation
-from drivetrain.errors import DrivetrainError, EngineInternalError
-from drivetrain.memory import MemoryTag, PauseMode
-from drivetrain.weights import (
+from drivetrain.backend.base import (
+    Backend,
+    EngineStats,
+    GenerateRequest,
+    GenerateResult,
+    ModelInfo,
+    StopKind,
+    TokenDelta,
+)
+from drivetrain.errors import DrivetrainError, EngineError, EngineInternalError
+from drivetrain.types.capability import Capability
+from drivetrain.types.config import EngineConfig, Isolation
+from drivetrain.types.modes import MemoryTag, PauseMode
+from drivetrain.types.weights import (
     CommitUpdate,
     CommunicatorSpec,
     PrepareUpdate,
@@ -28,7 +37,7 @@ from drivetrain_transformers.translate import CONFIG_NAMES, SEEN_WORKING, device
 
 if TYPE_CHECKING:
     from drivetrain_transformers.lora import Adapters
-    from drivetrain_transformers.runner import Runner
+    from drivetrain_transformers.scheduler_thread import SchedulerThread
     from drivetrain_transformers.weights import Weights
     from drivetrain_weight_sync import ModelFiles
 
@@ -67,10 +76,13 @@ _ALWAYS = frozenset(
         Capability.WEIGHT_STAGING,
         Capability.WEIGHT_UPDATE_IN_FLIGHT,
         Capability.VERSION_SPANS,
+        Capability.MOE,
         Capability.READ_WEIGHTS,
         Capability.SAVE_SHARDED,
     }
 )
+
+logger = logging.getLogger("drivetrain.transformers")
 
 _OPENING_S: Final = 0.02
 """Between two looks whether the source of an update is open."""
@@ -88,7 +100,7 @@ class TransformersBackend(Backend):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self._runner: Runner | None = None
+        self._runner: SchedulerThread | None = None
         self._weights: Weights | None = None
 
     @classmethod
@@ -113,7 +125,7 @@ class TransformersBackend(Backend):
     @classmethod
     def preload(cls) -> None:
         """Import torch and transformers."""
-        import drivetrain_transformers.runner
+        import drivetrain_transformers.scheduler_thread
         import drivetrain_transformers.weights  # noqa: F401
 
     # Lifecycle ---------------------------------------------------------------------------------------------------
@@ -122,12 +134,12 @@ class TransformersBackend(Backend):
         """Load the model in a thread and warm it up."""
         loop = asyncio.get_running_loop()
 
-        def load(stage: Callable[[str], None]) -> tuple[Runner, Weights]:
+        def load(stage: Callable[[str], None]) -> tuple[SchedulerThread, Weights]:
             stage("importing torch and transformers")
-            from drivetrain_transformers.runner import Runner
+            from drivetrain_transformers.scheduler_thread import SchedulerThread
             from drivetrain_transformers.weights import Weights
 
-            runner = Runner.load(self.config, stage)
+            runner = SchedulerThread.load(self.config, stage)
             return runner, Weights(runner.model, keep=self.config.sleep_keeps_weights)
 
         def stage(words: str) -> None:
@@ -144,14 +156,26 @@ class TransformersBackend(Backend):
         runner, weights = self._runner, self._weights
         self._runner = self._weights = None
 
-        def stop(runner: Runner, weights: Weights) -> None:
-            runner.stop()
+        seconds = self.config.timeouts.close
+
+        def stop(runner: SchedulerThread, weights: Weights) -> None:
+            if not runner.stop(seconds):
+                logger.error(
+                    "the thread of the transformers engine did not end within %g s (timeouts.close): one step does not "
+                    "end; its memory is free when this process ends",
+                    seconds,
+                )
+                return
             runner.scheduler.free_cache()
             weights.free()
             runner.model.release_unused_memory()
 
         if runner is not None and weights is not None:
             await asyncio.get_running_loop().run_in_executor(None, stop, runner, weights)
+
+    async def died(self) -> EngineError:
+        """Return why the thread ended, when it does so by itself."""
+        return await self._running.died()
 
     async def stats(self) -> EngineStats:
         """Requests and memory, as the scheduler counts them."""
@@ -307,7 +331,9 @@ class TransformersBackend(Backend):
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
         """Load an adapter; none is ever evicted, so each is pinned."""
-        await self._running.call(lambda: self._adapters.load(lora_name, lora_path))
+        adapters = self._adapters
+        adapter = await asyncio.to_thread(adapters.read, lora_path)
+        await self._running.call(lambda: adapters.load(lora_name, adapter))
 
     async def unload_lora_adapter(self, lora_name: str) -> None:
         """Unload an adapter."""
@@ -329,7 +355,7 @@ class TransformersBackend(Backend):
         return ModelFiles(self.config.model, self.config.revision, self._running.model.info.dtype)
 
     @property
-    def _running(self) -> Runner:
+    def _running(self) -> SchedulerThread:
         if self._runner is None:
             raise EngineInternalError("the transformers backend is not running")
         return self._runner

@@ -108,6 +108,11 @@ class RunningCache(Cache):
         self._start = self._end - max(self.lengths) if self.lengths else self._end
         return last
 
+    def erase(self, row: int) -> None:
+        """Zero a row before it is released: attention multiplies what it masks by 0, and NaN times 0 is NaN."""
+        for buffer in (*self._keys, *self._values):
+            buffer[row].zero_()
+
     def read(self, row: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Copy the first ``length`` tokens of a row: keys and values per layer, shape (1, heads, length, head size)."""
         begin = self._end - self.lengths[row]

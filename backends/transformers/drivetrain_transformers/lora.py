@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from drivetrain.errors import InvalidRequest
+from drivetrain_weight_sync.receiver.lora_adapters import LoraAdapter, LoraModule, read_adapter
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
 
 NO_ADAPTER = "__base__"
 """peft's own name for a row that uses none."""
+
+_HONOURED: Final = frozenset({"lora_bias", "fan_in_fan_out"})
+"""Fields of ``adapter_config.json`` that peft applies row by row, beyond those of plain LoRA."""
 
 
 class Adapters:
@@ -30,51 +40,48 @@ class Adapters:
         self._loads = 0
         self._rows: list[str] = []
         self._hooked: set[nn.Module] = set()
+        self._shapes = _shapes(module)
 
-    def load(self, name: str, path: str) -> None:
-        """Load an adapter from a peft folder.
+    def read(self, path: str) -> LoraAdapter:
+        """Read an adapter from a peft folder; any thread may, while the weights stay.
 
         Raises:
-            InvalidRequest: the name is taken, its rank is too large, or the folder holds no LoRA adapter of this model.
+            InvalidRequest: its rank is too large, or the folder holds no LoRA adapter of this model.
         """
-        from peft import LoraConfig, PeftConfig, inject_adapter_in_model, load_peft_weights, set_peft_model_state_dict
+        return read_adapter(path, self._largest_rank, self._shapes, honours=_HONOURED, base=self._weight)
+
+    def load(self, name: str, adapter: LoraAdapter) -> None:
+        """Put an adapter into the model.
+
+        Raises:
+            InvalidRequest: the name is taken, or peft cannot adapt one of the layers.
+        """
+        from peft import LoraConfig, inject_adapter_in_model
 
         if name in self._loaded:
             raise InvalidRequest(f"lora_name={name!r} is loaded already; unload it first", field="lora_name")
-        if not (Path(path) / "adapter_config.json").is_file():
-            raise InvalidRequest(
-                f"lora_path={path!r} holds no adapter_config.json; give a peft folder", field="lora_path"
-            )
-        try:
-            config = PeftConfig.from_pretrained(path)
-            weights = load_peft_weights(path, device=str(self._module.device))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InvalidRequest(f"lora_path={path!r} cannot be read: {error}", field="lora_path") from error
-        if not isinstance(config, LoraConfig) or config.use_dora:
-            kind = type(config).__name__ + (" with DoRA" if isinstance(config, LoraConfig) else "")
-            raise InvalidRequest(
-                f"lora_path={path!r} holds a {kind}; only plain LoRA can be chosen per request",
-                field="lora_path",
-            )
-        if self._largest_rank is not None and config.r > self._largest_rank:
-            raise InvalidRequest(
-                f"the adapter's rank {config.r} is more than max_lora_rank={self._largest_rank}", field="lora_path"
-            )
-        config.inference_mode = True
+        ranks: dict[int, list[str]] = {}
+        alphas: dict[float, list[str]] = {}
+        for module, own in adapter.modules.items():
+            ranks.setdefault(own.rank, []).append(module)
+            alphas.setdefault(own.scale * own.rank, []).append(module)
+        config = LoraConfig(
+            r=adapter.rank,
+            target_modules=_any_of(adapter.modules),
+            rank_pattern={_any_of(names): rank for rank, names in ranks.items()},
+            alpha_pattern={_any_of(names): alpha for alpha, names in alphas.items()},
+            lora_bias=adapter.has_bias,
+            inference_mode=True,
+        )
+        wrapped = set(self._wrapped())
         try:
             inject_adapter_in_model(config, self._module, adapter_name=name)
-            outcome = set_peft_model_state_dict(self._module, weights, adapter_name=name)
-        except (ValueError, RuntimeError, KeyError) as error:
+            for module, own in adapter.modules.items():
+                _fill(self._module.get_submodule(module), name, own)
+        except (ValueError, RuntimeError, KeyError, TypeError, AttributeError, NotImplementedError) as error:
             self._remove(name)
-            raise InvalidRequest(f"lora_path={path!r} does not fit the model: {error}", field="lora_path") from error
-        # peft annotates what it returns with the function namedtuple.
-        unexpected: list[str] = outcome.unexpected_keys  # type: ignore[attr-defined]
-        if unexpected:
-            self._remove(name)
-            raise InvalidRequest(
-                f"lora_path={path!r} has tensors that the model has no place for: {', '.join(unexpected[:4])}",
-                field="lora_path",
-            )
+            self._unwrap(set(self._wrapped()) - wrapped)
+            raise InvalidRequest(f"peft cannot put {str(adapter.path)!r} in: {error}", field="lora_path") from error
         self._module.requires_grad_(False)
         self._module.eval()
         self._loads += 1
@@ -111,10 +118,65 @@ class Adapters:
                 self._hooked.add(layer)
 
     def _remove(self, name: str) -> None:
-        from peft.tuners.lora import LoraLayer
-
-        for layer in self._module.modules():
-            if isinstance(layer, LoraLayer):
-                layer.delete_adapter(name)
+        for layer in self._wrapped().values():
+            layer.delete_adapter(name)
         if hasattr(self._module, "peft_config"):
             self._module.peft_config.pop(name, None)
+
+    def _wrapped(self) -> dict[str, LoraLayer]:
+        """The layers that peft has wrapped, by name."""
+        from peft.tuners.lora import LoraLayer
+
+        return {name: layer for name, layer in self._module.named_modules() if isinstance(layer, LoraLayer)}
+
+    def _unwrap(self, names: Iterable[str]) -> None:
+        """Put layers back as they were before peft wrapped them."""
+        for name in names:
+            parent, _, own = name.rpartition(".")
+            setattr(self._module.get_submodule(parent), own, self._module.get_submodule(name).base_layer)
+
+    def _weight(self, name: str) -> torch.Tensor:
+        """One of the model's weights, by its name in the checkpoint."""
+        layer = self._module.get_submodule(name.removesuffix(".weight"))
+        weight = getattr(layer, "base_layer", layer).weight
+        assert isinstance(weight, torch.Tensor)
+        return weight.detach()
+
+
+def _any_of(names: Iterable[str]) -> str:
+    """A regex of these names alone: peft also looks for a pattern behind each dot of a longer name."""
+    return f"(?<!.)(?:{'|'.join(map(re.escape, names))})"
+
+
+def _shapes(module: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """Shapes of the weights that peft can adapt row by row, as ``[outputs, inputs]``."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Linear | nn.Embedding):
+            shapes[f"{name}.weight"] = tuple(layer.weight.shape)
+        elif isinstance(layer, Conv1D):
+            shapes[f"{name}.weight"] = tuple(reversed(layer.weight.shape))
+    return shapes
+
+
+@torch.no_grad()
+def _fill(layer: nn.Module, name: str, own: LoraModule) -> None:
+    """Copy an adapter's tensors into the layer that peft wrapped."""
+    if own.is_embedding:
+        layer.get_parameter(f"lora_embedding_A.{name}").copy_(own.a)
+        layer.get_parameter(f"lora_embedding_B.{name}").copy_(own.b)
+        return
+    a, b = _part(layer, "lora_A", name), _part(layer, "lora_B", name)
+    a.weight.copy_(own.a)
+    b.weight.copy_(own.b)
+    if b.bias is not None:
+        b.bias.zero_() if own.bias is None else b.bias.copy_(own.bias)
+
+
+def _part(layer: nn.Module, part: str, name: str) -> nn.Linear:
+    """One of peft's matrices; ``name`` may hold dots."""
+    found = layer.get_submodule(part)
+    assert isinstance(found, nn.ModuleDict)
+    linear = found[name]
+    assert isinstance(linear, nn.Linear)
+    return linear

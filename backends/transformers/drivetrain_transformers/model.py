@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,14 +10,21 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from drivetrain.backend import ModelInfo
-from drivetrain.config import EngineConfig
+from drivetrain.backend.base import ModelInfo
+from drivetrain.backend.toolkit.progress_bars import no_progress_bars
+from drivetrain.backend.toolkit.rope_config import short_rope_length
+from drivetrain.backend.toolkit.translation import eos_token_ids
 from drivetrain.errors import EngineStartError
-from drivetrain.progress_bars import no_progress_bars
+from drivetrain.types.config import EngineConfig
 from drivetrain_transformers.kv_cache import RunningCache, keys_and_values
+from drivetrain_transformers.longrope import choose_factors_by_row
 from drivetrain_transformers.lora import Adapters
-from drivetrain_transformers.translate import context_length, device_of, eos_token_ids, load_arguments
+from drivetrain_transformers.translate import context_length, device_of, load_arguments
+from drivetrain_weight_sync.receiver.cpu_sleep import trim_heap
 from drivetrain_weight_sync.transports.device_memory import uuid_of
+
+_TOLERATED = 0.1
+"""Share of the logits' norm by which rounding may change them; wrong positions change them by more."""
 
 
 class LoadedModel:
@@ -29,6 +35,8 @@ class LoadedModel:
         self.info = info
         self.device = torch.device(info.device)
         self.adapters: Adapters | None = None
+        self.short_length: int | None = None
+        """The longest sequence that takes longrope's short factors, if longer ones are served too."""
         takes = inspect.signature(module.forward).parameters
         self._positions = "position_ids" in takes
         self._keeps_logits = "logits_to_keep" in takes
@@ -63,7 +71,7 @@ class LoadedModel:
         info = ModelInfo(
             vocab_size=model_config.vocab_size,
             context_length=length,
-            eos_token_ids=eos_token_ids(module.generation_config, model_config),
+            eos_token_ids=eos_token_ids(module.generation_config, model_config, module.config),
             dtype=str(module.dtype).removeprefix("torch."),
             architecture=type(module).__name__,
             parameters=sum(parameter.numel() for parameter in module.parameters()),
@@ -71,9 +79,47 @@ class LoadedModel:
             gpus=(uuid_of(module.device),) if module.device.type == "cuda" else (),
         )
         model = cls(module, info)
+        short = short_rope_length(model_config.to_dict())
+        if short is not None and short < length:
+            choose_factors_by_row(module, short)
+            model.short_length = short
+        model._check_positions()
         if config.enable_lora:
             model.adapters = Adapters(module, largest_rank=config.max_lora_rank)
         return model
+
+    @torch.inference_mode()
+    def _check_positions(self) -> None:
+        """Compare a short row beside a long one with the row alone, where the model is not told positions.
+
+        Raises:
+            EngineStartError: it does not find them by itself, so that padding would change its answers.
+        """
+        if self._positions:
+            return
+        rows = [[5, 7, 11], [13, 17, 19, 23, 29, 31, 37]]
+        nobody: list[str | None] = [None, None]
+        cache, past = RunningCache(), DynamicCache()
+        try:
+            alone = [self.module(input_ids=torch.tensor([row], device=self.device)).logits[0, -2:] for row in rows]
+            before = self.prefill([row[:-1] for row in rows], nobody, past, 0, all_positions=False)
+            cache.admit(past, [0, 1], [len(row) - 1 for row in rows])
+            cache.open_column()
+            after = self.decode([row[-1] for row in rows], nobody, cache)
+        except (IndexError, AttributeError, NotImplementedError, TypeError, ValueError) as error:
+            raise EngineStartError(
+                f"{type(self.module).__name__} cannot run rows of different lengths in one batch, as the transformers "
+                f"backend does: {type(error).__name__}: {error}"
+            ) from error
+        for row, wanted in enumerate(alone):
+            got = torch.stack([before[row, -1], after[row]])
+            one, other = ((logits.float() - logits.float().mean(-1, keepdim=True)) for logits in (got, wanted))
+            if (one - other).norm() > _TOLERATED * other.norm():
+                raise EngineStartError(
+                    f"{type(self.module).__name__} takes no position_ids and counts padding as tokens, so that rows of "
+                    "different lengths cannot share a batch; the transformers backend does not serve such models, use "
+                    "another backend"
+                )
 
     @torch.inference_mode()
     def prefill(
@@ -127,16 +173,21 @@ class LoadedModel:
             logits: torch.Tensor = self.module(**arguments).logits
         return logits
 
-    def adapter_identity(self, name: str | None) -> int:
-        """What caches made with the adapter ``name`` are known by."""
-        return self.adapters.identity(name) if self.adapters is not None else 0
+    def cache_identity(self, adapter: str | None, tokens: int) -> int:
+        """Key of the cache of a row of this length: rows with the same key may share prefixes."""
+        identity = self.adapters.identity(adapter) if self.adapters is not None else 0
+        return 2 * identity + self.is_long(tokens)
+
+    def is_long(self, tokens: int) -> bool:
+        """Return True if a row of this length takes longrope's long factors."""
+        return self.short_length is not None and tokens > self.short_length
 
     def release_unused_memory(self) -> None:
         """Hand memory that nothing holds back to the operating system or the GPU."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         else:
-            _trim_heap()
+            trim_heap()
 
 
 def _refuse_recurrent_state(module: PreTrainedModel) -> None:
@@ -172,10 +223,3 @@ def _zero_padding(cache: Cache, mask: torch.Tensor) -> None:
         padding = (mask == 0).to(keys.device)[:, None, :, None]
         keys.masked_fill_(padding, 0)
         values.masked_fill_(padding, 0)
-
-
-def _trim_heap() -> None:
-    """Return freed heap pages to the operating system, where the C library can."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

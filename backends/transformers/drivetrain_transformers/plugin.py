@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from drivetrain.backend import Backend
-from drivetrain.hookspecs import hookimpl
+from drivetrain.backend.base import Backend
+from drivetrain.backend.hookspecs import hookimpl
 from drivetrain_transformers.engine import TransformersBackend
 
 

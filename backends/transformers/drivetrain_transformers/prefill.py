@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
-from drivetrain.outputs import TopLogprobs
+from drivetrain.types.outputs import TopLogprobs
 from drivetrain_sampling import top_logprobs
 from drivetrain_transformers.model import LoadedModel
 from drivetrain_transformers.prefix_cache import PrefixCache
@@ -69,7 +69,11 @@ class Prefill:
         """Tokens of ``sequence`` whose cache will be used. Prompt logprobs need every position to be computed."""
         if self._prefixes is None or sequence.request.params.prompt_logprobs is not None:
             return 0
-        return self._prefixes.find(sequence.token_ids, self._model.adapter_identity(sequence.request.lora))[0]
+        return self._found(self._prefixes, sequence)[0]
+
+    def _found(self, prefixes: PrefixCache, sequence: Sequence) -> tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]:
+        token_ids = sequence.token_ids
+        return prefixes.find(token_ids, self._model.cache_identity(sequence.request.lora, len(token_ids)))
 
     def run(self, group: list[Sequence]) -> Prefilled:
         """Compute the cache of ``group``, whose cached prefixes are equally long."""
@@ -109,10 +113,7 @@ class Prefill:
         past = DynamicCache()
         if prefix:
             assert self._prefixes is not None
-            found = [
-                self._prefixes.find(sequence.token_ids, self._model.adapter_identity(sequence.request.lora))[1]
-                for sequence in unique
-            ]
+            found = [self._found(self._prefixes, sequence)[1] for sequence in unique]
             for layer in range(len(found[0])):
                 keys = torch.cat([layers[layer][0][:, :, :prefix] for layers in found])
                 values = torch.cat([layers[layer][1][:, :, :prefix] for layers in found])

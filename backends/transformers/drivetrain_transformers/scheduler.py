@@ -10,12 +10,13 @@ import itertools
 import secrets
 from collections.abc import Iterable
 
-from drivetrain.backend import GenerateRequest, GenerateResult, TokenDelta
+from drivetrain.backend.base import GenerateRequest, GenerateResult, TokenDelta
+from drivetrain.backend.toolkit.translation import no_token_allowed, non_finite_logits
 from drivetrain.errors import DrivetrainError, EngineOutOfMemory
-from drivetrain.outputs import FinishReason
-from drivetrain.stops import StopMatcher
-from drivetrain.tokenizer import Tokenizer
-from drivetrain_sampling import Drawn, Row, Sampler
+from drivetrain.text.stops import StopMatcher
+from drivetrain.text.tokenizer import Tokenizer
+from drivetrain.types.outputs import FinishReason
+from drivetrain_sampling import NO_TOKEN, Drawn, Row, Sampler
 from drivetrain_transformers.errors import as_engine_error
 from drivetrain_transformers.kv_cache import RunningCache
 from drivetrain_transformers.model import LoadedModel
@@ -58,6 +59,12 @@ class Scheduler:
         self._waiting: list[tuple[int, int, Sequence]] = []
         self._running: list[Sequence] = []
         self._sampler: Sampler | None = None
+        self._suspects: set[Sequence] = set()
+        """Were in a step that failed: each is admitted by itself, to see which of them fails."""
+        self._joining: list[Sequence] = []
+        """Those that the current step admits."""
+        self._touched = False
+        """True once the current step may have changed the cache of running sequences."""
         self._arrivals = itertools.count()
         self._epoch = 0
 
@@ -141,11 +148,10 @@ class Scheduler:
 
     def fail_all(self, error: DrivetrainError) -> None:
         """End every sequence with an error."""
-        sequences = [*self._running, *(item[2] for item in self._waiting)]
+        for sequence in (*self._running, *(item[2] for item in self._waiting)):
+            sequence.sink(error)
         self._waiting = []
         self._clear_rows(free=True)
-        for sequence in sequences:
-            sequence.sink(error)
 
     # One step ----------------------------------------------------------------------------------------------------
 
@@ -153,24 +159,39 @@ class Scheduler:
         """Admit what fits, then draw one token for every running sequence.
 
         Out of memory, every sequence goes back to the queue and half as many run at once from there on; a sequence
-        that runs alone and does not fit ends with an error. Nothing that was generated is lost.
+        that runs alone and does not fit ends with an error. After any other error they go back to the queue too, and
+        join one by one; a sequence that fails by itself ends with the error. Nothing that was generated is lost.
         """
+        self._touched = False
         try:
-            if self._waiting and len(self._running) < self._row_limit:
+            if self._has_room(0):
                 self._admit()
             elif self._running:
-                self._decode()
+                self._touched = True
+                self._retract_rows_that_grow_long()
+                if self._running:
+                    self._decode()
         except Exception as error:
             self._recover(as_engine_error(error))
+        self._joining = []
         if self.idle:
             self._row_limit = self._max_rows
+            self._suspects.clear()
+
+    def _has_room(self, joining: int) -> bool:
+        """Return True if a sequence waits and there is a row for it, beside those running and ``joining``."""
+        return bool(self._waiting) and len(self._running) + joining < self._row_limit
 
     def _admit(self) -> None:
         group: list[Sequence] = []
-        budget = self._prefill.budget(self._waiting[0][2])
-        while self._waiting and len(self._running) + len(group) < self._row_limit and budget.takes(self._waiting[0][2]):
-            group.append(heapq.heappop(self._waiting)[2])
+        self._joining = [self._waiting[0][2]]
         try:
+            budget = self._prefill.budget(self._waiting[0][2])
+            while self._has_room(len(group)) and budget.takes(self._waiting[0][2]):
+                if group and not self._suspects.isdisjoint((group[0], self._waiting[0][2])):
+                    break
+                group.append(heapq.heappop(self._waiting)[2])
+            self._joining = group
             prefilled = self._prefill.run(group)
         except BaseException:
             for sequence in group:
@@ -184,6 +205,7 @@ class Scheduler:
         if not to_run:
             return
         joined = [group[index] for index in to_run]
+        self._touched = True
         try:
             self._cache.admit(
                 prefilled.cache, [prefilled.rows[i] for i in to_run], [len(sequence.token_ids) for sequence in joined]
@@ -196,7 +218,17 @@ class Scheduler:
         self._running.extend(joined)
         self._sampler = None
         drawn = Sampler([sequence.row for sequence in joined], self.model.device).draw(prefilled.logits[to_run])
+        self._suspects.difference_update(group)
         self._take(drawn, first)
+
+    def _retract_rows_that_grow_long(self) -> None:
+        """With its next token, such a row takes other factors for all of its tokens: its cache is computed anew."""
+        short = self.model.short_length
+        if short is None:
+            return
+        for row in range(len(self._running) - 1, -1, -1):
+            if self._cache.lengths[row] == short:
+                self._enqueue(self._release(row))
 
     def _decode(self) -> None:
         sampler = self._sampler
@@ -211,9 +243,13 @@ class Scheduler:
     def _take(self, drawn: Drawn, first: int) -> None:
         """Hand each row from ``first`` on its token; end the sequences that end with it."""
         ended: list[tuple[int, FinishReason, int | None]] = []
+        failed: list[tuple[int, int]] = []
         for offset, token_id in enumerate(drawn.token_ids):
             row = first + offset
             sequence = self._running[row]
+            if token_id < 0:
+                failed.append((row, token_id))
+                continue
             if drawn.logprobs is not None and sequence.request.params.logprobs is not None:
                 if sequence.logprobs is None:
                     sequence.logprobs = []
@@ -227,6 +263,9 @@ class Scheduler:
                 ended.append((row, *end))
             elif sequence.streamed:
                 sequence.sink(_delta(sequence))
+        if failed:
+            self._end_failed(ended, failed)
+            return
         if len(ended) == len(self._running) and not self._keeps_prefixes:
             finished = list(self._running)
             self._clear_rows(free=False)
@@ -238,31 +277,63 @@ class Scheduler:
 
     # Ends --------------------------------------------------------------------------------------------------------
 
+    def _end_failed(self, ended: list[tuple[int, FinishReason, int | None]], failed: list[tuple[int, int]]) -> None:
+        """End rows from which no token could be drawn, each with an error of its own, and those that ended."""
+        ends = {row: (reason, matched) for row, reason, matched in ended}
+        failures = dict(failed)
+        for row in sorted(ends.keys() | failures.keys(), reverse=True):
+            if row in ends:
+                reason, matched = ends[row]
+                self._end(row, reason, matched, keep_prefix=True)
+                continue
+            sequence = self._running[row]
+            count = len(sequence.generated)
+            if failures[row] == NO_TOKEN:
+                error: DrivetrainError = no_token_allowed(sequence.request, count)
+            else:
+                error = non_finite_logits(sequence.request, count)
+            self._fail(row, error)
+
+    def _fail(self, row: int, error: DrivetrainError) -> None:
+        """End one row with an error; nothing of its cache is left for others."""
+        self._cache.erase(row)
+        self._release(row).sink(error)
+
     def _end(self, row: int, reason: FinishReason, matched: int | None, *, keep_prefix: bool) -> None:
         sequence = self._running[row]
         if keep_prefix:
             self._keep_prefix(row, sequence)
+        self._release(row)
+        self._deliver(sequence, reason, matched)
+
+    def _release(self, row: int) -> Sequence:
+        """Take a sequence out of the batch; the last row takes its place."""
+        sequence = self._running[row]
         moved = self._cache.release(row)
         self._running[row] = self._running[moved]
         self._running.pop()
         self._sampler = None
-        self._deliver(sequence, reason, matched)
+        return sequence
 
     def _keep_prefix(self, row: int, sequence: Sequence) -> None:
-        length = self._cache.lengths[row] // BLOCK * BLOCK
+        tokens = self._cache.lengths[row]
+        length = tokens // BLOCK * BLOCK
         if not self._keeps_prefixes or length == 0 or sequence.epoch != self._epoch:
             return
-        token_ids, adapter = sequence.token_ids[:length], self.model.adapter_identity(sequence.request.lora)
-        if not self.prefixes.holds(token_ids, adapter):
-            self.prefixes.insert(token_ids, self._cache.read(row, length), adapter)
+        token_ids, made_by = sequence.token_ids[:length], self.model.cache_identity(sequence.request.lora, tokens)
+        if not self.prefixes.holds(token_ids, made_by):
+            self.prefixes.insert(token_ids, self._cache.read(row, length), made_by)
 
     def _deliver(self, sequence: Sequence, reason: FinishReason, matched: int | None) -> None:
+        if sequence.error is not None:
+            sequence.sink(sequence.error)
+            return
         result = sequence.result(reason, matched, self.version)
         sequence.sink(_last_delta(sequence, result) if sequence.streamed else result)
 
     def _recover(self, error: DrivetrainError) -> None:
         if not isinstance(error, EngineOutOfMemory):
-            self.fail_all(error)
+            self._isolate(error)
             return
         together = max(1, len(self._running))
         if together == 1 and self._row_limit == 1:
@@ -276,6 +347,20 @@ class Scheduler:
         self.prefixes.clear()
         self._row_limit = max(1, min(self._row_limit, together) // 2)
         self.model.release_unused_memory()
+
+    def _isolate(self, error: DrivetrainError) -> None:
+        """Find out which sequence a step fails with, and end that one alone."""
+        involved = self._joining or list(self._running)
+        if self._touched:
+            self.retract()
+        involved = [sequence for _, _, sequence in self._waiting if sequence in involved]
+        if len(involved) > 1:
+            self._suspects.update(involved)
+            return
+        self._waiting = [item for item in self._waiting if item[2] not in involved]
+        heapq.heapify(self._waiting)
+        for sequence in involved:
+            sequence.sink(error)
 
     def _enqueue(self, sequence: Sequence) -> None:
         heapq.heappush(self._waiting, (-sequence.request.priority, sequence.arrival, sequence))

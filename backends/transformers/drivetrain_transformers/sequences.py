@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from drivetrain.backend import GenerateRequest, GenerateResult, TokenDelta
+from drivetrain.backend.base import GenerateRequest, GenerateResult, TokenDelta
 from drivetrain.errors import DrivetrainError
-from drivetrain.outputs import FinishReason, TopLogprobs, VersionSpan
-from drivetrain.stops import StopMatcher
+from drivetrain.text.stops import StopMatcher
+from drivetrain.types.outputs import FinishReason, TopLogprobs, VersionSpan
 from drivetrain_sampling import Row
 
 Sink = Callable[[GenerateResult | TokenDelta | DrivetrainError], None]
@@ -32,6 +32,8 @@ class Sequence:
     prompt_top_logprobs: list[TopLogprobs | None] | None = None
     spans: list[VersionSpan] = field(default_factory=list)
     cached_tokens: int = 0
+    error: DrivetrainError | None = None
+    """Why it ends without a result."""
     epoch: int = 0
     """Weights that made its cache; a cache made by several is never kept."""
 
@@ -61,8 +63,12 @@ class Sequence:
         generated.append(token_id)
         if token_id in self.stop_ids:
             return FinishReason.STOP, token_id
-        if self.matcher is not None and self.matcher.push(token_id) is not None:
-            return FinishReason.STOP, None
+        try:
+            if self.matcher is not None and self.matcher.push(token_id) is not None:
+                return FinishReason.STOP, None
+        except DrivetrainError as error:
+            self.error = error
+            return FinishReason.ABORT, None
         if len(generated) >= self.request.max_new_tokens:
             return FinishReason.LENGTH, None
         return None

@@ -7,8 +7,8 @@ from typing import Final
 
 from pydantic import JsonValue
 
-from drivetrain.config import EngineConfig
 from drivetrain.errors import InvalidConfig
+from drivetrain.types.config import EngineConfig
 
 CONFIG_NAMES: Final[Mapping[str, str]] = {
     "revision": "from_pretrained(revision=)",
@@ -86,12 +86,3 @@ def context_length(model_config: object, config: EngineConfig) -> int:
             field="context_length",
         )
     return config.context_length
-
-
-def eos_token_ids(*configs: object) -> tuple[int, ...]:
-    """The EOS ids of the first of a model's configs (generation first) that names any."""
-    for config in configs:
-        value = getattr(config, "eos_token_id", None)
-        if value is not None:
-            return tuple(value) if isinstance(value, list | tuple) else (int(value),)
-    return ()

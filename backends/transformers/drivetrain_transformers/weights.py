@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from drivetrain.weights import (
+from drivetrain.types.weights import (
     BeginUpdate,
     CommunicatorSpec,
     PrepareUpdate,

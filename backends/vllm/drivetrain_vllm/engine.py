@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""``vllm.AsyncLLM`` as a backend, and what runs inside it: :mod:`drivetrain_vllm.inside`."""
+"""``vllm.AsyncLLM`` as a backend, and what runs inside it: :mod:`drivetrain_vllm.in_engine`."""
 
 from __future__ import annotations
 
@@ -10,32 +10,36 @@ import math
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar, Final, cast
 
-from drivetrain.backend import GenerateRequest, GenerateResult, ModelInfo, ReadMedium, TokenDelta
-from drivetrain.capability import Capability
-from drivetrain.config import EngineConfig, Task
+from drivetrain.backend.base import GenerateRequest, GenerateResult, ModelInfo, ReadMedium, TokenDelta
+from drivetrain.backend.toolkit.rope_config import plain_rope, require_short_rope, short_rope_length
+from drivetrain.backend.toolkit.translation import context_length_of, require_experts, shortened
 from drivetrain.errors import (
     EngineDied,
+    EngineError,
     EngineInternalError,
     EngineStartError,
     InvalidConfig,
     InvalidRequest,
     UnsupportedCapability,
 )
-from drivetrain.host.calls import CallNotTaken
-from drivetrain.host.channel import Channel, ChannelListener
-from drivetrain.memory import PauseMode
-from drivetrain.prompts import MediaInput
-from drivetrain.sampling import LogprobsMode, SamplingParams
-from drivetrain.translation import context_length_of, require_experts, shortened
-from drivetrain.vision import VisionReader, vision_capabilities
+from drivetrain.media.qwen_vision import VisionReader, vision_capabilities
+from drivetrain.process.worker_calls import CallNotTaken
+from drivetrain.process.worker_channel import Channel, ChannelListener
+from drivetrain.types.capability import Capability
+from drivetrain.types.config import EngineConfig, Task
+from drivetrain.types.modes import PauseMode
+from drivetrain.types.prompts import ImageInput, MediaInput, VideoInput
+from drivetrain.types.sampling import LogprobsMode, SamplingParams
 from drivetrain_vllm.errors import as_engine_error
-from drivetrain_vllm.inside import invite
+from drivetrain_vllm.in_engine import invite
+from drivetrain_vllm.multimodal_inputs import multimodal_input
 from drivetrain_vllm.translate import (
     BATCH_INVARIANT,
     CONFIG_NAMES,
@@ -45,12 +49,12 @@ from drivetrain_vllm.translate import (
     SEEN_WORKING,
     Collected,
     engine_arguments,
+    room_of,
     sampling_params,
     visible_devices,
 )
-from drivetrain_vllm.vision import multimodal_input
-from drivetrain_weight_sync.adapters import check_adapter
-from drivetrain_weight_sync.worker_backend import WorkerBackend, device_type_of
+from drivetrain_weight_sync.receiver.plain_adapters import PlainAdapters
+from drivetrain_weight_sync.receiver.worker_backend import WorkerBackend, device_type_of
 
 _ALWAYS: Final = frozenset(
     {
@@ -89,6 +93,7 @@ _ALWAYS: Final = frozenset(
         Capability.WEIGHT_STAGING,
         Capability.WEIGHT_UPDATE_IN_FLIGHT,
         Capability.VERSION_SPANS,
+        Capability.MOE,
         Capability.READ_WEIGHTS,
         Capability.SAVE_SHARDED,
         Capability.PROFILE,
@@ -105,10 +110,13 @@ _OF_PLAIN_WEIGHTS: Final = frozenset({Capability.READ_WEIGHTS, Capability.SAVE_S
 """What takes weights that were not quantised: of others the engine holds no copy."""
 
 _ABORT_AGAIN_S: Final = 0.1
+_LOOK_S: Final = 0.2
+"""Between two looks whether the engine core lives."""
 _LONGEST_SOCKET_FOLDER: Final = 60
 """The system takes 107 bytes for a socket's path, of which vLLM adds 37."""
 _START_METHOD: Final = "VLLM_WORKER_MULTIPROC_METHOD"
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+_KINDS: Final[Mapping[type[MediaInput], str]] = {ImageInput: "image", VideoInput: "video"}
 
 
 def _distribution() -> str:
@@ -141,6 +149,7 @@ class VLLMBackend(WorkerBackend):
         self._expert_layers: list[int] = []
         """Of which vLLM notes the experts, where it was told to."""
         self._adapters: dict[str, Any] = {}
+        self._plain = PlainAdapters(config.max_lora_rank or LORA_RANK)
         self._vision: VisionReader | None = None
         self._lora_numbers = itertools.count(1)
         self._sockets: str | None = None
@@ -208,10 +217,20 @@ class VLLMBackend(WorkerBackend):
             config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
         text = model_config.get_text_config()
-        require_experts(config, text.to_dict())
+        fields = text.to_dict()
+        require_experts(config, fields)
         own = getattr(text, "max_position_embeddings", None) or 2**20
         context_length = context_length_of(own, config.context_length)
+        require_short_rope(context_length, fields, "vLLM")
+        room = room_of(config)
+        longest = context_length + room
+        short = short_rope_length(fields)
+        if short is not None:
+            longest = min(longest, short)  # above it vLLM takes the long factors for every sequence
+            context_length = longest - room
         dtype = str(getattr(text, "dtype", None) or "auto").removeprefix("torch.")
+        if longest > own:
+            os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # no sequence of ours gets that far
         if config.deterministic:
             _be_batch_invariant()
         # Fresh processes: forked ones would have what of CUDA and of threads there is in this one.
@@ -229,7 +248,8 @@ class VLLMBackend(WorkerBackend):
         from vllm.v1.engine.async_llm import AsyncLLM
 
         report(f"starting vLLM {version(self.engine_distribution)} on {config.device or device}")
-        arguments = AsyncEngineArgs(**engine_arguments(config, device, dtype, context_length))
+        overrides = plain_rope(fields, nested=text is not model_config)
+        arguments = AsyncEngineArgs(**engine_arguments(config, device, dtype, longest, overrides))
         # Images and videos come as their own processor makes them, each time: what the engine core forgets when caches
         # are reset, this side of vLLM takes it to have.
         arguments.mm_processor_cache_gb = 0
@@ -248,15 +268,15 @@ class VLLMBackend(WorkerBackend):
             self._engine = AsyncLLM.from_vllm_config(made, disable_log_stats=True)
         served = made.model_config
         if Capability.IMAGES in self.capabilities(config):
-            self._vision = VisionReader(config, model_config)
-        from drivetrain_weight_sync.checkpoint import checkpoint_of, eos_token_ids
+            self._vision = VisionReader(config, model_config, context_length)
+        from drivetrain_weight_sync.receiver.checkpoint_manifest import checkpoint_of, eos_of_checkpoint
 
         checkpoint = checkpoint_of(config.model, config.revision, trust_remote_code=config.trust_remote_code)
         self._shapes = {spec.name: spec.shape for spec in checkpoint.tensors}
         return ModelInfo(
             vocab_size=served.get_vocab_size(),
             context_length=context_length,
-            eos_token_ids=eos_token_ids(config.model, text, model_config),
+            eos_token_ids=eos_of_checkpoint(config.model, config.revision, text, model_config),
             dtype=str(served.dtype).removeprefix("torch."),
             architecture=(model_config.architectures or [type(model_config).__name__])[0],
             parameters=sum(map(math.prod, self._shapes.values())),
@@ -271,8 +291,8 @@ class VLLMBackend(WorkerBackend):
         for params in (SamplingParams(temperature=0), SamplingParams(min_p=0.1, top_k=2)):
             request = GenerateRequest("warm-up", [0, 0], params, 2, (), LogprobsMode.TEMPERATURE)
             await self.generate(request)
-        if self._vision is not None:
-            ids, media = self._vision.example((64, 64))
+        if self._vision is not None and self._most("image"):
+            ids, media = await self._vision.example((64, 64))
             await self.generate(replace(request, prompt_token_ids=ids, media=media))
         await self.reset_prefix_cache()
 
@@ -286,8 +306,15 @@ class VLLMBackend(WorkerBackend):
             channel.close()
         if engine is not None:
             await asyncio.to_thread(engine.shutdown)
+        self._plain.close()
         if self._sockets is not None:
             shutil.rmtree(self._sockets, ignore_errors=True)
+
+    async def died(self) -> EngineError:
+        """Return when vLLM says that its engine core ended; the core's process may live on for seconds."""
+        while self._engine is None or not self._engine.errored:  # noqa: ASYNC110 - vLLM has no event
+            await asyncio.sleep(_LOOK_S)
+        return EngineDied("vLLM's engine core ended")
 
     # Generation --------------------------------------------------------------------------------------------------
 
@@ -336,13 +363,24 @@ class VLLMBackend(WorkerBackend):
         if not request.media:
             return {"prompt_token_ids": request.prompt_token_ids, "cache_salt": self.cache_key}
         reader = self._reader
-        seen = await asyncio.to_thread(reader.patches, request.media)
+        seen = await reader.patches(request.media)
         token_ids = reader.image_token_id, reader.video_token_id
         return multimodal_input(request.prompt_token_ids, seen, token_ids, self.cache_key)
 
     async def read_media(self, media: tuple[MediaInput, ...]) -> list[ReadMedium]:
         """Fetch and decode images and videos."""
-        return await asyncio.to_thread(self._reader.read, media)
+        for kind, given in Counter(_KINDS.get(type(medium), "") for medium in media).items():
+            if kind and given > (most := self._most(kind)):
+                raise InvalidRequest(
+                    f"there are {given} {kind}s beside a prompt; expected at most {most} "
+                    "(engine_kwargs.limit_mm_per_prompt)",
+                    field="prompts",
+                )
+        return await self._reader.read(media)
+
+    def _most(self, kind: str) -> int:
+        """How many images or videos vLLM was started to take beside a prompt."""
+        return int(self._engine.model_config.multimodal_config.get_limit_per_prompt(kind))
 
     @property
     def _reader(self) -> VisionReader:
@@ -383,7 +421,6 @@ class VLLMBackend(WorkerBackend):
         """Load an adapter from a peft folder."""
         from vllm.lora.request import LoRARequest
 
-        check_adapter(lora_path, self.config.max_lora_rank or LORA_RANK, self._shapes)
         most = self.config.max_loras or MOST_LORAS
         if len(self._adapters) > most:  # one more than that while an update replaces one
             raise InvalidRequest(
@@ -391,18 +428,24 @@ class VLLMBackend(WorkerBackend):
             )
         # Neither its number nor its name is used again: vLLM knows adapters, and their caches, by those.
         number = next(self._lora_numbers)
-        wanted = LoRARequest(f"{lora_name}.{number}", number, lora_path)
+        folder = await asyncio.to_thread(self._plain.folder_for, lora_name, lora_path, self._shapes)
+        wanted = LoRARequest(f"{lora_name}.{number}", number, folder)
         try:
             await self._running.add_lora(wanted)
             if pinned:
                 await self._running.pin_lora(number)
         except Exception as error:
+            self._plain.remove(lora_name)
             raise InvalidRequest(f"vLLM refused it: {error}", field="lora_path") from error
         self._adapters[lora_name] = wanted
 
     async def unload_lora_adapter(self, lora_name: str) -> None:
         """Unload an adapter."""
-        await self._running.remove_lora(self._adapters.pop(lora_name).lora_int_id)
+        if lora_name not in self._adapters:
+            raise InvalidRequest(f"lora_name={lora_name!r} is not loaded", field="lora_name")
+        await self._running.remove_lora(self._adapters[lora_name].lora_int_id)
+        del self._adapters[lora_name]
+        self._plain.remove(lora_name)
 
     # Models that do not generate ---------------------------------------------------------------------------------
 
@@ -464,7 +507,7 @@ class VLLMBackend(WorkerBackend):
 
     async def ask(self, method: str, *arguments: object, freeze: PauseMode | None = None) -> object:
         """Call the engine core, which asks its workers where it must."""
-        from drivetrain_vllm.inside.control import calls
+        from drivetrain_vllm.in_engine.scheduler_calls import calls
 
         if self._channel is None:
             raise EngineInternalError("the vLLM backend is not running")
@@ -500,7 +543,7 @@ def _be_batch_invariant() -> None:
     Raises:
         UnsupportedCapability: this vLLM has none.
     """
-    from vllm import envs
+    from vllm import envs  # pyright: ignore[reportAttributeAccessIssue]
 
     if BATCH_INVARIANT not in envs.environment_variables:
         raise UnsupportedCapability(

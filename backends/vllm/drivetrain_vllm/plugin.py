@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from drivetrain.backend import Backend
-from drivetrain.hookspecs import hookimpl
+from drivetrain.backend.base import Backend
+from drivetrain.backend.hookspecs import hookimpl
 from drivetrain_vllm.engine import VLLMBackend
-from drivetrain_vllm.server import VLLMServerBackend
+from drivetrain_vllm.remote import VLLMServerBackend
 
 
 @hookimpl

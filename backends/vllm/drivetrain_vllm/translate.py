@@ -7,13 +7,21 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from drivetrain.backend import GenerateRequest, GenerateResult
-from drivetrain.config import EngineConfig, Task
+from drivetrain.backend.base import GenerateRequest, GenerateResult
+from drivetrain.backend.toolkit.translation import (
+    no_token_allowed,
+    non_finite_logits,
+    spreads_experts,
+    version_spans,
+    with_engine_kwargs,
+)
 from drivetrain.errors import EngineInternalError, InvalidConfig, InvalidRequest
-from drivetrain.outputs import FinishReason, TopLogprobs
-from drivetrain.sampling import EbnfGrammar, JsonSchema, LogprobsMode, RegexGrammar
-from drivetrain.translation import spreads_experts, version_spans, with_engine_kwargs
-from drivetrain_sampling.carried import carried
+from drivetrain.media.qwen_vision import ENGINE_BOUNDS, ENGINE_FETCHES, ENGINE_PREPARES
+from drivetrain.types.config import EngineConfig, Task
+from drivetrain.types.outputs import FinishReason, TopLogprobs
+from drivetrain.types.sampling import EbnfGrammar, JsonSchema, LogprobsMode, RegexGrammar
+from drivetrain_sampling import NO_TOKEN, NOT_FINITE
+from drivetrain_sampling.encoded_params import carried
 
 BATCH_INVARIANT: Final = "VLLM_BATCH_INVARIANT"
 """Environment variable by which all of vLLM's processes take kernels that no batch changes."""
@@ -26,7 +34,7 @@ CONFIG_NAMES: Final[Mapping[str, str]] = {
     "gpu_memory_utilization": "gpu_memory_utilization",
     "max_num_batched_tokens": "max_num_batched_tokens",
     "max_num_seqs": "max_num_seqs",
-    "context_length": "max_model_len",
+    "context_length": "max_model_len, with one more",
     "enable_prefix_caching": "enable_prefix_caching",
     "attention_backend": "attention_backend",
     "tensor_parallel_size": "tensor_parallel_size",
@@ -38,9 +46,23 @@ CONFIG_NAMES: Final[Mapping[str, str]] = {
     "deterministic": BATCH_INVARIANT,
     "enable_sleep": "enable_sleep_mode",
     "sleep_keeps_weights": "additional_config",
+    "media": "drivetrain.media.qwen_vision",
     "engine_kwargs": "AsyncEngineArgs(**)",
 }
 """Field of EngineConfig → what honours it here."""
+
+WITHOUT_EFFECT: Final[Mapping[str, str]] = {
+    "allowed_media_domains": ENGINE_FETCHES,
+    "allowed_local_media_path": ENGINE_FETCHES,
+    "media_io_kwargs": ENGINE_BOUNDS,
+    "mm_processor_kwargs": ENGINE_PREPARES,
+    "mm_processor_cache_gb": ENGINE_PREPARES,
+    "mm_processor_cache_type": ENGINE_PREPARES,
+    "mm_processor_device": ENGINE_PREPARES,
+    "mm_device_do_normalize": ENGINE_PREPARES,
+    "video_pruning_rate": ENGINE_PREPARES,
+}
+"""Arguments of vLLM's that do nothing here, and why."""
 
 SEEN_WORKING: Final = ("0.26.0", "0.32.0")
 """Oldest and newest release that the conformance suite was run on: on a GPU and on a CPU. What differs between them is
@@ -48,6 +70,9 @@ found by looking for it: whether vLLM labels tokens with weight versions."""
 
 KEY: Final = "drivetrain"
 """Key of ``extra_args`` under which a request carries how to draw it."""
+
+STOPS: Final = "drivetrain_stops"
+"""Key of ``extra_args`` for a request's own stop ids, where it has a grammar."""
 
 SECOND_RUNNER: Final = "VLLM_USE_V2_MODEL_RUNNER"
 """Environment variable by which vLLM takes its first (0) or second (1) model runner."""
@@ -77,31 +102,35 @@ _TEMPERATURES: Final = (0.01, 2.0)
 """Least and most that vLLM draws with, but for zero: it takes less for the least, and refuses more."""
 
 
-def engine_arguments(config: EngineConfig, device: str, dtype: str, context_length: int) -> dict[str, object]:
+def engine_arguments(
+    config: EngineConfig, device: str, dtype: str, longest: int, overrides: Mapping[str, object] | None = None
+) -> dict[str, object]:
     """Keyword arguments of vLLM's ``AsyncEngineArgs``.
 
     Args:
         config: The configuration.
         device: The kind of device.
         dtype: Of the checkpoint: what vLLM takes for "auto" may be another.
-        context_length: Most tokens of prompt and output together.
+        longest: Most tokens of prompt and output together, those of :func:`room_of` included.
+        overrides: Fields of the model's own configuration that have another value here.
 
     Raises:
-        InvalidConfig: ``engine_kwargs`` sets what the configuration has a field for, or what the backend relies on.
+        InvalidConfig: ``engine_kwargs`` sets what the configuration has a field for, what the backend relies on, or
+            what would have no effect.
     """
     relied_on: dict[str, object] = {
         "model": config.model,
         "tokenizer": config.tokenizer or config.model,
         "dtype": dtype if config.dtype == "auto" else config.dtype,
         "trust_remote_code": config.trust_remote_code,
-        "max_model_len": context_length,
+        "max_model_len": longest,
         "tensor_parallel_size": config.tensor_parallel_size,
         "enable_prefix_caching": config.enable_prefix_caching,
         "scheduling_policy": "priority",
         "max_logprobs": -1,
         "logprobs_mode": "raw_logprobs",
         "generation_config": "vllm",  # a folder's own would change what requests mean
-        "worker_extension_cls": "drivetrain_vllm.inside.worker.Extension",
+        "worker_extension_cls": "drivetrain_vllm.in_engine.worker.Extension",
         "disable_log_stats": True,
     }
     optional: dict[str, object | None] = {
@@ -112,6 +141,8 @@ def engine_arguments(config: EngineConfig, device: str, dtype: str, context_leng
         "attention_backend": config.attention_backend,
     }
     relied_on |= {name: value for name, value in optional.items() if value is not None}
+    if overrides:
+        relied_on["hf_overrides"] = dict(overrides)
     match config.task:
         case Task.GENERATE:
             pass
@@ -136,7 +167,12 @@ def engine_arguments(config: EngineConfig, device: str, dtype: str, context_leng
     defaults = _ON_A_CPU if device == "cpu" else {}
     if config.tensor_parallel_size > 1:
         defaults = {name: value for name, value in defaults.items() if name != "distributed_executor_backend"}
-    return with_engine_kwargs(config, relied_on, defaults)
+    return with_engine_kwargs(config, relied_on, defaults, WITHOUT_EFFECT)
+
+
+def room_of(config: EngineConfig) -> int:
+    """Tokens by which vLLM's limit is above ours: it generates one after each prompt, also where it only scores."""
+    return int(config.task is Task.GENERATE)
 
 
 def visible_devices(device: str, count: int, visible: Sequence[str]) -> str:
@@ -224,6 +260,9 @@ def sampling_params(request: GenerateRequest, *, stream: bool, deterministic: bo
             native["output_kind"] = RequestOutputKind.CUMULATIVE
         if hasattr(SamplingParams, "routed_experts_prompt_start"):
             native["routed_experts_prompt_start"] = max(len(request.prompt_token_ids) - 1, 0)
+    extra: dict[str, object] = {}
+    if params.structured_output is not None and params.stop_token_ids:
+        extra[STOPS] = list(params.stop_token_ids)
     match params.structured_output:
         case JsonSchema(json_schema=schema):
             native["structured_outputs"] = StructuredOutputsParams(json=schema)
@@ -240,8 +279,8 @@ def sampling_params(request: GenerateRequest, *, stream: bool, deterministic: bo
         native["min_p"] = params.min_p
     else:
         native["temperature"] = 1.0
-        native["extra_args"] = {KEY: carried(request)}
-    return SamplingParams(**native)
+        extra[KEY] = carried(request)
+    return SamplingParams(**native, extra_args=extra or None)
 
 
 def plain_sampling_params(request: GenerateRequest) -> dict[str, object]:
@@ -357,12 +396,24 @@ class Collected:
 
         Args:
             version: Of the weights that are served now.
+
+        Raises:
+            NonFiniteLogits: the model gave NaN or infinity where the next token was to be drawn.
+            NoTokenAllowed: no token was left to draw.
         """
         params, count = self._params, len(self._ids)
         completion = self._last.outputs[0]
+        if self._request.max_new_tokens and completion.finish_reason == "abort":
+            match completion.stop_reason:
+                case int(code) if code == NOT_FINITE:
+                    raise non_finite_logits(self._request, count)
+                case int(code) if code == NO_TOKEN:
+                    raise no_token_allowed(self._request, count)
         reason, matched = _finish(completion.finish_reason, completion.stop_reason, completion.token_ids, self._request)
-        prompt = self._prompt if params.prompt_logprobs is not None else None
         prompt_ids = self._request.prompt_token_ids
+        prompt = self._prompt if params.prompt_logprobs is not None else None
+        if reason is FinishReason.ABORT and prompt is not None and len(prompt.start_indices) < len(prompt_ids):
+            prompt = None  # it was aborted before all of its prompt was read
         return GenerateResult(
             token_ids=self._ids,
             finish_reason=reason,
@@ -431,7 +482,7 @@ def _finish(
     reason: str | None, matched: int | str | None, ids: Sequence[int], request: GenerateRequest
 ) -> tuple[FinishReason, int | None]:
     """Why a sample ended, and at which stop; ``ids`` end with its last."""
-    if not request.max_new_tokens and reason != "abort":
+    if not request.max_new_tokens and (reason != "abort" or matched in (NOT_FINITE, NO_TOKEN)):
         return FinishReason.LENGTH, None
     match reason:
         case "stop":

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from drivetrain.backend import Backend, ModelInfo
-from drivetrain.capability import Capability
-from drivetrain.config import EngineConfig
-from drivetrain.engine import InferenceEngine
-from drivetrain.errors import EngineInternalError
-from drivetrain.memory import MemoryTag, PauseMode
-from drivetrain.outputs import GenerationOutput
-from drivetrain.prompts import PromptLike, TokenPrompt
-from drivetrain.requests import ParamsLike, RequestBuilder
-from drivetrain.sampling import SamplingParams
-from drivetrain.validation import as_prompts
+from drivetrain.backend.base import Backend, GenerateRequest, GenerateResult, ModelInfo
+from drivetrain.engine.engine import InferenceEngine
+from drivetrain.engine.request_builder import ParamsLike, RequestBuilder
+from drivetrain.engine.states import EngineState
+from drivetrain.engine.validation import as_prompts
+from drivetrain.errors import EngineInternalError, InvalidConfig
+from drivetrain.types.capability import Capability
+from drivetrain.types.config import EngineConfig
+from drivetrain.types.modes import MemoryTag, PauseMode
+from drivetrain.types.outputs import FinishReason, GenerationOutput
+from drivetrain.types.prompts import PromptLike, TokenPrompt
+from drivetrain.types.sampling import SamplingParams
 from drivetrain_conformance.mutants.registry import spoiled_backend, spoiled_engine
-from drivetrain_conformance.mutants.spoil import SoundBackend, claiming, mixed
+from drivetrain_conformance.mutants.spoil import SoundBackend, answering, claiming, mixed, taking
 
 
 @spoiled_backend(
@@ -36,6 +39,41 @@ def claims_hidden_states_and_has_none(backend: type[Backend]) -> type[Backend]:
 def claims_json_and_ignores_the_schema(backend: type[Backend]) -> type[Backend]:
     """It claims structured output and samples as if no schema had been given."""
     return claiming(backend, Capability.STRUCTURED_JSON)
+
+
+@spoiled_backend(
+    caught_by="structured_output/what_leaves_no_token_ends_in_an_error",
+    says="expected NoTokenAllowed for sampling_params.structured_output, but nothing was raised",
+)
+def lets_a_mask_overrule_the_grammar(backend: type[Backend]) -> type[Backend]:
+    """Where a grammar and a mask leave no token, one that the mask allows is drawn."""
+    return claiming(backend, Capability.STRUCTURED_REGEX)
+
+
+@spoiled_backend(
+    caught_by="structured_output/the_whole_output_matches_the_regex", says="nothing came to the grammar's end: ['"
+)
+def goes_on_past_the_end_of_a_grammar(backend: type[Backend]) -> type[Backend]:
+    """Where EOS is ignored, tokens follow after a grammar is complete."""
+
+    def change(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
+        if request.params.structured_output is None:
+            return result
+        token_ids = list(f"cat-{sum(result.token_ids) % 1000:03}".encode())  # a token of the model is a byte
+        eos = request.stop_token_ids[0]
+        if request.params.ignore_eos:
+            token_ids = (token_ids * request.max_new_tokens)[: request.max_new_tokens]
+        else:
+            token_ids.append(eos)
+        return dataclasses.replace(
+            result,
+            token_ids=token_ids,
+            finish_reason=FinishReason.LENGTH if request.params.ignore_eos else FinishReason.STOP,
+            matched_stop=None if request.params.ignore_eos else eos,
+            weight_versions=[dataclasses.replace(result.weight_versions[0], start=0, end=len(token_ids))],
+        )
+
+    return answering(claiming(backend, Capability.STRUCTURED_REGEX), change)
 
 
 @spoiled_backend(caught_by="abort/ids_that_are_not_running_are_passed_over", says="claims abort, and refuses it")
@@ -96,7 +134,7 @@ def refuses_for_the_wrong_capability(engine: type[InferenceEngine]) -> type[Infe
     class Wrong(InferenceEngine):
         """Has a slip of copy and paste."""
 
-        async def start_profile(self, directory: str) -> None:
+        async def start_profile(self, directory: str | os.PathLike[str]) -> None:
             await self.clear_hicache_storage()
 
     return mixed(engine, Wrong)
@@ -133,9 +171,9 @@ def swallows_a_configured_limit(backend: type[Backend]) -> type[Backend]:
     return mixed(backend, Wrong)
 
 
-@spoiled_backend(caught_by="generate/eos_ends_a_completion", says="the model has no EOS id")
+@spoiled_backend(caught_by="generate/every_file_that_names_an_end_is_heeded", says="only some are known")
 def does_not_know_the_models_eos(backend: type[Backend]) -> type[Backend]:
-    """It says that the model has no EOS ids, so that generation runs on past them."""
+    """It says that the model has no EOS ids, so that generation runs on past those that the tokenizer does not name."""
 
     class Wrong(SoundBackend):
         """Reads the wrong configuration file."""
@@ -167,22 +205,8 @@ def leaves_a_process_behind(backend: type[Backend]) -> type[Backend]:
 )
 def ignores_misspelt_params(engine: type[InferenceEngine]) -> type[InferenceEngine]:
     """Sampling params that there are not are ignored."""
-
-    class Wrong(InferenceEngine):
-        """Takes what it knows of a mapping."""
-
-        async def generate(
-            self,
-            prompts: PromptLike | Sequence[PromptLike],
-            sampling_params: ParamsLike | Sequence[ParamsLike] | None = None,
-            **options: Any,
-        ) -> GenerationOutput:
-            if isinstance(sampling_params, Mapping):
-                known = SamplingParams.model_fields
-                sampling_params = {name: value for name, value in sampling_params.items() if name in known}
-            return await super().generate(prompts, sampling_params, **options)
-
-    return mixed(engine, Wrong)
+    known = SamplingParams.model_fields
+    return taking(engine, lambda params: {name: value for name, value in params.items() if name in known})
 
 
 @spoiled_engine(
@@ -229,5 +253,66 @@ def ignores_timeouts(engine: type[InferenceEngine]) -> type[InferenceEngine]:
         ) -> GenerationOutput:
             options["timeout"] = None
             return await super().generate(prompts, sampling_params, **options)
+
+    return mixed(engine, Wrong)
+
+
+@spoiled_backend(caught_by="errors/a_configuration_field_that_asks_for_nothing_is_taken", says="is refused")
+def refuses_what_asks_for_nothing(backend: type[Backend]) -> type[Backend]:
+    """A bound on adapters is refused where none are loaded."""
+
+    class Wrong(SoundBackend):
+        """Knows such a field of engines with adapters only."""
+
+        @classmethod
+        def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
+            if config.max_loras is not None and not config.enable_lora:
+                raise InvalidConfig(f"max_loras={config.max_loras}: there are no adapters", field="max_loras")
+            return super().capabilities(config)
+
+    return mixed(backend, Wrong)
+
+
+@spoiled_engine(caught_by="generate/every_file_that_names_an_end_is_heeded", says="only some are known")
+def ignores_the_tokenizers_end(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+    """An EOS that only the tokenizer names is none."""
+
+    class Wrong(InferenceEngine):
+        """Asks the model's configurations only."""
+
+        async def start(self, progress: Callable[[str], None] | None = None) -> None:
+            start = self._backend.start
+            own: tuple[int, ...] = ()
+
+            async def starting(report: Callable[[str], None]) -> ModelInfo:
+                nonlocal own
+                info = await start(report)
+                own = info.eos_token_ids
+                return info
+
+            self._backend.start = starting  # type: ignore[method-assign]
+            await super().start(progress)
+            assert self._model is not None
+            self._model = dataclasses.replace(self._model, eos_token_ids=own)
+
+    return mixed(engine, Wrong)
+
+
+@spoiled_engine(caught_by="faults/a_host_killed_while_it_generates", says="the engine was ready")
+def hears_late_of_a_death(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+    """An engine that died says for a while that it is ready, though its callers know."""
+
+    class Wrong(InferenceEngine):
+        """Waits for another to tell it."""
+
+        _heard: float | None = None
+
+        @property
+        def state(self) -> EngineState:
+            if super().state is not EngineState.FAILED:
+                return super().state
+            now = time.monotonic()
+            self._heard = self._heard or now
+            return EngineState.READY if now < self._heard + 0.5 else EngineState.FAILED
 
     return mixed(engine, Wrong)

@@ -7,14 +7,14 @@ import dataclasses
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing, contextmanager
 
-from drivetrain.backend import Backend, GenerateRequest, GenerateResult, TokenDelta
-from drivetrain.capability import Capability
-from drivetrain.config import EngineConfig, Task
-from drivetrain.engine import InferenceEngine
-from drivetrain.memory import MemoryTag, PauseMode
-from drivetrain.outputs import FinishReason
-from drivetrain.requests import RequestBuilder
-from drivetrain.states import WeightState
+from drivetrain.backend.base import Backend, GenerateRequest, GenerateResult, TokenDelta
+from drivetrain.engine.engine import InferenceEngine
+from drivetrain.engine.request_builder import RequestBuilder
+from drivetrain.engine.states import WeightState
+from drivetrain.types.capability import Capability
+from drivetrain.types.config import EngineConfig, Task
+from drivetrain.types.modes import MemoryTag, PauseMode
+from drivetrain.types.outputs import FinishReason
 from drivetrain_conformance.mutants.registry import spoiled_backend, spoiled_engine
 from drivetrain_conformance.mutants.spoil import SoundBackend, answering, cut, mixed
 
@@ -107,6 +107,32 @@ def aborts_everything(backend: type[Backend]) -> type[Backend]:
 
         async def abort(self, request_ids: list[str]) -> None:
             await super().abort(list(self.flying))
+
+    return mixed(backend, Wrong)
+
+
+@spoiled_backend(caught_by="pause/abort_ends_what_was_retracted", says="nats off")
+def shifts_the_logprobs_of_what_was_frozen(backend: type[Backend]) -> type[Backend]:
+    """A request that is aborted while it is frozen comes back with the logprobs of the tokens before."""
+
+    class Wrong(SoundBackend):
+        """Counts the token that comes next."""
+
+        is_frozen = False
+
+        async def freeze(self, mode: PauseMode) -> None:
+            self.is_frozen = True
+            await super().freeze(mode)
+
+        async def unfreeze(self) -> None:
+            self.is_frozen = False
+            await super().unfreeze()
+
+        async def generate(self, request: GenerateRequest) -> GenerateResult:
+            result = await super().generate(request)
+            if not self.is_frozen or not result.logprobs:
+                return result
+            return dataclasses.replace(result, logprobs=[0.0, *result.logprobs[:-1]])
 
     return mixed(backend, Wrong)
 
@@ -255,7 +281,7 @@ def aborts_what_waits_at_a_pause(engine: type[InferenceEngine]) -> type[Inferenc
 
         async def _quiesce(self, mode: PauseMode) -> None:
             if mode is PauseMode.ABORT:
-                await self._flights.abort(None)
+                await self._in_flight.abort(None)
             await super()._quiesce(mode)
 
     return mixed(engine, Wrong)
@@ -294,6 +320,29 @@ def gives_no_memory_back(backend: type[Backend]) -> type[Backend]:
 
         async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
             pass
+
+    return mixed(backend, Wrong)
+
+
+@spoiled_backend(caught_by="sleep/the_memory_of_the_cache_comes_back", says="MiB came back, of")
+def gives_half_of_the_memory_back(backend: type[Backend]) -> type[Backend]:
+    """While the cache sleeps, half of its memory is held for something else."""
+
+    class Wrong(SoundBackend):
+        """Keeps as much as half of the cache took."""
+
+        def __init__(self, config: EngineConfig) -> None:
+            super().__init__(config)
+            self._kept = b""
+
+        async def sleep(self, tags: frozenset[MemoryTag]) -> None:
+            held = (await self.stats()).kv_cache_bytes
+            await super().sleep(tags)
+            self._kept = b"x" * (held // 2)
+
+        async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
+            self._kept = b""
+            await super().wake_up(tags)
 
     return mixed(backend, Wrong)
 
@@ -340,7 +389,10 @@ def serves_while_its_cache_sleeps(engine: type[InferenceEngine]) -> type[Inferen
     return mixed(engine, Wrong)
 
 
-@spoiled_backend(caught_by="sleep/kept_weights_come_back_as_they_were", says="nats below the most likely one")
+@spoiled_backend(
+    caught_by="sleep/kept_weights_come_back_as_they_were",
+    says=("nats below the most likely one", "NaN or infinite logits"),  # memory may hold either
+)
 def says_that_it_keeps_weights(backend: type[Backend]) -> type[Backend]:
     """It claims that weights which slept come back by themselves, and they come back as anything."""
 

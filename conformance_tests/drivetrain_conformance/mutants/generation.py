@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
+import shutil
+import tempfile
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 
-from drivetrain.backend import Backend, GenerateRequest, GenerateResult
-from drivetrain.config import EngineConfig
-from drivetrain.engine import InferenceEngine
-from drivetrain.outputs import Completion, FinishReason, VersionSpan
-from drivetrain.prompts import TextPrompt
-from drivetrain.requests import Flight
-from drivetrain.tokenizer import Tokenizer
+from drivetrain.backend.base import Backend, GenerateRequest, GenerateResult
+from drivetrain.engine.engine import InferenceEngine
+from drivetrain.engine.samples import Sample
+from drivetrain.text.tokenizer import Tokenizer
+from drivetrain.types.config import EngineConfig
+from drivetrain.types.outputs import Completion, FinishReason, VersionSpan
+from drivetrain.types.prompts import TextPrompt
 from drivetrain_conformance.mutants.registry import spoiled_backend, spoiled_engine
 from drivetrain_conformance.mutants.spoil import SoundBackend, answering, cut, mixed, returning
 
@@ -29,6 +33,16 @@ def returns_the_prompt_too(backend: type[Backend]) -> type[Backend]:
         return dataclasses.replace(
             result, token_ids=prompt + result.token_ids, weight_versions=spans, logprobs=logprobs
         )
+
+    return answering(backend, change)
+
+
+@spoiled_backend(caught_by="generate/greedy_takes_the_most_likely_token", says="outside the vocabulary of")
+def answers_with_ids_that_the_model_has_not(backend: type[Backend]) -> type[Backend]:
+    """The last id of an answer is one of the padding that fills up the vocabulary."""
+
+    def change(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
+        return dataclasses.replace(result, token_ids=[*result.token_ids[:-1], 10**6])
 
     return answering(backend, change)
 
@@ -125,8 +139,8 @@ def shows_the_stop_token(engine: type[InferenceEngine]) -> type[InferenceEngine]
     class Wrong(InferenceEngine):
         """Decodes all ids."""
 
-        async def _complete(self, flight: Flight) -> Completion:
-            completion = await super()._complete(flight)
+        async def _complete(self, sample: Sample) -> Completion:
+            completion = await super()._complete(sample)
             if not isinstance(completion.matched_stop, int):
                 return completion
             return dataclasses.replace(completion, text=self.decode(completion.token_ids, skip_special_tokens=False))
@@ -207,5 +221,31 @@ def goes_on_after_its_caller_left(backend: type[Backend]) -> type[Backend]:
             self._left.add(task)
             task.add_done_callback(lambda task: task.cancelled() or task.exception())
             return await asyncio.shield(task)
+
+    return mixed(backend, Wrong)
+
+
+@spoiled_backend(caught_by="generate/frequencies_that_depend_on_length_are_right_or_refused", says="less likely")
+def takes_the_long_factors_for_all(backend: type[Backend]) -> type[Backend]:
+    """A longrope model rotates short sequences with the factors of long ones."""
+
+    class Wrong(SoundBackend):
+        """Takes the factors of the longest sequence that it may ever have."""
+
+        def __init__(self, config: EngineConfig) -> None:
+            self._folder = Path(tempfile.mkdtemp(prefix="longrope-"))
+            for file in Path(config.model).iterdir():
+                (self._folder / file.name).symlink_to(file)
+            given = json.loads((self._folder / "config.json").read_text())
+            rope = given.get("rope_parameters") or {}
+            if "long_factor" in rope:
+                rope["short_factor"] = rope["long_factor"]
+            (self._folder / "config.json").unlink()
+            (self._folder / "config.json").write_text(json.dumps(given))
+            super().__init__(config.model_copy(update={"model": str(self._folder)}))
+
+        async def close(self) -> None:
+            await super().close()
+            shutil.rmtree(self._folder)
 
     return mixed(backend, Wrong)

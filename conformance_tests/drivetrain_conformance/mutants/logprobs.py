@@ -6,10 +6,11 @@ import dataclasses
 import struct
 from collections.abc import Callable
 
-from drivetrain.backend import Backend, GenerateRequest, GenerateResult
-from drivetrain.config import EngineConfig
-from drivetrain.outputs import TopLogprobs
-from drivetrain.sampling import LogprobsMode
+from drivetrain.backend.base import Backend, GenerateRequest, GenerateResult, ModelInfo
+from drivetrain.errors import InvalidRequest
+from drivetrain.types.config import EngineConfig
+from drivetrain.types.outputs import TopLogprobs
+from drivetrain.types.sampling import LogprobsMode
 from drivetrain_conformance.mutants.registry import spoiled_backend
 from drivetrain_conformance.mutants.spoil import SoundBackend, answering, asking, mixed
 
@@ -60,7 +61,7 @@ def shifts_logprobs(backend: type[Backend]) -> type[Backend]:
     return answering(backend, change)
 
 
-@spoiled_backend(caught_by="logprob/raw_is_the_models_own_distribution", says="the reference says")
+@spoiled_backend(caught_by="logprob/raw_is_the_models_own_distribution", says="so they were rounded")
 def rounds_logprobs(backend: type[Backend]) -> type[Backend]:
     """Logprobs have gone through bfloat16, with its eight bits of precision."""
 
@@ -169,3 +170,22 @@ def loses_cached_prompt_logprobs(backend: type[Backend]) -> type[Backend]:
 def samples_when_it_scores(backend: type[Backend]) -> type[Backend]:
     """Asked to score tokens and sample none, it samples one."""
     return asking(backend, lambda request: dataclasses.replace(request, max_new_tokens=max(1, request.max_new_tokens)))
+
+
+@spoiled_backend(caught_by="logprob/given_tokens_are_scored_and_none_is_sampled", says="no room for a token")
+def wants_room_to_score(backend: type[Backend]) -> type[Backend]:
+    """A sequence that fills the context cannot be scored, for a token is to be generated after it."""
+
+    class Wrong(SoundBackend):
+        """Scores by generating one token."""
+
+        async def start(self, report: Callable[[str], None]) -> ModelInfo:
+            self._info = await super().start(report)
+            return self._info
+
+        async def generate(self, request: GenerateRequest) -> GenerateResult:
+            if len(request.prompt_token_ids) == self._info.context_length:
+                raise InvalidRequest("no room for a token after the prompt", field="prompts")
+            return await super().generate(request)
+
+    return mixed(backend, Wrong)

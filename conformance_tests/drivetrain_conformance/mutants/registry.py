@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from drivetrain.backend import Backend
-from drivetrain.engine import InferenceEngine
+from drivetrain.backend.base import Backend
+from drivetrain.engine.engine import InferenceEngine
 
 SpoilBackend = Callable[[type[Backend]], type[Backend]]
 SpoilEngine = Callable[[type[InferenceEngine]], type[InferenceEngine]]
@@ -23,8 +23,8 @@ class Mutant:
     """What is wrong with it, in a sentence."""
     caught_by: str
     """The case that must fail, as ``group/name``."""
-    says: str
-    """A part of the failure's message: it must be caught for what is wrong with it."""
+    says: tuple[str, ...]
+    """Parts of messages, of which the failure's has one: it must be caught for what is wrong with it."""
     spoil_backend: SpoilBackend | None = None
     spoil_engine: SpoilEngine | None = None
 
@@ -32,21 +32,21 @@ class Mutant:
 _registry: Final[dict[str, Mutant]] = {}
 
 
-def spoiled_backend(*, caught_by: str, says: str) -> Callable[[SpoilBackend], SpoilBackend]:
+def spoiled_backend(*, caught_by: str, says: str | tuple[str, ...]) -> Callable[[SpoilBackend], SpoilBackend]:
     """Make the function below a mutant: given a backend's class, it returns a subclass with one thing wrong."""
 
     def decorate(spoil: SpoilBackend) -> SpoilBackend:
-        _add(Mutant(spoil.__name__, _sentence(spoil), caught_by, says, spoil_backend=spoil))
+        _add(Mutant(spoil.__name__, _sentence(spoil), caught_by, _parts(says), spoil_backend=spoil))
         return spoil
 
     return decorate
 
 
-def spoiled_engine(*, caught_by: str, says: str) -> Callable[[SpoilEngine], SpoilEngine]:
+def spoiled_engine(*, caught_by: str, says: str | tuple[str, ...]) -> Callable[[SpoilEngine], SpoilEngine]:
     """The same for the engine page: given its class, the function returns a subclass with one thing wrong."""
 
     def decorate(spoil: SpoilEngine) -> SpoilEngine:
-        _add(Mutant(spoil.__name__, _sentence(spoil), caught_by, says, spoil_engine=spoil))
+        _add(Mutant(spoil.__name__, _sentence(spoil), caught_by, _parts(says), spoil_engine=spoil))
         return spoil
 
     return decorate
@@ -58,11 +58,15 @@ def registered_mutants() -> Mapping[str, Mutant]:
 
 
 def _add(mutant: Mutant) -> None:
-    if not mutant.wrong or not mutant.says:
+    if not mutant.wrong or not all(mutant.says):
         raise TypeError(f"the mutant {mutant.name} must say what is wrong with it, and how it is caught")
     if mutant.name in _registry:
         raise TypeError(f"there are two mutants {mutant.name}")
     _registry[mutant.name] = mutant
+
+
+def _parts(says: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (says,) if isinstance(says, str) else says
 
 
 def _sentence(spoil: Callable[..., object]) -> str:

@@ -10,13 +10,13 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar, cast
 
-from drivetrain.backend import Backend, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
-from drivetrain.capability import Capability
-from drivetrain.config import EngineConfig
-from drivetrain.engine import InferenceEngine
-from drivetrain.outputs import Completion, GenerationOutput, VersionSpan
-from drivetrain.prompts import PromptLike
-from drivetrain.requests import ParamsLike
+from drivetrain.backend.base import Backend, EngineStats, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
+from drivetrain.engine.engine import InferenceEngine
+from drivetrain.engine.request_builder import ParamsLike
+from drivetrain.types.capability import Capability
+from drivetrain.types.config import EngineConfig
+from drivetrain.types.outputs import Completion, GenerationOutput, VersionSpan
+from drivetrain.types.prompts import PromptLike
 
 _T = TypeVar("_T")
 
@@ -40,6 +40,10 @@ class SoundBackend(Backend):
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """As the sound backend does."""
         return await super().generate(request)  # type: ignore[safe-super]
+
+    async def stats(self) -> EngineStats:
+        """As the sound backend does."""
+        return await super().stats()  # type: ignore[safe-super]
 
 
 def mixed(sound: type[_T], wrong: type[object]) -> type[_T]:
@@ -100,6 +104,27 @@ def answering(
                 async for delta in deltas:
                     result = None if delta.result is None else change(request, delta.result)
                     yield dataclasses.replace(delta, result=result)
+
+    return mixed(sound, Wrong)
+
+
+def taking(
+    sound: type[InferenceEngine], change: Callable[[Mapping[str, object]], Mapping[str, object]]
+) -> type[InferenceEngine]:
+    """An engine page whose ``generate`` changes sampling params that are given as a mapping, before it checks them."""
+
+    class Wrong(InferenceEngine):
+        """Changes the params of each call."""
+
+        async def generate(
+            self,
+            prompts: PromptLike | Sequence[PromptLike],
+            sampling_params: ParamsLike | Sequence[ParamsLike] | None = None,
+            **options: Any,
+        ) -> GenerationOutput:
+            if isinstance(sampling_params, Mapping):
+                sampling_params = change(sampling_params)
+            return await super().generate(prompts, sampling_params, **options)
 
     return mixed(sound, Wrong)
 

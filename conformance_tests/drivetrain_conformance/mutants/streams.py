@@ -8,13 +8,15 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from drivetrain.backend import Backend, GenerateRequest, TokenDelta
-from drivetrain.config import EngineConfig
-from drivetrain.engine import InferenceEngine
-from drivetrain.outputs import CompletionChunk
-from drivetrain.prompts import PromptLike
-from drivetrain.requests import ParamsLike
-from drivetrain.validation import as_prompts, check_sampling_params
+from drivetrain.backend.base import Backend, GenerateRequest, TokenDelta
+from drivetrain.backend.toolkit.deadlines import deadline
+from drivetrain.engine.engine import InferenceEngine
+from drivetrain.engine.request_builder import ParamsLike
+from drivetrain.engine.validation import as_prompts, check_sampling_params
+from drivetrain.errors import DeadlineExceeded
+from drivetrain.types.config import EngineConfig
+from drivetrain.types.outputs import CompletionChunk, GenerationOutput
+from drivetrain.types.prompts import PromptLike
 from drivetrain_conformance.mutants.registry import spoiled_backend, spoiled_engine
 from drivetrain_conformance.mutants.spoil import SoundBackend, mixed
 
@@ -175,5 +177,68 @@ def streams_past_a_stop(engine: type[InferenceEngine]) -> type[InferenceEngine]:
                     if cuts and whole is not None and isinstance(whole.matched_stop, str):
                         whole = dataclasses.replace(whole, text=whole.text.removesuffix(whole.matched_stop))
                     yield dataclasses.replace(chunk, completion=whole)
+
+    return mixed(engine, Wrong)
+
+
+@spoiled_engine(caught_by="streaming/a_slow_reader_does_not_outlast_the_timeout", says="still went on")
+def times_a_stream_only_while_it_waits(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+    """A stream's timeout is looked at only when no chunk lies ready."""
+
+    class Wrong(InferenceEngine):
+        """Bounds the wait for the next chunk, which is none if there is one."""
+
+        async def generate_stream(
+            self,
+            prompts: PromptLike | Sequence[PromptLike],
+            sampling_params: ParamsLike | Sequence[ParamsLike] | None = None,
+            **options: Any,
+        ) -> AsyncGenerator[CompletionChunk, None]:
+            begun, seconds = asyncio.get_running_loop().time(), options.pop("timeout", None)
+            queue: asyncio.Queue[CompletionChunk | None] = asyncio.Queue()
+
+            async def pump() -> None:
+                async with aclosing(super(Wrong, self).generate_stream(prompts, sampling_params, **options)) as chunks:
+                    async for chunk in chunks:
+                        queue.put_nowait(chunk)
+
+            task = asyncio.create_task(pump())
+            task.add_done_callback(lambda _: queue.put_nowait(None))
+            try:
+                while True:
+                    left = None if seconds is None else seconds - asyncio.get_running_loop().time() + begun
+                    async with deadline(left, "streamed completions"):
+                        chunk = await queue.get()
+                    if chunk is None:
+                        break
+                    yield chunk
+                await task
+            finally:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    return mixed(engine, Wrong)
+
+
+@spoiled_engine(
+    caught_by="streaming/answers_that_came_while_the_event_loop_was_blocked_are_kept", says="answers were thrown away"
+)
+def forgets_that_it_was_blocked(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+    """A timeout that passed while the event loop was blocked ends a call whose answer lies ready."""
+
+    class Wrong(InferenceEngine):
+        """Looks at the clock first."""
+
+        async def generate(
+            self,
+            prompts: PromptLike | Sequence[PromptLike],
+            sampling_params: ParamsLike | Sequence[ParamsLike] | None = None,
+            **options: Any,
+        ) -> GenerationOutput:
+            try:
+                async with asyncio.timeout(options.get("timeout")):
+                    return await super().generate(prompts, sampling_params, **options)
+            except TimeoutError as error:
+                raise DeadlineExceeded("waited for completions; they did not come") from error
 
     return mixed(engine, Wrong)

@@ -1,4 +1,4 @@
-"""Weight updates and adapters: half of one, another one, too early, never ended."""
+"""Weight updates: half of one, another one, too early, never ended."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import dataclasses
 import shutil
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext
+from pathlib import Path
 
-from drivetrain.backend import Backend, GenerateRequest, GenerateResult
-from drivetrain.config import EngineConfig
-from drivetrain.engine import InferenceEngine
-from drivetrain.errors import DrivetrainError, InvalidWeights, WeightPlanMismatch
-from drivetrain.memory import MemoryTag, PauseMode
-from drivetrain.outputs import VersionSpan
-from drivetrain.states import WeightState
-from drivetrain.updates import WeightTransaction
-from drivetrain.weights import (
+from drivetrain.backend.base import Backend, GenerateRequest, GenerateResult
+from drivetrain.backend.toolkit.translation import non_finite_logits
+from drivetrain.engine.engine import InferenceEngine
+from drivetrain.engine.states import WeightState
+from drivetrain.engine.weight_updates import WeightTransaction
+from drivetrain.errors import DrivetrainError, InvalidWeights, NonFiniteLogits, WeightPlanMismatch
+from drivetrain.types.config import EngineConfig
+from drivetrain.types.modes import MemoryTag, PauseMode
+from drivetrain.types.outputs import FinishReason, VersionSpan
+from drivetrain.types.weights import (
     AbortUpdate,
     CommitUpdate,
+    DiskSource,
     LoadBuckets,
     PrepareUpdate,
     TensorData,
@@ -27,8 +30,9 @@ from drivetrain.weights import (
     WeightReply,
     WeightUpdateRequest,
 )
+from drivetrain_conformance.assets.weight_sources import tensors_of
 from drivetrain_conformance.mutants.registry import spoiled_backend, spoiled_engine
-from drivetrain_conformance.mutants.spoil import SoundBackend, answering, asking, mixed
+from drivetrain_conformance.mutants.spoil import SoundBackend, answering, mixed
 
 # What is loaded ------------------------------------------------------------------------------------------------------
 
@@ -114,6 +118,24 @@ def accepts_nan(backend: type[Backend]) -> type[Backend]:
     return _waving_through(backend, InvalidWeights)
 
 
+@spoiled_backend(caught_by="weight_sync/a_checkpoint_folder_is_served", says="bfloat16")
+def refuses_narrower_floats(backend: type[Backend]) -> type[Backend]:
+    """A folder in bfloat16 is refused where the engine holds float32, though nothing would be rounded."""
+
+    class Wrong(SoundBackend):
+        """Wants the very dtype."""
+
+        async def receive_weights(self, message: WeightMessage) -> WeightReply:
+            if isinstance(message, PrepareUpdate) and isinstance(message.request.source, DiskSource):
+                held = {spec.name: spec.dtype for spec in (await self.weight_manifest()).tensors}
+                for name, tensor in tensors_of(Path(message.request.source.path)).items():
+                    if name in held and f"torch.{held[name]}" != str(tensor.dtype):
+                        raise WeightPlanMismatch(f"{name} is {tensor.dtype}", mismatched=[name])
+            return await super().receive_weights(message)
+
+    return mixed(backend, Wrong)
+
+
 @spoiled_backend(
     caught_by="weight_sync/going_back_to_earlier_weights_gives_their_answers", says="nats below the most likely one"
 )
@@ -130,6 +152,49 @@ def updates_nothing(backend: type[Backend]) -> type[Backend]:
                 case CommitUpdate(version):
                     await super().set_weight_version(version)
             return WeightReply()
+
+    return mixed(backend, Wrong)
+
+
+@spoiled_backend(
+    caught_by="weight_sync/going_back_to_earlier_weights_gives_their_answers",
+    says="expected NonFiniteLogits, but nothing was raised",
+)
+def answers_nan_with_a_token(backend: type[Backend]) -> type[Backend]:
+    """NaN logits end a request by its length, with one id, as the largest of NaN was found to be."""
+
+    class Wrong(SoundBackend):
+        """Takes the first id for the likeliest."""
+
+        async def generate(self, request: GenerateRequest) -> GenerateResult:
+            try:
+                return await super().generate(request)
+            except NonFiniteLogits:
+                return GenerateResult([0], FinishReason.LENGTH, [VersionSpan("diverged", 0, 1)])
+
+    return mixed(backend, Wrong)
+
+
+@spoiled_backend(
+    caught_by="weight_sync/going_back_to_earlier_weights_gives_their_answers", says="the model gave NaN or infinite"
+)
+def meets_nan_of_older_weights(backend: type[Backend]) -> type[Backend]:
+    """Once logits were NaN, longer prompts meet what is left of it in the cache, under any weights."""
+
+    class Wrong(SoundBackend):
+        """Hands blocks out again as they are."""
+
+        unclean = False
+
+        async def generate(self, request: GenerateRequest) -> GenerateResult:
+            try:
+                result = await super().generate(request)
+            except NonFiniteLogits:
+                self.unclean = True
+                raise
+            if self.unclean and len(request.prompt_token_ids) > 16:
+                raise non_finite_logits(request, 0)
+            return result
 
     return mixed(backend, Wrong)
 
@@ -422,49 +487,5 @@ def updates_while_it_saves(engine: type[InferenceEngine]) -> type[InferenceEngin
         async def _owning_weights(self, action: str) -> AsyncGenerator[None, None]:
             async with nullcontext() if action == "a weight update" else super()._owning_weights(action):
                 yield
-
-    return mixed(engine, Wrong)
-
-
-# LoRA ----------------------------------------------------------------------------------------------------------------
-
-
-@spoiled_backend(caught_by="lora/an_adapter_adds_its_product", says="nats below the most likely one")
-def ignores_adapters(backend: type[Backend]) -> type[Backend]:
-    """Requests that name an adapter are answered by the model without it."""
-    return asking(backend, lambda request: dataclasses.replace(request, lora=None))
-
-
-@spoiled_backend(caught_by="lora/requests_in_flight_use_different_adapters", says="nats below the most likely one")
-def uses_an_adapter_for_all(backend: type[Backend]) -> type[Backend]:
-    """Once an adapter was used, requests that name none are answered with it too."""
-
-    class Wrong(SoundBackend):
-        """Switches the model, and not back."""
-
-        active: str | None = None
-
-        async def generate(self, request: GenerateRequest) -> GenerateResult:
-            self.active = request.lora or self.active
-            return await super().generate(dataclasses.replace(request, lora=self.active))
-
-        async def unload_lora_adapter(self, lora_name: str) -> None:
-            self.active = None
-            await super().unload_lora_adapter(lora_name)
-
-    return mixed(backend, Wrong)
-
-
-@spoiled_engine(
-    caught_by="lora/an_unloaded_adapter_is_refused", says="expected InvalidRequest for lora, but nothing was raised"
-)
-def serves_unloaded_adapters(engine: type[InferenceEngine]) -> type[InferenceEngine]:
-    """An adapter that was unloaded is still served."""
-
-    class Wrong(InferenceEngine):
-        """Leaves it to be evicted some time."""
-
-        async def unload_lora_adapter(self, lora_name: str) -> None:
-            pass
 
     return mixed(engine, Wrong)

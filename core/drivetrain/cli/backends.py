@@ -8,10 +8,10 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from drivetrain.capability import Capability
+from drivetrain.backend.registry import BackendInfo, BackendStatus, list_backends
 from drivetrain.cli.output import err, out, print_json
 from drivetrain.create import create_engine
-from drivetrain.plugins import BackendInfo, BackendStatus, list_backends
+from drivetrain.types.capability import Capability
 
 COLOURS = {
     BackendStatus.AVAILABLE: "green",

@@ -20,10 +20,10 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from drivetrain.backend.registry import DISABLE_VARIABLE, BackendInfo, BackendStatus, disabled_plugins, list_backends
 from drivetrain.cli.output import out, print_json, progress
 from drivetrain.create import create_engine
 from drivetrain.errors import DrivetrainError, InvalidConfig
-from drivetrain.plugins import DISABLE_VARIABLE, BackendInfo, BackendStatus, disabled_plugins, list_backends
 
 GIB = 1024**3
 PROBE_SECONDS = 120

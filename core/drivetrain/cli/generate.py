@@ -12,14 +12,15 @@ import typer
 import yaml
 from rich.text import Text
 
+from drivetrain.checks.pydantic_errors import shown_name
 from drivetrain.cli.output import out, print_json, progress
-from drivetrain.config import EngineConfig, Isolation
 from drivetrain.create import create_engine
-from drivetrain.engine import InferenceEngine
-from drivetrain.outputs import Completion
-from drivetrain.prompts import ChatPrompt, Message, Prompt, TextPrompt
-from drivetrain.sampling import SamplingParams
-from drivetrain.validation import check_params_supported, check_sampling_params
+from drivetrain.engine.engine import InferenceEngine
+from drivetrain.engine.validation import check_params_supported, check_sampling_params
+from drivetrain.types.config import EngineConfig, Isolation
+from drivetrain.types.outputs import Completion
+from drivetrain.types.prompts import ChatPrompt, Message, Prompt, TextPrompt
+from drivetrain.types.sampling import SamplingParams
 
 DEFAULT_BACKEND = "transformers"
 
@@ -114,11 +115,14 @@ def _configuration(
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not equals or not name:
-            raise typer.BadParameter(f"{setting!r} is not FIELD=VALUE", param_hint="--set")
+            raise typer.BadParameter("a --set is not FIELD=VALUE: it has no '='", param_hint="--set")
         try:
             fields[name] = yaml.safe_load(value)
         except yaml.YAMLError as error:
-            raise typer.BadParameter(f"the value of {setting!r} is not YAML: {error}", param_hint="--set") from None
+            why = getattr(error, "problem", None) or type(error).__name__
+            raise typer.BadParameter(
+                f"the value of {shown_name(name)!r} is not YAML: {why}", param_hint="--set"
+            ) from None
     given = {"backend": backend, "model": model, "isolation": isolation}
     fields |= {name: value for name, value in given.items() if value is not None}
     fields.setdefault("backend", DEFAULT_BACKEND)

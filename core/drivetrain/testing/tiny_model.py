@@ -27,8 +27,9 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from drivetrain.backend.toolkit.progress_bars import no_progress_bars
+from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import InvalidConfig
-from drivetrain.progress_bars import no_progress_bars
 from drivetrain.testing.byte_tokenizer import SPECIAL_TOKENS, VISION_TOKENS, VOCAB_SIZE, byte_tokenizer
 
 ConfigValue = str | int | float | bool | None | Sequence["ConfigValue"] | Mapping[str, "ConfigValue"]
@@ -196,10 +197,10 @@ def tiny_model(
     Raises:
         InvalidConfig: the architecture or a field is unknown, a value cannot work, or ``directory`` is not empty.
     """
-    if architecture not in _KNOWN:
-        close = difflib.get_close_matches(architecture, _KNOWN, n=1)
+    if not isinstance(architecture, str) or architecture not in _KNOWN:
+        close = difflib.get_close_matches(shown(architecture), _KNOWN, n=1)
         raise InvalidConfig(
-            f"architecture={architecture!r} is not known{f'; did you mean {close[0]!r}?' if close else ''}; "
+            f"architecture={shown(architecture)} is not known{f'; did you mean {close[0]!r}?' if close else ''}; "
             f"known: {', '.join(_KNOWN)}",
             field="architecture",
         )

@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoConfig
 
-from drivetrain_conformance.oracle import Logits, Oracle
-from drivetrain_conformance.suite import Suite
+from drivetrain_conformance import Logits, Oracle, Suite
 
 
 class EchoOracle:

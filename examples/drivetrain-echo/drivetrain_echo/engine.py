@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drivetrain.backend import Backend, EngineStats, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
-from drivetrain.capability import Capability
-from drivetrain.config import EngineConfig, Isolation
 from drivetrain.errors import EngineStartError, InvalidConfig
-from drivetrain.memory import PauseMode
-from drivetrain.outputs import FinishReason, VersionSpan
-from drivetrain.sampling import LogprobsMode
+from drivetrain.types.capability import Capability
+from drivetrain.types.config import EngineConfig, Isolation
+from drivetrain.types.modes import PauseMode
+from drivetrain.types.outputs import FinishReason, VersionSpan
+from drivetrain.types.sampling import LogprobsMode
 
 
 def next_token_logits(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.float64]:
@@ -48,12 +48,13 @@ def model_info(folder: Path) -> ModelInfo:
     """Read from a model's folder what an echo needs to know of it."""
     try:
         files = [folder / "config.json", *folder.glob("generation_config.json")]
-        config = {key: value for file in files for key, value in json.loads(file.read_text(encoding="utf-8")).items()}
-        vocab_size, context_length = config["vocab_size"], config["max_position_embeddings"]
+        read = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+        vocab_size, context_length = read[0]["vocab_size"], read[0]["max_position_embeddings"]
     except (OSError, ValueError, KeyError) as error:
         raise EngineStartError(f"the configuration in {folder} cannot be used: {error!r}") from error
-    eos = config.get("eos_token_id")
-    eos_ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+    named = [config.get("eos_token_id") for config in read]
+    ends = itertools.chain(*(eos if isinstance(eos, list) else [eos] for eos in named))
+    eos_ids = tuple(dict.fromkeys(eos for eos in ends if eos is not None))
     return ModelInfo(vocab_size, context_length, eos_ids, "float32", architecture="Echo", parameters=0, device="cpu")
 
 

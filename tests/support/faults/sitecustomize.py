@@ -127,9 +127,9 @@ def _hook_staging(module: Any) -> None:
 
 
 _HOOKS: Final[dict[str, Callable[[Any], None]]] = {
-    "drivetrain_weight_sync.receiver": _hook_receiver,
-    "drivetrain_weight_sync.transports.groups": _hook_groups,
-    "drivetrain_weight_sync.sync": _hook_staging,
+    "drivetrain_weight_sync.receiver.receiver": _hook_receiver,
+    "drivetrain_weight_sync.transports.process_groups": _hook_groups,
+    "drivetrain_weight_sync.trainer.sync": _hook_staging,
 }
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from typing import ClassVar, Final
 
-from drivetrain.config import EngineConfig, Task
-from drivetrain_conformance.servers import Launch, ServerSuite, dtype_of, text_config
+from drivetrain.types.config import EngineConfig, Task
+from drivetrain_conformance.harness.server_suite import Launch, ServerSuite, dtype_of, text_config
 from drivetrain_sglang.translate import engine_arguments
 
 _NOT_PLAIN: Final = ("skip_tokenizer_init", "incremental_streaming_output")

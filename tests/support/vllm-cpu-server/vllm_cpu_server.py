@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import ClassVar, Final
 from urllib.request import Request, urlopen
 
-from drivetrain.config import EngineConfig, Task
-from drivetrain.sampling import LogprobsMode
-from drivetrain_conformance.servers import Launch, Server, ServerSuite, dtype_of, text_config
+from drivetrain.types.config import EngineConfig, Task
+from drivetrain.types.sampling import LogprobsMode
+from drivetrain_conformance.harness.server_suite import Launch, Server, ServerSuite, dtype_of, text_config
 from drivetrain_vllm.translate import engine_arguments
 
 _NOT_PLAIN: Final = ("worker_extension_cls", "disable_log_stats", "enable_prefix_caching", "enforce_eager")

@@ -11,9 +11,9 @@ from typing import Final
 import torch
 
 from drivetrain.errors import InvalidRequest, WeightSyncError
-from drivetrain.weights import PlacedTensor, WeightManifest, WeightPlan, WeightSource, WeightUpdateRequest
-from drivetrain_weight_sync.dtypes import as_bits, dtype_of
-from drivetrain_weight_sync.plan import ALIGNMENT
+from drivetrain.types.weights import PlacedTensor, WeightManifest, WeightPlan, WeightSource, WeightUpdateRequest
+from drivetrain_weight_sync.copying.plan import ALIGNMENT
+from drivetrain_weight_sync.tensors.dtypes import as_bits, dtype_of
 
 _NONE: Final[Mapping[str, torch.Tensor]] = {}
 

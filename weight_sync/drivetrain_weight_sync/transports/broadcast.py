@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from drivetrain.errors import WeightTransferFailed
-from drivetrain.weights import (
+from drivetrain.types.weights import (
     BroadcastSource,
     CommunicatorSpec,
     TensorSpec,
@@ -19,9 +19,9 @@ from drivetrain.weights import (
     WeightPlan,
     WeightUpdateRequest,
 )
-from drivetrain_weight_sync.dtypes import dtype_of
+from drivetrain_weight_sync.tensors.dtypes import dtype_of
 from drivetrain_weight_sync.transports.base import Opened, Reader, Sender, slot
-from drivetrain_weight_sync.transports.groups import Broadcast, Group, GroupBackend, Groups, meeting_place
+from drivetrain_weight_sync.transports.process_groups import Broadcast, Group, GroupBackend, Groups, meeting_place
 
 _BUFFERS: Final = 2
 """Of buckets: one is packed or loaded while another travels."""

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from drivetrain.errors import InvalidRequest, WeightSyncError
-from drivetrain.weights import CudaIpcSource, WeightManifest, WeightPlan, WeightUpdateRequest
-from drivetrain_weight_sync.dtypes import dtype_of
-from drivetrain_weight_sync.names import listed
-from drivetrain_weight_sync.plan import bucket_offsets, plan_nbytes
+from drivetrain.types.weights import CudaIpcSource, WeightManifest, WeightPlan, WeightUpdateRequest
+from drivetrain_weight_sync.copying.plan import bucket_offsets, plan_nbytes
+from drivetrain_weight_sync.tensors.dtypes import dtype_of
+from drivetrain_weight_sync.tensors.names import listed
 from drivetrain_weight_sync.transports.base import Opened, Reader, Sender, slot
 from drivetrain_weight_sync.transports.device_memory import (
     HANDLE_BYTES,

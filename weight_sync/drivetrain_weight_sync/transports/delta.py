@@ -23,12 +23,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from drivetrain.errors import InvalidRequest
-from drivetrain.weights import PluginSource, TensorSpec, WeightManifest, WeightPlan, WeightUpdateRequest
-from drivetrain_weight_sync.digest import digest
-from drivetrain_weight_sync.dtypes import as_bits, dtype_of
+from drivetrain.types.weights import PluginSource, TensorSpec, WeightManifest, WeightPlan, WeightUpdateRequest
+from drivetrain_weight_sync.copying.digest import digest
+from drivetrain_weight_sync.tensors.dtypes import as_bits, dtype_of
 from drivetrain_weight_sync.transports.base import Opened, Patch, Reader, Sender, hash_of
-from drivetrain_weight_sync.transports.folder import PushFolder
+from drivetrain_weight_sync.transports.checkpoint_files import require_readable
 from drivetrain_weight_sync.transports.plugins import Transport
+from drivetrain_weight_sync.transports.push_folder import PushFolder
 
 _STEPS: Final = ((torch.uint8, 1), (torch.uint16, 2), (torch.uint32, 4))
 """Dtypes of steps, and their bytes."""
@@ -174,10 +175,11 @@ class DeltaSender(Sender):
     def _write(self, index: int) -> None:
         assert self._folder is not None
         path = self._folder.path / f"{index}.safetensors"
-        save_file(self._changes[index], path)
-        self._changes[index] = {}
-        self._files[index] = _digest_of(path)
-        self._sent_nbytes += path.stat().st_size
+        with self._folder.writing():
+            save_file(self._changes[index], path)
+            self._changes[index] = {}
+            self._files[index] = _digest_of(path)
+            self._sent_nbytes += path.stat().st_size
 
 
 class DeltaReader(Reader):
@@ -216,6 +218,7 @@ class DeltaReader(Reader):
         for index, sent in enumerate(data.files):
             path = self._path(index)
             try:
+                require_readable(path)
                 found = _digest_of(path)
             except OSError as error:
                 raise InvalidRequest(

@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import save_file
 
 from drivetrain.errors import InvalidWeights, WeightPlanMismatch, WeightSyncError
-from drivetrain.weights import DiskSource, TensorSpec, WeightManifest, WeightPlan, WeightUpdateRequest
-from drivetrain_weight_sync.digest import digest
-from drivetrain_weight_sync.dtypes import dtype_of, spec_of
-from drivetrain_weight_sync.finite import non_finite
-from drivetrain_weight_sync.names import listed
-from drivetrain_weight_sync.plan import check_plan, make_plan
+from drivetrain.types.weights import DiskSource, TensorSpec, WeightManifest, WeightPlan, WeightUpdateRequest
+from drivetrain_weight_sync.copying.digest import digest
+from drivetrain_weight_sync.copying.plan import check_plan, make_plan
+from drivetrain_weight_sync.tensors.dtypes import dtype_of, spec_of, widens
+from drivetrain_weight_sync.tensors.finite import non_finite
+from drivetrain_weight_sync.tensors.names import listed
 from drivetrain_weight_sync.transports.base import Opened, Reader, Sender
-from drivetrain_weight_sync.transports.checkpoint import Checkpoint
-from drivetrain_weight_sync.transports.folder import PushFolder
+from drivetrain_weight_sync.transports.checkpoint_files import Checkpoint
+from drivetrain_weight_sync.transports.push_folder import PushFolder
 
 
 class DiskSender(Sender):
@@ -55,14 +55,16 @@ class DiskSender(Sender):
         file = f"model-{index + 1:05}-of-{len(self._plan.buckets):05}.safetensors"
         # safetensors refuses tensors that share memory, so each is given memory of its own.
         copies = {p.spec.name: _packed(waiting.pop(p.spec.name), dtype_of(p.spec)) for p in placed}
-        save_file(copies, self._folder.path / file)
+        with self._folder.writing():
+            save_file(copies, self._folder.path / file)
         self._files.update(dict.fromkeys(copies, file))
 
     def source(self) -> DiskSource:
         """Write the index."""
         assert self._folder is not None
         index = json.dumps({"metadata": {}, "weight_map": self._files})
-        (self._folder.path / "model.safetensors.index.json").write_text(index)
+        with self._folder.writing():
+            (self._folder.path / "model.safetensors.index.json").write_text(index)
         return DiskSource(path=str(self._folder.path))
 
     def release(self) -> None:
@@ -80,6 +82,8 @@ class DiskReader(Reader):
         self._checkpoint: Checkpoint | None = None
         self._stored_names: dict[str, str] = {}
         self._aliases: Mapping[str, str] = {}
+        self._dtypes: Mapping[str, torch.dtype] = {}
+        """Of the engine's tensors."""
         self._plan = WeightPlan(())
 
     @property
@@ -103,10 +107,11 @@ class DiskReader(Reader):
         bad: dict[str, str] = {}
         tied: dict[str, str] = {}
         self._stored_names = {}
+        self._dtypes = {spec.name: dtype_of(spec) for spec in manifest.tensors}
         for name in checkpoint.names:
-            tensor = checkpoint.read(name)
-            value = digest(tensor)
             main = manifest.aliases.get(name, name)
+            tensor = self._widened(main, checkpoint.read(name))
+            value = digest(tensor)
             if digests.setdefault(main, value) != value:
                 tied[name] = f"{self._stored_names[main]} and {name}"
             if main not in specs:
@@ -138,11 +143,17 @@ class DiskReader(Reader):
         assert self._checkpoint is not None
         for placed in self._plan.buckets[index].tensors:
             name = placed.spec.name
-            yield name, self._checkpoint.read(self._stored_names[self._main(name)])
+            main = self._main(name)
+            yield name, self._widened(main, self._checkpoint.read(self._stored_names[main]))
 
     def release(self) -> None:
         """Close the files."""
         self._checkpoint = None
+
+    def _widened(self, main: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor in the engine's dtype, if that keeps every value."""
+        wanted = self._dtypes.get(main, tensor.dtype)
+        return tensor.to(wanted) if widens(tensor.dtype, wanted) else tensor
 
     def _main(self, name: str) -> str:
         return self._aliases.get(name, name)

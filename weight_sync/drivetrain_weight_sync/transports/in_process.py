@@ -9,9 +9,9 @@ from typing import Final
 import torch
 
 from drivetrain.errors import InvalidRequest
-from drivetrain.weights import InProcessSource, TensorSpec, WeightManifest, WeightPlan, WeightUpdateRequest
-from drivetrain_weight_sync.dtypes import dtype_of, spec_of
-from drivetrain_weight_sync.plan import check_plan
+from drivetrain.types.weights import InProcessSource, TensorSpec, WeightManifest, WeightPlan, WeightUpdateRequest
+from drivetrain_weight_sync.copying.plan import check_plan
+from drivetrain_weight_sync.tensors.dtypes import dtype_of, spec_of
 from drivetrain_weight_sync.transports.base import Opened, Reader, Sender
 
 _registered: Final[dict[str, Mapping[str, torch.Tensor]]] = {}

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from drivetrain.weights import SharedMemorySource, WeightManifest, WeightPlan, WeightUpdateRequest
-from drivetrain_weight_sync.plan import bucket_offsets, plan_nbytes
-from drivetrain_weight_sync.transports.arena import Arena, MappedArena
+from drivetrain.types.weights import SharedMemorySource, WeightManifest, WeightPlan, WeightUpdateRequest
+from drivetrain_weight_sync.copying.plan import bucket_offsets, plan_nbytes
 from drivetrain_weight_sync.transports.base import Opened, Reader, Sender, check_fit, slot
+from drivetrain_weight_sync.transports.shared_arena import Arena, MappedArena
 
 
 class SharedMemorySender(Sender):

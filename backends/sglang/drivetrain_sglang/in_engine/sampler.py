@@ -1,0 +1,176 @@
+# pyright: reportMissingImports=false
+"""Draws as :class:`~drivetrain.types.sampling.SamplingParams` says where SGLang's own sampler does otherwise.
+
+A request that SGLang draws exactly right (temperature, one of top-k, top-p and min-p, logprobs after temperature)
+carries nothing extra, and a batch of such requests goes SGLang's own way. Any other request carries how to draw it
+under :data:`~drivetrain_sglang.translate.KEY`, and neutral params for SGLang; a batch that holds one is drawn by
+:mod:`drivetrain_sampling`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from drivetrain.types.sampling import LogprobsMode, SamplingParams
+from drivetrain_sampling import Row
+from drivetrain_sampling import Sampler as RowSampler
+from drivetrain_sampling.encoded_params import row_of
+from drivetrain_sglang.in_engine.failed_requests import note
+from drivetrain_sglang.translate import KEY
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+_BATCH: Final = "_drivetrain_batch"
+_ROW: Final = "_drivetrain_row"
+_INFO: Final = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
+_TOP_K_ALL: Final = 1 << 30
+
+
+class Batch:
+    """The requests behind one ``SamplingBatchInfo``, in its order."""
+
+    def __init__(self, reqs: Sequence[Req]) -> None:
+        self.reqs = list(reqs)
+        self.is_ours = any(_own(req) is not None for req in reqs)
+        """Whether any of them must not be drawn by SGLang."""
+        self.raw: torch.Tensor | None = None
+        """The model's logits, where a grammar is about to mask them."""
+        self._sampler: RowSampler | None = None
+
+    def sampler(self, device: torch.device) -> RowSampler:
+        """The params of all rows as tensors; made once."""
+        if self._sampler is None:
+            self._sampler = RowSampler([_row(req) for req in self.reqs], device)
+        return self._sampler
+
+    def take(self, token_ids: list[int]) -> None:
+        """Note what was drawn: SGLang itself may learn of it a step later."""
+        for req, token_id in zip(self.reqs, token_ids, strict=True):
+            _row(req).generated.append(token_id)
+
+
+def _own(req: Req) -> str | None:
+    params = req.sampling_params.custom_params
+    return params.get(KEY) if params else None
+
+
+def _row(req: Req) -> Row:
+    row: Row | None = getattr(req, _ROW, None)
+    if row is None:
+        row = _make_row(req)
+        setattr(req, _ROW, row)
+    return row
+
+
+def _make_row(req: Req) -> Row:
+    native = req.sampling_params
+    # Unpadded: an image's token id, not the key by which SGLang finds the image again.
+    prompt, generated = list(req.origin_input_ids_unpadded), list(req.output_ids)
+    stops = sorted(native.stop_token_ids or ())
+    own = _own(req)
+    if own is not None:
+        return row_of(own, prompt, stops, generated)
+    greedy = native.top_k == 1
+    params = SamplingParams(
+        temperature=0.0 if greedy else native.temperature,
+        top_k=0 if greedy or native.top_k == _TOP_K_ALL else native.top_k,
+        top_p=native.top_p,
+        min_p=native.min_p,
+        logprobs=0 if req.return_logprob else None,
+    )
+    # Its id is random, and the same on every rank.
+    seed = int.from_bytes(hashlib.blake2b(req.rid.encode(), digest_size=8).digest()) >> 1
+    return Row(params, LogprobsMode.TEMPERATURE, prompt, stops, seed, generated)
+
+
+def register() -> None:
+    """Put the sampler and what it needs to know into SGLang."""
+    from sglang.srt.layers.sampler import Sampler, register_sampler_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    class DrivetrainSampler(Sampler):
+        """SGLang's sampler for batches that it draws right, ours for the others."""
+
+        def forward(
+            self,
+            logits_output: Any,
+            sampling_info: Any,
+            return_logprob: bool,
+            top_logprobs_nums: list[int],
+            token_ids_logprobs: list[list[int]],
+            positions: torch.Tensor,
+            **newer: Any,
+        ) -> torch.Tensor:
+            batch: Batch | None = getattr(sampling_info, _BATCH, None)
+            logits = logits_output.next_token_logits
+            if batch is None or not batch.is_ours:
+                failed = note(logits_output, logits.amax(-1))
+                if not sampling_info.is_all_greedy:
+                    # Where a row holds NaN, kernels that sample read outside their memory, or end the process.
+                    logits.masked_fill_(failed[:, None], 0.0)
+                drawn: torch.Tensor = super().forward(
+                    logits_output,
+                    sampling_info,
+                    return_logprob,
+                    top_logprobs_nums,
+                    token_ids_logprobs,
+                    positions,
+                    **newer,
+                )
+                return drawn
+            sampler = batch.sampler(logits.device)
+            choice = sampler.choose(logits, batch.raw)
+            note(logits_output, choice.top)
+            batch.raw = None
+            if return_logprob:
+                self.output_logprob_processor.compute_logprobs(
+                    sampler.logprobs(choice), top_logprobs_nums, token_ids_logprobs, choice.token_ids
+                ).write_output_to(logits_output)
+            self._sync_token_ids_across_tp(choice.token_ids, sampling_info)
+            batch.take(choice.token_ids.tolist())
+            return choice.token_ids
+
+    for backend in ("pytorch", "flashinfer"):
+        register_sampler_backend(backend, DrivetrainSampler)
+    HookRegistry.register(f"{_INFO}.adjusted_from_schedule_batch", _begin, HookType.AFTER)
+    HookRegistry.register(f"{_INFO}.adjusted_filter_batch", _filter, HookType.AFTER)
+    HookRegistry.register(f"{_INFO}.adjusted_merge_batch", _merge, HookType.AFTER)
+    HookRegistry.register(f"{_INFO}.copy_for_forward", _copy, HookType.AFTER)
+    HookRegistry.register(f"{_INFO}.apply_logits_bias", _keep_raw, HookType.AROUND)
+
+
+def _begin(_: None, info: Any, batch: Any, vocab_size: int) -> None:
+    for req in batch.reqs:
+        # It is (re)computed from its prompt and all tokens that it is known to have.
+        setattr(req, _ROW, None)
+    setattr(info, _BATCH, Batch(batch.reqs))
+
+
+def _filter(_: None, info: Any, keep_indices: Sequence[int], keep_indices_device: object) -> None:
+    batch: Batch = getattr(info, _BATCH)
+    setattr(info, _BATCH, Batch([batch.reqs[int(index)] for index in keep_indices]))
+
+
+def _merge(_: None, info: Any, other: Any) -> None:
+    setattr(info, _BATCH, Batch([*getattr(info, _BATCH).reqs, *getattr(other, _BATCH).reqs]))
+
+
+def _copy(copied: Any, info: Any) -> Any:
+    setattr(copied, _BATCH, getattr(info, _BATCH, None))
+    return copied
+
+
+def _keep_raw(original: Callable[..., Any], info: Any, logits: torch.Tensor, *more: Any, **newer: Any) -> Any:
+    batch: Batch | None = getattr(info, _BATCH, None)
+    if batch is not None and batch.is_ours and _has_grammar(info):
+        batch.raw = logits.clone()
+    return original(info, logits, *more, **newer)
+
+
+def _has_grammar(info: Any) -> bool:
+    return getattr(info, "grammar_mask", None) is not None or getattr(info, "vocab_mask", None) is not None

@@ -1,0 +1,174 @@
+# pyright: reportMissingImports=false
+"""The scheduler's side of the backend: what the ``Backend`` page asks for, done between two steps of the batch.
+
+A call comes through a channel of ours to the first rank, and goes on as one of SGLang's own collective RPCs, which
+every rank has at the same time.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any, Final
+
+from drivetrain.backend.toolkit.translation import eos_token_ids
+from drivetrain.process.worker_calls import Calls
+from drivetrain.process.worker_channel import AnswerChannel, Asked
+from drivetrain_sglang.in_engine import CHANNEL
+from drivetrain_sglang.in_engine.failed_requests import end_failed
+from drivetrain_sglang.in_engine.worker import Worker
+
+CALL: Final = "drivetrain"
+"""Name of the RPC."""
+
+calls: Final = Calls(
+    Worker.gpus, Worker.tokens_so_far, Worker.apply_weights_counting, Worker.prepare_weights, Worker.prepared_weights
+)
+
+_SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
+_GRAMMARS: Final = "sglang.srt.constrained.grammar_manager.GrammarManager"
+_LOADS: Final = "sglang.srt.managers.load_snapshot"
+_RECEIVER: Final = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"
+_WORKER: Final = "_drivetrain_worker"
+
+
+def register() -> None:
+    """Hook the scheduler."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(f"{_SCHEDULER}.init_tokenizer", _only_our_stops, HookType.AFTER)
+    HookRegistry.register(f"{_SCHEDULER}.init_model_worker", _no_invented_bias, HookType.AFTER)
+    HookRegistry.register(f"{_SCHEDULER}.init_idle_sleeper", _listen, HookType.AFTER)
+    HookRegistry.register(f"{_RECEIVER}._pull_raw_reqs", _receive, HookType.AFTER)
+    HookRegistry.register(f"{_SCHEDULER}.handle_rpc_request", _rpc, HookType.AROUND)
+    HookRegistry.register(f"{_SCHEDULER}.handle_generate_request", _arrives, HookType.AROUND)
+    HookRegistry.register(f"{_SCHEDULER}.abort_request", _abort, HookType.AROUND)
+    HookRegistry.register(f"{_SCHEDULER}.process_batch_result", _process, HookType.AROUND)
+    HookRegistry.register(f"{_GRAMMARS}.__init__", _make_grammars, HookType.AFTER)
+    if importlib.util.find_spec(_LOADS) is not None:
+        HookRegistry.register(f"{_LOADS}.create_load_snapshot_writer", _no_snapshots, HookType.REPLACE)
+
+
+def _worker(scheduler: Any) -> Worker:
+    worker: Worker | None = getattr(scheduler, _WORKER, None)
+    if worker is None:
+        worker = Worker(scheduler)
+        setattr(scheduler, _WORKER, worker)
+    return worker
+
+
+class _Process:
+    """What there is once in a scheduler's process."""
+
+    channel: AnswerChannel | None = None
+    """Of the first rank."""
+
+
+def _listen(_: None, scheduler: Any) -> None:
+    if scheduler.ipc_channels.recv_from_rpc is None:  # another rank
+        return
+    _Process.channel = channel = AnswerChannel(os.environ[CHANNEL])
+    if scheduler.idle_sleeper is not None:
+        import zmq
+
+        scheduler.idle_sleeper.poller.register(channel, zmq.POLLIN)
+
+
+def _receive(requests: list[Any] | None, _: Any) -> list[Any] | None:
+    """Calls come behind the requests that are there, as if they had come through SGLang's own socket."""
+    channel = _Process.channel
+    if channel is None or requests is None:
+        return requests
+    from sglang.srt.managers.io_struct import RpcReqInput
+
+    for asked in channel.receive(wait=False):
+        parameters = {"number": asked.number, "question": asked.question}
+        requests.append(RpcReqInput(method=CALL, parameters=parameters))
+    return requests
+
+
+def _rpc(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+    if request.method != CALL:
+        return original(scheduler, request)
+    asked = Asked(**request.parameters)
+    answer = _answer(scheduler, asked.question)
+    if _Process.channel is not None:
+        _Process.channel.answer(asked, answer)
+    return None
+
+
+def _answer(scheduler: Any, question: bytes) -> bytes:
+    try:
+        worker = _worker(scheduler)
+        gather = None if worker.group is None else worker.gather
+        freeze = calls.freeze_of(question)
+        if freeze is not None:
+            worker.freeze(freeze)
+        answer = calls.serve(worker, question, gather)
+        if freeze is not None and calls.succeeded(answer):
+            worker.unfreeze()
+    except Exception as error:
+        return calls.not_taken(error)
+    return answer
+
+
+def _arrives(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+    worker = _worker(scheduler)
+    worker.arrivals.note(request.rid)
+    taken = original(scheduler, request)
+    if worker.asleep and not worker.is_paused:
+        # Its caller went away, and this engine fell asleep while it was on its way: there is no memory to run it in.
+        from sglang.srt.managers.io_struct import AbortReq
+
+        scheduler.abort_request(AbortReq(rid=request.rid))
+    return taken
+
+
+def _abort(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+    if request.abort_all or not _worker(scheduler).end(request.rid):
+        return original(scheduler, request)
+    return None
+
+
+def _process(original: Callable[..., Any], scheduler: Any, batch: Any, result: Any, *more: Any, **newer: Any) -> Any:
+    failed = end_failed(batch, result)
+    if failed:
+        _worker(scheduler).erase(failed)
+    return original(scheduler, batch, result, *more, **newer)
+
+
+def _only_our_stops(_: None, scheduler: Any) -> None:
+    # A request names every id that ends it, EOS included unless it goes on past EOS.
+    scheduler.model_config.hf_eos_token_id = set()
+
+
+def _no_invented_bias(_: None, scheduler: Any) -> None:
+    """SGLang's reward models have a bias that checkpoints lack, and leave it as memory happened to be."""
+    model = scheduler.tp_worker.model_runner.model
+    bias = dict(model.named_parameters()).get("score.bias")
+    if bias is not None:
+        if "score.bias" not in {spec.name for spec in _worker(scheduler).checkpoint.tensors}:
+            bias.data.zero_()
+
+
+def _no_snapshots(*_: object, **__: object) -> None:
+    """SGLang's router reads them from a file in shared memory, which outlives the engine."""
+
+
+def _make_grammars(_: None, manager: Any, scheduler: Any) -> None:
+    """Without a tokenizer in its scheduler, which we leave out to be rid of the detokenizer, SGLang has no grammars."""
+    if manager.grammar_backend is not None or not scheduler.is_generation:
+        return
+    from sglang.srt.constrained.base_grammar_backend import create_grammar_backend
+    from sglang.srt.utils.hf_transformers.tokenizer import get_tokenizer
+
+    arguments = scheduler.server_args
+    tokenizer = get_tokenizer(
+        arguments.tokenizer_path or arguments.model_path,
+        trust_remote_code=arguments.trust_remote_code,
+        revision=arguments.revision,
+    )
+    # A grammar ends with these.
+    ends = _worker(scheduler).eos_token_ids | {*eos_token_ids(tokenizer)}
+    manager.grammar_backend = create_grammar_backend(arguments, tokenizer, scheduler.model_config.vocab_size, ends)

@@ -1,0 +1,372 @@
+# pyright: reportMissingImports=false
+"""The primitives of the ``Backend`` page that are a scheduler's to do: in its process, between two steps."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from drivetrain.backend.base import EngineStats
+from drivetrain.errors import EngineBusy
+from drivetrain.types.modes import MemoryTag, PauseMode
+from drivetrain.types.weights import ApplyUpdate, CommitUpdate, WeightManifest, WeightMessage, WeightReply
+from drivetrain_sglang.in_engine.multimodal_hooks import forget_embeddings
+from drivetrain_weight_sync.receiver.checkpoint_manifest import checkpoint_of, eos_of_checkpoint
+from drivetrain_weight_sync.receiver.cpu_sleep import HostMemory
+from drivetrain_weight_sync.receiver.rank_weights import RankWeights
+from drivetrain_weight_sync.receiver.request_arrivals import Arrivals
+from drivetrain_weight_sync.tracing.derived_tensors import AfterLoading
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+
+class Worker(RankWeights):
+    """One scheduler, of one rank. Methods are named as on the ``Backend`` page and mean the same."""
+
+    def __init__(self, scheduler: Any) -> None:
+        super().__init__()
+        self._scheduler = scheduler
+        self.arrivals = Arrivals()
+        self._is_tainted = False
+        """True once a request failed whose cache may hold NaN, until no cache of that time is left."""
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """SGLang's own."""
+        model: torch.nn.Module = self._scheduler.tp_worker.model_runner.model
+        return model
+
+    @property
+    def checkpoint(self) -> WeightManifest:
+        """What a trainer has of the model."""
+        served = self._served
+        return checkpoint_of(served.model_path, served.revision, trust_remote_code=self._arguments.trust_remote_code)
+
+    @property
+    def folder(self) -> Path | None:
+        """Where SGLang read the weights."""
+        folder = Path(self._served.model_path)
+        return folder if folder.is_dir() and self._arguments.load_format != "dummy" else None
+
+    @property
+    def group(self) -> Any:
+        """The ranks of SGLang's tensor parallelism."""
+        group = self._scheduler.tp_group
+        return group.cpu_group if group.world_size > 1 else None
+
+    @property
+    def rank(self) -> int:
+        """This scheduler's place among them."""
+        return int(self._scheduler.tp_group.rank_in_group)
+
+    @property
+    def _served(self) -> Any:
+        return self._scheduler.model_config
+
+    @property
+    def _arguments(self) -> Any:
+        return self._scheduler.server_args
+
+    @cached_property
+    def eos_token_ids(self) -> set[int]:
+        """The EOS ids of the model's configurations."""
+        served = self._served
+        revision = self._arguments.revision
+        return set(eos_of_checkpoint(served.model_path, revision, served.hf_text_config, served.hf_config))
+
+    @cached_property
+    def _memory(self) -> HostMemory | None:
+        """Only on a CPU: on a GPU SGLang's memory saver gives memory back, at the same addresses."""
+        if next(self.model.parameters()).device.type != "cpu":
+            return None
+        cache = kv_tensors(self._scheduler.token_to_kv_pool_allocator.get_kvcache())
+        return HostMemory(
+            {MemoryTag.WEIGHTS: self.target.storages, MemoryTag.KV_CACHE: [held.untyped_storage() for held in cache]}
+        )
+
+    def after_loading(self) -> Iterable[AfterLoading]:
+        """MLA multiplies by halves of a projection; some models have more of their own."""
+        outer: list[str] = []
+        for name, module in self.model.named_modules():
+            compute: Any = getattr(module, "post_load_weights", None)
+            # A module's own calls those of the modules beneath it.
+            if compute is not None and not any(not of or name.startswith(f"{of}.") for of in outer):
+                outer.append(name)
+                yield AfterLoading(name or "the model", module, compute)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
+        """Load tensors as SGLang does, but leave out :meth:`after_loading`: an update does that once all are loaded."""
+        modules: list[Any] = [module for module in self.model.modules() if hasattr(module, "post_load_weights")]
+        for module in modules:
+            module.post_load_weights = _nothing
+        try:
+            return super().load_weights(weights)
+        finally:
+            for module in modules:
+                del module.post_load_weights
+
+    def _dispatch(self, request: Any) -> Any:
+        return self._scheduler._request_dispatcher(request)
+
+    # Looking -----------------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """Count requests and memory."""
+        scheduler = self._scheduler
+        running = {req.rid for req in self._in_batch() if not req.finished()}
+        waiting = [req for req in scheduler.waiting_queue if not req.finished()]
+        of_ranks = self.of_ranks(self._occupied)
+        return EngineStats(
+            running=len(running),
+            waiting=len(waiting) + len(scheduler.grammar_manager.grammar_queue),
+            kv_cache_bytes=sum(cache for cache, _ in of_ranks),
+            weight_bytes=sum(weights for _, weights in of_ranks),
+        )
+
+    def _occupied(self) -> tuple[int, int]:
+        """Bytes of this rank's cache and of its weights."""
+        cache = self._scheduler.token_to_kv_pool_allocator.get_kvcache()
+        weights = {tensor.untyped_storage()._cdata: _nbytes(tensor) for tensor in self.model.parameters()}
+        return (
+            0 if MemoryTag.KV_CACHE in self.asleep else sum(map(_nbytes, kv_tensors(cache))),
+            0 if MemoryTag.WEIGHTS in self.asleep else sum(weights.values()),
+        )
+
+    def tokens_so_far(self, request_ids: list[str]) -> dict[str, int]:
+        """How many tokens each of these has; those that are complete are left out."""
+        waiting = [*self._scheduler.waiting_queue, *self._scheduler.grammar_manager.grammar_queue]
+        live = {req.rid: len(req.output_ids) for req in (*self._in_batch(), *waiting) if not req.finished()}
+        return self.arrivals.tokens(request_ids, live)
+
+    def _in_batch(self) -> set[Req]:
+        scheduler = self._scheduler
+        batches = [scheduler.running_batch, scheduler.last_batch]
+        found = {req for batch in batches if batch is not None for req in batch.reqs}
+        if scheduler.chunked_req is not None:
+            found.add(scheduler.chunked_req)
+        return found
+
+    # Pausing -----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_paused(self) -> bool:
+        """True while requests are frozen."""
+        return bool(self._scheduler._engine_paused)
+
+    def freeze(self, mode: PauseMode) -> None:
+        """Freeze requests, keeping their cache or not."""
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        if mode is PauseMode.IN_PLACE:
+            if self.is_paused:
+                return
+            self._settle()
+        self._scheduler.pause_generation(PauseGenerationReqInput(mode=mode.value))
+
+    def _settle(self) -> None:
+        """Take the results of steps that were launched: later they could not be told from those of newer weights."""
+        scheduler = self._scheduler
+        if not scheduler.enable_overlap or scheduler.last_batch is None:
+            return
+        while scheduler.result_queue:
+            scheduler.process_batch_result(*scheduler.result_queue.popleft())
+        last, running = scheduler.last_batch, scheduler.running_batch
+        # The loop takes a last batch to have a result in the queue: what it would do with it is done here.
+        if last.forward_mode.is_extend() and last is not running:
+            # By position: the argument's name differs between releases.
+            last.filter_batch([req for req in (scheduler.chunked_req, last.chunked_req) if req])
+            if not last.is_empty():
+                if running.is_empty():
+                    scheduler.running_batch = last
+                else:
+                    running.merge_batch(last)
+        scheduler.last_batch = None
+
+    def unfreeze(self) -> None:
+        """Let frozen requests go on."""
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        if self.is_paused:
+            self._scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+
+    def end(self, rid: str) -> bool:
+        """End a request that takes no further step by itself; False if SGLang's own way will do."""
+        scheduler = self._scheduler
+        for req in scheduler.waiting_queue:
+            if req.rid == rid:
+                if not req.output_ids:
+                    return False
+                scheduler.waiting_queue.remove(req)
+                self._finish(req)
+                return True
+        if not self.is_paused:
+            return False
+        frozen = next((req for req in self._in_batch() if req.rid == rid and not req.finished()), None)
+        if frozen is None:
+            return False
+        self._finish(frozen)
+        self._release(frozen)
+        if scheduler.chunked_req is frozen:
+            scheduler.chunked_req = None
+        for batch in (scheduler.running_batch, scheduler.last_batch):
+            if batch is not None and frozen in batch.reqs:
+                batch.filter_batch()
+        return True
+
+    def _finish(self, req: Req) -> None:
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+        req.finished_reason = FINISH_ABORT()
+        self._scheduler.output_streamer.stream_output([req], req.return_logprob)
+
+    def _release(self, req: Req) -> None:
+        from sglang.srt.mem_cache.common import release_kv_cache
+
+        keeps = {"checkpoint", "is_insert"} & set(inspect.signature(release_kv_cache).parameters)
+        release_kv_cache(req, self._scheduler.tree_cache, **{name: False for name in keeps})
+
+    # Memory and cache --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _without_waiting(self) -> Iterator[None]:
+        """Frozen requests that wait hold no cache, but older versions refuse what wants an idle engine."""
+        scheduler = self._scheduler
+        waiting, scheduler.waiting_queue = scheduler.waiting_queue, []
+        try:
+            yield
+        finally:
+            scheduler.waiting_queue = waiting
+
+    def sleep(self, tags: frozenset[MemoryTag]) -> None:
+        """Give memory back."""
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        if MemoryTag.WEIGHTS in tags:
+            self.receiver.forget_held()  # made here at the latest: its ways through the model need weights
+            self.writer.stop()
+        with self._without_waiting():
+            if not self._scheduler.is_fully_idle():
+                raise EngineBusy("requests hold cache: abort them, or pause_generation('retract') first")
+            if self._memory is None:
+                names = sorted(tag.value for tag in tags)
+                self._dispatch(ReleaseMemoryOccupationReqInput(tags=names))
+                self.asleep |= tags
+                return
+            if MemoryTag.KV_CACHE in tags:
+                self._scheduler.flush_cache()
+        self._memory.sleep(tags)
+        self.asleep |= tags
+
+    def wake_up(self, tags: frozenset[MemoryTag]) -> None:
+        """Take memory again."""
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        if self._memory is None:
+            self._dispatch(ResumeMemoryOccupationReqInput(tags=sorted(tag.value for tag in tags)))
+        else:
+            self._memory.wake_up(tags)
+        self.asleep -= tags
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes that no running request holds; the backend never asks for the others again."""
+        forget_embeddings()
+        flush = self._scheduler.flush_cache
+        # Where there is a choice: to give memory back to a GPU's driver takes milliseconds, and is sleep's to do.
+        keeps = {"empty_cache"} & set(inspect.signature(flush).parameters)
+        with self._without_waiting():
+            flush(**{name: False for name in keeps})
+            if self._is_tainted and MemoryTag.KV_CACHE not in self.asleep and self._scheduler.is_fully_idle():
+                self._is_tainted = False
+                for tensor in self._kv_of_tokens():
+                    tensor.zero_()
+
+    def erase(self, reqs: Sequence[Req]) -> None:
+        """Zero what these hold of the cache and share with nobody, before it is released.
+
+        Some attention kernels read whole pages and multiply what they mask by 0, and NaN times 0 is NaN.
+        """
+        self._is_tainted = True
+        scheduler = self._scheduler
+        table = scheduler.req_to_token_pool.req_to_token
+        # Behind a step that was launched already and writes there too.
+        with scheduler.forward_stream_ctx if scheduler.enable_overlap else nullcontext():
+            if scheduler.enable_overlap:
+                scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
+            own = [table[_of(req, "req_pool_idx"), slice(*_own_span(req))] for req in reqs]
+            slots = torch.cat(own).long()
+            for tensor in self._kv_of_tokens():
+                if len(tensor) > scheduler.token_to_kv_pool_allocator.size:
+                    tensor.index_fill_(0, slots, 0)
+
+    def _kv_of_tokens(self) -> list[torch.Tensor]:
+        """Keys and values, most of them with one row per token, without the scales beside them."""
+        allocator = self._scheduler.token_to_kv_pool_allocator
+        return [tensor for tensor in kv_tensors(allocator.get_kvcache()) if tensor.numel() > allocator.size]
+
+    # Weights -----------------------------------------------------------------------------------------------------
+
+    def receive_weights(self, message: WeightMessage) -> WeightReply:
+        """Take one step of an update."""
+        reply = super().receive_weights(message)
+        if isinstance(message, CommitUpdate):
+            forget_embeddings()
+            self.set_weight_version(message.version)
+        return reply
+
+    def apply_weights(self, update: ApplyUpdate) -> WeightReply:
+        """Take all steps of an update."""
+        (reply, *_) = self.of_ranks(lambda: self._begin(update))
+        return replace(reply, seconds=self.commit_weights(update).seconds)
+
+    def _begin(self, update: ApplyUpdate) -> WeightReply:
+        reply = self.begin_weights(update)
+        if not update.keep_prefix_cache:
+            self.reset_prefix_cache()  # while a GPU copies
+        return reply
+
+    def apply_weights_counting(self, update: ApplyUpdate, request_ids: list[str]) -> tuple[WeightReply, dict[str, int]]:
+        """Take all steps of an update while requests are frozen, and count their tokens."""
+        return self.apply_weights(update), self.tokens_so_far(request_ids)
+
+    def set_weight_version(self, version: str) -> None:
+        """Label the weights."""
+        # Releases that do not have it give tokens no labels: there the backend's host labels whole completions.
+        if hasattr(self._scheduler, "record_weight_version_change"):
+            self._scheduler.record_weight_version_change(new_version=version)
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """In place of a ``post_load_weights``."""
+
+
+def _own_span(req: Req) -> tuple[int, int]:
+    """Tokens whose cache is the request's own, and not the prefix cache's."""
+    return _of(req, "cache_protected_len"), _of(req, "kv_allocated_len")
+
+
+def _of(req: Req, name: str) -> int:
+    # Releases differ in which of both has it.
+    return int(getattr(req if hasattr(req, name) else req.kv, name))
+
+
+def kv_tensors(cache: Any) -> list[torch.Tensor]:
+    """The tensors of a pool of keys and values, whatever it is made of."""
+    found: list[torch.Tensor] = []
+    for value in vars(cache).values():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += [item for item in value if isinstance(item, torch.Tensor) and item.is_floating_point()]
+    return list({tensor.untyped_storage()._cdata: tensor for tensor in found}.values())
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes()

@@ -1,0 +1,232 @@
+"""What a running SGLang server says of itself, and what follows from it. Pure functions over its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from drivetrain.backend.base import EngineStats
+from drivetrain.backend.toolkit.engine_versions import release
+from drivetrain.checks.safe_repr import shown
+from drivetrain.errors import EngineInternalError, EngineStartError, InvalidConfig
+from drivetrain.servers.remote_backend import ENDPOINT
+from drivetrain.types.capability import Capability
+from drivetrain.types.config import EngineConfig, Task
+
+OLDEST: Final = (0, 5, 23)
+"""Oldest release that this was seen to work with."""
+
+_ALWAYS: Final = frozenset(
+    {
+        Capability.STREAMING,
+        Capability.ABORT,
+        Capability.LOGPROBS_TEMPERATURE,
+        Capability.TOP_LOGPROBS,
+        Capability.PROMPT_LOGPROBS,
+        Capability.SCORE_TOKENS,
+        Capability.STOP_TOKEN_IDS,
+        Capability.IGNORE_EOS,
+        Capability.TOP_P,
+        Capability.MIN_P,
+        Capability.VERSION_SPANS,
+        Capability.MOE,
+    }
+)
+
+_MUST_BE: Final[Mapping[str, object]] = {
+    "disaggregation_mode": "null",
+    "dllm_algorithm": None,
+    "enable_watermark": False,
+    "mlx_enable_sampling": False,
+    "pp_size": 1,
+    "preferred_sampling_params": None,
+    "skip_tokenizer_init": False,
+    "speculative_algorithm": None,
+    "tokenizer_worker_num": 1,
+}
+"""Argument of the server → the value with which requests were seen to mean what they say."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSays:
+    """The answers of ``/server_info`` and ``/model_info``."""
+
+    server: Mapping[str, Any]
+    model: Mapping[str, Any]
+
+    @property
+    def version(self) -> str:
+        """SGLang's version."""
+        return str(self.server.get("version", "unknown"))
+
+    @property
+    def weight_version(self) -> str:
+        """The label that the weights have now."""
+        return str(self.model["weight_version"])
+
+    @property
+    def architecture(self) -> str:
+        """Class of the model."""
+        return str((self.model.get("architectures") or ["unknown"])[0])
+
+    @property
+    def folder(self) -> str:
+        """The model that it was launched with, as it was named there."""
+        return str(self.server.get("model_path", ""))
+
+    @property
+    def launch(self) -> tuple[object, ...]:
+        """Differs between two launches of a server on the same port."""
+        return (self.server.get("random_seed"), str(self.server.get("startup_time")))
+
+
+def claims(config: EngineConfig, says: ServerSays) -> frozenset[Capability]:
+    """What a plain server does rightly, or is made to from here."""
+    if not says.model.get("is_generation", True):
+        return frozenset({Capability.EMBED})
+    claimed = set(_ALWAYS)
+    if config.enable_lora and says.server.get("enable_lora") and says.server.get("dp_size", 1) == 1:
+        claimed.add(Capability.LORA)
+    if not says.server.get("disable_radix_cache"):
+        claimed.add(Capability.PREFIX_CACHE)
+    if has_priorities(says):
+        claimed.add(Capability.PRIORITY)
+    return frozenset(claimed)
+
+
+def has_priorities(says: ServerSays) -> bool:
+    """Whether the scheduler looks at priorities."""
+    return bool(says.server.get("enable_priority_scheduling"))
+
+
+def check_server(says: ServerSays, endpoint: str) -> None:
+    """Check that a server is one whose answers are known to be right.
+
+    Raises:
+        EngineStartError: it is older than any that this was seen to work with.
+        InvalidConfig: it was launched with an argument that changes what requests mean.
+    """
+    if release(says.version) < OLDEST:
+        raise EngineStartError(
+            f"the server at {endpoint} is SGLang {says.version}; this backend needs "
+            f"{'.'.join(map(str, OLDEST))} or newer"
+        )
+    for name, value in _MUST_BE.items():
+        if says.server.get(name, value) != value:
+            raise InvalidConfig(
+                f"the server at {endpoint} was launched with {name}={says.server[name]!r}, with which requests do not "
+                f"mean what they say; launch it with {name}={value!r}",
+                field=ENDPOINT,
+            )
+
+
+_AGREES: Final[Mapping[str, Callable[[ServerSays], object]]] = {
+    "revision": lambda says: says.server.get("revision"),
+    "dtype": lambda says: says.server.get("dtype"),
+    "device": lambda says: says.server.get("device"),
+    "gpu_memory_utilization": lambda says: says.server.get("mem_fraction_static"),
+    "max_num_batched_tokens": lambda says: says.server.get("chunked_prefill_size"),
+    "max_num_seqs": lambda says: says.server.get("max_running_requests"),
+    "enable_prefix_caching": lambda says: not says.server.get("disable_radix_cache"),
+    "attention_backend": lambda says: says.server.get("attention_backend"),
+    "enable_sleep": lambda says: bool(says.server.get("enable_memory_saver")),
+    "weight_version": lambda says: says.weight_version,
+}
+"""Field that only a launch can honour → what the server was launched with."""
+
+_ANY_WILL_DO: Final = (("dtype", "auto"), ("enable_sleep", False))
+"""Fields and values that ask nothing of a launch."""
+
+CONFIG_NAMES: Final[Mapping[str, str]] = {
+    ENDPOINT: "the server's address",
+    "endpoint_api_key": "Authorization",
+    "trust_remote_code": "of the tokenizer",
+    "context_length": "kept by the engine page",
+    "task": "is_embedding",
+    "enable_lora": "enable_lora",
+    "max_loras": "kept by the engine page",
+    "max_lora_rank": "max_lora_rank",
+    **{field: "checked against the server" for field in _AGREES if field != "weight_version"},
+}
+"""Field of EngineConfig → what honours it here."""
+
+
+def check_agreement(config: EngineConfig, says: ServerSays) -> None:
+    """Check that what the configuration says of the engine is what the server is.
+
+    Raises:
+        InvalidConfig: naming the field, its value and the server's.
+    """
+    for field in sorted(_AGREES.keys() & config.model_fields_set):
+        value, own = getattr(config, field), _AGREES[field](says)
+        if value != own and (field, value) not in _ANY_WILL_DO:
+            raise InvalidConfig(
+                f"{field}={value!r}, but the server at {config.endpoint} was launched with {own!r}; leave it out, or "
+                "launch the server so",
+                field=field,
+            )
+    own_rank = int(says.server.get("max_lora_rank") or 0)
+    if config.enable_lora and config.max_lora_rank is not None and config.max_lora_rank > own_rank:
+        raise InvalidConfig(
+            f"max_lora_rank={config.max_lora_rank}, but the server at {config.endpoint} was launched with "
+            f"{own_rank or 'none'}; leave it out, or launch the server with --enable-lora and --max-lora-rank",
+            field="max_lora_rank",
+        )
+    for name, wanted in config.engine_kwargs.items():
+        if name not in says.server or says.server[name] != wanted:
+            raise InvalidConfig(
+                f"engine_kwargs={shown({name: wanted})}: only the launch of a server can set it, and the one at "
+                f"{config.endpoint} was launched without; leave it out",
+                field="engine_kwargs",
+            )
+    if config.task is Task.GENERATE and not says.model.get("is_generation", True):
+        raise InvalidConfig(
+            f"task='generate', but the model of the server at {config.endpoint} embeds; connect with task='embed'",
+            field="task",
+        )
+
+
+def largest_rank(config: EngineConfig, says: ServerSays) -> int:
+    """The largest rank of a LoRA adapter."""
+    return config.max_lora_rank or int(says.server.get("max_lora_rank") or 0)
+
+
+def room(says: ServerSays) -> int:
+    """Most tokens of prompt and output together, and of a prompt alone, that the server takes and does not cut."""
+    return int(says.server["max_req_input_len"]) - 1
+
+
+def dtype_of(says: ServerSays, checkpoint: str) -> str:
+    """The type of the served weights; SGLang's "auto" makes float16 of float32."""
+    named = str(says.server.get("dtype", "auto"))
+    named = {"half": "float16", "float": "float32", "bf16": "bfloat16"}.get(named, named)
+    return named if named != "auto" else {"float32": "float16"}.get(checkpoint, checkpoint)
+
+
+def stats_of(loads: Mapping[str, Any]) -> EngineStats:
+    """Requests and memory over all replicas, from ``/v1/loads``; memory is known to a thousandth of a GiB."""
+    try:
+        ranks = loads["loads"]
+        return EngineStats(
+            running=sum(int(rank["num_running_reqs"]) for rank in ranks),
+            waiting=sum(int(rank["num_waiting_reqs"]) for rank in ranks),
+            kv_cache_bytes=sum(int(rank["memory"]["kv_cache_gb"] * 2**30) for rank in ranks),
+            weight_bytes=sum(int(rank["memory"]["weight_gb"] * 2**30) for rank in ranks),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineInternalError(
+            f"the server's /v1/loads is not as expected: {type(error).__name__}: {error}"
+        ) from error
+
+
+def is_after_temperature(cold: Mapping[str, Any], raw: Mapping[str, Any], temperature: float) -> bool:
+    """Whether logprobs are those after temperature, told from the answers to one prompt at it and greedily.
+
+    A server that was launched with ``SGLANG_RETURN_ORIGINAL_LOGPROB=1`` leaves temperature out, and does not say so.
+    """
+    likely = {entry[1]: entry[0] for entry in raw["meta_info"]["output_top_logprobs"][0]}
+    both = [(entry[0], likely[entry[1]]) for entry in cold["meta_info"]["output_top_logprobs"][0] if entry[1] in likely]
+    (high, raw_high), (low, raw_low) = both[0], both[-1]
+    found, spread = float(high - low), float(raw_high - raw_low)
+    return abs(found - spread / temperature) <= abs(found - spread)

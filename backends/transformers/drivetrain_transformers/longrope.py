@@ -1,0 +1,71 @@
+"""Longrope, row by row: transformers takes the frequencies of a batch's longest row for all of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from drivetrain.errors import EngineStartError
+
+CosSin = tuple[torch.Tensor, torch.Tensor]
+
+
+def choose_factors_by_row(module: PreTrainedModel, short_length: int) -> None:
+    """Let each row of a batch take the factors of its own length: the short ones up to ``short_length`` tokens.
+
+    Raises:
+        EngineStartError: the model computes its rotary embedding in a way of its own.
+    """
+    found = [part for part in module.modules() if "longrope" in _types(part).values()]
+    for rotary in found:
+        plain = getattr(type(rotary).forward, "__wrapped__", None)
+        if plain is None:
+            found = []
+            break
+        rotary.forward = _by_row(rotary, plain, short_length)
+    if not found:
+        raise EngineStartError(
+            f"{type(module).__name__} has longrope in a form that the transformers backend cannot take row by row; "
+            f"give context_length={short_length} or less, with which one set of factors serves all rows"
+        )
+
+
+def _types(part: nn.Module) -> dict[str | None, str]:
+    """The types of a rotary embedding, by type of layer; empty: it is none."""
+    types = getattr(part, "rope_type", None)
+    if isinstance(types, str):
+        return {None: types}
+    return dict(types) if isinstance(types, dict) else {}
+
+
+def _by_row(rotary: nn.Module, plain: Callable[..., CosSin], short_length: int) -> Callable[..., CosSin]:
+    types = _types(rotary)
+    longs: dict[str | None, torch.Tensor] = {}
+
+    def frequencies(layer_type: str | None, device: torch.device) -> tuple[str, torch.Tensor, torch.Tensor]:
+        prefix = "" if layer_type is None else f"{layer_type}_"
+        if layer_type not in longs:
+            given = {} if layer_type is None else {"layer_type": layer_type}
+            init = ROPE_INIT_FUNCTIONS["longrope"]
+            longs[layer_type] = init(rotary.config, device, seq_len=short_length + 1, **given)[0]
+        return f"{prefix}inv_freq", getattr(rotary, f"{prefix}original_inv_freq").to(device), longs[layer_type]
+
+    def forward(x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> CosSin:
+        given = {} if layer_type is None else {"layer_type": layer_type}
+        if types[layer_type] != "longrope":
+            return plain(rotary, x, position_ids, **given)
+        name, *sets = frequencies(layer_type, x.device)
+        made = []
+        for chosen in sets:
+            setattr(rotary, name, chosen)
+            made.append(plain(rotary, x, position_ids, **given))
+        # A row's last position is its length, less one.
+        is_long = (position_ids.amax(-1) >= short_length)[:, None, None]
+        (short_cos, short_sin), (long_cos, long_sin) = made
+        return torch.where(is_long, long_cos, short_cos), torch.where(is_long, long_sin, short_sin)
+
+    return forward

@@ -1,0 +1,256 @@
+"""The thread that steps the scheduler, and does everything else between two steps."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, TypeVar
+
+from drivetrain.backend.base import GenerateRequest, GenerateResult, TokenDelta
+from drivetrain.checks.limits import SAMPLES_AT_ONCE
+from drivetrain.errors import DrivetrainError, EngineDied, EngineInternalError
+from drivetrain.text.tokenizer import Tokenizer
+from drivetrain.types.config import EngineConfig
+from drivetrain_transformers.errors import as_engine_error
+from drivetrain_transformers.model import LoadedModel
+from drivetrain_transformers.scheduler import Scheduler
+from drivetrain_transformers.sequences import Sink
+from drivetrain_transformers.translate import DEFAULT_MAX_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, PREFIX_CACHE_BYTES
+
+T = TypeVar("T")
+
+logger: Final = logging.getLogger("drivetrain.transformers")
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """Work for the thread between two steps."""
+
+    run: Callable[[], None]
+    give_up: Callable[[DrivetrainError], object] = lambda error: None
+    """Tell the caller that waits for it that the thread has ended, and why."""
+
+
+class SchedulerThread:
+    """Owns the model and the scheduler; nothing else touches them once the thread has started."""
+
+    def __init__(self, model: LoadedModel, scheduler: Scheduler) -> None:
+        self.model = model
+        self.scheduler = scheduler
+        self._frozen = False
+        self._stopping = False
+        self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._closing = threading.Lock()
+        """Held to queue a command and to end the thread, so that every queued command is run or given up."""
+        self._over: DrivetrainError | None = None
+        """Why the thread has ended."""
+        self._death_watchers: list[Callable[[DrivetrainError], None]] = []
+        self._outbox: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
+        self._deliveries: dict[asyncio.AbstractEventLoop, Deliveries] = {}
+        self._submitted: list[tuple[GenerateRequest, Sink, bool]] = []
+        self._thread = threading.Thread(target=self._run, name="drivetrain-transformers", daemon=True)
+
+    @classmethod
+    def load(cls, config: EngineConfig, report: Callable[[str], None]) -> SchedulerThread:
+        """Load what ``config`` names and run one token through it."""
+        model = LoadedModel.load(config, report)
+        scheduler = Scheduler(
+            model,
+            Tokenizer.load(config),
+            version=config.weight_version,
+            max_rows=config.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
+            max_prefill_tokens=config.max_num_batched_tokens or DEFAULT_MAX_BATCHED_TOKENS,
+            prefix_cache_bytes=PREFIX_CACHE_BYTES if config.enable_prefix_caching else 0,
+        )
+        return cls(model, scheduler)
+
+    def start(self) -> None:
+        """Begin to step."""
+        self._thread.start()
+
+    def stop(self, seconds: float) -> bool:
+        """End the thread; what was not finished ends with an error. Return whether it has ended within ``seconds``."""
+
+        def stopping() -> None:
+            self._stopping = True
+
+        self._put(_Command(stopping))
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    # From the event loop -----------------------------------------------------------------------------------------
+
+    def submit(self, request: GenerateRequest, deliver: Sink, *, streamed: bool = False) -> None:
+        """Hand a request to the scheduler; ``deliver`` is called in this event loop."""
+        loop = asyncio.get_running_loop()
+
+        def sink(item: GenerateResult | TokenDelta | DrivetrainError) -> None:
+            self._outbox.setdefault(loop, []).append(partial(deliver, item))
+
+        # All that one turn of the event loop submits is handed over at once: the batch then starts together, and the
+        # thread is not woken, nor the interpreter's lock fought over, a thousand times.
+        if not self._submitted:
+            loop.call_soon(self._hand_over)
+        self._submitted.append((request, sink, streamed))
+
+    def abort(self, request_ids: list[str]) -> None:
+        """End requests with what they have."""
+        self._hand_over()
+        self._put(_Command(lambda: self.scheduler.abort(request_ids)))
+
+    async def died(self) -> EngineDied:
+        """Return, when the thread ends by itself, why; never return otherwise."""
+        result: asyncio.Future[EngineDied] = asyncio.get_running_loop().create_future()
+        loop = result.get_loop()
+
+        def settle(error: EngineDied) -> None:
+            if not result.done():
+                result.set_result(error)
+
+        def tell(error: DrivetrainError) -> None:
+            if isinstance(error, EngineDied):
+                self._outbox.setdefault(loop, []).append(partial(settle, error))
+
+        self._put(_Command(lambda: self._death_watchers.append(tell), tell))
+        return await result
+
+    def _put(self, command: _Command) -> None:
+        with self._closing:
+            if self._over is None:
+                self._inbox.put(command)
+            else:  # the outbox is no longer the thread's
+                command.give_up(self._over)
+                self._flush()
+
+    def _hand_over(self) -> None:
+        submitted, self._submitted = self._submitted, []
+        if not submitted:
+            return
+
+        def submit_all() -> None:
+            for request, sink, streamed in submitted:
+                try:
+                    self.scheduler.submit(request, sink, streamed=streamed)
+                except Exception as error:
+                    sink(as_engine_error(error))
+
+        def give_up(error: DrivetrainError) -> None:
+            for _, sink, _ in submitted:
+                sink(error)
+
+        self._put(_Command(submit_all, give_up))
+
+    async def freeze(self, *, retract: bool) -> None:
+        """Stop stepping, and with ``retract`` let the running sequences' caches go."""
+
+        def freezing() -> None:
+            self._frozen = True
+            if retract:
+                self.scheduler.retract()
+                self.model.release_unused_memory()
+
+        await self.call(freezing)
+
+    async def unfreeze(self) -> None:
+        """Step again."""
+
+        def unfreezing() -> None:
+            self._frozen = False
+
+        await self.call(unfreezing)
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Run ``function`` in the thread, between two steps, and return what it returns."""
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[T] = loop.create_future()
+
+        def settle(value: T | None, error: BaseException | None) -> None:
+            if result.done():
+                return
+            if error is not None:
+                result.set_exception(error)
+            else:
+                result.set_result(value)  # type: ignore[arg-type]
+
+        def run() -> None:
+            try:
+                value = function()
+            except Exception as error:
+                self._outbox.setdefault(loop, []).append(partial(settle, None, error))
+            else:
+                self._outbox.setdefault(loop, []).append(lambda: settle(value, None))
+
+        def give_up(error: DrivetrainError) -> None:
+            self._outbox.setdefault(loop, []).append(partial(settle, None, error))
+
+        self._hand_over()  # what was submitted before is ahead of it
+        self._put(_Command(run, give_up))
+        return await result
+
+    # In the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        over: DrivetrainError = EngineInternalError("the engine was closed meanwhile")
+        try:
+            self._serve()
+        except BaseException as error:
+            logger.exception("the thread of the transformers engine failed")
+            over = EngineDied(f"the thread of the transformers engine failed: {type(error).__name__}: {error}")
+            over.__cause__ = error
+        with self._closing:
+            self._over = over
+            while not self._inbox.empty():
+                self._inbox.get().give_up(over)
+            for tell in self._death_watchers:
+                tell(over)
+            self.scheduler.fail_all(over)
+            self._flush()
+
+    def _serve(self) -> None:
+        while not self._stopping:
+            if self._frozen or self.scheduler.idle:
+                self._inbox.get().run()
+            while not self._inbox.empty():
+                self._inbox.get().run()
+            if not self._frozen and not self._stopping and not self.scheduler.idle:
+                self.scheduler.step()
+            self._flush()
+
+    def _flush(self) -> None:
+        """Hand what the last step produced to the event loops, one wake-up each."""
+        for loop, deliveries in self._outbox.items():
+            try:
+                loop.call_soon_threadsafe(self._deliveries.setdefault(loop, Deliveries(loop)).add, deliveries)
+            except RuntimeError:
+                if not loop.is_closed():
+                    raise
+        self._outbox = {}
+
+
+class Deliveries:
+    """Calls the sinks of one event loop in order, a bounded number at each of its turns."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._left: deque[Callable[[], None]] = deque()
+
+    def add(self, deliveries: list[Callable[[], None]]) -> None:
+        """Call these after all that were added before. Called in the event loop."""
+        is_idle = not self._left
+        self._left.extend(deliveries)
+        if is_idle:
+            self._call_some()
+
+    def _call_some(self) -> None:
+        try:
+            for _ in range(min(len(self._left), SAMPLES_AT_ONCE)):
+                self._left.popleft()()
+        finally:
+            if self._left:
+                self._loop.call_soon(self._call_some)

@@ -1,0 +1,104 @@
+# pyright: reportMissingImports=false
+"""Layers that vLLM quantised or packed once they were loaded, by vLLM's own way to load a layer anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from drivetrain_weight_sync.tensors.storages import storage_of
+from drivetrain_weight_sync.tracing.quantised_parts import QuantisedParts
+
+
+class QuantisedLayers(QuantisedParts):
+    """Layers whose parameters are others than those that vLLM noted before it loaded them.
+
+    Args:
+        model: VLLM's.
+        model_config: VLLM's.
+        load_weights: Loads tensors as vLLM loads a checkpoint.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        model_config: Any,
+        load_weights: Callable[[Iterable[tuple[str, torch.Tensor]]], object],
+    ) -> None:
+        self._layers = [layer for layer in model.modules() if _is_converted(layer)]
+        self._model_config = model_config
+        self._load_weights = load_weights
+        self._filled: dict[int, nn.Module] = {}
+        """Layer by the storage of each tensor that the loader fills; while they are there."""
+
+    @contextmanager
+    def as_loaded(self) -> Iterator[None]:
+        """Put what vLLM noted into the place of what the layers hold."""
+        from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
+        from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
+
+        held = [(layer, dict(layer._parameters), dict(layer._buffers)) for layer in self._layers]
+        transient = [set(layer._non_persistent_buffers_set) for layer in self._layers]
+        try:
+            for layer in self._layers:
+                restore_layer_on_meta(layer, get_layerwise_info(layer))
+                for tensor in _without_memory(layer):
+                    # Online quantisation has one of its own, which waits until all of the layer is there.
+                    tensor.weight_loader = _get_original_loader(tensor)  # type: ignore[attr-defined]
+                    self._filled[storage_of(tensor)] = layer
+            yield
+        finally:
+            self._filled = {}
+            for (layer, parameters, buffers), names in zip(held, transient, strict=True):
+                layer._parameters.clear()
+                layer._parameters.update(parameters)
+                layer._buffers.clear()
+                layer._buffers.update(buffers)
+                layer._non_persistent_buffers_set = names
+
+    def part_of(self, destination: torch.Tensor) -> nn.Module:
+        """The layer."""
+        return self._filled[storage_of(destination)]
+
+    def load(self, parts: Sequence[nn.Module], weights: Mapping[str, torch.Tensor]) -> None:
+        """Have vLLM load layers, quantise or pack them, and copy what comes of it to where it was."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        for layer in parts:
+            initialize_layerwise_reload(layer)
+        try:
+            self._load_weights(weights.items())
+        finally:
+            for layer in parts:
+                finalize_layerwise_reload(layer, self._model_config)
+
+
+def _without_memory(layer: nn.Module) -> list[torch.Tensor]:
+    held = (*layer._parameters.values(), *layer._buffers.values())
+    return [tensor for tensor in held if tensor is not None and tensor.is_meta]
+
+
+def _is_converted(layer: nn.Module) -> bool:
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
+
+    if hasattr(layer, "impl"):  # attention, which is asked by itself what it computes of its weights
+        return False
+    noted = get_layerwise_info(layer).restore_metadata[0]
+    held = {
+        name: parameter
+        for name, parameter in layer._parameters.items()
+        if parameter is not None and name not in SKIP_TENSORS
+    }
+    return {name: _form(tensor) for name, tensor in held.items()} != {
+        name: _form(tensor) for name, tensor in noted.items() if name not in SKIP_TENSORS
+    }
+
+
+def _form(tensor: torch.Tensor) -> tuple[object, ...]:
+    # Where strides alone are others, what is loaded is copied there as it is.
+    return tensor.dtype, tuple(tensor.shape)

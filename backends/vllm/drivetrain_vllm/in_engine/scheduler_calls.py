@@ -1,0 +1,229 @@
+# pyright: reportMissingImports=false
+"""The engine core's side of the backend: what the ``Backend`` page asks for, done between two steps of the batch.
+
+A call comes through a channel of ours, whose thread hands it to the loop of the engine core. What is a scheduler's to
+do is done here; the rest is every worker's.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, Final, cast
+
+from drivetrain.backend.base import EngineStats
+from drivetrain.errors import EngineBusy, EngineDied
+from drivetrain.process.worker_calls import Calls
+from drivetrain.process.worker_channel import AnswerChannel, Asked
+from drivetrain.types.modes import MemoryTag, PauseMode
+from drivetrain.types.weights import ApplyUpdate, CommitUpdate, WeightMessage, WeightReply
+from drivetrain_vllm.in_engine import CHANNEL, failed_requests
+from drivetrain_vllm.in_engine.worker import OF_WORKERS
+from drivetrain_weight_sync.receiver.request_arrivals import Arrivals
+
+CALL: Final = "drivetrain"
+"""Name of the workers' method."""
+_CORE: Final = "_drivetrain_core"
+
+
+class Core:
+    """The scheduler. Methods are named as on the ``Backend`` page and mean the same."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+        self.arrivals = Arrivals()
+
+    def _of_workers(self, method: str, *arguments: object) -> object:
+        return calls.result_of(method, forward(self._core, calls.ask(method, arguments)))
+
+    def stats(self) -> EngineStats:
+        """Count requests and memory."""
+        running, waiting = self._core.scheduler.get_request_counts()
+        cache, weights = cast("tuple[int, int]", self._of_workers("occupied"))
+        return EngineStats(running=running, waiting=waiting, kv_cache_bytes=cache, weight_bytes=weights)
+
+    def tokens_so_far(self, request_ids: list[str]) -> dict[str, int]:
+        """How many tokens each of these has; those that are complete are left out."""
+        requests = [one for one in self._core.scheduler.requests.values() if not one.is_finished()]
+        live = {_given(request.request_id): request.num_output_tokens for request in requests}
+        return self.arrivals.tokens(request_ids, live)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes that no request holds; the backend never asks for the others again."""
+        self._core.scheduler.reset_prefix_cache()
+
+    def sleep(self, tags: frozenset[MemoryTag]) -> None:
+        """Give memory back."""
+        if self._core.scheduler.running or self._core.batch_queue:
+            raise EngineBusy("requests hold cache: abort them, or pause_generation('retract') first")
+        if MemoryTag.KV_CACHE in tags:
+            self.reset_prefix_cache()
+        self._of_workers("sleep", tags)
+
+    def receive_weights(self, message: WeightMessage) -> WeightReply:
+        """Take one step of an update."""
+        reply = cast("WeightReply", self._of_workers("receive_weights", message))
+        if isinstance(message, CommitUpdate):
+            self._core.reset_encoder_cache()
+            self.set_weight_version(message.version)
+        return reply
+
+    def apply_weights(self, update: ApplyUpdate) -> WeightReply:
+        """Take all steps of an update."""
+        reply = cast("WeightReply", self._of_workers("begin_weights", update))
+        # While a GPU copies:
+        if not update.keep_prefix_cache:
+            self.reset_prefix_cache()
+        self._core.reset_encoder_cache()
+        committed = cast("WeightReply", self._of_workers("commit_weights", update))
+        self.set_weight_version(update.version)
+        return replace(reply, seconds=committed.seconds)
+
+    def apply_weights_counting(self, update: ApplyUpdate, request_ids: list[str]) -> tuple[WeightReply, dict[str, int]]:
+        """Take all steps of an update while requests are frozen, and count their tokens."""
+        return self.apply_weights(update), self.tokens_so_far(request_ids)
+
+    def set_weight_version(self, version: str) -> None:
+        """Label the weights."""
+        failed_requests.trust(self._core.scheduler)
+        # Releases that do not have it give tokens no labels: there the backend counts them.
+        if hasattr(self._core, "set_weight_version"):
+            self._core.set_weight_version(version)
+
+
+def _given(request_id: str) -> str:
+    """The id that the backend gave, to which vLLM has added characters without a dot."""
+    given, dot, _ = request_id.rpartition(".")
+    return given + dot
+
+
+calls: Final = Calls(Core.tokens_so_far, Core.apply_weights_counting, *OF_WORKERS)
+
+
+def _of(core: Any) -> Core:
+    found: Core | None = core.__dict__.get(_CORE)
+    if found is None:
+        found = Core(core)
+        setattr(core, _CORE, found)
+    return found
+
+
+def forward(core: Any, question: bytes) -> bytes:
+    """Ask every worker; all answer the same.
+
+    Raises:
+        EngineDied: one of them is gone.
+    """
+    try:
+        answers: list[bytes] = core.collective_rpc(CALL, args=(question,))
+    except Exception as error:
+        if _lost_worker(core.model_executor):
+            raise EngineDied("vLLM lost a worker's process") from error
+        raise
+    return answers[0]
+
+
+def _lost_worker(executor: Any) -> bool:
+    """Whether a worker's process is gone: the others fail sooner than vLLM finds out."""
+    workers = getattr(executor, "workers", None) or ()
+    return getattr(executor, "is_failed", False) or any(not worker.proc.is_alive() for worker in workers)
+
+
+def _serve(core: Any, channel: AnswerChannel, asked: Asked) -> None:
+    """Answer a call, now or once no step is under way. Nothing that goes wrong reaches the engine core."""
+
+    def answered(said: Future[bytes]) -> None:
+        error = said.exception()
+        if isinstance(error, Exception):
+            channel.answer(asked, calls.not_taken(error))
+        elif error is None:
+            channel.answer(asked, said.result())
+
+    try:
+        answer = _answer(core, asked.question)
+    except Exception as error:
+        answer = calls.not_taken(error)
+    if isinstance(answer, bytes):
+        channel.answer(asked, answer)
+    else:
+        answer.add_done_callback(answered)
+
+
+def _answer(core: Any, question: bytes) -> bytes | Future[bytes]:
+    freeze = calls.freeze_of(question)
+    if freeze is not None:
+        return _answer_frozen(core, question, freeze)
+    if hasattr(Core, calls.method_of(question)):
+        return calls.serve(_of(core), question)
+    return forward(core, question)
+
+
+def _answer_frozen(core: Any, question: bytes, mode: PauseMode) -> bytes | Future[bytes]:
+    """Answer once no step is under way; requests go on after it, unless it failed."""
+
+    def answer() -> bytes:
+        said = calls.serve(_of(core), question)
+        if calls.succeeded(said):
+            core.resume_scheduler()
+        return said
+
+    pausing: Future[None] | None = core.pause_scheduler(mode="keep", clear_cache=mode is PauseMode.RETRACT)
+    if pausing is None:
+        return answer()
+    said: Future[bytes] = Future()
+
+    def idle(_: Future[None]) -> None:
+        try:
+            said.set_result(answer())
+        except Exception as error:
+            said.set_exception(error)
+        # The loop that found itself idle waits for a message next, and there is work again.
+        _wake(core, None)
+
+    pausing.add_done_callback(idle)
+    return said
+
+
+def _wake(core: Any, request: Asked | None) -> None:
+    from vllm.v1.engine import EngineCoreRequestType
+
+    core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, request))
+
+
+def _listen(core: Any, channel: AnswerChannel) -> None:
+    while channel.open:
+        for asked in channel.receive(wait=True):
+            _wake(core, asked)
+
+
+def register() -> None:
+    """Open the channel in the engine core, and give its workers what they need of images."""
+    from vllm.v1.core.sched import output
+    from vllm.v1.engine import EngineCoreRequestType
+    from vllm.v1.engine.core import EngineCoreProc
+
+    run: Callable[[Any], None] = EngineCoreProc.run_busy_loop
+    handle: Callable[[Any, Any, Any], None] = EngineCoreProc._handle_client_request
+
+    def run_busy_loop(core: Any) -> None:
+        core._drivetrain_channel = channel = AnswerChannel(os.environ[CHANNEL])
+        threading.Thread(target=_listen, args=(core, channel), name="drivetrain-calls", daemon=True).start()
+        run(core)
+
+    def handle_client_request(core: Any, kind: Any, request: Any) -> None:
+        if isinstance(request, Asked):
+            _serve(core, core._drivetrain_channel, request)
+            return
+        if kind == EngineCoreRequestType.ADD:
+            _of(core).arrivals.note(_given(request[0].request_id))
+        handle(core, kind, request)
+
+    EngineCoreProc.run_busy_loop = run_busy_loop
+    EngineCoreProc._handle_client_request = handle_client_request
+    # Newer releases do not send workers the pixels of an image that a cached prefix covers, and end when the request is
+    # retracted, or preempted, and the image must be seen again.
+    if hasattr(output, "strip_covered_mm_data"):
+        output.strip_covered_mm_data = lambda features, *_, **__: features

@@ -1,0 +1,223 @@
+# pyright: reportMissingImports=false
+"""The primitives of the ``Backend`` page that are a worker's to do: where the model and the cache are."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Iterator
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from drivetrain.errors import EngineStartError, EngineStateError
+from drivetrain.process.worker_calls import Calls
+from drivetrain.types.modes import MemoryTag
+from drivetrain.types.weights import WeightManifest
+from drivetrain_vllm.in_engine.gpu_sleep import DeviceMemory
+from drivetrain_vllm.in_engine.quantised_layers import QuantisedLayers
+from drivetrain_vllm.in_engine.weight_layouts import without_lora
+from drivetrain_vllm.translate import KEEPS_WEIGHTS
+from drivetrain_weight_sync.receiver.checkpoint_manifest import checkpoint_of
+from drivetrain_weight_sync.receiver.cpu_sleep import HostMemory
+from drivetrain_weight_sync.receiver.rank_weights import RankWeights
+from drivetrain_weight_sync.tracing.derived_tensors import AfterLoading
+
+
+class Worker(RankWeights):
+    """One worker of vLLM."""
+
+    def __init__(self, worker: Any) -> None:
+        super().__init__()
+        self._worker = worker
+        self._profile: tuple[torch.profiler.profile, Path] | None = None
+
+    @property
+    def _runner(self) -> Any:
+        return self._worker.model_runner
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """VLLM's own."""
+        model: torch.nn.Module = self._runner.get_model()
+        return model
+
+    @property
+    def checkpoint(self) -> WeightManifest:
+        """What a trainer has of the model."""
+        from vllm.config import set_current_vllm_config
+
+        config = self._worker.model_config
+        # Where vLLM runs a model of transformers' own, it has changed its class, which asks for this.
+        with set_current_vllm_config(self._worker.vllm_config):
+            return checkpoint_of(config.model, config.revision, trust_remote_code=config.trust_remote_code)
+
+    @property
+    def folder(self) -> Path | None:
+        """Where vLLM read the weights."""
+        folder = Path(self._worker.model_config.model)
+        return folder if folder.is_dir() and self._worker.load_config.load_format != "dummy" else None
+
+    @property
+    def group(self) -> Any:
+        """The ranks of vLLM's world."""
+        from vllm.distributed.parallel_state import get_world_group
+
+        world = get_world_group()
+        return world.cpu_group if world.world_size > 1 else None
+
+    @property
+    def rank(self) -> int:
+        """This worker's place among them."""
+        return int(self._worker.rank)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
+        """Load tensors as vLLM loads a checkpoint."""
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self._worker.vllm_config), without_lora(self.model):
+            return super().load_weights(weights)
+
+    def converted(self) -> QuantisedLayers:
+        """What vLLM quantised, or packed for its kernels."""
+        return QuantisedLayers(self.model, self._worker.model_config, self.load_weights)
+
+    def after_loading(self) -> Iterable[AfterLoading]:
+        """MLA multiplies by halves of a projection; some models have more of their own."""
+        dtype = self._worker.model_config.dtype
+        for name, module in self.model.named_modules():
+            compute: Any = getattr(module, "process_weights_after_loading", None)
+            # Attention alone: what else has it is asked by way of how it is quantised.
+            if compute is not None and hasattr(module, "impl"):
+                yield AfterLoading(name, module, partial(compute, dtype))
+        of_model: Any = getattr(self.model, "process_weights_after_loading", None)
+        if of_model is not None:
+            yield AfterLoading("the model", self.model, of_model)
+
+    def expert_layers(self) -> list[int]:
+        """Numbers of the layers of which vLLM notes to which experts they route a token.
+
+        Raises:
+            EngineStartError: it notes nothing of one that has experts, or there is none.
+        """
+        layers: set[int] = set()
+        for name, module in self.model.named_modules():
+            match _notes_experts(module):
+                case True:
+                    layers.add(cast("int", module.layer_id))
+                case False:
+                    raise EngineStartError(f"the kernel of {name} routes by itself, and vLLM does not note how")
+        if not layers:
+            raise EngineStartError("vLLM notes the experts of no layer of this model")
+        return sorted(layers)
+
+    # Profile -----------------------------------------------------------------------------------------------------
+
+    def start_profile(self, directory: str) -> None:
+        """Begin to record."""
+        self._profile = torch.profiler.profile(), Path(directory)
+        self._profile[0].start()
+
+    def stop_profile(self) -> str:
+        """Write the trace file."""
+        if self._profile is None:
+            raise EngineStateError("no profile is being recorded; call start_profile first", state="ready")
+        (profile, directory), self._profile = self._profile, None
+        profile.stop()
+        path = directory / f"{uuid.uuid4().hex[:12]}.rank-{self.rank}.trace.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(path))
+        return str(path)
+
+    # Memory ------------------------------------------------------------------------------------------------------
+
+    def occupied(self) -> tuple[int, int]:
+        """Bytes of the cache and of the weights, on all ranks."""
+        weights = {tensor.untyped_storage()._cdata: _nbytes(tensor) for tensor in self.model.parameters()}
+        own = (
+            0 if MemoryTag.KV_CACHE in self.asleep else sum(storage.nbytes() for storage in self.cache()),
+            0 if MemoryTag.WEIGHTS in self.asleep else sum(weights.values()),
+        )
+        of_ranks = self.of_ranks(lambda: own)
+        return sum(cache for cache, _ in of_ranks), sum(held for _, held in of_ranks)
+
+    def cache(self) -> list[torch.UntypedStorage]:
+        """What attention layers hold."""
+        storages = (tensor.untyped_storage() for tensor in _tensors(self._runner.kv_caches))
+        return list({storage._cdata: storage for storage in storages}.values())
+
+    @cached_property
+    def _memory(self) -> HostMemory | DeviceMemory:
+        """First asked for while there are weights."""
+        if next(self.model.parameters()).device.type != "cpu":
+            return DeviceMemory(self.model, self.target.storages, self.cache(), keeps_weights=self._keeps_weights)
+        return HostMemory({MemoryTag.WEIGHTS: self.target.storages, MemoryTag.KV_CACHE: self.cache()})
+
+    @property
+    def _keeps_weights(self) -> bool:
+        return bool(self._worker.vllm_config.additional_config.get(KEEPS_WEIGHTS))
+
+    def sleep(self, tags: frozenset[MemoryTag]) -> None:
+        """Give memory back."""
+        if MemoryTag.WEIGHTS in tags:
+            self.receiver.forget_held()  # made here at the latest: its ways through the model need weights
+            self.writer.stop()
+        self._memory.sleep(tags)
+        self.asleep |= tags
+
+    def wake_up(self, tags: frozenset[MemoryTag]) -> None:
+        """Take memory again."""
+        self._memory.wake_up(tags)
+        self.asleep -= tags
+
+
+OF_WORKERS = (
+    Worker.gpus,
+    Worker.expert_layers,
+    Worker.occupied,
+    Worker.prepare_weights,
+    Worker.prepared_weights,
+    Worker.begin_weights,
+    Worker.commit_weights,
+)
+"""What a worker answers to that is not on the ``Backend`` page."""
+calls = Calls(*OF_WORKERS)
+
+
+class Extension:
+    """What vLLM adds to its worker's class."""
+
+    _drivetrain_worker: Worker
+
+    def drivetrain(self, question: bytes) -> bytes:
+        """Serve one call; every rank has the same at the same time."""
+        worker = self.__dict__.get("_drivetrain_worker")
+        if worker is None:
+            worker = self._drivetrain_worker = Worker(self)
+        return calls.serve(worker, question, None if worker.group is None else worker.gather)
+
+
+def _notes_experts(module: Any) -> bool | None:
+    """Whether vLLM notes to which experts a module routes tokens; None: it routes none."""
+    from vllm.model_executor.layers.fused_moe import routed_experts_capturer
+
+    if not hasattr(module, "layer_id"):
+        return None
+    if getattr(module, "is_monolithic", False):
+        # Newer releases have such a kernel say it, or do not start.
+        return hasattr(routed_experts_capturer, "bind_routed_experts_capturer")
+    parts = (module, getattr(module, "router", None))
+    return any(getattr(part, "capture_fn", None) is not None for part in parts) or None
+
+
+def _tensors(held: Any) -> Iterator[torch.Tensor]:
+    if isinstance(held, torch.Tensor):
+        yield held
+    elif isinstance(held, list | tuple):
+        for item in held:
+            yield from _tensors(item)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes()

@@ -1,0 +1,73 @@
+# pyright: reportMissingImports=false
+"""Images and videos on their way to vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from drivetrain.media.qwen_vision import Patches, Seen
+
+
+def multimodal_input(
+    prompt_token_ids: Sequence[int], seen: Seen, token_ids: tuple[int, int], cache_salt: str
+) -> dict[str, Any]:
+    """What vLLM's own processor would make of a prompt: its ``MultiModalInput``.
+
+    Args:
+        prompt_token_ids: With the token id of each image and video as often as it has tokens.
+        seen: Images and videos, each in the order in which they stand in the prompt.
+        token_ids: Of an image, and of a video.
+        cache_salt: What cached prefixes are found by, beside their tokens and the names of what is seen.
+    """
+    import torch
+    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
+
+    values: dict[str, torch.Tensor] = {}
+    fields: dict[str, MultiModalFieldConfig] = {}
+    kinds: dict[str, tuple[Sequence[Patches], int]] = {}
+    for kind, pixels, all_of_kind, token_id in (
+        ("image", "pixel_values", seen.images, token_ids[0]),
+        ("video", "pixel_values_videos", seen.videos, token_ids[1]),
+    ):
+        if not all_of_kind:
+            continue
+        kinds[kind] = all_of_kind, token_id
+        grids = torch.tensor([one.grid for one in all_of_kind])
+        values[pixels] = torch.cat([one.pixels for one in all_of_kind])
+        fields[pixels] = MultiModalFieldConfig.flat_from_sizes(kind, grids.prod(-1))
+        values[f"{kind}_grid_thw"] = grids
+        fields[f"{kind}_grid_thw"] = MultiModalFieldConfig.batched(kind, keep_on_cpu=True)
+    seconds = [video.seconds for video in seen.videos if video.seconds is not None]
+    if seconds:
+        # vLLM multiplies and rounds down: rounded themselves, whole products would be one less.
+        values["second_per_grid_ts"] = torch.tensor(seconds, dtype=torch.float64)
+        fields["second_per_grid_ts"] = MultiModalFieldConfig.batched("video", keep_on_cpu=True)
+    return {
+        "type": "multimodal",
+        "prompt_token_ids": list(prompt_token_ids),
+        "mm_kwargs": MultiModalKwargsItems.from_hf_inputs(values, fields),
+        "mm_hashes": {kind: [one.name for one in all_of_kind] for kind, (all_of_kind, _) in kinds.items()},
+        "mm_placeholders": {
+            kind: [
+                PlaceholderRange(offset=place, length=one.count)
+                for place, one in zip(
+                    places_of(prompt_token_ids, [one.count for one in all_of_kind], token_id), all_of_kind, strict=True
+                )
+            ]
+            for kind, (all_of_kind, token_id) in kinds.items()
+        },
+        "cache_salt": cache_salt,
+    }
+
+
+def places_of(prompt_token_ids: Sequence[int], counts: Sequence[int], token_id: int) -> list[int]:
+    """Where the tokens of each image or video begin; ``counts`` says how many there are."""
+    ids = list(prompt_token_ids)
+    places: list[int] = []
+    begin = 0
+    for count in counts:
+        begin = ids.index(token_id, begin)
+        places.append(begin)
+        begin += count
+    return places

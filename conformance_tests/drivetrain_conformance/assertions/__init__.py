@@ -1,0 +1,1 @@
+"""Assertions that several groups of cases share."""

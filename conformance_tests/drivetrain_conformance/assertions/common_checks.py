@@ -1,0 +1,75 @@
+"""Questions that several groups put to an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from drivetrain.types.outputs import Completion
+from drivetrain.types.sampling import SamplingParams
+from drivetrain_conformance.assertions.same_answers import check_greedy
+from drivetrain_conformance.harness.testbench import Bench, NoOracle, ordinary_ids
+from drivetrain_conformance.references.reference_stops import Ending, expected_ending
+
+_SEARCHED = 16
+"""Random texts in which a prompt is looked for after which the model ends at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndingPrompt:
+    """A prompt after which the most likely token is an EOS."""
+
+    token_ids: list[int]
+    eos: int
+
+
+def ending_prompt(bench: Bench) -> EndingPrompt:
+    """Find a prompt after which the oracle's model ends at once, by more than rounding could change."""
+    eos = list(bench.engine.model_info.eos_token_ids)
+    assert eos, "the model has no EOS id, so nothing but its length ends a completion"
+    # EOS ids are among them: there are models, such as copies of their prompt, that never end of their own accord.
+    ids = [*ordinary_ids(bench.engine), *eos]
+    length = min(512, bench.engine.model_info.context_length // 2)
+    for _ in range(_SEARCHED):
+        text = [bench.rng.choice(ids) for _ in range(length)]
+        logits = bench.oracle().logits(text)
+        best = logits[:, eos].max(axis=-1)
+        logits[:, eos] = float("-inf")
+        lead = best - logits.max(axis=-1)
+        at = int(lead.argmax())
+        if lead[at] > 2 * bench.tolerance():
+            prompt = text[: at + 1]
+            row = bench.oracle().logits(prompt)[-1]
+            return EndingPrompt(prompt, int(row.argmax()))
+    raise AssertionError(f"after none of {_SEARCHED * length} random prompts does the model end at once")
+
+
+def agrees_with_reference(bench: Bench, free: Completion, params: SamplingParams, completion: Completion) -> bool:
+    """Assert that a completion ended as the reference says; False if ``free`` cannot be what it would have been.
+
+    That is so where rounding, which differs between batches, decided between two tokens that are as likely.
+    """
+    asked = params.model_dump(exclude_defaults=True, exclude={"temperature", "max_new_tokens", "logit_bias"})
+    if completion.token_ids != free.token_ids[: len(completion.token_ids)]:
+        try:
+            check_greedy(bench, completion)
+        except NoOracle:
+            raise AssertionError(f"{asked}: the ids {completion.token_ids} are not of {free.token_ids}") from None
+        return False
+    expected, got = expected_ending(free, params, bench.engine.tokenizer), Ending.of(completion)
+    assert got == expected, f"{asked} on {free.text!r}: expected {expected}, got {got}"
+    return True
+
+
+async def assert_idle_soon(bench: Bench, what: str, steps: int = 160) -> None:
+    """Assert that the engine lets go of its requests within some ``steps`` of generation.
+
+    The clock is generation itself: short completions are made meanwhile, and the requests would take many more steps.
+    """
+    prompt, made = bench.prompt(), 0
+    while True:
+        stats = await bench.engine.stats()
+        if not stats.running and not stats.waiting:
+            return
+        assert made < steps, f"{what}: {stats.running} running and {stats.waiting} waiting after {made} more tokens"
+        await bench.greedy([prompt], max_new_tokens=8)
+        made += 8

@@ -1,0 +1,1 @@
+"""Models, adapters and weights that cases work with, made on the spot."""

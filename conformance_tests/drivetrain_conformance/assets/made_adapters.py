@@ -1,0 +1,152 @@
+"""LoRA adapters that are made on the spot, and models into which they are merged, for the oracle."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import torch
+
+_TARGETS: Final = ("q_proj", "v_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter of a model, far from doing nothing."""
+
+    path: Path
+    """A folder as peft writes it."""
+    scales: Mapping[str, float]
+    """Scale of each layer's ``B @ A``, by the layer's name."""
+
+
+def make_adapter(
+    model: Path,
+    folder: Path,
+    *,
+    seed: int,
+    rank: int = 4,
+    columns: int | None = None,
+    targets: Sequence[str] = _TARGETS,
+    settings: Mapping[str, object] | None = None,
+) -> Adapter:
+    """Write a random adapter of ``model`` into ``folder``.
+
+    Args:
+        model: Folder of the model, whose attention has a ``q_proj`` and a ``v_proj``.
+        folder: Where to write.
+        seed: Seed of its weights.
+        rank: Its rank.
+        columns: Width of its inputs, if it shall not fit.
+        targets: The layers that it adapts, by the last part of their names.
+        settings: Fields of ``adapter_config.json``. Heeded are ``lora_alpha``, ``use_rslora``, and of patterns and
+            ``layers_to_transform`` those that name whole parts of a layer's name.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    config: dict[str, object] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model),
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "target_modules": list(targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        **(settings or {}),
+    }
+    alpha_of_all = float(str(config["lora_alpha"]))
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    scales: dict[str, float] = {}
+    for name, weight in _targets(model, targets).items():
+        layer = name.removesuffix(".weight")
+        if not _is_transformed(layer, config):
+            continue
+        rows, inputs = weight.shape
+        own = int(_setting(config, "rank_pattern", layer, rank))
+        alpha = _setting(config, "alpha_pattern", layer, alpha_of_all)
+        scales[layer] = alpha / (own**0.5 if config.get("use_rslora") else own)
+        # Each entry of the product is to be about as large as one of the weight.
+        spread = (float(weight.float().std()) / scales[layer] / own**0.5) ** 0.5
+        module = f"base_model.model.{layer}"
+        tensors[f"{module}.lora_A.weight"] = torch.randn(own, columns or inputs, generator=generator) * spread
+        tensors[f"{module}.lora_B.weight"] = torch.randn(rows, own, generator=generator) * spread
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return Adapter(folder, scales)
+
+
+def change_adapter(
+    adapter: Adapter, folder: Path, change: Callable[[dict[str, object], dict[str, torch.Tensor]], object]
+) -> Path:
+    """Write a copy of an adapter into ``folder``, its configuration and tensors changed, and return the folder."""
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((adapter.path / "adapter_config.json").read_text(encoding="utf-8"))
+    tensors = load_file(adapter.path / "adapter_model.safetensors")
+    change(config, tensors)
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def has_layers(model: Path, targets: Sequence[str]) -> bool:
+    """Return True if the model has layers of all these names."""
+    found = {name.removesuffix(".weight").rpartition(".")[2] for name in _targets(model, targets)}
+    return found == set(targets)
+
+
+def _setting(config: Mapping[str, object], field: str, layer: str, otherwise: float) -> float:
+    """The value of the first key of a pattern that ends the layer's name."""
+    pattern = config.get(field)
+    matching = [value for key, value in (pattern if isinstance(pattern, dict) else {}).items() if layer.endswith(key)]
+    return float(matching[0]) if matching else otherwise
+
+
+def _is_transformed(layer: str, config: Mapping[str, object]) -> bool:
+    layers = config.get("layers_to_transform")
+    return not isinstance(layers, list) or any(part.isdigit() and int(part) in layers for part in layer.split("."))
+
+
+def merge(model: Path, adapter: Adapter, folder: Path) -> Path:
+    """Write a copy of ``model`` into ``folder`` whose weights hold the adapter's product, and return it."""
+    from safetensors.torch import load_file, save_file
+
+    parts = load_file(adapter.path / "adapter_model.safetensors")
+    shutil.copytree(
+        model, folder, ignore=shutil.ignore_patterns("*.safetensors"), copy_function=shutil.copyfile, dirs_exist_ok=True
+    )
+    os.chmod(folder, 0o755)
+    for file in sorted(model.glob("*.safetensors")):
+        tensors = load_file(file)
+        for name, weight in tensors.items():
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            if f"{module}.lora_A.weight" in parts:
+                product = parts[f"{module}.lora_B.weight"] @ parts[f"{module}.lora_A.weight"]
+                scale = adapter.scales[name.removesuffix(".weight")]
+                tensors[name] = (weight.float() + product * scale).to(weight.dtype)
+        save_file(tensors, folder / file.name, metadata={"format": "pt"})
+    return folder
+
+
+def _targets(model: Path, targets: Sequence[str] = _TARGETS) -> Mapping[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(model.glob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            if name.removesuffix(".weight").rpartition(".")[2] in targets and name.endswith(".weight"):
+                found[name] = tensor
+    if not found and targets is _TARGETS:
+        raise LookupError(f"the model in {model} has no {' and '.join(_TARGETS)} to make an adapter for")
+    return found

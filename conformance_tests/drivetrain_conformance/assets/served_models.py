@@ -1,0 +1,139 @@
+"""The models that the suite serves, and copies of them with other weights. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from enum import Enum
+from functools import cache
+from pathlib import Path
+
+from drivetrain.testing import tiny_model
+
+
+class ModelKind(Enum):
+    """The model that a case's engine serves."""
+
+    TEXT = "text"
+    """The model that the suite was given, or a tiny one."""
+    LARGE = "large"
+    """One of some 200 MB, whose memory is visible beside that of the process."""
+    MOE = "moe"
+    """A mixture of experts. Its cases need :attr:`~drivetrain.types.capability.Capability.MOE`."""
+    VISION = "vision"
+    """One that takes images."""
+    REWARD = "reward"
+    """A sequence classifier with one output."""
+
+
+class Models:
+    """The model folders of one run; those that it writes are removed by :meth:`close`.
+
+    Args:
+        text: The model to serve; None: a tiny one.
+        moe: The mixture of experts; None: a tiny one.
+        vision: The one that takes images; None: a tiny one.
+        dtype: Of the weights of the tiny ones.
+        layers: Of the tiny one that is served; None: as few as it has by itself.
+    """
+
+    def __init__(
+        self,
+        text: Path | None = None,
+        moe: Path | None = None,
+        vision: Path | None = None,
+        dtype: str = "float32",
+        layers: int | None = None,
+    ) -> None:
+        self._given = {ModelKind.TEXT: text, ModelKind.MOE: moe, ModelKind.VISION: vision}
+        self.dtype = dtype
+        """Of the weights of the tiny ones."""
+        self._layers = layers
+        self._folder = Path(tempfile.mkdtemp(prefix="drivetrain-conformance-"))
+        self._others: dict[tuple[Path, int], Path] = {}
+
+    def path(self, kind: ModelKind) -> Path:
+        """The folder of the model of this kind."""
+        return self._given.get(kind) or _tiny(kind, self.dtype, self._layers)
+
+    def with_other_weights(self, model: Path, seed: int = 1) -> Path:
+        """A copy of ``model`` in which every weight has another value; the same folder for the same arguments."""
+        if (model, seed) not in self._others:
+            folder = self._folder / f"{model.name}-{seed}"
+            _copy_with_other_weights(model, folder, seed)
+            self._others[model, seed] = folder
+        return self._others[model, seed]
+
+    def folder(self, name: str) -> Path:
+        """An empty folder for a case's files."""
+        return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self._folder))
+
+    def close(self) -> None:
+        """Remove what was written."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@cache
+def _tiny(kind: ModelKind, dtype: str, layers: int | None) -> Path:
+    match kind:
+        case ModelKind.TEXT if layers is not None:
+            return tiny_model("qwen2", dtype=dtype, num_hidden_layers=layers)
+        case ModelKind.TEXT:
+            return tiny_model("qwen2", dtype=dtype)
+        case ModelKind.MOE:
+            return tiny_model("qwen3_moe", dtype=dtype)
+        case ModelKind.LARGE:
+            return tiny_model(
+                "qwen2",
+                dtype=dtype,
+                hidden_size=1024,
+                intermediate_size=4096,
+                num_hidden_layers=4,
+                num_attention_heads=16,
+                num_key_value_heads=16,
+                initializer_range=0.05,
+            )
+        case ModelKind.REWARD:
+            return _reward_model(dtype)
+        case ModelKind.VISION:
+            return tiny_model("qwen2_5_vl", dtype=dtype)
+
+
+def _reward_model(dtype: str) -> Path:
+    """A tiny Qwen2 with one score instead of a language model's head."""
+    import torch
+    from transformers import AutoConfig, Qwen2ForSequenceClassification
+
+    text = tiny_model("qwen2", dtype=dtype)
+    folder = text.with_name(f"{text.name}-reward")
+    if not (folder / "config.json").is_file():
+        building = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            config = AutoConfig.from_pretrained(text, num_labels=1)
+            Qwen2ForSequenceClassification(config).to(getattr(torch, dtype)).save_pretrained(building)
+        for file in text.glob("tokenizer*"):
+            shutil.copy(file, building)
+        try:
+            building.rename(folder)
+        except OSError:  # another process was first
+            shutil.rmtree(building)
+    return folder
+
+
+def _copy_with_other_weights(model: Path, folder: Path, seed: int) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"), copy_function=shutil.copyfile)
+    os.chmod(folder, 0o755)
+    generator = torch.Generator().manual_seed(seed)
+    for file in sorted(model.glob("*.safetensors")):
+        tensors = load_file(file)
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and tensor.numel() > 0:
+                noise = torch.randn(tensor.shape, generator=generator)
+                spread = tensor.float().std() if tensor.numel() > 1 else tensor.float().abs().mean()
+                tensors[name] = (tensor.float() + noise * spread * 0.5).to(tensor.dtype)
+        save_file(tensors, folder / file.name, metadata={"format": "pt"})

@@ -1,0 +1,278 @@
+"""Ending requests early: by their ids, all at once, and by walking away."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+from drivetrain.errors import InvalidRequest
+from drivetrain.types.capability import Capability
+from drivetrain.types.outputs import CompletionChunk, FinishReason, VersionSpan
+from drivetrain.types.sampling import LogprobsMode, SamplingParams
+from drivetrain_conformance.assertions.refusals import refused
+from drivetrain_conformance.assertions.same_answers import check_prefix, check_same
+from drivetrain_conformance.harness.case import case
+from drivetrain_conformance.harness.testbench import Bench, end_requests, until_idle, until_running
+
+BOUND: Final = 30.0
+"""Seconds within which what was aborted must have come back; it takes milliseconds."""
+NOBODY: Final = "an id that no request has"
+TOKENS: Final = 250
+"""Of a request that is in flight for a while, and whose end a case waits for."""
+
+
+@case(Capability.ABORT)
+async def one_of_several_ends_and_the_others_go_on(bench: Bench) -> None:
+    """A request aborted by its id returns the first tokens of its uninterrupted run; the others are as without it."""
+    engine = bench.engine
+    await engine.abort(NOBODY)
+    prompts, params = bench.prompts(3), bench.long(TOKENS)
+    whole = (await engine.generate(prompts, params)).completions
+    async with bench.in_flight(prompts, params, request_ids=["a", "b", "c"]) as task:
+        await engine.abort("b")
+        async with asyncio.timeout(BOUND * 2):
+            first, aborted, last = (await task).completions
+    assert aborted.finish_reason is FinishReason.ABORT
+    assert aborted.matched_stop is None
+    assert 0 < len(aborted.token_ids) < len(whole[1].token_ids)
+    check_prefix(bench, aborted, whole[1])
+    check_same(bench, [first, last], [whole[0], whole[2]])
+
+
+@case(Capability.ABORT)
+async def an_id_that_begins_another_aborts_only_its_own(bench: Bench) -> None:
+    """Aborting req-1 leaves req-10 and req-1x alone; what is no id is refused, and ends nothing."""
+    engine = bench.engine
+    await engine.abort(NOBODY)
+    prompts, ids = bench.prompts(4), ["req-1", "req-10", "req-1x", "req-"]
+    no_ids: tuple[Any, ...] = (None, "", 3, ["req-1"])
+    async with bench.in_flight(prompts, bench.long(TOKENS), request_ids=ids) as task:
+        for no_id in no_ids:
+            with refused(InvalidRequest, field="request_id", otherwise=f"abort({no_id!r}) was taken"):
+                await engine.abort(no_id)
+        await engine.abort("req-1")
+        async with asyncio.timeout(BOUND * 2):
+            reasons = [completion.finish_reason for completion in (await task).completions]
+    ended = [request_id for request_id, reason in zip(ids, reasons, strict=True) if reason is FinishReason.ABORT]
+    assert ended == ["req-1"], f"aborting 'req-1' ended others: {ended}"
+
+
+@case(Capability.ABORT)
+async def a_prompts_samples_end_together_or_one_by_one(bench: Bench) -> None:
+    """A prompt's id aborts all of its samples; the id of one sample aborts that one alone."""
+    engine = bench.engine
+    await engine.abort(NOBODY)
+    prompt = bench.prompt()
+    async with bench.in_flight([prompt], bench.long(TOKENS, n=3), request_ids=["group"]) as task:
+        await engine.abort("group")
+        async with asyncio.timeout(BOUND):
+            samples = (await task).completions
+    assert [sample.finish_reason for sample in samples] == [FinishReason.ABORT] * 3
+    one = samples[1].request_id
+    async with bench.in_flight([prompt], bench.long(TOKENS, n=3), request_ids=["group"]) as task:
+        await engine.abort(one)
+        async with asyncio.timeout(BOUND * 2):
+            samples = (await task).completions
+    ended = [sample.request_id for sample in samples if sample.finish_reason is FinishReason.ABORT]
+    assert ended == [one], f"aborting the sample {one!r} ended {ended}"
+
+
+@case(Capability.ABORT)
+async def all_end_and_new_requests_are_served(bench: Bench) -> None:
+    """abort_generation ends every request, also what waits for its turn, and the next answers are as ever."""
+    engine = bench.engine
+    await engine.abort_generation()
+    prompts = bench.prompts(4)
+    before = await bench.greedy(prompts)
+    many = prompts * 75  # more than engines commonly run at once
+    task = await until_running(engine, 1, lambda: engine.generate(many, bench.long()))
+    try:
+        await engine.abort_generation()
+        async with asyncio.timeout(BOUND):
+            ended = (await task).completions
+    finally:
+        await end_requests(engine, task)
+    others = {completion.finish_reason for completion in ended} - {FinishReason.ABORT}
+    assert not others, f"of {len(many)} requests some ended by {others}"
+    await until_idle(engine)
+    check_same(bench, await bench.greedy(prompts), before)
+
+
+# An engine that knows priorities has a queue, and a limit that makes it queue.
+@case(Capability.ABORT, Capability.PRIORITY, config={"max_num_seqs": 1})
+async def what_waits_its_turn_can_be_aborted(bench: Bench) -> None:
+    """Requests that wait in an engine that runs one at a time end without a token, by id and all at once."""
+    engine = bench.engine
+    await engine.generate(bench.prompt(), SamplingParams(max_new_tokens=1), priority=1)
+    await engine.abort(NOBODY)
+    prompts = bench.prompts(3)
+    before = await bench.greedy(prompts)
+    async with bench.in_flight(prompts[:1], bench.long()) as running:
+        waiting = [
+            asyncio.create_task(engine.generate(prompt, bench.long(), request_ids=[request_id]))
+            for prompt, request_id in zip(prompts[1:], ("second", "third"), strict=True)
+        ]
+        try:
+            async with asyncio.timeout(BOUND):
+                while (await engine.stats()).waiting < 2:
+                    assert not running.done(), "the request that runs ended before the others had come"
+                    await asyncio.sleep(0.002)
+                await engine.abort("second")
+                ended = (await waiting[0]).completions
+                assert not running.done()
+                assert not waiting[1].done()
+                await engine.abort_generation()
+                ended += (await waiting[1]).completions
+                (stopped,) = (await running).completions
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+    assert [(completion.finish_reason, completion.token_ids) for completion in ended] == [(FinishReason.ABORT, [])] * 2
+    assert stopped.finish_reason is FinishReason.ABORT
+    check_same(bench, await bench.greedy(prompts), before)
+
+
+@case(Capability.ABORT)
+async def ids_that_are_not_running_are_passed_over(bench: Bench) -> None:
+    """Aborting an unknown, finished or aborted id is no error and changes nothing; the id can be used again."""
+    engine = bench.engine
+    await engine.abort(NOBODY)
+    await engine.abort_generation()
+    prompt = bench.prompt()
+    params = bench.long(8)
+    first = (await engine.generate(prompt, params, request_ids=["once"])).completions
+    await engine.abort("once")
+    again = (await engine.generate(prompt, params, request_ids=["once"])).completions
+    check_same(bench, again, first)
+    async with bench.in_flight([prompt], bench.long(), request_ids=["once"]) as task:
+        await engine.abort(NOBODY)
+        await engine.abort("once")
+        await engine.abort("once")
+        async with asyncio.timeout(BOUND):
+            assert (await task).completions[0].finish_reason is FinishReason.ABORT
+    await engine.abort("once")
+    check_same(bench, (await engine.generate(prompt, params, request_ids=["once"])).completions, first)
+
+
+@case(Capability.ABORT, Capability.STREAMING)
+async def a_stream_ends_with_its_completion(bench: Bench) -> None:
+    """A stream that is aborted ends with a completion, marked aborted, of exactly the tokens that it showed."""
+    engine = bench.engine
+    await engine.abort(NOBODY)
+    prompts = bench.prompts(2)
+    params = bench.long(TOKENS)
+    whole = (await engine.generate(prompts, params)).completions
+    chunks: list[CompletionChunk] = []
+    shown = 0
+    async with asyncio.timeout(BOUND * 2):
+        async for chunk in engine.generate_stream(prompts, params, request_ids=["goes", "stays"]):
+            chunks.append(chunk)
+            before, shown = shown, shown + len(chunk.token_ids) * (chunk.prompt_index == 0)
+            if before < 5 <= shown:
+                await engine.abort("goes")
+    for index, reason in enumerate((FinishReason.ABORT, whole[1].finish_reason)):
+        own = [chunk for chunk in chunks if chunk.prompt_index == index]
+        assert [chunk.completion is not None for chunk in own] == [False] * (len(own) - 1) + [True]
+        completion = own[-1].completion
+        assert completion is not None
+        assert completion.finish_reason is reason
+        assert [token for chunk in own for token in chunk.token_ids] == completion.token_ids
+        assert "".join(chunk.text for chunk in own) == completion.text
+        check_prefix(bench, completion, whole[index])
+
+
+@case(Capability.ABORT)
+async def an_abort_right_after_submission_is_not_lost(bench: Bench) -> None:
+    """A request that is aborted in the moment in which it was submitted comes back aborted."""
+    engine = bench.engine
+    await engine.abort(NOBODY)
+    prompt = bench.prompt()
+    for turns in range(1, 9):
+        request_id = f"turn-{turns}"
+        task = asyncio.create_task(engine.generate(prompt, bench.long(), request_ids=[request_id]))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        try:
+            await engine.abort(request_id)
+            async with asyncio.timeout(BOUND):
+                (completion,) = (await task).completions
+        finally:
+            await end_requests(engine, task)
+        assert completion.finish_reason is FinishReason.ABORT, (
+            f"aborted {turns} turns of the event loop after it was submitted, it made {len(completion.token_ids)} "
+            f"tokens and ended by {completion.finish_reason.value}"
+        )
+
+
+@case(Capability.ABORT, Capability.LOGPROBS_RAW)
+async def logprobs_of_an_aborted_request_belong_to_its_tokens(bench: Bench) -> None:
+    """An aborted completion has one logprob for each token, the same as in its uninterrupted run."""
+    engine = bench.engine
+    await engine.abort(NOBODY)
+    prompts, params = bench.prompts(2), bench.long(TOKENS, logprobs=0, logprobs_mode=LogprobsMode.RAW)
+    whole = (await engine.generate(prompts, params)).completions
+    async with bench.in_flight(prompts, params) as task:
+        await engine.abort_generation()
+        async with asyncio.timeout(BOUND):
+            aborted = (await task).completions
+    for part, complete in zip(aborted, whole, strict=True):
+        assert part.finish_reason is FinishReason.ABORT
+        assert part.token_ids
+        assert part.logprobs is not None
+        check_prefix(bench, part, complete)
+
+
+@case(Capability.ABORT, Capability.VERSION_SPANS)
+async def versions_of_an_aborted_request_cover_its_tokens(bench: Bench) -> None:
+    """An aborted completion says which weights made each of its tokens, and of no more."""
+    engine = bench.engine
+    await engine.abort(NOBODY)
+    own = engine.get_weight_version()
+    await engine.update_weight_version("a label")
+    try:
+        async with bench.in_flight(bench.prompts(2), bench.long()) as task:
+            await engine.abort_generation()
+            async with asyncio.timeout(BOUND):
+                aborted = (await task).completions
+    finally:
+        await engine.update_weight_version(own)
+    for completion in aborted:
+        assert completion.finish_reason is FinishReason.ABORT
+        assert completion.weight_versions == (VersionSpan("a label", 0, len(completion.token_ids)),)
+
+
+@case()
+async def a_cancelled_call_leaves_nothing_running(bench: Bench) -> None:
+    """When a caller goes away its requests end, its ids are free, and the next answers are as ever."""
+    engine = bench.engine
+    prompts, ids = bench.prompts(4), ["w", "x", "y", "z"]
+    before = await bench.greedy(prompts)
+    for seconds in (0.0, 0.0, 0.01, 0.05):
+        task = asyncio.create_task(engine.generate(prompts, bench.long(), request_ids=ids))
+        await asyncio.sleep(seconds)
+        task.cancel()
+        async with asyncio.timeout(BOUND):
+            await asyncio.wait([task])
+        await until_idle(engine)
+    check_same(bench, await bench.greedy(prompts), before)
+
+
+@case(Capability.STREAMING)
+async def a_stream_that_is_left_early_leaves_nothing_running(bench: Bench) -> None:
+    """Closing a stream ends what it was reading, its ids are free, and the next answers are as ever."""
+    engine = bench.engine
+    prompts, ids = bench.prompts(3), ["x", "y", "z"]
+    before = await bench.greedy(prompts)
+    for chunks in range(3):
+        stream = engine.generate_stream(prompts, bench.long(), request_ids=ids)
+        async with asyncio.timeout(BOUND):
+            for _ in range(chunks):
+                await anext(stream)
+            await stream.aclose()
+        await until_idle(engine)
+    stream = engine.generate_stream(prompts[0], bench.long(2), request_ids=ids[:1])
+    async with asyncio.timeout(BOUND):
+        last = [chunk async for chunk in stream][-1]
+    assert last.completion is not None
+    check_same(bench, await bench.greedy(prompts), before)

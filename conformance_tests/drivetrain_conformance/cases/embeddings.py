@@ -1,0 +1,164 @@
+"""Embeddings: one vector for each prompt, the same in any company."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drivetrain.errors import InvalidRequest
+from drivetrain.types.capability import Capability
+from drivetrain.types.prompts import PromptLike, TextPrompt, TokenPrompt
+from drivetrain_conformance.assertions.refusals import refused
+from drivetrain_conformance.assets.weight_sources import tensors_of, write_checkpoint
+from drivetrain_conformance.harness.case import case
+from drivetrain_conformance.harness.testbench import Bench, NoOracle
+from drivetrain_conformance.references.oracle import HiddenStatesOracle
+
+_CONFIG: Final = {"task": "embed"}
+
+
+@case(Capability.EMBED, config=_CONFIG, changes_weights=True)
+async def each_prompt_has_a_vector(bench: Bench) -> None:
+    """Each prompt's vector points where the last layer's state of its last token does, in the order of the prompts.
+
+    That is so for models whose folder names no other pooling. After an update it is the state of the new weights.
+    """
+    prompts = [bench.prompt(length) for length in (1, 6, 40)]
+    vectors = np.array(await bench.engine.encode(prompts))
+    assert vectors.ndim == 2
+    assert len(vectors) == len(prompts)
+    assert np.isfinite(vectors).all()
+    assert (np.abs(vectors).max(axis=1) > 0).all()
+    _assert_states(bench, vectors, prompts, bench.model)
+    if bench.claims(Capability.WEIGHTS_DISK):
+        for model in (bench.other_weights(), bench.model):
+            await bench.engine.load_weights_from_disk(str(await _without_head(bench, model)), model.name)
+            _assert_states(bench, np.array(await bench.engine.encode(prompts)), prompts, model)
+    backwards = np.array(await bench.engine.encode(prompts[::-1]))
+    _assert_near(bench, backwards[::-1], vectors)
+
+
+@case(Capability.EMBED, config=_CONFIG)
+async def text_and_its_ids_have_the_same_vector(bench: Bench) -> None:
+    """A text, its token ids, and either alone through encode_single have the same vector."""
+    text = bench.engine.decode(bench.prompt(12))
+    ids = [int(token) for token in bench.engine.tokenizer.inner(text)["input_ids"]]
+    both: list[PromptLike] = [TextPrompt(text=text), TokenPrompt(token_ids=tuple(ids))]
+    vectors = np.array(await bench.engine.encode(both))
+    single = np.array([await bench.engine.encode_single(text), await bench.engine.encode_single(ids)])
+    _assert_near(bench, vectors[1], vectors[0])
+    _assert_near(bench, single, vectors)
+
+
+@case(Capability.EMBED, config=_CONFIG)
+async def different_prompts_differ(bench: Bench) -> None:
+    """Different prompts have different vectors, also those that differ by their last or first token alone."""
+    prompt, other = bench.prompt(10), bench.prompt(10)
+    prompts = [prompt, other, [*prompt[:-1], other[-1]], [other[0], *prompt[1:]], prompt[::-1]]
+    prompts = [list(ids) for ids in dict.fromkeys(map(tuple, prompts))]
+    vectors = _directions(np.array(await bench.engine.encode(prompts)))
+    cosines = vectors @ vectors.T - np.eye(len(prompts))
+    assert cosines.max() < 1 - 1e-4, f"two different prompts point the same way: {cosines.round(4).tolist()}"
+
+
+@case(Capability.EMBED, config=_CONFIG)
+async def a_batch_changes_no_vector(bench: Bench) -> None:
+    """A prompt's vector is the same alone and among others of other lengths, within rounding."""
+    prompts = [bench.prompt(length) for length in (2, 5, 9, 33, 5)]
+    alone = np.array([await bench.engine.encode_single(prompt) for prompt in prompts])
+    _assert_near(bench, np.array(await bench.engine.encode(prompts)), alone)
+
+
+@case(Capability.EMBED, config=_CONFIG)
+async def similarity_is_a_cosine(bench: Bench) -> None:
+    """Equal prompts have similarity 1; of others it is the cosine of their vectors, either way round."""
+    one, other = bench.prompt(8), bench.prompt(8)
+    assert abs(await bench.engine.compute_similarity(one, one) - 1) <= bench.tolerance()
+    a, b = _directions(np.array(await bench.engine.encode([one, other])))
+    found = await bench.engine.compute_similarity(one, other)
+    assert -1 <= found < 1
+    assert abs(found - float(a @ b)) <= bench.tolerance()
+    assert abs(await bench.engine.compute_similarity(other, one) - found) <= bench.tolerance()
+
+
+@case(Capability.EMBED, config=_CONFIG)
+async def dimensions_shorten_a_vector(bench: Bench) -> None:
+    """With dimensions=8 a vector has eight numbers, which point where the first eight of the whole one do."""
+    prompts = bench.prompts(2)
+    whole = np.array(await bench.engine.encode(prompts))
+    short = np.array(await bench.engine.encode(prompts, dimensions=8))
+    single = np.array(await bench.engine.encode_single(prompts[0], dimensions=8))
+    assert short.shape == (2, 8)
+    _assert_near(bench, _directions(short), _directions(whole[:, :8]))
+    _assert_near(bench, single, short[0])
+
+
+@case(Capability.EMBED, config=_CONFIG)
+async def dimensions_that_cannot_be_are_refused(bench: Bench) -> None:
+    """A dimensions of zero, below, or beyond the model's is refused, naming the field, and the engine serves on."""
+    for dimensions in (0, -3, 10**7):
+        with refused(InvalidRequest, field="dimensions"):
+            await bench.engine.encode(bench.prompts(2), dimensions=dimensions)
+    assert await bench.engine.encode_single(bench.prompt())
+
+
+@case(Capability.EMBED, config=_CONFIG)
+async def bad_prompts_are_refused(bench: Bench) -> None:
+    """Prompts that are empty, too long or outside the vocabulary are refused before any work."""
+    info = bench.engine.model_info
+    too_long = bench.prompt(1) * (info.context_length + 1)
+    wrongs: list[list[list[int]]] = [[[]], [bench.prompt(), [info.vocab_size]], [too_long], []]
+    for wrong in wrongs:
+        with refused(InvalidRequest, field="prompts"):
+            await bench.engine.encode(wrong)
+    assert await bench.engine.encode_single(bench.prompt())
+
+
+@case(Capability.EMBED, config=_CONFIG)
+async def an_embedding_engine_does_not_generate(bench: Bench) -> None:
+    """generate() on an engine made for embeddings is refused, naming the task, and harms nothing."""
+    with refused(InvalidRequest, field="task"):
+        await bench.engine.generate(bench.prompt(), {"max_new_tokens": 2})
+    assert await bench.engine.encode_single(bench.prompt())
+
+
+@case(Capability.EMBED)
+async def a_generating_engine_does_not_embed(bench: Bench) -> None:
+    """encode() on an engine made for generation is refused, naming the task, and harms nothing."""
+    with refused(InvalidRequest, field="task"):
+        await bench.engine.encode(bench.prompts(2))
+    assert (await bench.greedy([bench.prompt()]))[0].token_ids
+
+
+async def _without_head(bench: Bench, model: Path) -> Path:
+    """A folder with those tensors of ``model`` that the engine holds: it may have no use for the head's."""
+    held = {spec.name for spec in (await bench.engine.weight_manifest()).tensors}
+    tensors = {name: tensor for name, tensor in tensors_of(model).items() if name in held}
+    return write_checkpoint(bench.folder("headless"), model, tensors)
+
+
+def _assert_states(bench: Bench, vectors: NDArray[np.float64], prompts: Sequence[list[int]], model: Path) -> None:
+    """Assert that vectors point where the states of the prompts' last tokens do, as an independent pass has them."""
+    oracle = bench.oracle(model)
+    if not isinstance(oracle, HiddenStatesOracle):
+        raise NoOracle
+    states = np.array([oracle.hidden_states(prompt)[-1] for prompt in prompts])
+    cosines = (_directions(vectors) * _directions(states)).sum(axis=1)
+    assert cosines.min() > 1 - bench.tolerance(), (
+        f"cosines with the last tokens' states are {cosines.round(4).tolist()}"
+    )
+
+
+def _directions(vectors: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.asarray(vectors / np.linalg.norm(vectors, axis=1, keepdims=True))
+
+
+def _assert_near(bench: Bench, found: NDArray[np.float64], expected: NDArray[np.float64]) -> None:
+    assert found.shape == expected.shape, f"expected shape {expected.shape}, got {found.shape}"
+    worst = float(np.abs(found - expected).max())
+    allowed = bench.tolerance() * max(1.0, float(np.abs(expected).max()))
+    assert worst <= allowed, f"a number is off by {worst:.3g}; {allowed:.3g} is allowed"

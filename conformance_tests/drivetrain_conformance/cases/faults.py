@@ -1,0 +1,370 @@
+"""Engines whose processes are killed or frozen: everyone who waits hears of it in time, and the trainer goes on.
+
+The engine always runs in a host process here, which finds the backend through its entry point.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Final
+
+import psutil
+
+from drivetrain.engine.engine import InferenceEngine
+from drivetrain.engine.states import EngineState
+from drivetrain.errors import DrivetrainError, EngineDied, EngineStartError, EngineStateError
+from drivetrain.types.capability import Capability
+from drivetrain.types.modes import MemoryTag, PauseMode
+from drivetrain.types.sampling import SamplingParams
+from drivetrain.types.weights import DiskSource, WeightUpdateRequest
+from drivetrain_conformance.assertions.leftovers import Holdings, check_nothing_left, temporary_folder
+from drivetrain_conformance.assertions.memory_use import processes_of
+from drivetrain_conformance.assertions.refusals import refused
+from drivetrain_conformance.assertions.same_answers import check_same
+from drivetrain_conformance.assets.weight_sources import Between, tensors_of
+from drivetrain_conformance.harness.case import case
+from drivetrain_conformance.harness.testbench import Bench
+from drivetrain_weight_sync import WeightSync
+from drivetrain_weight_sync.trainer.sync import UpdateUnderWay
+
+BOUND: Final = 30.0
+"""Seconds within which everyone who waits must have heard of a death; it takes less than one."""
+HEARTBEAT: Final = 2.0
+"""Seconds of silence after which a frozen host counts as dead, where a case freezes one."""
+
+
+# While requests are in flight -----------------------------------------------------------------------------------------
+
+
+@case(own_engine=True)
+async def a_host_killed_while_it_generates(bench: Bench) -> None:
+    """Every caller of a host that is killed gets EngineDied in time; the trainer lives on and can open another."""
+    async with _hosted(bench) as engine:
+        prompts = bench.prompts(3, engine=engine)
+        before = await bench.greedy(prompts, engine=engine)
+        async with _callers(engine, [_generating(engine, prompts) for _ in range(3)]):
+            _signal_host(engine, signal.SIGKILL)
+        await _is_failed(engine, prompts[0])
+    async with bench.open() as another:
+        check_same(bench, await bench.greedy(prompts, engine=another), before, another)
+
+
+@case(Capability.STREAMING, own_engine=True)
+async def a_host_killed_while_it_streams(bench: Bench) -> None:
+    """Every reader of a stream of a host that is killed gets EngineDied in time, however much it has read."""
+    async with _hosted(bench) as engine:
+        prompts = bench.prompts(3, engine=engine)
+        _ = [chunk async for chunk in engine.generate_stream(prompts, _long(engine, 2))]
+        async with _callers(engine, [_streaming(engine, prompts) for _ in range(2)]):
+            _signal_host(engine, signal.SIGKILL)
+        await _is_failed(engine, prompts[0])
+
+
+@case(Capability.PAUSE_WAIT, own_engine=True)
+async def a_host_killed_while_it_is_paused(bench: Bench) -> None:
+    """A request that waits in the pause of a host that is killed ends in a typed error instead of waiting on."""
+    async with _hosted(bench) as engine:
+        prompt = bench.prompt(engine=engine)
+        await engine.pause_generation(PauseMode.WAIT)
+        waiting = asyncio.create_task(engine.generate(prompt, _long(engine)))
+        await asyncio.sleep(0.05)
+        _signal_host(engine, signal.SIGKILL)
+        async with asyncio.timeout(BOUND):
+            (error,) = await asyncio.gather(waiting, return_exceptions=True)
+        assert isinstance(error, EngineDied | EngineStateError), f"the request that waited ended in {error!r}"
+        await _is_failed(engine, prompt)
+
+
+@case(Capability.PAUSE_IN_PLACE, own_engine=True)
+async def a_host_killed_with_frozen_requests(bench: Bench) -> None:
+    """Requests that are frozen in a host that is killed end in EngineDied in time."""
+    async with _hosted(bench) as engine:
+        prompts = bench.prompts(2, engine=engine)
+        await engine.pause_generation(PauseMode.IN_PLACE)
+        await engine.continue_generation()
+        async with bench.in_flight(prompts, _long(engine), engine) as task:
+            await engine.pause_generation(PauseMode.IN_PLACE)
+            _signal_host(engine, signal.SIGKILL)
+            with refused(EngineDied, naming=str(engine.host_pid)):
+                async with asyncio.timeout(BOUND):
+                    await task
+        await _is_failed(engine, prompts[0])
+
+
+@case(own_engine=True)
+async def a_frozen_host(bench: Bench) -> None:
+    """A host that is stopped counts as dead once it was silent for its heartbeat's time: nobody waits for it longer."""
+    async with _hosted(bench, timeouts={"heartbeat": HEARTBEAT}) as engine:
+        prompts = bench.prompts(2, engine=engine)
+        async with _callers(engine, [_generating(engine, prompts) for _ in range(2)]):
+            _signal_host(engine, signal.SIGSTOP)
+        await _is_failed(engine, prompts[0])
+
+
+@case(own_engine=True)
+async def a_process_of_the_engine_that_is_killed(bench: Bench) -> None:
+    """When the largest process below the host is killed nobody hangs: calls are answered right, or end in EngineDied.
+
+    An engine without such processes is its host; then that is killed.
+    """
+    async with _hosted(bench) as engine:
+        prompts = bench.prompts(2, engine=engine)
+        before = await bench.greedy(prompts, engine=engine)
+        host, *below = processes_of(engine)
+        victim = max(below, key=lambda process: process.memory_info().rss, default=host)
+        victim.kill()
+        ends = time.monotonic() + 5
+        try:
+            while time.monotonic() < ends:
+                async with asyncio.timeout(BOUND):
+                    check_same(bench, await bench.greedy(prompts, engine=engine), before, engine)
+                await asyncio.sleep(0.05)
+        except EngineDied:
+            await _is_failed(engine, prompts[0])
+        except EngineStateError:
+            assert engine.state is EngineState.FAILED
+        else:
+            assert victim is not host, "the host was killed, and the engine still answers"
+
+
+# At other moments -----------------------------------------------------------------------------------------------------
+
+
+@case(own_engine=True)
+async def a_host_killed_while_it_starts(bench: Bench) -> None:
+    """A start whose host is killed fails by name and in time, and leaves nothing behind."""
+    with temporary_folder(bench.folder("temporary")):
+        before = Holdings.now()
+        engine = bench.create(isolation="process")
+        starting = asyncio.create_task(engine.start())
+        async with asyncio.timeout(BOUND * 2):
+            while engine.host_pid is None and not starting.done():  # noqa: ASYNC110 - there is no event to wait for
+                await asyncio.sleep(0.005)
+        if not starting.done():
+            _signal_host(engine, signal.SIGKILL)
+        with refused(EngineStartError, otherwise="it started, though its host was killed"):
+            async with asyncio.timeout(BOUND):
+                await starting
+        assert engine.state is EngineState.FAILED
+        await engine.teardown()
+        await check_nothing_left(before)
+
+
+@case(Capability.SLEEP_KV_CACHE, own_engine=True)
+async def a_host_killed_while_it_sleeps(bench: Bench) -> None:
+    """The death of a sleeping engine is noticed though nobody asks it for anything; it cannot be woken."""
+    async with _hosted(bench) as engine:
+        prompt = bench.prompt(engine=engine)
+        await engine.sleep([MemoryTag.KV_CACHE])
+        _signal_host(engine, signal.SIGKILL)
+        await _is_failed(engine, prompt)
+
+
+@case(own_engine=True)
+async def a_host_killed_while_it_is_closed(bench: Bench) -> None:
+    """Closing an engine whose host is killed in that moment is no error, and leaves nothing behind."""
+    async with _hosted(bench) as engine:
+        closing = asyncio.create_task(engine.teardown())
+        await asyncio.sleep(0)
+        _signal_host(engine, signal.SIGKILL)
+        async with asyncio.timeout(BOUND):
+            await closing
+            await engine.teardown()
+        assert engine.state is EngineState.CLOSED
+
+
+@case(Capability.WEIGHTS_DISK, own_engine=True)
+async def a_host_killed_during_an_update(bench: Bench) -> None:
+    """An update whose engine is killed midway ends in a typed error in time; the version is still the old one."""
+    async with _hosted(bench) as engine:
+        own = engine.get_weight_version()
+        request = WeightUpdateRequest(version="never", source=DiskSource(path=str(bench.other_weights())))
+        with refused(EngineDied, otherwise="the update was committed by a dead engine"):
+            async with asyncio.timeout(BOUND), engine.weight_update(request) as update:
+                _signal_host(engine, signal.SIGKILL)
+                for index in range(update.buckets):
+                    await update.load([index])
+        assert engine.get_weight_version() == own
+        await _is_failed(engine, bench.prompt(engine=engine))
+
+
+@case(Capability.WEIGHTS_SHARED_MEMORY, own_engine=True)
+async def a_host_killed_during_a_push(bench: Bench) -> None:
+    """A push through shared memory whose engine is killed midway ends in a typed error, and leaves no shared memory."""
+    before = Holdings.now()
+    async with _hosted(bench) as engine:
+        own = engine.get_weight_version()
+        doomed = _Doomed(engine)
+        async with WeightSync.connect(tensors_of(bench.model), doomed, "shared_memory") as sync:
+            with refused(EngineDied, otherwise="the push was committed by a dead engine"):
+                async with asyncio.timeout(BOUND):
+                    await sync.push(version="never")
+        assert doomed.began, "the push ended before the update began"
+        assert engine.get_weight_version() == own
+        await _is_failed(engine, bench.prompt(engine=engine))
+    left = Holdings.now().shared_memory - before.shared_memory
+    assert not {name for name in left if "drivetrain" in name}, f"in shared memory lie {sorted(left)}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class _Doomed(Between):
+    """Kills the engine's host as soon as an update of it has begun."""
+
+    began = False
+
+    def __init__(self, engine: InferenceEngine) -> None:
+        super().__init__(engine)
+        self._victim = engine
+
+    @asynccontextmanager
+    async def weight_update(
+        self, request: WeightUpdateRequest, *, at_once: bool = False
+    ) -> AsyncGenerator[UpdateUnderWay, None]:
+        async with super().weight_update(request, at_once=at_once) as update:
+            self.began = True
+            _signal_host(self._victim, signal.SIGKILL)
+            yield update
+
+
+Call = Callable[[], Coroutine[object, object, object]]
+
+
+@asynccontextmanager
+async def _hosted(bench: Bench, **fields: object) -> AsyncGenerator[InferenceEngine, None]:
+    """An engine in a host process, none of whose processes may be left afterwards, whatever became of them."""
+    processes: list[psutil.Process] = []
+    try:
+        async with bench.open(isolation="process", **fields) as engine:
+            assert engine.host_pid is not None
+            processes = processes_of(engine)
+            yield engine
+            async with asyncio.timeout(BOUND):
+                await engine.teardown()
+    finally:
+        left = await _left(processes)
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+    assert not left, f"of the engine's processes these are left: {left}"
+
+
+def _signal_host(engine: InferenceEngine, number: signal.Signals) -> None:
+    assert engine.host_pid is not None
+    os.kill(engine.host_pid, number)
+
+
+async def _left(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Those that still run after some time, or none as soon as none does."""
+    ends = time.monotonic() + BOUND
+    while True:
+        left = [process for process in processes if _runs(process)]
+        if not left or time.monotonic() > ends:
+            return left
+        await asyncio.sleep(0.02)
+
+
+def _runs(process: psutil.Process) -> bool:
+    """What was orphaned and killed is for the system's first process to bury; until then it is a zombie."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _long(engine: InferenceEngine, tokens: int = 800) -> SamplingParams:
+    return SamplingParams(max_new_tokens=tokens, temperature=0, ignore_eos=engine.supports(Capability.IGNORE_EOS))
+
+
+def _generating(engine: InferenceEngine, prompts: Sequence[Sequence[int]]) -> Call:
+    asked, params = [list(prompt) for prompt in prompts], _long(engine)
+    return lambda: engine.generate(asked, params)
+
+
+def _streaming(engine: InferenceEngine, prompts: Sequence[Sequence[int]]) -> Call:
+    asked, params = [list(prompt) for prompt in prompts], _long(engine)
+
+    async def read() -> None:
+        async for _ in engine.generate_stream(asked, params):
+            pass
+
+    return read
+
+
+@asynccontextmanager
+async def _callers(engine: InferenceEngine, calls: Sequence[Call]) -> AsyncGenerator[None, None]:
+    """Callers that ask again and again, however fast the engine is; the block makes it die, and each must hear of it.
+
+    Meanwhile the event loop must go on turning.
+    """
+    doomed = False
+    longest = 0.0
+
+    async def ask(call: Call) -> tuple[bool, DrivetrainError, EngineState]:
+        while True:
+            begun_alive = not doomed
+            try:
+                await call()
+            except DrivetrainError as error:
+                return begun_alive, error, engine.state
+
+    async def tick() -> None:
+        nonlocal longest
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(0.01)
+            longest = max(longest, time.monotonic() - before)
+
+    asking = [asyncio.create_task(ask(call)) for call in calls]
+    ticking = asyncio.create_task(tick())
+    try:
+        async with asyncio.timeout(BOUND):
+            while not ((await engine.stats()).running or any(task.done() for task in asking)):  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+        await asyncio.sleep(0.05)
+        yield
+        doomed = True
+        async with asyncio.timeout(BOUND):
+            ends = await asyncio.gather(*asking)
+    finally:
+        for task in (*asking, ticking):
+            task.cancel()
+        await asyncio.wait([*asking, ticking])
+    for begun_alive, error, state in ends:
+        assert state is EngineState.FAILED, f"when a caller got {error!r}, the engine was {state.value}"
+        if begun_alive:
+            assert isinstance(error, EngineDied), f"a call that was under way ended in {error!r}"
+            assert str(engine.host_pid) in str(error), f"the error does not name the process: {error}"
+        else:
+            assert isinstance(error, EngineDied | EngineStateError), f"a call after the death ended in {error!r}"
+    assert longest < BOUND / 3, f"the event loop stood still for {longest:.1f} s"
+
+
+async def _is_failed(engine: InferenceEngine, prompt: list[int]) -> None:
+    """It is failed for good: it says so, refuses everything at once, and can be closed."""
+    async with asyncio.timeout(BOUND):
+        while engine.state is not EngineState.FAILED:  # noqa: ASYNC110 - there is no event to wait for
+            await asyncio.sleep(0.01)
+    assert engine.describe().state.startswith("failed (")
+    for call in (
+        lambda: engine.generate(prompt, SamplingParams(max_new_tokens=1)),
+        engine.stats,
+        engine.pause_generation,
+        engine.continue_generation,
+        engine.sleep,
+        engine.wake_up,
+        lambda: engine.load_weights_from_disk("nowhere", "never"),
+        engine.start,
+    ):
+        with refused(EngineStateError, state="failed", otherwise="a dead engine did what it was asked to do"):
+            async with asyncio.timeout(BOUND):
+                await call()
+    async with asyncio.timeout(BOUND):
+        await engine.teardown()
+    assert engine.describe().state == "closed"

@@ -1,0 +1,677 @@
+"""Generation itself: what every engine does, whatever it claims."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import Awaitable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from safetensors import safe_open
+
+from drivetrain.engine.engine import InferenceEngine
+from drivetrain.errors import DeadlineExceeded, EngineStartError, InvalidConfig, InvalidRequest
+from drivetrain.testing import tiny_model
+from drivetrain.text.tokenizer import Tokenizer
+from drivetrain.types.capability import Capability
+from drivetrain.types.modes import PauseMode
+from drivetrain.types.outputs import Completion, FinishReason, GenerationOutput, VersionSpan, group_outputs_by_prompt
+from drivetrain.types.prompts import ChatPrompt, Message, PromptLike, TextPrompt, TokenPrompt
+from drivetrain.types.sampling import SamplingParams
+from drivetrain_conformance.assertions.common_checks import assert_idle_soon, ending_prompt
+from drivetrain_conformance.assertions.refusals import refused
+from drivetrain_conformance.assertions.same_answers import check_same
+from drivetrain_conformance.harness.case import case
+from drivetrain_conformance.harness.testbench import Bench, end_requests, until_running
+
+_FORCE = 100.0
+"""A bias that no difference of logits outweighs."""
+_MESSAGES = (
+    {"role": "system", "content": "Answer in one word."},
+    {"role": "user", "content": "Who rows? Die Ruderin, 舟."},
+)
+
+
+@case()
+async def greedy_takes_the_most_likely_token(bench: Bench) -> None:
+    """At temperature 0 each token is the most likely one, as an independent forward pass computes it."""
+    prompts = [*bench.prompts(3), bench.prompt(200)]
+    for completion in await bench.greedy(prompts):
+        rows = bench.output_logits(completion)
+        for row, token in zip(rows, completion.token_ids, strict=True):
+            assert row.max() - row[token] <= bench.tolerance(), (
+                f"token {token} is {row.max() - row[token]:.3g} nats below the most likely one, {row.argmax()}"
+            )
+
+
+@case()
+async def at_most_max_new_tokens(bench: Bench) -> None:
+    """A completion that ends by its length has exactly max_new_tokens tokens; none has more."""
+    for count in (1, 2, 7):
+        for completion in await bench.greedy(bench.prompts(3), max_new_tokens=count):
+            assert len(completion.token_ids) <= count
+            if completion.finish_reason is FinishReason.LENGTH:
+                assert len(completion.token_ids) == count
+
+
+# Prompts -------------------------------------------------------------------------------------------------------------
+
+
+@case()
+async def token_ids_reach_the_model_as_they_are(bench: Bench) -> None:
+    """A prompt of token ids is what the model sees: nothing is added, removed or tokenised again."""
+    vocabulary = bench.engine.model_info.vocab_size
+    # Ids whose text would be tokenised otherwise, special ones among them.
+    prompts = [bench.prompt(), bench.prompt(1), [0, vocabulary - 1, 0], [bench.rng.randrange(vocabulary)] * 9]
+    prompts += [[*bench.prompt(3), eos, *bench.prompt(3)] for eos in bench.engine.model_info.eos_token_ids]
+    completions = await bench.greedy(prompts, 2)
+    assert [completion.prompt_token_ids for completion in completions] == prompts
+
+
+@case()
+async def text_is_tokenised_by_the_models_tokenizer(bench: Bench) -> None:
+    """A prompt of text becomes the ids that the model's tokenizer gives, with its special tokens or without."""
+    inner = bench.engine.tokenizer.inner
+    for text in ("one", "Ein Boot ~ 舟 ~ 🛶\n\n\tthat's it ", "x" * 70):
+        plain = list(inner(text, add_special_tokens=False)["input_ids"])
+        expected = [list(inner(text)["input_ids"]), list(inner(text)["input_ids"]), plain]
+        prompts: list[PromptLike] = [text, TextPrompt(text=text), TextPrompt(text=text, add_special_tokens=False)]
+        output = await bench.engine.generate(prompts, SamplingParams(temperature=0, max_new_tokens=6))
+        by_ids = await bench.greedy(expected, 6)
+        for completion, ids, reference in zip(output.completions, expected, by_ids, strict=True):
+            assert completion.prompt_token_ids == ids
+            check_same(bench, [completion], [reference])
+
+
+@case()
+async def messages_are_rendered_by_the_chat_template(bench: Bench) -> None:
+    """Chat messages become the ids of what the model's chat template makes of them."""
+    inner, engine = bench.engine.tokenizer.inner, bench.engine
+    ask: list[tuple[PromptLike, dict[str, Any]]] = [
+        (list(_MESSAGES), {"add_generation_prompt": True}),
+        ([Message.model_validate(message) for message in _MESSAGES], {"add_generation_prompt": True}),
+        (ChatPrompt.model_validate({"messages": _MESSAGES}), {"add_generation_prompt": True}),
+        (
+            ChatPrompt.model_validate({"messages": _MESSAGES, "add_generation_prompt": False}),
+            {"add_generation_prompt": False},
+        ),
+        (
+            ChatPrompt.model_validate({"messages": _MESSAGES, "continue_final_message": True}),
+            {"continue_final_message": True},
+        ),
+    ]
+    for prompt, arguments in ask:
+        if not inner.chat_template:
+            with refused(InvalidRequest, field="prompts", naming="chat template"):
+                await engine.generate([prompt])
+            continue
+        rendered = inner.apply_chat_template([dict(m) for m in _MESSAGES], tokenize=False, **arguments)
+        assert isinstance(rendered, str)
+        expected = inner(rendered, add_special_tokens=False)["input_ids"]
+        output = await engine.generate([prompt], SamplingParams(max_new_tokens=1))
+        assert output.completions[0].prompt_token_ids == expected, f"with {arguments}"
+
+
+@case()
+async def prompts_of_all_kinds_mix_in_one_call(bench: Bench) -> None:
+    """One call takes ids, text and prompt objects side by side, and each completion belongs to its own prompt."""
+    inner, ids = bench.engine.tokenizer.inner, bench.prompts(3)
+    prompts: list[PromptLike] = [
+        ids[0],
+        "some text",
+        tuple(ids[1]),
+        TokenPrompt(token_ids=tuple(ids[2])),
+        TextPrompt(text="more text"),
+        "some text",
+    ]
+    some, more = (list(inner(text)["input_ids"]) for text in ("some text", "more text"))
+    output = await bench.engine.generate(prompts, SamplingParams(max_new_tokens=2))
+    assert [c.prompt_token_ids for c in output.completions] == [ids[0], some, ids[1], ids[2], more, some]
+    assert [c.prompt_index for c in output.completions] == list(range(6))
+
+
+@case()
+async def one_prompt_is_a_batch_of_one(bench: Bench) -> None:
+    """A prompt given by itself and the same prompt in a list are the same request."""
+    prompt, params = bench.prompt(), {"temperature": 0, "max_new_tokens": 4}
+    alone, listed = await bench.engine.generate(prompt, params), await bench.engine.generate([prompt], params)
+    assert [c.prompt_token_ids for c in (*alone.completions, *listed.completions)] == [prompt, prompt]
+    check_same(bench, [alone.completions[0]], [listed.completions[0]])
+
+
+# What comes back -----------------------------------------------------------------------------------------------------
+
+
+@case()
+async def samples_are_grouped_by_prompt(bench: Bench) -> None:
+    """n=3 gives three completions of each prompt, in the order of the prompts and of the samples."""
+    prompts = bench.prompts(3)
+    output = await bench.engine.generate(prompts, SamplingParams(n=3, max_new_tokens=4))
+    assert [(c.prompt_index, c.sample_index) for c in output.completions] == [
+        (p, s) for p in range(3) for s in range(3)
+    ]
+    assert [c.prompt_token_ids for c in output.completions] == [prompts[p] for p in range(3) for _ in range(3)]
+    assert len({c.request_id for c in output.completions}) == 9
+
+
+@case()
+async def each_prompt_can_have_params_of_its_own(bench: Bench) -> None:
+    """With a list of sampling params each prompt is generated under its own, and samples group by prompt."""
+    prompts, counts = bench.prompts(4), (3, 1, 2, 1)
+    params: list[SamplingParams | Mapping[str, object]] = [
+        SamplingParams(n=n, temperature=0, max_new_tokens=6 - n) for n in counts
+    ]
+    params[1] = {"temperature": 0, "max_new_tokens": 7}
+    output = await bench.engine.generate(prompts, params)
+    groups = output.by_prompt()
+    assert output.completions == [c for group in groups for c in group], "completions are not in order of the prompts"
+    assert [[c.sample_index for c in group] for group in groups] == [list(range(n)) for n in counts]
+    assert [group[0].prompt_token_ids for group in groups] == prompts
+    assert groups == group_outputs_by_prompt(reversed(output.completions)), "grouping depends on the order"
+    for most, prompt, group in zip((3, 7, 4, 5), prompts, groups, strict=True):
+        (alone,) = await bench.greedy([prompt], most)
+        for completion in group:
+            check_same(bench, [completion], [alone])
+
+
+@case()
+async def greedy_samples_of_a_prompt_are_alike(bench: Bench) -> None:
+    """At temperature 0 every sample of a prompt is the same: n works there too."""
+    (prompt,) = bench.prompts(1)
+    output = await bench.engine.generate([prompt], SamplingParams(n=3, temperature=0, max_new_tokens=8))
+    first, *others = output.completions
+    assert len(others) == 2
+    for other in others:
+        check_same(bench, [other], [first])
+
+
+@case()
+async def the_text_is_the_decoding_of_the_ids(bench: Bench) -> None:
+    """A completion's text is what its ids decode to, without the EOS that ended it."""
+    output = await bench.engine.generate(bench.prompts(6), SamplingParams(n=4, max_new_tokens=24))
+    ended = await bench.greedy([ending_prompt(bench).token_ids], 4)  # samples end by EOS only as chance has it
+    decode = bench.engine.tokenizer.inner.decode
+    for completion in [*output.completions, *ended]:
+        ids = completion.token_ids[: -1 if completion.finish_reason is FinishReason.STOP else None]
+        assert completion.text == (decode(ids, skip_special_tokens=True) if ids else "")
+        assert all(0 <= token < bench.engine.model_info.vocab_size for token in completion.token_ids)
+
+
+@case()
+async def decode_turns_ids_into_text(bench: Bench) -> None:
+    """decode() gives the tokenizer's text of any ids, special tokens left out or kept as asked."""
+    engine, inner = bench.engine, bench.engine.tokenizer.inner
+    special = _special_id(engine)
+    ids = [*bench.prompt(5), special, *bench.prompt(5)]
+    assert engine.decode(ids) == inner.decode(ids, skip_special_tokens=True)
+    kept = engine.decode(ids, skip_special_tokens=False)
+    assert kept == inner.decode(ids, skip_special_tokens=False)
+    assert str(inner.convert_ids_to_tokens(special)) in kept
+    assert engine.decode([]) == ""
+    text = "Ein Boot ~ 舟 ~ 🛶"
+    assert engine.decode(inner(text, add_special_tokens=False)["input_ids"]) == text
+
+
+@case(Capability.LOGIT_BIAS)
+async def special_tokens_stay_in_the_ids_and_in_the_text_if_asked_for(bench: Bench) -> None:
+    """A special token that was sampled is in the ids; skip_special_tokens says whether it is in the text."""
+    special = _special_id(bench.engine)
+    params = {"temperature": 0, "max_new_tokens": 3, "logit_bias": {special: _FORCE}}
+    prompt = bench.prompt()
+    for skip, text in ((True, ""), (False, bench.engine.decode([special] * 3, skip_special_tokens=False))):
+        output = await bench.engine.generate([prompt], {**params, "skip_special_tokens": skip})
+        (completion,) = output.completions
+        assert completion.token_ids == [special] * 3, "100 on one token's logit must draw it each time"
+        assert completion.text == text, f"skip_special_tokens={skip}"
+
+
+@case()
+async def request_ids_come_back(bench: Bench) -> None:
+    """A completion carries the id that was given for it, one of its own for each sample, and a new one otherwise."""
+    prompts = bench.prompts(2)
+    given = await bench.engine.generate(prompts, SamplingParams(max_new_tokens=1), request_ids=["first", "second"])
+    assert [completion.request_id for completion in given.completions] == ["first", "second"]
+    again = await bench.engine.generate(prompts, SamplingParams(max_new_tokens=1, n=2), request_ids=["first", "second"])
+    ids = [completion.request_id for completion in again.completions]
+    assert len(set(ids)) == 4, f"ids of samples must differ: {ids}"
+    assert all(
+        request_id.startswith(base) for request_id, base in zip(ids, ["first"] * 2 + ["second"] * 2, strict=True)
+    )
+    made_up = [await bench.engine.generate(prompts, SamplingParams(max_new_tokens=1)) for _ in range(3)]
+    assert len({c.request_id for output in made_up for c in output.completions}) == 6
+
+
+# How it ends ---------------------------------------------------------------------------------------------------------
+
+
+def _assert_ends_lawfully(engine: InferenceEngine, completion: Completion) -> None:
+    """EOS comes last or not at all, and then says that it ended the completion."""
+    eos, ids = engine.model_info.eos_token_ids, completion.token_ids
+    assert not set(ids[:-1]) & set(eos), f"it went on past EOS: {ids}"
+    if completion.finish_reason is FinishReason.STOP:
+        assert ids[-1:] == [completion.matched_stop], "the EOS that ended it stays in the ids"
+        assert completion.matched_stop in eos
+        assert completion.text == engine.decode(ids[:-1]), "EOS is no part of the text"
+    else:
+        assert completion.finish_reason is FinishReason.LENGTH
+        assert completion.matched_stop is None
+        assert not ids or ids[-1] not in eos
+
+
+@case()
+async def eos_ends_a_completion(bench: Bench) -> None:
+    """EOS ends a completion, stays in its ids, is left out of its text, and is named as what stopped it."""
+    output = await bench.engine.generate(bench.prompts(4), SamplingParams(n=8, max_new_tokens=48))
+    for completion in output.completions:
+        _assert_ends_lawfully(bench.engine, completion)
+    ending = ending_prompt(bench)
+    (completion,) = await bench.greedy([ending.token_ids], 4)
+    assert (completion.token_ids, completion.text) == ([ending.eos], "")
+    _assert_ends_lawfully(bench.engine, completion)
+
+
+@case(Capability.LOGPROBS_TEMPERATURE)
+async def eos_has_its_logprob(bench: Bench) -> None:
+    """The EOS that ended a completion was sampled, so it has a logprob like every token before it."""
+    ending = ending_prompt(bench)
+    params = SamplingParams(temperature=0, max_new_tokens=4, logprobs=0)
+    (completion,) = (await bench.engine.generate([ending.token_ids], params)).completions
+    assert completion.token_ids == [ending.eos]
+    assert completion.logprobs is not None
+    assert len(completion.logprobs) == 1
+    assert abs(completion.logprobs[0] - bench.output_logprobs(completion)[0]) <= bench.tolerance()
+
+
+@case(Capability.LOGIT_BIAS)
+async def every_eos_of_the_model_ends_a_completion(bench: Bench) -> None:
+    """Each of the model's EOS ids ends a completion at once, and not only the first of them."""
+    for eos in bench.engine.model_info.eos_token_ids:
+        params = SamplingParams(temperature=0, max_new_tokens=5, logit_bias={eos: _FORCE})
+        for completion in (await bench.engine.generate(bench.prompts(2), params)).completions:
+            assert completion.token_ids == [eos]
+            _assert_ends_lawfully(bench.engine, completion)
+
+
+@case(Capability.IGNORE_EOS)
+async def ignore_eos_goes_on_past_it(bench: Bench) -> None:
+    """With ignore_eos a completion goes on past EOS to its full length, and the EOS is a token like any other."""
+    ending = ending_prompt(bench)
+    params = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
+    (completion,) = (await bench.engine.generate([ending.token_ids], params)).completions
+    assert completion.token_ids[0] == ending.eos
+    assert len(completion.token_ids) == 12
+    assert (completion.finish_reason, completion.matched_stop) == (FinishReason.LENGTH, None)
+    assert completion.text == bench.engine.decode(completion.token_ids)
+    lag = [row.max() - row[id] for row, id in zip(bench.output_logits(completion), completion.token_ids, strict=True)]
+    assert max(lag) <= bench.tolerance(), f"past EOS it is no longer greedy: {lag}"
+
+
+@case(Capability.IGNORE_EOS, Capability.LOGIT_BIAS)
+async def nothing_but_eos_is_a_full_completion_if_ignored(bench: Bench) -> None:
+    """A model that says nothing but EOS still gives max_new_tokens of them if EOS is ignored."""
+    eos = bench.engine.model_info.eos_token_ids[0]
+    params = {"temperature": 0, "max_new_tokens": 7, "ignore_eos": True, "logit_bias": {eos: _FORCE}}
+    for skip in (True, False):
+        output = await bench.engine.generate([bench.prompt()], {**params, "skip_special_tokens": skip})
+        assert output.completions[0].token_ids == [eos] * 7
+        assert output.completions[0].finish_reason is FinishReason.LENGTH
+        assert output.completions[0].text == bench.engine.decode([eos] * 7, skip_special_tokens=skip)
+
+
+@case(Capability.MIN_NEW_TOKENS)
+async def min_new_tokens_keeps_eos_away(bench: Bench) -> None:
+    """Before min_new_tokens no EOS is drawn, where the model would have ended at once."""
+    ending, eos = ending_prompt(bench), set(bench.engine.model_info.eos_token_ids)
+    for least in (1, 5):
+        params = SamplingParams(temperature=0, max_new_tokens=9, min_new_tokens=least)
+        (completion,) = (await bench.engine.generate([ending.token_ids], params)).completions
+        assert len(completion.token_ids) >= least, f"min_new_tokens={least}: it ended after {completion.token_ids}"
+        assert not eos & set(completion.token_ids[:least]), f"min_new_tokens={least}: EOS in {completion.token_ids}"
+        rows = bench.output_logits(completion)[:least]
+        rows[:, list(eos)] = -np.inf
+        for row, token in zip(rows, completion.token_ids, strict=False):
+            assert row.max() - row[token] <= bench.tolerance(), "EOS is kept away, and nothing else is changed"
+
+
+@case(Capability.MIN_NEW_TOKENS, Capability.LOGIT_BIAS)
+async def eos_comes_right_after_min_new_tokens(bench: Bench) -> None:
+    """An EOS that the model insists on comes as the first token after min_new_tokens."""
+    eos = bench.engine.model_info.eos_token_ids[0]
+    params = SamplingParams(temperature=0, max_new_tokens=9, min_new_tokens=4, logit_bias={eos: _FORCE})
+    (completion,) = (await bench.engine.generate([bench.prompt()], params)).completions
+    assert len(completion.token_ids) == 5, f"4 tokens and EOS expected: {completion.token_ids}"
+    _assert_ends_lawfully(bench.engine, completion)
+    assert completion.matched_stop == eos
+
+
+@case()
+async def a_completion_may_fill_the_context(bench: Bench) -> None:
+    """Prompt and completion may fill the context to its last token and no further, whatever max_new_tokens says."""
+    context = bench.engine.model_info.context_length
+    for room in (1, 5):
+        prompt = bench.prompt(context - room)
+        for most in (None, room):
+            params = SamplingParams(temperature=0, max_new_tokens=most)
+            (completion,) = (await bench.engine.generate([prompt], params)).completions
+            assert completion.prompt_token_ids == prompt, "a long prompt is not cut"
+            assert 1 <= len(completion.token_ids) <= room
+            assert completion.finish_reason is FinishReason.STOP or len(completion.token_ids) == room
+        with refused(InvalidRequest, field="sampling_params.max_new_tokens", naming=f"at most {room}"):
+            await bench.engine.generate([prompt], SamplingParams(max_new_tokens=room + 1))
+
+
+@case(Capability.IGNORE_EOS)
+async def without_max_new_tokens_the_context_is_filled(bench: Bench) -> None:
+    """max_new_tokens=None generates exactly until the context is full, and says that length ended it."""
+    context = bench.engine.model_info.context_length
+    prompts = [bench.prompt(context - room) for room in (9, 1, 4)]
+    output = await bench.engine.generate(prompts, SamplingParams(ignore_eos=True))
+    assert [len(completion.token_ids) for completion in output.completions] == [9, 1, 4]
+    assert {completion.finish_reason for completion in output.completions} == {FinishReason.LENGTH}
+
+
+@case()
+async def a_prompt_that_fills_the_context_is_refused(bench: Bench) -> None:
+    """A prompt that leaves no room for a token is refused with its length, and is not cut to fit."""
+    context = bench.engine.model_info.context_length
+    for length in (context, context + 1, 2 * context):
+        with refused(InvalidRequest, field="prompts[0]", naming=f"{length} tokens"):
+            await bench.engine.generate([bench.prompt(length)])
+
+
+# Together ------------------------------------------------------------------------------------------------------------
+
+
+@case()
+async def a_batch_equals_each_prompt_alone(bench: Bench) -> None:
+    """Greedy completions of many prompts of all lengths in one call are those of each prompt by itself."""
+    prompts = [bench.prompt(length) for length in (1, 2, 3, 5, 8, 13, 21, 34, 55, 89)]
+    prompts += [prompts[4], prompts[7] + bench.prompt(2), prompts[9][:70]]  # what begins alike may share a cache
+    together = await bench.greedy(prompts, 10)
+    assert [completion.prompt_token_ids for completion in together] == prompts
+    for prompt, completion in zip(prompts, together, strict=True):
+        (alone,) = await bench.greedy([prompt], 10)
+        check_same(bench, [completion], [alone])
+
+
+@case()
+async def calls_at_once_do_not_mix(bench: Bench) -> None:
+    """Many generate calls at the same time each get the completions of their own prompts."""
+    counts = [bench.rng.choice((1, 3, 8, 16)) for _ in range(24)]
+    prompts = [bench.prompt(bench.rng.choice((1, 4, 9, 33))) for _ in counts]
+    alone = [(await bench.greedy([prompt], count))[0] for prompt, count in zip(prompts, counts, strict=True)]
+
+    async def ask(prompt: Sequence[int], count: int) -> Completion:
+        await asyncio.sleep(bench.rng.random() * 0.05)  # spread over the others' generation
+        (completion,) = await bench.greedy([prompt], count)
+        return completion
+
+    together = await asyncio.gather(*(ask(prompt, count) for prompt, count in zip(prompts, counts, strict=True)))
+    assert [completion.prompt_token_ids for completion in together] == prompts
+    for one, other in zip(alone, together, strict=True):
+        check_same(bench, [other], [one])
+
+
+@case()
+async def cancelling_a_call_ends_its_requests(bench: Bench) -> None:
+    """A cancelled generate call is over at once in the engine too, and the calls beside it go on."""
+    prompt = bench.prompt()
+    (alone,) = await bench.greedy([prompt], 24)
+    doomed = asyncio.create_task(bench.engine.generate(bench.prompts(4), bench.long()))
+    try:
+        await _until_seen(bench.engine, doomed)
+        beside = asyncio.create_task(bench.greedy([prompt], 24))
+        await asyncio.sleep(0)
+        doomed.cancel()
+        done, _ = await asyncio.wait([doomed], timeout=30)
+        assert done, "a cancelled call did not return"
+        (completion,) = await beside
+        check_same(bench, [completion], [alone])
+        await assert_idle_soon(bench, "requests of a cancelled call are still there")
+    finally:
+        await end_requests(bench.engine, doomed)
+
+
+@case()
+async def a_timeout_is_a_typed_error_and_the_engine_serves_on(bench: Bench) -> None:
+    """timeout= ends a call in DeadlineExceeded, which says what was waited for; its requests end, others go on."""
+    prompt = bench.prompt()
+    (alone,) = await bench.greedy([prompt], 24)
+    with refused(DeadlineExceeded, naming="completions"):
+        await bench.engine.generate(bench.prompts(4), bench.long(), timeout=1e-9)
+    beside = asyncio.create_task(bench.greedy([prompt], 24))
+    late = asyncio.create_task(bench.engine.generate(bench.prompts(4), bench.long(), timeout=0.1))
+    await asyncio.wait([late], timeout=60)
+    assert late.done(), "a call outlived its deadline"
+    assert late.exception() is None or isinstance(late.exception(), DeadlineExceeded)
+    (completion,) = await beside
+    check_same(bench, [completion], [alone])
+    await assert_idle_soon(bench, "requests of a call that timed out are still there")
+
+
+@case(Capability.PRIORITY, config={"max_num_seqs": 1})
+async def higher_priority_starts_sooner(bench: Bench) -> None:
+    """Of the requests that wait, one with a higher priority starts and ends before those with a lower one."""
+    engine, ended = bench.engine, list[int]()
+    priorities = (0, 1, 6, -2, 3)
+
+    async def ask(priority: int) -> None:
+        params = SamplingParams(max_new_tokens=3)
+        if priority % 2 and bench.claims(Capability.STREAMING):
+            async for _ in engine.generate_stream([bench.prompt()], params, priority=priority):
+                pass
+        else:
+            await engine.generate([bench.prompt()], params, priority=priority)
+        ended.append(priority)
+
+    async def block() -> GenerationOutput:
+        output = await engine.generate([bench.prompt()], bench.long(250), priority=7)
+        ended.append(7)
+        return output
+
+    blocker = await until_running(engine, 1, block)
+    ended.clear()
+    asking: list[asyncio.Task[None]] = []
+    try:
+        asking = [asyncio.create_task(ask(priority)) for priority in priorities]
+        async with asyncio.timeout(60):
+            while (await engine.stats()).waiting < len(priorities):
+                assert not blocker.done(), "the request that runs ended before the others had come"
+                await asyncio.sleep(0.002)
+        assert not ended, "more requests ran at once than max_num_seqs=1 allows"
+        if bench.claims(Capability.PAUSE_RETRACT):
+            await engine.pause_generation(PauseMode.RETRACT)
+            await engine.continue_generation()
+        await asyncio.wait([blocker, *asking], timeout=60)
+    finally:
+        blocker.cancel()
+        await asyncio.wait([blocker, *asking], timeout=60)
+    assert ended, "none of the requests ended within 60 s"
+    assert ended.pop(0) == 7, "the request that was retracted ran after others of lower priority"
+    assert ended == sorted(priorities, reverse=True)
+
+
+# What it says of itself ----------------------------------------------------------------------------------------------
+
+
+@case(Capability.VERSION_SPANS)
+async def version_spans_cover_every_token(bench: Bench) -> None:
+    """Each completion says which version made which of its tokens, in spans without gaps over all of them."""
+    engine = bench.engine
+    version = engine.get_weight_version()
+    try:
+        await engine.update_weight_version("relabelled")
+        output = await engine.generate(bench.prompts(3), SamplingParams(n=2, max_new_tokens=9))
+    finally:
+        await engine.update_weight_version(version)
+    for completion in output.completions:
+        assert completion.weight_versions == (VersionSpan("relabelled", 0, len(completion.token_ids)),)
+        assert completion.weight_version == "relabelled"
+    (after,) = await bench.greedy(bench.prompts(1), 3)
+    assert after.weight_version == version
+
+
+@case()
+async def the_description_is_the_engines_own(bench: Bench) -> None:
+    """describe() says what the engine is and can do, in plain data that can be written down."""
+    engine = bench.engine
+    description = engine.describe()
+    assert description.backend == engine.config.backend
+    assert description.state == "ready"
+    assert description.isolation == engine.isolation.value
+    assert description.weight_version == engine.get_weight_version()
+    assert set(description.capabilities) == {capability.value for capability in engine.capabilities}
+    assert description.model == engine.model_info
+    assert {"python", "drivetrain"} < set(description.versions), "the engine's own version is missing"
+    json.dumps([description.config, description.versions, description.capabilities])
+    assert (engine.host_pid is not None) == bench.is_hosted
+
+
+@case()
+async def the_model_info_is_true(bench: Bench) -> None:
+    """model_info states the vocabulary, and the EOS ids that the model's configurations and its tokenizer name."""
+    info = bench.engine.model_info
+    assert info.vocab_size == bench.oracle().logits(bench.prompt(2)).shape[-1]
+    assert set(info.eos_token_ids) == _named_ends(bench.model, bench.engine.tokenizer)
+    assert len(bench.engine.tokenizer) <= info.vocab_size
+
+
+@case(own_engine=True)
+async def frequencies_that_depend_on_length_are_right_or_refused(bench: Bench) -> None:
+    """A longrope model gives each row the factors of its own length, also one that grows long, or refuses to start.
+
+    Or it takes a context_length within which one set of factors serves all rows, and says so. Each token is compared
+    with a plain forward pass of what is before it. To mend it: a long row must not change a short one beside it, and
+    a row that grows past the short length needs its cache computed anew.
+    """
+    short, reaches = 64, 12
+    model = tiny_model("phi3", dtype=bench.models.dtype, max_position_embeddings=512, **_longrope(short))
+    engine = bench.create(model=model)
+    refusal = await _refusal_of(engine.start())
+    if refusal is not None:
+        if not (isinstance(refusal, InvalidConfig) and refusal.field == "context_length"):
+            return  # it serves no such model at all
+        assert f"context_length={short}" in f"{refusal}", f"the refusal names no length that is served: {refusal}"
+        engine = bench.create(model=model, context_length=short)
+        await engine.start()
+    try:
+        lengths = (5, short - reaches - 1) if refusal else (5, short - reaches // 2, short + 20)
+        prompts = [bench.prompt(length, engine) for length in lengths]
+        output = await engine.generate(prompts, SamplingParams(temperature=0, max_new_tokens=reaches))
+        for completion in output.completions:
+            ids = completion.prompt_token_ids + completion.token_ids
+            for at in range(len(completion.prompt_token_ids), len(ids)):
+                row = bench.oracle(model).logits(ids[:at])[-1]
+                lacking = row.max() - row[ids[at]]
+                assert lacking <= 2 * bench.tolerance(engine), (
+                    f"token {at} of a row of {len(completion.prompt_token_ids)} tokens beside rows of {lengths}: "
+                    f"{lacking:.3f} less likely than the likeliest"
+                )
+    finally:
+        await engine.teardown()
+
+
+@case(own_engine=True)
+async def every_file_that_names_an_end_is_heeded(bench: Bench) -> None:
+    """Where config.json, generation_config.json and the tokenizer each name another EOS, each of them ends a sample.
+
+    The engine ignores the sampling fields of generation_config.json: a request's params are the only source.
+    """
+    folder = bench.folder("ends") / "model"
+    shutil.copytree(bench.model, folder, copy_function=shutil.copyfile)
+    os.chmod(folder, 0o755)
+    config, generation, tokenizer = (folder / f"{name}.json" for name in _NAMING_ENDS)
+    known = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    specials = [token for token in known if token["special"]]
+    assert len(specials) >= 3, "the model's tokenizer has too few special tokens to name three ends"
+    _change(config, eos_token_id=specials[0]["id"])
+    _change(generation, eos_token_id=specials[1]["id"], do_sample=True, temperature=0.01, top_k=1)
+    _change(tokenizer, eos_token=specials[2]["content"])
+    async with bench.open(model=folder) as engine:
+        ends = [token["id"] for token in specials[:3]]
+        assert set(ends) <= set(engine.model_info.eos_token_ids), f"of the ends {ends} only some are known"
+        sampled = await engine.generate(bench.prompt(engine=engine), SamplingParams(max_new_tokens=6, n=8))
+        assert len({tuple(one.token_ids) for one in sampled.completions}) > 1, (
+            "the generation config's sampling is used"
+        )
+        if not engine.supports(Capability.LOGIT_BIAS):
+            return
+        params = [SamplingParams(temperature=0, max_new_tokens=4, logit_bias={end: _FORCE}) for end in ends]
+        completions = (await engine.generate([bench.prompt(engine=engine)] * 3, params)).completions
+        assert [one.matched_stop for one in completions] == ends, f"{[one.token_ids for one in completions]}"
+
+
+@case(Capability.READ_WEIGHTS)
+async def the_model_info_is_true_of_the_weights(bench: Bench) -> None:
+    """model_info states the architecture, the dtype and the number of parameters of the weights that are served."""
+    info, engine = bench.engine.model_info, bench.engine
+    assert (await engine.validate_weights()).ok
+    config = json.loads((bench.model / "config.json").read_text())
+    assert info.architecture in config["architectures"]
+    own = config.get("dtype") or config.get("torch_dtype")
+    assert info.dtype == (own if engine.config.dtype == "auto" else engine.config.dtype)
+    count = 0
+    for file in bench.model.glob("*.safetensors"):
+        with safe_open(file, framework="np") as tensors:
+            count += sum(int(np.prod(tensors.get_slice(name).get_shape())) for name in tensors.keys())
+    assert info.parameters == count
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _special_id(engine: InferenceEngine) -> int:
+    """A special token that does not end a completion."""
+    ids = set(engine.tokenizer.inner.all_special_ids) | set(engine.tokenizer.inner.added_tokens_decoder)
+    special = [
+        token
+        for token in sorted(ids)
+        if token not in engine.model_info.eos_token_ids
+        and token < engine.model_info.vocab_size
+        and engine.decode([token]) == ""
+    ]
+    assert special, "the model's tokenizer has no special token but EOS"
+    return int(special[0])
+
+
+async def _until_seen(engine: InferenceEngine, task: asyncio.Task[GenerationOutput]) -> None:
+    """Return when the engine has some of the requests, or has ended them."""
+    async with asyncio.timeout(60):
+        while not task.done() and not (await engine.stats()).running:  # noqa: ASYNC110 - it may be another process
+            await asyncio.sleep(0.002)
+
+
+async def _refusal_of(start: Awaitable[None]) -> Exception | None:
+    try:
+        await start
+    except (InvalidConfig, EngineStartError) as refusal:
+        return refusal
+    return None
+
+
+def _longrope(short: int) -> dict[str, Any]:
+    """Fields of a tiny Phi-3 whose rotary embedding has other frequencies beyond ``short`` tokens."""
+    factors = {"short_factor": [1.0] * 32, "long_factor": [8.0] * 32}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": short, **factors}
+    return {"original_max_position_embeddings": short, "rope_parameters": rope}
+
+
+_NAMING_ENDS: Final = ("config", "generation_config", "tokenizer_config")
+"""Files of a model folder that name EOS tokens."""
+
+
+def _named_ends(folder: Path, tokenizer: Tokenizer) -> set[int]:
+    named: list[object] = [tokenizer.inner.eos_token_id]
+    for file in (folder / f"{name}.json" for name in _NAMING_ENDS[:2]):
+        value = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        named += value if isinstance(value, list) else [value]
+    return {int(str(token_id)) for token_id in named if token_id is not None}
+
+
+def _change(file: Path, **fields: object) -> None:
+    held = json.loads(file.read_text()) if file.is_file() else {}
+    file.write_text(json.dumps({**held, **fields}))

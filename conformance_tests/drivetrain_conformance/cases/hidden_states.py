@@ -1,0 +1,155 @@
+"""What a model computes on its way: hidden states for value functions, experts for router replay."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drivetrain.backend.toolkit.progress_bars import no_progress_bars
+from drivetrain.types.capability import Capability
+from drivetrain.types.outputs import Completion
+from drivetrain.types.sampling import SamplingParams
+from drivetrain_conformance.assertions.same_answers import check_same
+from drivetrain_conformance.assets.served_models import ModelKind
+from drivetrain_conformance.harness.case import case
+from drivetrain_conformance.harness.testbench import Bench, NoOracle
+from drivetrain_conformance.references.oracle import HiddenStatesOracle
+
+_STATES: Final = SamplingParams(max_new_tokens=8, temperature=0, return_hidden_states=True)
+_EXPERTS: Final = SamplingParams(max_new_tokens=8, temperature=0, return_routed_experts=True)
+
+
+@case()
+async def neither_is_returned_unasked(bench: Bench) -> None:
+    """A request that asks for neither hidden states nor experts gets neither."""
+    (completion,) = await bench.greedy([bench.prompt()])
+    assert completion.hidden_states is None
+    assert completion.routed_experts is None
+
+
+# Hidden states ----------------------------------------------------------------------------------------------------
+
+
+@case(Capability.HIDDEN_STATES)
+async def there_is_one_state_for_each_token(bench: Bench) -> None:
+    """Each output token comes with the state that it was drawn from, of the model's hidden size."""
+    prompts = [bench.prompt(length) for length in (1, 5, 17)]
+    output = await bench.engine.generate(prompts, _STATES.model_copy(update={"temperature": 1.0, "n": 2}))
+    size = _config(bench)["hidden_size"]
+    for completion in output.completions:
+        assert _states(completion).shape == (len(completion.token_ids), size)
+
+
+@case(Capability.HIDDEN_STATES)
+async def states_are_those_of_the_last_layer(bench: Bench) -> None:
+    """States are what the language model's head is given, as an independent forward pass computes it."""
+    output = await bench.engine.generate([bench.prompt(length) for length in (3, 12)], _STATES)
+    oracle = bench.oracle()
+    if not isinstance(oracle, HiddenStatesOracle):
+        raise NoOracle
+    for completion in output.completions:
+        prompt, drawn = completion.prompt_token_ids, completion.token_ids
+        expected = oracle.hidden_states([*prompt, *drawn])[len(prompt) - 1 : len(prompt) + len(drawn) - 1]
+        _assert_near(bench, _states(completion), expected)
+
+
+@case(Capability.HIDDEN_STATES)
+async def states_do_not_depend_on_the_batch_or_the_cache(bench: Bench) -> None:
+    """States are all there and the same alone, in a batch, and for a prompt that was seen before."""
+    long = bench.prompt(min(400, bench.engine.model_info.context_length // 2))
+    prompts = [bench.prompt(4), long, bench.prompt(9)]
+    alone = [(await bench.engine.generate(prompt, _STATES)).completions[0] for prompt in prompts]
+    again = (await bench.engine.generate(prompts, _STATES)).completions
+    check_same(bench, again, alone)
+    for one, other in zip(alone, again, strict=True):
+        if one.token_ids == other.token_ids:
+            _assert_near(bench, _states(other), _states(one))
+
+
+def _states(completion: Completion) -> NDArray[np.float64]:
+    assert completion.hidden_states is not None
+    return np.array(completion.hidden_states, dtype=np.float64)
+
+
+def _assert_near(bench: Bench, found: NDArray[np.float64], expected: NDArray[np.float64]) -> None:
+    assert found.shape == expected.shape
+    worst = float(np.abs(found - expected).max())
+    # A logprob's tolerance is that of a number around one; states are of any size.
+    allowed = bench.tolerance() * max(1.0, float(np.abs(expected).max()))
+    assert worst <= allowed, f"a state is off by {worst:.3g}; {allowed:.3g} is allowed"
+
+
+# Experts ----------------------------------------------------------------------------------------------------------
+
+
+@case(Capability.ROUTED_EXPERTS, model=ModelKind.MOE)
+async def experts_have_their_shape_and_range(bench: Bench) -> None:
+    """Experts are of shape (tokens, MoE layers, experts per token), each an expert's id, none twice for a token."""
+    prompts = [bench.prompt(length) for length in (1, 6, 20)]
+    output = await bench.engine.generate(prompts, _EXPERTS.model_copy(update={"temperature": 1.0, "n": 2}))
+    _, layers, count = _router_logprobs(bench, prompts[0]).shape
+    for completion in output.completions:
+        experts = _experts(completion)
+        assert experts.shape == (len(completion.token_ids), layers, _config(bench)["num_experts_per_tok"])
+        assert experts.min() >= 0
+        assert experts.max() < count
+        for row in experts.reshape(-1, experts.shape[-1]):
+            assert len(set(row.tolist())) == len(row), f"a token was routed to an expert twice: {row}"
+
+
+@case(Capability.ROUTED_EXPERTS, model=ModelKind.MOE)
+async def experts_are_the_routers_choice(bench: Bench) -> None:
+    """The experts of each token are those that the model's router ranks first, as a forward pass computes it."""
+    output = await bench.engine.generate([bench.prompt(4), bench.prompt(11)], _EXPERTS)
+    for completion in output.completions:
+        ids, first = [*completion.prompt_token_ids, *completion.token_ids], len(completion.prompt_token_ids) - 1
+        ranked = _router_logprobs(bench, ids)[first : first + len(completion.token_ids)]
+        for at, (layers, chosen) in enumerate(zip(ranked, _experts(completion), strict=True)):
+            for layer, (row, own) in enumerate(zip(layers, chosen, strict=True)):
+                line = np.sort(row)[-len(own)]
+                assert row[own].min() >= line - bench.tolerance(), (
+                    f"token {at} was routed in layer {layer} to {own.tolist()}; the router's order is "
+                    f"{np.argsort(-row).tolist()}"
+                )
+
+
+@case(Capability.ROUTED_EXPERTS, model=ModelKind.MOE)
+async def experts_do_not_depend_on_the_batch_or_the_cache(bench: Bench) -> None:
+    """A prompt's experts are the same alone, in a mixed batch, and when the prompt was seen before."""
+    long = bench.prompt(min(400, bench.engine.model_info.context_length // 2))
+    prompts = [bench.prompt(4), long, bench.prompt(9)]
+    alone = [(await bench.engine.generate(prompt, _EXPERTS)).completions[0] for prompt in prompts]
+    again = (await bench.engine.generate(prompts, _EXPERTS)).completions
+    check_same(bench, again, alone)
+    for one, other in zip(alone, again, strict=True):
+        assert _experts(other).shape[0] == len(other.token_ids)
+        if one.token_ids == other.token_ids:
+            same = (np.sort(_experts(one)) == np.sort(_experts(other))).all(axis=-1).mean()
+            assert same >= (1.0 if bench.tolerance() < 1e-2 else 0.9), f"only {same:.0%} of the choices are the same"
+
+
+def _experts(completion: Completion) -> NDArray[np.int64]:
+    assert completion.routed_experts is not None
+    return np.array(completion.routed_experts, dtype=np.int64)
+
+
+def _router_logprobs(bench: Bench, token_ids: Sequence[int]) -> NDArray[np.float64]:
+    """The router's own, of shape (tokens, MoE layers, experts)."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with no_progress_bars():
+        model = AutoModelForCausalLM.from_pretrained(bench.model, dtype=torch.float32)
+    with torch.no_grad():
+        output = model(input_ids=torch.tensor([list(token_ids)]), output_router_logits=True, use_cache=False)
+    layers = torch.stack([layer.reshape(len(token_ids), -1) for layer in output.router_logits], dim=1)
+    return np.asarray(layers.double().log_softmax(-1).numpy())
+
+
+def _config(bench: Bench) -> dict[str, int]:
+    loaded: dict[str, int] = json.loads((bench.model / "config.json").read_text(encoding="utf-8"))
+    return loaded

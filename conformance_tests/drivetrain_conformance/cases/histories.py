@@ -1,0 +1,173 @@
+"""Random histories and random requests: what holds of each feature must hold of any sequence and mixture of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given, seed
+from hypothesis import strategies as st
+
+from drivetrain.text.tokenizer import REPLACEMENT
+from drivetrain.types.capability import Capability
+from drivetrain.types.modes import MemoryTag, PauseMode
+from drivetrain.types.sampling import SamplingParams
+from drivetrain_conformance.assets.made_adapters import Adapter, make_adapter
+from drivetrain_conformance.harness.case import case
+from drivetrain_conformance.harness.testbench import Bench, ordinary_ids
+from drivetrain_conformance.model.actions import (
+    Abort,
+    AbortAll,
+    Action,
+    BrokenUpdate,
+    Continue,
+    Ending,
+    Family,
+    Generate,
+    History,
+    Pause,
+    Proceed,
+    Sleep,
+    Update,
+    WakeUp,
+    steps,
+)
+from drivetrain_conformance.model.contract import InFlight
+from drivetrain_conformance.model.expected_answers import ADAPTER, Fields
+from drivetrain_conformance.model.mixed_fields import Repeats, check_honoured
+from drivetrain_conformance.model.random_history import Checker, prepare, property_settings
+from drivetrain_conformance.model.strategies import AbortPoint, Batch, batches
+
+_KV_CACHE = frozenset({MemoryTag.KV_CACHE})
+_LONG = Generate(0, long=True)
+_MOST = 0.7
+_SOME = 0.6
+"""Shares of the histories: in those of some less happens than in those with updates."""
+_ADAPTED = Fields(lora=True)
+
+
+def _keeps_the_contract(
+    bench: Bench, *families: Family, begins: tuple[Action, ...], share: float = 1.0, adapter: Adapter | None = None
+) -> None:
+    """Play one history that needs every capability of the case, then random ones of these families and what is claimed.
+
+    Args:
+        bench: The workplace.
+        families: What happens in them.
+        begins: An accepted call for each of the case's capabilities.
+        share: Of the profile's histories.
+        adapter: One that the engine has loaded, for requests to use.
+    """
+    engine = bench.engine
+    weight_sets = 3 if Family.UPDATES in families else 1
+    answers, prompts = bench.run(prepare(bench, weight_sets, adapter=adapter))
+    checker = Checker(bench.run, engine, answers, prompts)
+    checker.check(History(begins, Ending.FINISH))
+    step = steps(
+        frozenset(families),
+        engine.capabilities,
+        prompts=len(prompts),
+        weight_sets=weight_sets,
+        weight_bytes=sum(file.stat().st_size for file in bench.model.glob("*.safetensors")),
+        keeps_weights=engine.config.sleep_keeps_weights,
+        styles=answers.styles,
+        adapted=bool(answers.adapted),
+    )
+    examples = max(1, round(bench.profile.histories * share))
+    checker.check_random(step, examples=examples, steps=bench.profile.steps, seeded_by=bench.seed)
+
+
+@case(Capability.STREAMING, Capability.ABORT)
+def random_requests_keep_the_contract(bench: Bench) -> None:
+    """However requests, streams and aborts follow each other, each request comes back as it must.
+
+    One that was not aborted is whole; one that was aborted has the first tokens of its answer.
+    """
+    begins = (Generate(0, long=True, streamed=True), _LONG, Proceed(4), Abort(0, AbortPoint(8)), AbortAll())
+    _keeps_the_contract(bench, Family.REQUESTS, begins=begins, share=_SOME)
+
+
+@case(Capability.ABORT, Capability.PAUSE_ABORT, Capability.PAUSE_WAIT)
+def random_pauses_keep_the_contract(bench: Bench) -> None:
+    """However requests, aborts and pauses follow each other, requests wait, freeze, end and go on as the modes say."""
+    pauses = (_LONG, Pause(PauseMode.ABORT), Generate(1), Continue(), Generate(2), Pause(PauseMode.WAIT), Continue())
+    begins = (*pauses, _LONG, Abort())
+    _keeps_the_contract(bench, Family.REQUESTS, Family.PAUSES, begins=begins, share=_SOME)
+
+
+@case(Capability.ABORT, Capability.PAUSE_ABORT, Capability.SLEEP_KV_CACHE)
+def random_sleeps_keep_the_contract(bench: Bench) -> None:
+    """However requests, aborts, pauses and sleeps follow each other, nothing runs asleep, and all goes on awake."""
+    asleep = Sleep(_KV_CACHE, InFlight.ABORT)
+    begins = (_LONG, asleep, _LONG, WakeUp(_KV_CACHE), Generate(1), Pause(PauseMode.ABORT), Continue())
+    _keeps_the_contract(bench, Family.REQUESTS, Family.PAUSES, Family.SLEEPS, begins=begins, share=_SOME)
+
+
+@case(Capability.ABORT, Capability.PAUSE_ABORT, Capability.WEIGHTS_DISK)
+def random_histories_keep_the_contract(bench: Bench) -> None:
+    """However requests, aborts, pauses, sleeps and weight updates follow each other, the contract is kept.
+
+    Updates may break half-way. Each token is the one that the weights which it is said to come from would choose.
+    """
+    begins = (Update(1), Generate(0), BrokenUpdate(2), Generate(1), Pause(), Update(2), Continue(), _LONG, Abort())
+    _keeps_the_contract(bench, *_with_sleeps(bench), begins=begins, share=_MOST)
+
+
+@case(
+    Capability.LORA,
+    Capability.ABORT,
+    Capability.PAUSE_ABORT,
+    Capability.WEIGHTS_DISK,
+    config={"enable_lora": True, "max_loras": 2, "max_lora_rank": 8},
+)
+def random_histories_keep_the_adapter(bench: Bench) -> None:
+    """However requests with and without an adapter, pauses, sleeps and updates of the base follow each other, it acts.
+
+    Each token is the one that its version's weights with or without the adapter would choose.
+    """
+    adapter = make_adapter(bench.model, bench.folder("adapter"), seed=1)
+    bench.run(bench.engine.load_lora_adapter(ADAPTER, str(adapter.path)))
+    try:
+        late = Generate(1, long=True, fields=_ADAPTED)
+        begins = (Update(1), Generate(0, fields=_ADAPTED), Pause(), Update(2), Continue(), late, Abort())
+        _keeps_the_contract(bench, *_with_sleeps(bench), begins=begins, share=_SOME / 2, adapter=adapter)
+    finally:
+        bench.run(bench.engine.unload_lora_adapter(ADAPTER))
+
+
+def _with_sleeps(bench: Bench) -> set[Family]:
+    """All families, if the engine can sleep."""
+    sleeps = any(bench.claims(tag) for tag in (Capability.SLEEP_KV_CACHE, Capability.SLEEP_WEIGHTS))
+    return set(Family) if sleeps else set(Family) - {Family.SLEEPS}
+
+
+@case()
+def random_requests_are_honoured(bench: Bench) -> None:
+    """Whatever mixture of the fields that are claimed a call's requests set, each field does what it says in all.
+
+    Lengths, ends, stops, text, logprobs, masks, spans and seeds are looked at, and each token is one that an
+    independent computation of the distribution could have drawn.
+    """
+    engine = bench.engine
+    ids = ordinary_ids(engine)
+    calls = batches(ids, engine.capabilities, chat=bool(engine.tokenizer.inner.chat_template), stops=_letters(bench))
+    repeats = Repeats()
+
+    @seed(bench.seed)
+    @property_settings(bench.profile.examples)
+    @given(calls, st.booleans() if bench.claims(Capability.STREAMING) else st.just(False))
+    def hold(batch: Batch, streamed: bool) -> None:
+        bench.run(check_honoured(bench, batch, repeats, streamed=streamed))
+
+    hold()
+    assert repeats.alike >= repeats.total / 2, (
+        f"of {repeats.total} requests that fix their outcome, {repeats.alike} came again"
+    )
+
+
+def _letters(bench: Bench) -> list[str]:
+    """The characters that the model writes most, for stop strings."""
+    params = [SamplingParams(max_new_tokens=24, temperature=temperature) for temperature in (0, 0, 1, 1)]
+    output = bench.run(bench.engine.generate(bench.prompts(4), params))
+    written = Counter("".join(completion.text for completion in output.completions))
+    plain = [one for one, _ in written.most_common() if one.isprintable() and one != REPLACEMENT]
+    return plain[:16] or ["e"]

@@ -1,0 +1,673 @@
+"""An engine's life: how it starts, what it says of itself, how it ends, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from drivetrain.backend.base import EngineStats
+from drivetrain.engine.engine import InferenceEngine
+from drivetrain.engine.states import EngineState
+from drivetrain.errors import (
+    DeadlineExceeded,
+    EngineError,
+    EngineStartError,
+    EngineStateError,
+    InvalidConfig,
+    InvalidRequest,
+    UnsupportedCapability,
+)
+from drivetrain.types.capability import Capability
+from drivetrain.types.modes import MemoryTag
+from drivetrain.types.outputs import Completion, FinishReason, VersionSpan
+from drivetrain.types.sampling import SamplingParams
+from drivetrain_conformance.assertions.leftovers import Holdings, check_nothing_left, temporary_folder
+from drivetrain_conformance.assertions.refusals import refused
+from drivetrain_conformance.assertions.same_answers import check_greedy, check_same
+from drivetrain_conformance.assets.served_models import ModelKind
+from drivetrain_conformance.assets.weight_sources import raw_bytes, tensors_of
+from drivetrain_conformance.harness.case import case
+from drivetrain_conformance.harness.testbench import Bench, NoOracle
+from drivetrain_conformance.references.oracle import log_softmax
+
+BOUND: Final = 60.0
+"""Seconds after which what is awaited counts as hanging, but for the start of an engine."""
+QUICK: Final = 5.0
+"""Seconds within which an engine may have started before its event loop could look at a deadline."""
+_LASTING: Final = 60
+"""Tokens of a request beside which others wait for their turn."""
+SHORT: Final = SamplingParams(max_new_tokens=4, temperature=0)
+
+
+# Starting -------------------------------------------------------------------------------------------------------------
+
+
+@case(own_engine=True)
+async def a_life(bench: Bench) -> None:
+    """From its making to its end an engine says truly which state it is in, and refuses what cannot be done in it.
+
+    Meanwhile it keeps to what its configuration says of lengths, requests at once and the first version.
+    """
+    stages: list[tuple[str, str]] = []
+    engine = bench.create(**_settings_that_are_taken(bench))
+    _check_state(engine, EngineState.CREATED)
+    await _everything_is_refused(engine, "created")
+    await engine.start(lambda stage: stages.append((stage, engine.describe().state)))
+    try:
+        assert stages, "the progress callback was never called"
+        assert all(stage for stage, _ in stages)
+        assert {state for _, state in stages} == {"starting"}
+        _check_state(engine, EngineState.READY)
+        assert not engine.is_paused
+        assert engine.status.asleep == frozenset()
+        assert engine.get_weight_version() == engine.config.weight_version
+        stats = await engine.stats()
+        assert (stats.running, stats.waiting) == (0, 0)
+        await _refused(engine.start(), "ready")
+        _check_state(engine, EngineState.READY)
+        (completion,) = await bench.greedy([bench.prompt(engine=engine)], 4, engine)
+        assert 0 < len(completion.token_ids) <= 4
+        await _check_first_version(engine, completion)
+        dtype = engine.config.dtype
+        assert dtype in ("auto", engine.model_info.dtype), f"dtype={dtype} was asked for: {engine.model_info.dtype}"
+        await _check_context_length(bench, engine)
+        await _check_requests_at_once(bench, engine)
+    finally:
+        async with asyncio.timeout(BOUND):
+            await engine.teardown()
+    for _ in range(2):
+        _check_state(engine, EngineState.CLOSED)
+        await _everything_is_refused(engine, "closed")
+        await _refused(engine.start(), "closed")
+        async with asyncio.timeout(BOUND):
+            await engine.teardown()
+
+
+_SETTINGS: Final[Mapping[str, object]] = {
+    "weight_version": "of-the-configuration",
+    # No multiple of what engines cut memory into, and more than some would cap it at.
+    "context_length": 701,
+    "max_num_batched_tokens": 128,
+    "max_num_seqs": 2,
+    "dtype": "bfloat16",
+}
+
+
+def _settings_that_are_taken(bench: Bench) -> dict[str, object]:
+    """Those of ``_SETTINGS`` that the backend does not refuse; another case says that refusals name the field."""
+    taken: dict[str, object] = {}
+    for name, value in _SETTINGS.items():
+        with suppress(InvalidConfig, UnsupportedCapability):
+            bench.create(**{name: value})
+            taken[name] = value
+    own = json.loads((bench.model / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
+    if isinstance(own, int) and own < 701:
+        taken.pop("context_length", None)
+    return taken
+
+
+async def _check_first_version(engine: InferenceEngine, completion: Completion) -> None:
+    """The version of the configuration is that of the first weights."""
+    spans = (VersionSpan(engine.config.weight_version, 0, len(completion.token_ids)),)
+    if engine.supports(Capability.VERSION_SPANS):
+        assert completion.weight_versions == spans, f"the first tokens carry {completion.weight_versions}"
+
+
+async def _check_context_length(bench: Bench, engine: InferenceEngine) -> None:
+    """A prompt that leaves one token is served whole, though reading it takes steps; a longer one is refused."""
+    length = engine.config.context_length
+    if length is None:
+        return
+    assert engine.model_info.context_length == length, (
+        f"context_length={length} was asked for, and it is {engine.model_info.context_length}"
+    )
+    prompt = bench.prompt(length - 1, engine)
+    asked = SamplingParams(
+        max_new_tokens=1, temperature=0, prompt_logprobs=0 if engine.supports(Capability.PROMPT_LOGPROBS) else None
+    )
+    (completion,) = (await engine.generate(prompt, asked)).completions
+    assert completion.prompt_token_ids == prompt
+    with suppress(NoOracle):
+        check_greedy(bench, completion, engine)
+        rows = log_softmax(bench.oracle().logits(prompt))
+        found = zip((completion.prompt_logprobs or [])[1:], rows, prompt[1:], strict=False)
+        worst = max((abs((value or 0.0) - float(row[token])) for value, row, token in found), default=0.0)
+        assert worst <= bench.tolerance(engine), f"a logprob of a long prompt is {worst:.3g} nats off"
+    with refused(InvalidRequest, field="prompts[0]", naming=f"{length} tokens"):
+        await engine.generate(bench.prompt(length, engine))
+
+
+async def _check_requests_at_once(bench: Bench, engine: InferenceEngine) -> None:
+    """No more requests than were asked for run at once: the engine says so, and their tokens come accordingly."""
+    most, prompts = engine.config.max_num_seqs, bench.prompts(5, engine=engine)
+    if most is None:
+        return
+    params = SamplingParams(max_new_tokens=_LASTING, temperature=0, ignore_eos=engine.supports(Capability.IGNORE_EOS))
+    if engine.supports(Capability.STREAMING):
+        asking = asyncio.create_task(_most_that_begin_at_once(engine, prompts, params))
+    else:
+        asking = asyncio.create_task(_ask_all(engine, prompts, params))
+    counts: list[EngineStats] = []
+    while not asking.done():
+        counts.append(await engine.stats())
+        await asyncio.sleep(0.002)
+    at_once = asking.result()
+    for stats in counts:
+        assert stats.running <= most, f"{stats.running} requests ran at once, where max_num_seqs is {most}"
+        assert stats.running + stats.waiting <= len(prompts), f"of {len(prompts)} requests it counts {stats}"
+    assert at_once <= most, f"{at_once} streams made their first tokens at once, where max_num_seqs is {most}"
+
+
+async def _most_that_begin_at_once(
+    engine: InferenceEngine, prompts: Sequence[list[int]], params: SamplingParams
+) -> int:
+    """How many streams had some tokens and less than half of them, at most."""
+    made: Counter[int] = Counter()
+    most = 0
+    async for chunk in engine.generate_stream(list(prompts), params):
+        made[chunk.prompt_index] += _LASTING if chunk.completion is not None else len(chunk.token_ids)
+        most = max(most, sum(0 < count < _LASTING / 2 for count in made.values()))
+    return most
+
+
+async def _ask_all(engine: InferenceEngine, prompts: Sequence[list[int]], params: SamplingParams) -> int:
+    await engine.generate(list(prompts), params)
+    return 0
+
+
+@case()
+async def an_engine_that_was_never_started_can_be_closed(bench: Bench) -> None:
+    """Tearing down an engine that was made but not started is no error, and ends it."""
+    engine = bench.create()
+    await engine.teardown()
+    _check_state(engine, EngineState.CLOSED)
+    await _refused(engine.start(), "closed")
+
+
+@case()
+async def it_describes_itself(bench: Bench) -> None:
+    """The description is what the engine's own properties say, and can be written as JSON."""
+    engine = bench.engine
+    told = engine.describe()
+    assert told.backend == engine.config.backend
+    assert told.isolation == engine.isolation.value
+    assert told.state == "ready"
+    assert told.weight_version == engine.get_weight_version()
+    assert told.capabilities == tuple(item.value for item in Capability if engine.supports(item))
+    assert told.model == engine.model_info
+    assert {"drivetrain", "python"} <= set(told.versions)
+    assert all(told.versions.values())
+    assert told.config["model"] == engine.config.model
+    assert json.loads(json.dumps(told.config)) == told.config
+    assert engine.model_info.vocab_size > 0
+    assert engine.model_info.context_length > 0
+    sizes = (engine.tp_size, engine.pp_size, engine.dp_size, engine.ep_size)
+    assert all(type(size) is int and size >= 1 for size in sizes)
+    assert (engine.host_pid is not None) is bench.is_hosted
+    if engine.host_pid is not None:
+        assert engine.host_pid != os.getpid()
+        assert psutil.pid_exists(engine.host_pid)
+
+
+@case(own_engine=True)
+async def off_the_main_thread(bench: Bench) -> None:
+    """An engine starts and serves in a thread that is not the main one; signal handlers and GPU variables stay."""
+    numbers = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
+    handlers = [signal.getsignal(number) for number in numbers]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+
+    async def use() -> int:
+        async with bench.open() as engine:
+            (completion,) = await bench.greedy([bench.prompt(engine=engine)], 4, engine)
+            return len(completion.token_ids)
+
+    assert await asyncio.to_thread(lambda: asyncio.run(use())) > 0
+    changed = [
+        signal.Signals(number).name
+        for number, handler in zip(numbers, handlers, strict=True)
+        if signal.getsignal(number) != handler
+    ]
+    assert not changed, f"the handlers of {', '.join(changed)} were replaced"
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
+
+
+# Starts that fail -----------------------------------------------------------------------------------------------------
+
+
+@case(own_engine=True)
+async def a_model_that_is_cut_off_is_not_served(bench: Bench) -> None:
+    """A start from a checkpoint whose files are cut off fails by name and leaves nothing; it is never served."""
+    broken = _cut_off(bench)
+
+    async def start() -> None:
+        engine = bench.create(model=broken)
+        with suppress(EngineStartError):
+            await engine.start()
+            parameters = engine.model_info.parameters
+            await engine.teardown()
+            assert parameters == 0, f"it started, with {parameters} parameters, though two thirds of them are missing"
+            return
+        await _is_failed(engine)
+
+    await _leaves_nothing(bench, start)
+
+
+@case(own_engine=True)
+async def a_folder_without_a_model_is_refused(bench: Bench) -> None:
+    """A start from an empty folder fails, naming what is missing, and leaves nothing."""
+    empty = bench.folder("empty")
+
+    async def start() -> None:
+        engine = bench.create(model=empty)
+        with refused(InvalidConfig, field="tokenizer", naming=str(empty)):
+            await engine.start()
+        await _is_failed(engine)
+
+    await _leaves_nothing(bench, start)
+
+
+@case(own_engine=True)
+async def a_start_that_takes_too_long_is_given_up(bench: Bench) -> None:
+    """A start that does not end in time is DeadlineExceeded, saying what was waited for, and leaves nothing."""
+
+    async def start() -> None:
+        engine = bench.create(timeouts={"start": 0.001, "close": 1.0})
+        late: DeadlineExceeded | None = None
+        began = time.monotonic()
+        try:
+            await engine.start()
+        except DeadlineExceeded as error:
+            late = error
+        took = time.monotonic() - began
+        if late is None:
+            # An engine that was ready when the event loop could look at the deadline may serve.
+            await engine.teardown()
+            assert took < QUICK, f"it started after {took:.1f} s, where it had a millisecond"
+        else:
+            assert "to start" in str(late)
+            await _is_failed(engine)
+
+    await _leaves_nothing(bench, start)
+
+
+@case(own_engine=True)
+async def a_start_that_is_cancelled_leaves_nothing(bench: Bench) -> None:
+    """A caller that gives a start up, sooner or later, leaves nothing behind."""
+    moments = iter((0.1, 0.0, 0.3))
+
+    async def start() -> None:
+        engine = bench.create()
+        starting = asyncio.create_task(engine.start())
+        await asyncio.wait([starting], timeout=next(moments))
+        starting.cancel()
+        await asyncio.wait([starting], timeout=BOUND)
+        assert starting.done(), "a start that was cancelled does not end"
+        if starting.cancelled():
+            await _is_failed(engine)
+        else:
+            await engine.teardown()
+
+    await _leaves_nothing(bench, start, times=3)
+
+
+# Ending ---------------------------------------------------------------------------------------------------------------
+
+
+@case(own_engine=True)
+async def two_in_a_row_leave_nothing(bench: Bench) -> None:
+    """Engines can follow each other in one process and answer alike; no process, thread, file, port or memory stays.
+
+    A child of this process that is none of the engine's lives on.
+    """
+    answers: list[list[Completion]] = []
+    prompts: list[list[int]] = []
+
+    async def live() -> None:
+        async with bench.open() as engine:
+            prompts.extend(() if prompts else bench.prompts(3, engine=engine))
+            answers.append(await bench.greedy(prompts, engine=engine))
+
+    bystander = await asyncio.create_subprocess_exec(sys.executable, "-c", "import time; time.sleep(600)")
+    try:
+        await _leaves_nothing(bench, live)
+        assert bystander.returncode is None, "the engine ended a process that was not its own"
+    finally:
+        if bystander.returncode is None:
+            bystander.kill()
+        await bystander.wait()
+    assert [c.token_ids for c in answers[0]] == [c.token_ids for c in answers[1]]
+
+
+@case(Capability.ABORT, own_engine=True)
+async def closing_returns_requests_in_flight(bench: Bench) -> None:
+    """Requests in flight when the engine is closed come back aborted with the tokens so far, and in bounded time."""
+    async with bench.open() as engine:
+        await engine.abort("an id that no request has")
+        params = SamplingParams(
+            max_new_tokens=800, temperature=0, ignore_eos=engine.supports(Capability.IGNORE_EOS), n=2
+        )
+        async with bench.in_flight(bench.prompts(2, engine=engine), params, engine) as task:
+            async with asyncio.timeout(BOUND):
+                await asyncio.gather(engine.teardown(), engine.teardown())
+            completions = (await asyncio.wait_for(task, BOUND)).completions
+    assert [completion.finish_reason for completion in completions] == [FinishReason.ABORT] * 4
+    assert all(0 < len(completion.token_ids) < 800 for completion in completions)
+    await _everything_is_refused(engine, "closed")
+
+
+@case(own_engine=True)
+async def closing_never_hangs(bench: Bench) -> None:
+    """Whatever was asked a moment before, closing ends in time, and so does each call: answered, or refused by name."""
+    async with bench.open() as engine:
+        prompts = bench.prompts(6, engine=engine)
+        tasks = [asyncio.create_task(engine.generate(prompt, SamplingParams(max_new_tokens=200))) for prompt in prompts]
+        await asyncio.sleep(0.01)
+        async with asyncio.timeout(BOUND):
+            await engine.teardown()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+    errors = [result for result in results if isinstance(result, BaseException)]
+    assert all(isinstance(error, EngineError) for error in errors), f"{errors}"
+
+
+# Profile --------------------------------------------------------------------------------------------------------------
+
+
+@case(Capability.PROFILE)
+async def a_profile_is_a_trace_that_a_viewer_opens(bench: Bench) -> None:
+    """A recording leaves a trace file in the folder that was named, with events in it, and can be made again."""
+    engine = bench.engine
+    prompts = bench.prompts(2)
+    before = await bench.greedy(prompts)
+    paths: set[Path] = set()
+    for _ in range(2):
+        folder = bench.folder("profile")
+        await engine.start_profile(str(folder))
+        during = await bench.greedy(prompts)
+        path = Path(await engine.stop_profile())
+        events = _trace_events(path, folder)
+        assert events > 10, f"the trace holds {events} events of {len(prompts)} requests"
+        paths.add(path)
+        check_same(bench, during, before)
+    assert len(paths) == 2
+    check_same(bench, await bench.greedy(prompts), before)
+
+
+# Saving ---------------------------------------------------------------------------------------------------------------
+
+
+@case(Capability.SAVE_SHARDED, Capability.WEIGHTS_DISK, own_engine=True)
+async def a_saved_folder_loads_again(bench: Bench) -> None:
+    """After an update the engine saves a folder that an engine can load, tokenizer and all, and that answers alike."""
+
+    async def save(engine: InferenceEngine, folder: Path) -> None:
+        await engine.save_sharded_model(str(folder))
+
+    await _saved_and_loaded_again(bench, save)
+
+
+@case(Capability.SAVE_REMOTE, Capability.WEIGHTS_DISK, own_engine=True)
+async def a_model_saved_to_a_url_loads_again(bench: Bench) -> None:
+    """What was saved to an fsspec URL after an update is a whole model: an engine that loads it answers alike."""
+
+    async def save(engine: InferenceEngine, folder: Path) -> None:
+        await engine.save_remote_model(folder.as_uri())
+
+    await _saved_and_loaded_again(bench, save)
+
+
+@case(Capability.SAVE_SHARDED, Capability.WEIGHTS_DISK)
+async def what_is_saved_is_what_is_served(bench: Bench) -> None:
+    """After an update the new weights are saved, not those that were loaded at the start; saving disturbs nothing."""
+    engine = bench.engine
+    own, prompts = engine.get_weight_version(), bench.prompts(3)
+    first, folder = bench.folder("saved"), bench.folder("saved") / "made" / "on the way"
+    before = await bench.greedy(prompts)
+    await engine.save_sharded_model(str(first))
+    await _check_saved(engine, first, bench.model)
+    await engine.load_weights_from_disk(str(bench.other_weights()), "others")
+    others = await bench.greedy(prompts)
+    await engine.save_sharded_model(str(folder))
+    await _check_saved(engine, folder, bench.other_weights())
+    assert [c.token_ids for c in await bench.greedy(prompts)] == [c.token_ids for c in others]
+    await engine.load_weights_from_disk(str(bench.model), own)
+    check_same(bench, await bench.greedy(prompts), before)
+    await engine.load_weights_from_disk(str(folder), "saved")
+    check_same(bench, await bench.greedy(prompts), others, model=bench.other_weights())
+    await engine.load_weights_from_disk(str(bench.model), own)
+
+
+@case(Capability.SAVE_SHARDED)
+async def nothing_is_saved_where_something_is(bench: Bench) -> None:
+    """A folder that holds anything, a file, and a place where none can be made are refused and left as they are."""
+    engine = bench.engine
+    full, around = bench.folder("full"), bench.folder("around")
+    file = full / "config.json"
+    file.write_text("of somebody else")
+    wrong = {
+        "a folder with a file in it": str(full),
+        "a file": str(file),
+        "a folder below a file": str(file / "saved"),
+        "a place where nobody can make a folder": "/proc/saved",
+        "no path": "",
+        "a path that no system has": f"{around}/a\0b",
+        "a home that nobody has": "~nobody-of-that-name/saved",
+    }
+    for what, path in wrong.items():
+        with refused(InvalidRequest, field="path", otherwise=f"{what} was saved to"):
+            await engine.save_sharded_model(path)
+    assert [path.name for path in full.iterdir()] == [file.name]
+    assert file.read_text() == "of somebody else"
+    assert not list(around.iterdir())
+
+
+@case(Capability.SAVE_SHARDED)
+async def a_relative_folder_is_the_trainers(bench: Bench) -> None:
+    """A relative path is below the caller's working directory, wherever the engine runs; nothing else is left there."""
+    around = bench.folder("around")
+    with contextlib.chdir(around):
+        await bench.engine.save_sharded_model("saved")
+    assert [path.name for path in around.iterdir()] == ["saved"]
+    await _check_saved(bench.engine, around / "saved", bench.model)
+
+
+@case(Capability.SAVE_REMOTE)
+async def a_url_that_leads_nowhere_is_refused(bench: Bench) -> None:
+    """A protocol that there is not, a URL without one, and a place that is taken are refused before any work."""
+    full = bench.folder("full")
+    (full / "config.json").write_text("of somebody else")
+    wrong = {
+        "a protocol that there is not": "telegraph://bucket/saved",
+        "no protocol": str(bench.folder("saved")),
+        "no place": "file://",
+        "a relative path": "file://saved",
+        "no URL": "",
+        "a folder with a file in it": full.as_uri(),
+    }
+    for what, url in wrong.items():
+        with refused(InvalidRequest, field="url", otherwise=f"{what} was saved to"):
+            await bench.engine.save_remote_model(url)
+    assert [path.read_text() for path in full.iterdir()] == ["of somebody else"]
+
+
+@case(Capability.SAVE_SHARDED, Capability.SLEEP_WEIGHTS, Capability.WEIGHTS_DISK)
+async def weights_that_are_lost_are_not_saved(bench: Bench) -> None:
+    """Weights that sleep, or woke up without their values, are not saved; after an update they are."""
+    engine, folder = bench.engine, bench.folder("saved")
+    own = engine.get_weight_version()
+    await engine.sleep([MemoryTag.WEIGHTS])
+    await _refused(engine.save_sharded_model(str(folder)), "asleep")
+    await engine.wake_up([MemoryTag.WEIGHTS])
+    await _refused(engine.save_sharded_model(str(folder)), "dirty")
+    assert not list(folder.iterdir())
+    await engine.load_weights_from_disk(str(bench.model), own)
+    await engine.save_sharded_model(str(folder))
+    await _check_saved(engine, folder, bench.model)
+
+
+@case(Capability.SAVE_SHARDED, Capability.STREAMING, model=ModelKind.LARGE)
+async def requests_run_on_during_a_save(bench: Bench) -> None:
+    """Tokens go on coming while weights are saved, and are the same."""
+    engine, prompt = bench.engine, bench.prompt()
+    params = bench.long(50)
+    (whole,) = (await engine.generate([prompt], params)).completions
+    saving: asyncio.Task[None] | None = None
+    during, last = 0, None
+    async for chunk in engine.generate_stream([prompt], params):
+        if saving is None:
+            saving = asyncio.create_task(engine.save_sharded_model(str(bench.folder("saved"))))
+        during += not saving.done()
+        last = chunk.completion
+    assert saving is not None
+    await saving
+    assert during >= 5, f"{during} chunks came during the save"
+    assert last is not None
+    check_same(bench, [last], [whole])
+
+
+@case(Capability.SAVE_SHARDED, Capability.WEIGHTS_DISK)
+async def an_update_waits_for_a_save(bench: Bench) -> None:
+    """An update begins after the saves that were asked for before it: each saves the weights of one version."""
+    engine, own = bench.engine, bench.engine.get_weight_version()
+    folders = [bench.folder("saved") for _ in range(12)]
+    ended: list[str] = []
+
+    async def noted(what: str, work: Coroutine[object, object, None]) -> None:
+        try:
+            await work
+        finally:
+            ended.append(what)
+
+    results = await asyncio.gather(
+        *(noted("save", engine.save_sharded_model(str(folder))) for folder in folders),
+        noted("update", engine.load_weights_from_disk(str(bench.other_weights()), "others")),
+        return_exceptions=True,
+    )
+    for refusal in results:
+        if isinstance(refusal, UnsupportedCapability):
+            raise refusal
+    waited = ended == ["save"] * len(folders) + ["update"] and not any(results)
+    assert waited, f"the update did not wait for the saves: {ended}; {results}"
+    for folder in folders:
+        await _check_saved(engine, folder, bench.model)
+    await engine.load_weights_from_disk(str(bench.model), own)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _check_state(engine: InferenceEngine, state: EngineState) -> None:
+    assert engine.state is state
+    assert engine.status.state is state
+    assert engine.describe().state == state.value
+
+
+async def _refused(asked: Coroutine[object, object, object], state: str) -> None:
+    """What is asked must be refused in bounded time, by the state's name."""
+    done = f"an engine that is {state} did what it was asked to do"
+    with refused(EngineStateError, state=state, otherwise=done):
+        async with asyncio.timeout(BOUND):
+            await asked
+
+
+async def _everything_is_refused(engine: InferenceEngine, state: str) -> None:
+    """Whatever the engine claims, its state comes first."""
+    asked: list[Callable[[], Coroutine[object, object, object]]] = [
+        lambda: engine.generate([1, 2, 3], SHORT),
+        engine.stats,
+        lambda: engine.abort("a"),
+        engine.abort_generation,
+        engine.pause_generation,
+        engine.continue_generation,
+        engine.sleep,
+        engine.wake_up,
+        engine.reset_prefix_cache,
+        engine.weight_manifest,
+        lambda: engine.load_weights_from_disk("nowhere", "never"),
+        engine.validate_weights,
+        lambda: engine.update_weight_version("a label"),
+        lambda: engine.open_session(100),
+        lambda: engine.start_profile("nowhere"),
+        lambda: engine.save_sharded_model("nowhere"),
+        lambda: engine.save_remote_model("file:///nowhere"),
+    ]
+    for ask in asked:
+        await _refused(ask(), state)
+
+
+async def _is_failed(engine: InferenceEngine) -> None:
+    """It did not start, says so, and can be closed."""
+    assert engine.state is EngineState.FAILED
+    await _refused(engine.generate([1, 2, 3], SHORT), "failed")
+    async with asyncio.timeout(BOUND):
+        await engine.teardown()
+
+
+async def _leaves_nothing(bench: Bench, attempt: Callable[[], Coroutine[object, object, None]], times: int = 2) -> None:
+    """Run ``attempt`` more than once: what the first leaves may be a cache that others use again, the rest leaks."""
+    with temporary_folder(bench.folder("temporary")):
+        await attempt()
+        before = Holdings.now()
+        for _ in range(times - 1):
+            await attempt()
+        await check_nothing_left(before, within=BOUND)
+
+
+def _cut_off(bench: Bench) -> Path:
+    """A copy of the model, of whose weights only the first third is there."""
+    folder = bench.folder("cut") / bench.model.name
+    shutil.copytree(bench.model, folder, copy_function=shutil.copyfile)
+    for path in (folder, *folder.iterdir()):
+        path.chmod(0o755)
+    for file in folder.glob("*.safetensors"):
+        os.truncate(file, file.stat().st_size // 3)
+    return folder
+
+
+def _trace_events(path: Path, folder: Path) -> int:
+    """How many events a viewer finds in the trace: JSON, packed or not."""
+    assert path.resolve().is_relative_to(folder.resolve()), f"{path} is not in {folder}"
+    data = path.read_bytes()
+    trace = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+    return len(trace["traceEvents"])
+
+
+async def _saved_and_loaded_again(
+    bench: Bench, save: Callable[[InferenceEngine, Path], Coroutine[object, object, None]]
+) -> None:
+    folder, others = bench.folder("saved"), bench.other_weights()
+    async with bench.open() as engine:
+        prompts = bench.prompts(4, engine=engine)
+        await engine.load_weights_from_disk(str(others), "others")
+        before = await bench.greedy(prompts, engine=engine)
+        await save(engine, folder)
+        await _check_saved(engine, folder, others)
+        check_same(bench, await bench.greedy(prompts, engine=engine), before, engine, others)
+    async with bench.open(model=folder) as engine:
+        check_same(bench, await bench.greedy(prompts, engine=engine), before, engine, others)
+
+
+async def _check_saved(engine: InferenceEngine, folder: Path, model: Path) -> None:
+    """Raise unless ``folder`` holds each tensor that the engine names, once, as ``model`` has it."""
+    manifest, saved, expected = await engine.weight_manifest(), tensors_of(folder), tensors_of(model)
+    stored = [manifest.aliases.get(name, name) for name in saved]
+    assert sorted(stored) == sorted(spec.name for spec in manifest.tensors)
+    dtypes = {spec.name: spec.dtype for spec in manifest.tensors}
+    for name, tensor in saved.items():
+        assert str(tensor.dtype) == f"torch.{dtypes[manifest.aliases.get(name, name)]}", f"{name} is {tensor.dtype}"
+        own = expected[name].to(tensor.dtype)
+        assert raw_bytes(tensor) == raw_bytes(own), f"what was saved as {name} is not what was served"
+    assert json.loads((folder / "config.json").read_text())["dtype"] == engine.model_info.dtype

@@ -1,0 +1,475 @@
+"""Logprobs: of which distribution they are, and that they are right, whatever else is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import numpy as np
+
+from drivetrain.engine.validation import MODE_CAPABILITY
+from drivetrain.types.capability import Capability
+from drivetrain.types.outputs import Completion, FinishReason, TopLogprobs
+from drivetrain.types.sampling import DisallowedTokens, LogprobsMode, SamplingParams
+from drivetrain_conformance.assertions.common_checks import ending_prompt
+from drivetrain_conformance.assertions.same_answers import check_prefix, check_same
+from drivetrain_conformance.harness.case import case
+from drivetrain_conformance.harness.testbench import Bench
+from drivetrain_conformance.references.oracle import Logits, log_softmax
+from drivetrain_conformance.references.reference_sampling import steps
+
+_TEMPERATURES: Final = (0.0, 0.5, 1.0, 1.7)
+_TRANSFORMS: Final[Mapping[str, tuple[Capability, object]]] = {
+    "top_k": (Capability.TOP_K, 5),
+    "top_p": (Capability.TOP_P, 0.6),
+    "min_p": (Capability.MIN_P, 0.3),
+    "repetition_penalty": (Capability.REPETITION_PENALTY, 1.5),
+    "frequency_penalty": (Capability.FREQUENCY_PENALTY, -1.5),
+    "presence_penalty": (Capability.PRESENCE_PENALTY, -1.5),
+    "logit_bias": (Capability.LOGIT_BIAS, {40: 4.0, 41: 2.0, 42: -100.0}),
+}
+"""What changes the distribution that is drawn from: field → its capability, and a value that changes much."""
+
+
+_WHOLE_CONTEXT: Final = 4096
+"""Tokens of the longest context that is scored as a whole."""
+
+
+# Modes ------------------------------------------------------------------------------------------------------------
+
+
+@case(Capability.LOGPROBS_RAW)
+async def raw_is_the_models_own_distribution(bench: Bench) -> None:
+    """Raw logprobs are those of the model's logits, whatever the temperature."""
+    await _check_mode(bench, LogprobsMode.RAW)
+
+
+@case(Capability.LOGPROBS_TEMPERATURE)
+async def temperature_is_what_a_trainer_recomputes(bench: Bench) -> None:
+    """Logprobs in mode temperature are log_softmax(logits / temperature), and raw when greedy."""
+    await _check_mode(bench, LogprobsMode.TEMPERATURE)
+
+
+@case(Capability.LOGPROBS_PROCESSED)
+async def processed_is_the_distribution_drawn_from(bench: Bench) -> None:
+    """Processed logprobs are those after temperature, and 0 when greedy: a point mass."""
+    await _check_mode(bench, LogprobsMode.PROCESSED)
+
+
+async def _check_mode(bench: Bench, mode: LogprobsMode) -> None:
+    params = [
+        SamplingParams(temperature=temperature, max_new_tokens=12, n=2, logprobs=0, logprobs_mode=mode)
+        for temperature in _TEMPERATURES
+    ]
+    output = await bench.engine.generate(bench.prompts(len(params)), params)
+    _assert_not_rounded([value for completion in output.completions for value in completion.logprobs or ()])
+    for completion in output.completions:
+        _assert_logprobs(bench, completion, params[completion.prompt_index], mode)
+    if bench.claims(Capability.MIN_NEW_TOKENS):
+        await _check_before_min_new_tokens(bench, mode)
+
+
+async def _check_before_min_new_tokens(bench: Bench, mode: LogprobsMode) -> None:
+    """Where EOS is likely and held back, it still counts in modes raw and temperature, and does not in processed."""
+    asked = SamplingParams(temperature=0.8, max_new_tokens=3, min_new_tokens=3, n=4, logprobs=0, logprobs_mode=mode)
+    held_back = DisallowedTokens(token_ids=bench.engine.model_info.eos_token_ids)
+    output = await bench.engine.generate([ending_prompt(bench).token_ids], asked)
+    for completion in output.completions:
+        _assert_logprobs(bench, completion, asked.model_copy(update={"logit_processors": (held_back,)}), mode)
+
+
+def _assert_not_rounded(logprobs: Sequence[float]) -> None:
+    """Assert that log_softmax was computed in float32: the tolerance for a bfloat16 model would hide rounded ones."""
+    bits = np.asarray([value for value in logprobs if value], dtype=np.float32).view(np.uint32)
+    rounded = int((bits & 0xFFFF == 0).sum())
+    assert rounded <= len(bits) / 2, f"{rounded} of {len(bits)} logprobs are bfloat16 numbers, so they were rounded"
+
+
+def _make_transform_case(mode: LogprobsMode, field: str, capability: Capability, value: object) -> None:
+    async def body(bench: Bench) -> None:
+        fields = {"temperature": 0.7, "max_new_tokens": 10, "n": 2, "logprobs": 0, "logprobs_mode": mode, field: value}
+        params = SamplingParams.model_validate(fields)
+        output = await bench.engine.generate(bench.prompts(3), params)
+        for completion in output.completions:
+            _assert_logprobs(bench, completion, params, mode)
+
+    if mode is LogprobsMode.PROCESSED:
+        body.__name__ = f"processed_follows_{field}"
+        body.__doc__ = f"Processed logprobs are those of the distribution that {field} leaves, renormalised."
+    else:
+        body.__name__ = f"{mode.value}_is_unmoved_by_{field}"
+        body.__doc__ = f"Logprobs in mode {mode.value} are those before {field} is applied."
+    case(MODE_CAPABILITY[mode], capability)(body)
+
+
+for _mode in LogprobsMode:
+    for _field, (_capability, _value) in _TRANSFORMS.items():
+        _make_transform_case(_mode, _field, _capability, _value)
+
+
+@case(Capability.LOGPROBS_PROCESSED, *(capability for capability, _ in _TRANSFORMS.values()))
+async def processed_follows_everything_at_once(bench: Bench) -> None:
+    """Processed logprobs follow penalties, bias, temperature, top-k, top-p and min-p in the documented order."""
+    params = SamplingParams(
+        temperature=1.4,
+        max_new_tokens=12,
+        n=2,
+        top_k=40,
+        top_p=0.8,
+        min_p=0.1,
+        repetition_penalty=1.3,
+        frequency_penalty=0.6,
+        presence_penalty=-0.4,
+        logit_bias={40: 2.0, 41: -2.0},
+        logprobs=0,
+        logprobs_mode=LogprobsMode.PROCESSED,
+    )
+    output = await bench.engine.generate(bench.prompts(4), params)
+    for completion in output.completions:
+        _assert_logprobs(bench, completion, params, LogprobsMode.PROCESSED)
+
+
+@case(Capability.LOGPROBS_TEMPERATURE)
+async def temperature_is_the_mode_unless_another_is_asked_for(bench: Bench) -> None:
+    """Logprobs that are asked for without a mode are in mode temperature, and say so."""
+    params = SamplingParams(temperature=0.5, max_new_tokens=8, logprobs=0)
+    output = await bench.engine.generate(bench.prompts(2), params)
+    for completion in output.completions:
+        _assert_logprobs(bench, completion, params, LogprobsMode.TEMPERATURE)
+
+
+@case(Capability.LOGPROBS_RAW, config={"logprobs_mode": "raw"})
+async def the_configured_mode_is_the_default(bench: Bench) -> None:
+    """Logprobs that are asked for without a mode are in the engine's configured one, and say so."""
+    params = SamplingParams(temperature=0.5, max_new_tokens=8, logprobs=0)
+    output = await bench.engine.generate(bench.prompts(2), params)
+    for completion in output.completions:
+        _assert_logprobs(bench, completion, params, LogprobsMode.RAW)
+
+
+@case(Capability.LOGPROBS_RAW, Capability.LOGPROBS_TEMPERATURE, config={"logprobs_mode": "raw"})
+async def requests_of_one_batch_have_modes_of_their_own(bench: Bench) -> None:
+    """Each request of a batch gets the mode that it asked for, and the configured one if it asked for none."""
+    modes = (LogprobsMode.RAW, LogprobsMode.TEMPERATURE, None, LogprobsMode.TEMPERATURE)
+    params = [SamplingParams(temperature=0.6, max_new_tokens=8, logprobs=0, logprobs_mode=mode) for mode in modes]
+    output = await bench.engine.generate([bench.prompt()] * len(params), params)
+    for completion, one, mode in zip(output.completions, params, modes, strict=True):
+        _assert_logprobs(bench, completion, one, mode or LogprobsMode.RAW)
+
+
+@case()
+async def nothing_is_returned_unasked(bench: Bench) -> None:
+    """A request that asks for no logprobs gets none, and no mode."""
+    (completion,) = (await bench.engine.generate(bench.prompt(), SamplingParams(max_new_tokens=3))).completions
+    assert completion.logprobs is None
+    assert completion.logprobs_mode is None
+    assert completion.top_logprobs is None
+    assert completion.prompt_logprobs is None
+    assert completion.prompt_top_logprobs is None
+
+
+# Alignment --------------------------------------------------------------------------------------------------------
+
+
+@case(Capability.LOGPROBS_TEMPERATURE)
+async def the_end_of_sequence_has_its_logprob(bench: Bench) -> None:
+    """An EOS was sampled like any other token, so it stays in the ids and has a logprob."""
+    ending = ending_prompt(bench)
+    params = SamplingParams(temperature=0, max_new_tokens=8, logprobs=0)
+    (completion,) = (await bench.engine.generate(ending.token_ids, params)).completions
+    assert completion.token_ids[-1:] == [ending.eos]
+    assert completion.finish_reason is FinishReason.STOP
+    _assert_logprobs(bench, completion, params, LogprobsMode.TEMPERATURE)
+
+
+@case(Capability.STOP_TOKEN_IDS, Capability.LOGPROBS_TEMPERATURE)
+async def a_stop_token_has_its_logprob(bench: Bench) -> None:
+    """A stop token stays in the ids with its logprob, and nothing comes after it."""
+    prompts = bench.prompts(3)
+    free = await bench.greedy(prompts)
+    params = [
+        SamplingParams(
+            temperature=0, max_new_tokens=12, logprobs=0, stop_token_ids=(one.token_ids[len(one.token_ids) // 2],)
+        )
+        for one in free
+    ]
+    output = await bench.engine.generate(prompts, params)
+    for completion, one, before in zip(output.completions, params, free, strict=True):
+        stop = one.stop_token_ids[0]
+        check_prefix(bench, completion, before)
+        if stop in completion.token_ids:
+            assert completion.finish_reason is FinishReason.STOP
+            assert completion.token_ids.index(stop) == len(completion.token_ids) - 1
+        else:
+            same = before.token_ids[: len(completion.token_ids)]
+            assert completion.token_ids != same, "it did not reach the stop token, though it was on the way there"
+        _assert_logprobs(bench, completion, one, LogprobsMode.TEMPERATURE)
+
+
+@case(Capability.STREAMING, Capability.LOGPROBS_TEMPERATURE)
+async def a_streams_logprobs_are_the_completions(bench: Bench) -> None:
+    """Each chunk has as many logprobs as tokens, and together they are the completion's."""
+    params = SamplingParams(max_new_tokens=10, n=2, logprobs=0)
+    streamed: dict[int, list[float]] = {0: [], 1: []}
+    async for chunk in bench.engine.generate_stream(bench.prompt(), params):
+        assert chunk.logprobs is not None
+        assert len(chunk.logprobs) == len(chunk.token_ids)
+        streamed[chunk.sample_index] += chunk.logprobs
+        if chunk.completion is not None:
+            assert streamed[chunk.sample_index] == chunk.completion.logprobs
+            _assert_logprobs(bench, chunk.completion, params, LogprobsMode.TEMPERATURE)
+
+
+@case(Capability.LOGPROBS_TEMPERATURE)
+async def what_else_runs_changes_no_logprob(bench: Bench) -> None:
+    """Greedy tokens and their logprobs are the same alone, in a batch and in another order, within rounding."""
+    prompts = [bench.prompt(length) for length in (3, 9, 17, 30, 6, 6)]
+    params = SamplingParams(temperature=0, max_new_tokens=12, logprobs=0)
+    alone = [(await bench.engine.generate(prompt, params)).completions[0] for prompt in prompts]
+    together = (await bench.engine.generate(prompts, params)).completions
+    reversed_ = (await bench.engine.generate(prompts[::-1], params)).completions[::-1]
+    for when, completions in (("in a batch", together), ("in another order", reversed_)):
+        check_same(bench, completions, alone)
+        for one, other in zip(alone, completions, strict=True):
+            assert one.logprobs is not None
+            assert other.logprobs is not None
+            common = _common(one.token_ids, other.token_ids)
+            worst = _worst(one.logprobs[:common], other.logprobs[:common])
+            assert worst <= bench.tolerance(), f"{when} a logprob is {worst:.3g} nats off"
+
+
+@case(Capability.LOGPROBS_TEMPERATURE)
+async def a_rollout_agrees_with_the_trainer(bench: Bench) -> None:
+    """For sampled rollouts, the ratio of the trainer's probability of each token to the engine's is one."""
+    params = SamplingParams(temperature=0.8, max_new_tokens=32, n=2, logprobs=0)
+    output = await bench.engine.generate(bench.prompts(4, length=12), params)
+    for completion in output.completions:
+        assert completion.logprobs is not None
+        trainers = bench.output_logprobs(completion, temperature=0.8)
+        worst = _worst(completion.logprobs, trainers)
+        assert worst <= bench.tolerance() / 0.8, f"a token's ratio is exp({worst:.3g})"
+
+
+# The most likely tokens -------------------------------------------------------------------------------------------
+
+
+@case(Capability.TOP_LOGPROBS, Capability.LOGPROBS_RAW)
+async def top_logprobs_raw(bench: Bench) -> None:
+    """In mode raw the k most likely tokens at each step are the model's, most likely first, each once."""
+    await _check_top(bench, LogprobsMode.RAW)
+
+
+@case(Capability.TOP_LOGPROBS, Capability.LOGPROBS_TEMPERATURE)
+async def top_logprobs_after_temperature(bench: Bench) -> None:
+    """In mode temperature the k most likely tokens at each step have their logprobs after temperature."""
+    await _check_top(bench, LogprobsMode.TEMPERATURE)
+
+
+@case(Capability.TOP_LOGPROBS, Capability.LOGPROBS_PROCESSED)
+async def top_logprobs_processed(bench: Bench) -> None:
+    """In mode processed the k most likely tokens are those of the distribution drawn from: one when greedy."""
+    await _check_top(bench, LogprobsMode.PROCESSED)
+
+
+@case(Capability.TOP_LOGPROBS, Capability.LOGPROBS_PROCESSED, Capability.TOP_K)
+async def tokens_that_cannot_be_drawn_are_not_among_the_likely(bench: Bench) -> None:
+    """With top_k=3 the five most likely tokens of the processed distribution are three."""
+    params = SamplingParams(
+        temperature=1.2, top_k=3, max_new_tokens=6, logprobs=5, logprobs_mode=LogprobsMode.PROCESSED
+    )
+    output = await bench.engine.generate(bench.prompts(3), params)
+    for completion in output.completions:
+        _assert_logprobs(bench, completion, params, LogprobsMode.PROCESSED)
+        assert completion.top_logprobs is not None
+        assert [len(top) for top in completion.top_logprobs] == [3] * len(completion.token_ids)
+        for token, top in zip(completion.token_ids, completion.top_logprobs, strict=True):
+            assert token in dict(top), f"token {token} was drawn, and is not among those that can be: {top}"
+
+
+async def _check_top(bench: Bench, mode: LogprobsMode) -> None:
+    params = [
+        SamplingParams(temperature=temperature, max_new_tokens=8, logprobs=count, logprobs_mode=mode)
+        for temperature, count in zip(_TEMPERATURES, (4, 1, 5, 2), strict=True)
+    ]
+    output = await bench.engine.generate(bench.prompts(len(params)), params)
+    for completion, one in zip(output.completions, params, strict=True):
+        _assert_logprobs(bench, completion, one, mode)
+        assert completion.top_logprobs is not None
+        assert len(completion.top_logprobs) == len(completion.token_ids)
+        assert completion.logprobs is not None
+        assert one.logprobs is not None
+        tolerance = _tolerance(bench, one)
+        rows = steps(completion, bench.output_logits(completion), one, bench.tolerance())
+        for step, top, token, own in zip(
+            rows, completion.top_logprobs, completion.token_ids, completion.logprobs, strict=True
+        ):
+            match mode:
+                case LogprobsMode.RAW:
+                    expected = step.raw
+                case LogprobsMode.TEMPERATURE:
+                    expected = step.tempered
+                case LogprobsMode.PROCESSED:
+                    expected = step.processed
+            point_mass = mode is LogprobsMode.PROCESSED and one.temperature == 0
+            if point_mass:
+                assert top == [(token, 0.0)]
+                continue
+            _assert_top(top, expected, one.logprobs, tolerance)
+            if token in dict(top):
+                assert abs(dict(top)[token] - own) <= tolerance, "a token has two logprobs"
+
+
+# Prompts ----------------------------------------------------------------------------------------------------------
+
+
+@case(Capability.PROMPT_LOGPROBS)
+async def prompt_logprobs_are_raw(bench: Bench) -> None:
+    """A prompt's logprobs are the model's own whatever the temperature, one per token; the first token has none."""
+    prompts = [bench.prompt(length) for length in (1, 2, 7, 40)]
+    params = [
+        SamplingParams(temperature=temperature, max_new_tokens=2, prompt_logprobs=0) for temperature in _TEMPERATURES
+    ]
+    output = await bench.engine.generate(prompts, params)
+    for completion in output.completions:
+        _assert_prompt_logprobs(bench, completion)
+        assert completion.prompt_top_logprobs is None
+
+
+@case(Capability.PROMPT_LOGPROBS)
+async def prompt_logprobs_name_the_likely_tokens(bench: Bench) -> None:
+    """With prompt_logprobs=3 each prompt token but the first comes with the three that were most likely."""
+    params = SamplingParams(temperature=0.5, max_new_tokens=2, prompt_logprobs=3)
+    output = await bench.engine.generate([bench.prompt(9), bench.prompt(20)], params)
+    for completion in output.completions:
+        _assert_prompt_logprobs(bench, completion)
+        top = completion.prompt_top_logprobs
+        assert top is not None
+        assert top[0] is None
+        assert len(top) == len(completion.prompt_token_ids)
+        rows = log_softmax(bench.oracle().logits(completion.prompt_token_ids))
+        for found, row in zip(top[1:], rows, strict=False):
+            assert found is not None
+            _assert_top(found, row, 3, bench.tolerance())
+
+
+@case(Capability.PROMPT_LOGPROBS)
+async def a_cached_prefix_changes_no_prompt_logprob(bench: Bench) -> None:
+    """Prompt logprobs are all there, and the same, when the prompt was seen before and is asked about twice."""
+    prompt = bench.prompt(min(400, bench.engine.model_info.context_length // 2))
+    await bench.greedy([prompt])
+    params = SamplingParams(temperature=0, max_new_tokens=2, prompt_logprobs=0)
+    for _ in range(2):
+        for completion in (await bench.engine.generate([prompt, prompt[:-3]], params)).completions:
+            _assert_prompt_logprobs(bench, completion)
+
+
+@case(Capability.PROMPT_LOGPROBS, Capability.LOGPROBS_RAW)
+async def prompt_and_output_logprobs_are_one_sequence(bench: Bench) -> None:
+    """Raw logprobs of a prompt and of what was sampled after it are those of one forward pass over both."""
+    params = SamplingParams(max_new_tokens=10, logprobs=0, prompt_logprobs=0, logprobs_mode=LogprobsMode.RAW)
+    output = await bench.engine.generate([bench.prompt(5), bench.prompt(25)], params)
+    for completion in output.completions:
+        _assert_prompt_logprobs(bench, completion)
+        _assert_logprobs(bench, completion, params, LogprobsMode.RAW)
+
+
+@case(Capability.SCORE_TOKENS, Capability.PROMPT_LOGPROBS)
+async def given_tokens_are_scored_and_none_is_sampled(bench: Bench) -> None:
+    """compute_logprobs returns the logprob of each given token, also where they fill the context, and samples none."""
+    context = bench.engine.model_info.context_length
+    lengths = (2, 11, 30, context) if context <= _WHOLE_CONTEXT else (2, 11, 30)
+    sequences = [bench.prompt(length) for length in lengths]
+    output = await bench.engine.compute_logprobs(sequences)
+    for completion, sequence in zip(output.completions, sequences, strict=True):
+        assert completion.prompt_token_ids == sequence
+        assert completion.token_ids == []
+        assert completion.text == ""
+        _assert_prompt_logprobs(bench, completion)
+
+
+@case(Capability.SCORE_TOKENS, Capability.PROMPT_LOGPROBS)
+async def scoring_names_the_likely_tokens(bench: Bench) -> None:
+    """compute_logprobs(top_k=4) also returns the four most likely tokens at each position."""
+    sequence = bench.prompt(12)
+    (completion,) = (await bench.engine.compute_logprobs([sequence], top_k=4)).completions
+    _assert_prompt_logprobs(bench, completion)
+    assert completion.prompt_top_logprobs is not None
+    for found, row in zip(
+        completion.prompt_top_logprobs[1:], log_softmax(bench.oracle().logits(sequence)), strict=False
+    ):
+        assert found is not None
+        _assert_top(found, row, 4, bench.tolerance())
+
+
+@case(Capability.SCORE_TOKENS, Capability.PROMPT_LOGPROBS, Capability.LOGPROBS_RAW)
+async def a_rollout_can_be_replayed(bench: Bench) -> None:
+    """Scoring a rollout's own tokens gives the logprobs that it had when they were sampled."""
+    params = SamplingParams(max_new_tokens=16, n=2, logprobs=0, logprobs_mode=LogprobsMode.RAW)
+    rollouts = (await bench.engine.generate(bench.prompts(3), params)).completions
+    replayed = await bench.engine.compute_logprobs([one.prompt_token_ids + one.token_ids for one in rollouts])
+    for rollout, replay in zip(rollouts, replayed.completions, strict=True):
+        assert replay.prompt_logprobs is not None
+        scored = [value for value in replay.prompt_logprobs[len(rollout.prompt_token_ids) :] if value is not None]
+        assert rollout.logprobs is not None
+        assert len(scored) == len(rollout.logprobs)
+        worst = _worst(scored, rollout.logprobs)
+        assert worst <= 2 * bench.tolerance(), f"a replayed logprob is {worst:.3g} nats off"
+
+
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def _tolerance(bench: Bench, params: SamplingParams) -> float:
+    return bench.tolerance() / min(1.0, params.temperature or 1.0)
+
+
+def _assert_logprobs(bench: Bench, completion: Completion, params: SamplingParams, mode: LogprobsMode) -> None:
+    """Assert that a completion has one logprob for each token, and the right one."""
+    assert completion.logprobs_mode is mode, f"asked for {mode.value}, got {completion.logprobs_mode}"
+    assert completion.logprobs is not None
+    assert len(completion.logprobs) == len(completion.token_ids)
+    tolerance = _tolerance(bench, params)
+    rows = steps(completion, bench.output_logits(completion), params, bench.tolerance())
+    for at, (step, token, value) in enumerate(zip(rows, completion.token_ids, completion.logprobs, strict=True)):
+        if mode is LogprobsMode.PROCESSED and params.temperature > 0:
+            assert step.possibly[token], f"token {at}, {token}, has probability zero and was drawn"
+        least, most = step.bounds(mode, token)
+        assert least - tolerance <= value <= most + tolerance, (
+            f"the logprob of token {at} in mode {mode.value} at temperature {params.temperature:g} is {value:.5f}; "
+            f"the reference says {most:.5f}"
+        )
+
+
+def _assert_prompt_logprobs(bench: Bench, completion: Completion) -> None:
+    prompt, found = completion.prompt_token_ids, completion.prompt_logprobs
+    assert found is not None
+    assert len(found) == len(prompt)
+    assert found[0] is None, "the first token of a prompt follows nothing, so it has no logprob"
+    rows = log_softmax(bench.oracle().logits(prompt))
+    for at, (value, token, row) in enumerate(zip(found[1:], prompt[1:], rows[:-1], strict=True), start=1):
+        assert value is not None, f"prompt token {at} has no logprob"
+        assert abs(value - row[token]) <= bench.tolerance(), (
+            f"the logprob of prompt token {at} is {value:.5f}; the reference says {row[token]:.5f}"
+        )
+
+
+def _assert_top(found: TopLogprobs, row: Logits, count: int, tolerance: float) -> None:
+    """Assert that ``found`` are the ``count`` most likely tokens of ``row``, most likely first."""
+    ids = [token for token, _ in found]
+    values = [value for _, value in found]
+    assert len(set(ids)) == len(ids), f"a token is named twice: {found}"
+    assert values == sorted(values, reverse=True), f"not in order: {found}"
+    best = np.sort(row[row > -np.inf])[::-1][:count]
+    assert len(found) == len(best), f"expected {len(best)} tokens, got {len(found)}"
+    assert _worst(values, best.tolist()) <= tolerance, f"expected logprobs {best.round(4).tolist()}, got {found}"
+    assert _worst(values, row[ids].tolist()) <= tolerance, f"the tokens named do not have these logprobs: {found}"
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two sequences begin with in common."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _worst(one: Sequence[float], other: Sequence[float]) -> float:
+    return max((abs(a - b) for a, b in zip(one, other, strict=True)), default=0.0)

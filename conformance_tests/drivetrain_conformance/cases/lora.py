@@ -1,0 +1,549 @@
+"""LoRA adapters: loaded, chosen per request, updated and unloaded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+from weakref import WeakKeyDictionary
+
+from drivetrain.errors import EngineBusy, InvalidRequest, NonFiniteLogits
+from drivetrain.types.capability import Capability
+from drivetrain.types.modes import MemoryTag, PauseMode
+from drivetrain.types.outputs import Completion
+from drivetrain.types.sampling import ActionMask, LogprobsMode, SamplingParams
+from drivetrain.types.weights import LoraSource, WeightUpdateRequest
+from drivetrain_conformance.assertions.memory_use import descriptors_of, threads_of
+from drivetrain_conformance.assertions.refusals import refused
+from drivetrain_conformance.assertions.same_answers import check_greedy, check_same
+from drivetrain_conformance.assets.made_adapters import Adapter, change_adapter, has_layers, make_adapter, merge
+from drivetrain_conformance.assets.served_models import Models
+from drivetrain_conformance.harness.case import case
+from drivetrain_conformance.harness.testbench import Bench
+from drivetrain_conformance.references.oracle import log_softmax
+from drivetrain_conformance.references.reference_sampling import steps
+
+if TYPE_CHECKING:
+    import torch
+
+_CONFIG: Final = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+_GREEDY: Final = SamplingParams(max_new_tokens=12, temperature=0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """An adapter, and the model that a request with it is answered by."""
+
+    adapter: Adapter
+    merged: Path
+
+    @property
+    def path(self) -> str:
+        return str(self.adapter.path)
+
+
+_SHAPES: Final[Mapping[int, tuple[Sequence[str], Mapping[str, object]]]] = {
+    1: (("q_proj", "v_proj"), {}),
+    2: (("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), {"lora_alpha": 5}),
+    3: (("o_proj", "down_proj"), {"lora_alpha": 24}),
+}
+"""By seed: the layers that an adapter changes, where the model has them, and what else its configuration says."""
+_made: Final[WeakKeyDictionary[Models, dict[tuple[Path, int, int], _Made]]] = WeakKeyDictionary()
+"""Those of each run: a merged model is as large as the model, so the cases share them."""
+
+
+def _make(bench: Bench, seed: int, rank: int = 4) -> _Made:
+    """An adapter of the engine's model; the same for the same arguments."""
+    known, key = _made.setdefault(bench.models, {}), (bench.model, seed, rank)
+    if key not in known:
+        targets, settings = _SHAPES.get(seed, _SHAPES[1])
+        if not has_layers(bench.model, targets):
+            targets = _SHAPES[1][0]
+        folder = bench.folder("adapter")
+        adapter = make_adapter(bench.model, folder, seed=seed, rank=rank, targets=targets, settings=settings)
+        known[key] = _Made(adapter, merge(bench.model, adapter, bench.folder("merged")))
+    return known[key]
+
+
+@asynccontextmanager
+async def _loaded(bench: Bench, **made: _Made) -> AsyncGenerator[None, None]:
+    """Adapters by their names, loaded while the block runs."""
+    names: list[str] = []
+    try:
+        for name, one in made.items():
+            await bench.engine.load_lora_adapter(name, one.path)
+            names.append(name)
+        yield
+    finally:
+        for name in names:
+            await bench.engine.unload_lora_adapter(name)
+
+
+async def _answers(bench: Bench, prompts: Sequence[list[int]], lora: str | None) -> list[Completion]:
+    return (await bench.engine.generate(list(prompts), _GREEDY, lora=lora)).completions
+
+
+def _assert_made_by(bench: Bench, completions: Sequence[Completion], made: _Made | None) -> None:
+    """Assert that these greedy answers are those of the base with the adapter merged into it, or of the base."""
+    for completion in completions:
+        check_greedy(bench, completion, model=made.merged if made else None)
+
+
+# What an adapter does ---------------------------------------------------------------------------------------------
+
+
+@case(Capability.LORA, config=_CONFIG)
+async def an_adapter_adds_its_product(bench: Bench) -> None:
+    """Requests with an adapter are answered as by the model with the adapter merged in, those without by the base.
+
+    Adapters of attention, of the MLP and of both, and their ``lora_alpha``, count alike.
+    """
+    prompts = bench.prompts(3)
+    before = await bench.greedy(prompts)
+    for seed in _SHAPES:
+        made = _make(bench, seed)
+        async with _loaded(bench, a=made):
+            with_adapter = await _answers(bench, prompts, "a")
+            check_same(bench, await bench.greedy(prompts), before)
+        _assert_made_by(bench, with_adapter, made)
+        assert [one.token_ids for one in with_adapter] != [one.token_ids for one in before], (
+            "the adapter changes nothing"
+        )
+    check_same(bench, await bench.greedy(prompts), before)
+
+
+@case(Capability.LORA, Capability.LOGPROBS_RAW, config=_CONFIG)
+async def logprobs_are_those_with_the_adapter(bench: Bench) -> None:
+    """Raw logprobs of sampled tokens are those of the model with the adapter merged in."""
+    made = _make(bench, seed=1)
+    params = SamplingParams(max_new_tokens=12, n=2, logprobs=0, logprobs_mode=LogprobsMode.RAW)
+    async with _loaded(bench, a=made):
+        output = await bench.engine.generate(bench.prompts(2), params, lora="a")
+    for completion in output.completions:
+        expected = bench.output_logprobs(completion, model=made.merged)
+        assert completion.logprobs is not None
+        assert len(completion.logprobs) == len(expected)
+        worst = max(abs(one - other) for one, other in zip(completion.logprobs, expected, strict=True))
+        assert worst <= bench.tolerance(), f"a logprob is {worst:.3g} nats off that of the merged model"
+
+
+@case(Capability.LORA, config=_CONFIG)
+async def requests_in_flight_use_different_adapters(bench: Bench) -> None:
+    """Requests that run at once use the adapter that each names, or none, as they do alone.
+
+    If an adapter diverged, requests with it end in NonFiniteLogits, and those beside and after them are as they were.
+    """
+    prompts = bench.prompts(2)
+    made = {"a": _make(bench, seed=1), "b": _make(bench, seed=2, rank=8)}
+    names = ("a", None, "b", "a", None)
+    async with _loaded(bench, **made):
+        alone = [await _answers(bench, prompts, name) for name in names]
+        together = await asyncio.gather(*(_answers(bench, prompts, name) for name in names))
+    for name, one, other in zip(names, alone, together, strict=True):
+        chosen = made[name] if name else None
+        _assert_made_by(bench, one, chosen)
+        _assert_made_by(bench, other, chosen)
+    tokens = [[completion.token_ids for completion in answers] for answers in together[:3]]
+    assert tokens[0] != tokens[2], "two adapters answer alike"
+    assert tokens[1] not in (tokens[0], tokens[2]), "an adapter answers as the base does"
+    folder = change_adapter(made["a"].adapter, bench.folder("adapter"), _diverge)
+    diverged = _Made(Adapter(folder, {}), bench.model)
+    async with _loaded(bench, a=made["a"], diverged=diverged):
+        users = ("diverged", None, "a", "diverged", "a")
+        ends = await asyncio.gather(*(_answers(bench, prompts, name) for name in users), return_exceptions=True)
+        ends.append(await _answers(bench, prompts, None))
+    for user, end in zip((*users, None), ends, strict=True):
+        if user == "diverged":
+            assert isinstance(end, NonFiniteLogits), f"a request with an adapter that diverged ended as {end!r}"
+            assert "'diverged'" in str(end), f"the error does not name the adapter: {end}"
+        elif isinstance(end, BaseException):
+            raise end
+        else:
+            _assert_made_by(bench, end, made[user] if user else None)
+
+
+def _diverge(_: dict[str, object], tensors: dict[str, torch.Tensor]) -> None:
+    """Make finite tensors so large that what they add overflows."""
+    for tensor in tensors.values():
+        tensor.mul_(1e20)
+
+
+@case(Capability.LORA, config=_CONFIG)
+async def an_adapter_holds_in_streams_pauses_and_sleeps(bench: Bench) -> None:
+    """A request's adapter makes its streams and prompt logprobs, and is kept while it is frozen and through a sleep."""
+    engine, made = bench.engine, _make(bench, seed=1)
+    prompts = bench.prompts(2)
+    async with _loaded(bench, a=made):
+        if bench.claims(Capability.STREAMING):
+            chunks = [chunk async for chunk in engine.generate_stream(prompts, _GREEDY, lora="a")]
+            _assert_made_by(bench, [chunk.completion for chunk in chunks if chunk.completion is not None], made)
+        if bench.claims(Capability.PROMPT_LOGPROBS):
+            await _check_prompt_logprobs(bench, bench.prompt(24), made)
+        await _check_fields(bench, made)
+        for needed, mode in _FREEZING.items():
+            if not bench.claims(needed):
+                continue
+            async with bench.in_flight(prompts, bench.long(250), lora="a") as task:
+                await engine.pause_generation(mode)
+                await engine.continue_generation()
+                _assert_made_by(bench, (await task).completions, made)
+        if bench.claims(Capability.SLEEP_KV_CACHE):
+            await engine.sleep({MemoryTag.KV_CACHE})
+            await engine.wake_up({MemoryTag.KV_CACHE})
+        _assert_made_by(bench, await _answers(bench, prompts, "a"), made)
+        _assert_made_by(bench, await _answers(bench, prompts, None), None)
+
+
+_FREEZING: Final = {
+    Capability.PAUSE_IN_PLACE: PauseMode.IN_PLACE,
+    Capability.PAUSE_RETRACT: PauseMode.RETRACT,
+}
+
+
+async def _check_prompt_logprobs(bench: Bench, prompt: list[int], made: _Made) -> None:
+    """Logprobs of a prompt are the merged model's, also where nothing is sampled."""
+    rows = log_softmax(bench.oracle(made.merged).logits(prompt))
+    for count in (1, 0) if bench.claims(Capability.SCORE_TOKENS) else (1,):
+        params = SamplingParams(max_new_tokens=count, temperature=0, prompt_logprobs=0)
+        (completion,) = (await bench.engine.generate([prompt], params, lora="a")).completions
+        assert completion.prompt_logprobs is not None
+        for at, found in enumerate(completion.prompt_logprobs[1:], 1):
+            off = abs((found or 0.0) - float(rows[at - 1][prompt[at]]))
+            assert off <= bench.tolerance(), f"a prompt logprob is {off:.3g} nats off that of the merged model"
+
+
+async def _check_fields(bench: Bench, made: _Made) -> None:
+    """Penalties, biases, masks and stop ids hold beside an adapter: greedy tokens are the best after all of them."""
+    fields: dict[str, object] = {"max_new_tokens": 12, "temperature": 0}
+    few = sorted(set(bench.prompt(40)))
+    for needed, name, value in (
+        (Capability.REPETITION_PENALTY, "repetition_penalty", 1.2),
+        (Capability.FREQUENCY_PENALTY, "frequency_penalty", 0.5),
+        (Capability.PRESENCE_PENALTY, "presence_penalty", 0.4),
+        (Capability.LOGIT_BIAS, "logit_bias", dict.fromkeys(few[::2], 1.5)),
+        (Capability.LOGIT_PROCESSORS, "logit_processors", (ActionMask(allowed_token_ids=tuple(few)),)),
+    ):
+        if bench.claims(needed):
+            fields[name] = value
+    params = SamplingParams.model_validate(fields)
+    for completion in (await bench.engine.generate(bench.prompts(2), params, lora="a")).completions:
+        rows = bench.output_logits(completion, made.merged)
+        for token, step in zip(completion.token_ids, steps(completion, rows, params, bench.tolerance()), strict=True):
+            lag = step.scaled.max() - step.scaled[token]
+            assert lag <= 2 * bench.tolerance(), (
+                f"with an adapter, token {token} is {lag:.3g} below the best after penalties, bias and mask"
+            )
+        if bench.claims(Capability.STOP_TOKEN_IDS):
+            stopping = params.model_copy(update={"stop_token_ids": (completion.token_ids[0],)})
+            (ended,) = (await bench.engine.generate(completion.prompt_token_ids, stopping, lora="a")).completions
+            assert len(ended.token_ids) == 1, f"with an adapter, a stop token id did not end {ended.token_ids}"
+
+
+@case(Capability.LORA, config=_CONFIG)
+async def cached_prefixes_are_not_shared_between_adapters(bench: Bench) -> None:
+    """A long prompt that the base or another adapter has seen is computed anew by each adapter."""
+    prompt = bench.prompt(min(400, bench.engine.model_info.context_length // 2))
+    made = {"a": _make(bench, seed=1), "b": _make(bench, seed=2)}
+    async with _loaded(bench, **made):
+        for name in (None, "a", "b", "a", None):
+            _assert_made_by(bench, await _answers(bench, [prompt], name), made[name] if name else None)
+
+
+@case(Capability.LORA, config=_CONFIG)
+async def a_pinned_adapter_is_served(bench: Bench) -> None:
+    """An adapter that is loaded with pinned=True is served and unloaded like any other."""
+    made = _make(bench, seed=1)
+    await bench.engine.load_lora_adapter("a", made.path, pinned=True)
+    _assert_made_by(bench, await _answers(bench, bench.prompts(2), "a"), made)
+    await bench.engine.unload_lora_adapter("a")
+    with refused(InvalidRequest, field="lora"):
+        await _answers(bench, bench.prompts(1), "a")
+
+
+@case(Capability.LORA)
+async def adapters_without_enable_lora(bench: Bench) -> None:
+    """An engine that claims adapters without enable_lora serves them; one that does not refuses them."""
+    made = _make(bench, seed=1)
+    async with _loaded(bench, a=made):
+        _assert_made_by(bench, await _answers(bench, bench.prompts(2), "a"), made)
+
+
+# Its settings -----------------------------------------------------------------------------------------------------
+
+_SETTINGS: Final[Mapping[str, tuple[Sequence[str], Mapping[str, object]]]] = {
+    "use_rslora": (("q_proj", "v_proj"), {"use_rslora": True}),
+    "alpha_pattern": (("q_proj", "v_proj"), {"alpha_pattern": {"q_proj": 64, "v_proj": 1}}),
+    "rank_pattern": (("q_proj", "v_proj"), {"rank_pattern": {"q_proj": 2}}),
+    "layers_to_transform": (("q_proj", "v_proj"), {"layers_to_transform": [1]}),
+    "target_modules": (("q_proj", "v_proj"), {"target_modules": None}),
+    # Engines hold these in one layer with others, to which nothing is to be added.
+    "q_proj": (("k_proj",), {}),
+    "gate_proj": (("up_proj",), {}),
+}
+"""Adapters by what a refusal has to name: layers that they adapt, and fields of their configuration."""
+
+_NOT_PLAIN: Final[Mapping[str, object]] = {
+    "init_lora_weights": "pissa",
+    "bias": "all",
+    "modules_to_save": ["lm_head"],
+    "trainable_token_indices": [1],
+    "target_parameters": ["mlp.experts.down_proj"],
+    "layer_replication": [[0, 2], [1, 2]],
+    "alora_invocation_tokens": [1, 2],
+    "use_dora": True,
+    "use_qalora": True,
+    "a_field_that_nobody_knows": 1,
+}
+"""Fields by which a folder with the tensors of plain LoRA is something else."""
+
+
+def _set(fields: Mapping[str, object], config: dict[str, object], _: object) -> None:
+    config.update(fields)
+
+
+async def _is_taken(bench: Bench, adapter: Adapter, naming: str) -> bool:
+    """Load an adapter as ``a``; return False if it is refused with a message that holds ``naming``."""
+    try:
+        await bench.engine.load_lora_adapter("a", str(adapter.path))
+    except InvalidRequest as error:
+        said = str(error)
+    else:
+        return True
+    assert naming in said, f"the refusal does not name {naming!r}: {said}"
+    return False
+
+
+@case(Capability.LORA, config=_CONFIG)
+async def every_setting_is_honoured_or_refused(bench: Bench) -> None:
+    """An adapter's scales, ranks and layers are those of its configuration; a field with another effect is refused.
+
+    A refusal names the field, and the base serves on unchanged. Mend it where the backend loads an adapter:
+    ``drivetrain_weight_sync.receiver.lora_adapters.read_adapter`` checks a folder, and ``PlainAdapters`` folds ranks
+    and scales in.
+    """
+    prompts = bench.prompts(2)
+    before = await bench.greedy(prompts)
+    plain = _make(bench, seed=1)
+    for field, value in _NOT_PLAIN.items():
+        path = change_adapter(plain.adapter, bench.folder("adapter"), partial(_set, {field: value}))
+        with refused(InvalidRequest, naming=field, otherwise=f"an adapter with {field}={value!r} is taken as plain"):
+            await bench.engine.load_lora_adapter("a", str(path))
+    check_same(bench, await bench.greedy(prompts), before)
+    for name, (targets, settings) in _SETTINGS.items():
+        if not has_layers(bench.model, targets):
+            continue
+        adapter = make_adapter(bench.model, bench.folder("adapter"), seed=5, targets=targets, settings=settings)
+        if not await _is_taken(bench, adapter, name):
+            continue
+        answers = await _answers(bench, prompts, "a")
+        await bench.engine.unload_lora_adapter("a")
+        _assert_made_by(bench, answers, _Made(adapter, merge(bench.model, adapter, bench.folder("merged"))))
+    check_same(bench, await bench.greedy(prompts), before)
+
+
+# Names ------------------------------------------------------------------------------------------------------------
+
+
+@case(Capability.LORA, config=_CONFIG)
+async def an_unloaded_adapter_is_refused(bench: Bench) -> None:
+    """After unloading, a request for the adapter is refused, and so is unloading it again; the base serves on."""
+    made, prompts = _make(bench, seed=1), bench.prompts(2)
+    async with _loaded(bench, a=made):
+        _assert_made_by(bench, await _answers(bench, prompts, "a"), made)
+    with refused(InvalidRequest, field="lora", naming="'a'"):
+        await _answers(bench, prompts, "a")
+    with refused(InvalidRequest, field="lora_name", naming="'a'"):
+        await bench.engine.unload_lora_adapter("a")
+    _assert_made_by(bench, await _answers(bench, prompts, None), None)
+
+
+@case(Capability.LORA, config=_CONFIG)
+async def an_unknown_adapter_is_refused(bench: Bench) -> None:
+    """A request for an adapter that was never loaded is refused, naming it and those that are loaded."""
+    async with _loaded(bench, known=_make(bench, seed=1)):
+        with refused(InvalidRequest, field="lora", naming="known"):
+            await _answers(bench, bench.prompts(1), "unknown")
+        with refused(InvalidRequest, field="lora_name", naming="unknown"):
+            await bench.engine.unload_lora_adapter("unknown")
+
+
+@case(Capability.LORA, config=_CONFIG)
+async def a_name_is_given_once(bench: Bench) -> None:
+    """Loading under a name that is taken, or empty, is refused; the adapter that has it is served on."""
+    made, other = _make(bench, seed=1), _make(bench, seed=2)
+    async with _loaded(bench, a=made):
+        for path in (made.path, other.path):
+            with refused(InvalidRequest, field="lora_name", naming="'a'"):
+                await bench.engine.load_lora_adapter("a", path)
+        with refused(InvalidRequest, field="lora_name"):
+            await bench.engine.load_lora_adapter("", other.path)
+        _assert_made_by(bench, await _answers(bench, bench.prompts(2), "a"), made)
+
+
+@case(Capability.LORA, config=_CONFIG)
+async def a_name_may_come_back_as_another_adapter(bench: Bench) -> None:
+    """After unloading, the same name with another path is the other adapter, also for a prompt that is cached."""
+    made, other = _make(bench, seed=1), _make(bench, seed=2)
+    prompts = [bench.prompt(), bench.prompt(min(400, bench.engine.model_info.context_length // 2))]
+    async with _loaded(bench, a=made):
+        first = await _answers(bench, prompts, "a")
+    async with _loaded(bench, a=other):
+        second = await _answers(bench, prompts, "a")
+    _assert_made_by(bench, first, made)
+    _assert_made_by(bench, second, other)
+    assert [one.token_ids for one in first] != [one.token_ids for one in second], "the first adapter is still served"
+
+
+# What cannot be loaded --------------------------------------------------------------------------------------------
+
+
+@case(Capability.LORA, config=_CONFIG)
+async def no_more_adapters_than_the_limit(bench: Bench) -> None:
+    """One adapter more than max_loras is refused, naming the limit; after unloading one it loads."""
+    first, second, third = (_make(bench, seed=seed) for seed in (1, 2, 3))
+    async with _loaded(bench, b=second):
+        async with _loaded(bench, a=first):
+            with refused(InvalidRequest, naming="max_loras"):
+                await bench.engine.load_lora_adapter("c", third.path)
+            with refused(InvalidRequest, field="lora"):
+                await _answers(bench, bench.prompts(1), "c")
+            _assert_made_by(bench, await _answers(bench, bench.prompts(2), "a"), first)
+        async with _loaded(bench, c=third):
+            _assert_made_by(bench, await _answers(bench, bench.prompts(2), "c"), third)
+            _assert_made_by(bench, await _answers(bench, bench.prompts(2), "b"), second)
+
+
+@case(Capability.LORA, config=_CONFIG)
+async def no_larger_rank_than_the_limit(bench: Bench) -> None:
+    """An adapter whose rank is above max_lora_rank is refused, naming the limit, and takes no place."""
+    large, prompts = make_adapter(bench.model, bench.folder("adapter"), seed=1, rank=16), bench.prompts(2)
+    pattern = {"rank_pattern": {"v_proj": 16}}
+    partly = make_adapter(bench.model, bench.folder("adapter"), seed=1, settings=pattern)
+    for folder in (large.path, partly.path):
+        with refused(InvalidRequest, naming="max_lora_rank"):
+            await bench.engine.load_lora_adapter("large", str(folder))
+    made = {"a": _make(bench, seed=2, rank=8), "b": _make(bench, seed=1)}
+    async with _loaded(bench, **made):
+        for name, one in made.items():
+            _assert_made_by(bench, await _answers(bench, prompts, name), one)
+
+
+def _without(tensors: dict[str, torch.Tensor], part: str, most: int) -> None:
+    """Remove tensors whose names hold ``part``."""
+    for name in [name for name in tensors if part in name][:most]:
+        del tensors[name]
+
+
+_DEFECTS: Final[Mapping[str, Callable[[dict[str, object], dict[str, torch.Tensor]], object]]] = {
+    "no lora_B": lambda _, tensors: _without(tensors, "lora_B", len(tensors)),
+    "one lora_B missing": lambda _, tensors: _without(tensors, "lora_B", 1),
+    "a layer missing": lambda _, tensors: _without(tensors, "layers.0.", len(tensors)),
+    "NaN": lambda _, tensors: next(iter(tensors.values()))[0].fill_(float("nan")),
+    "an infinite lora_alpha": lambda config, _: config.update(lora_alpha=float("inf")),
+    "another rank than its r": lambda config, _: config.update(r=8),
+}
+
+
+@case(Capability.LORA, config=_CONFIG)
+async def what_is_no_adapter_is_refused(bench: Bench) -> None:
+    """A path that holds no adapter of this model, or a damaged one, is refused; the engine serves on."""
+    made, empty, broken, cut = _make(bench, seed=1), *(bench.folder("adapter") for _ in range(3))
+    (broken / "adapter_config.json").write_text("{", encoding="utf-8")
+    make_adapter(bench.model, cut, seed=1)
+    (cut / "adapter_model.safetensors").unlink()
+    misfit = make_adapter(bench.model, bench.folder("adapter"), seed=1, columns=24).path
+    folders = {"no folder": bench.folder("adapter") / "missing", "an empty folder": empty, "no JSON": broken}
+    folders |= {"no tensors": cut, "other shapes": misfit}
+    for what, change in _DEFECTS.items():
+        folders[what] = change_adapter(made.adapter, bench.folder("adapter"), change)
+    held = []
+    for what, path in folders.items():
+        with refused(InvalidRequest, otherwise=f"an adapter with {what} is taken"):
+            await bench.engine.load_lora_adapter("a", str(path))
+        with refused(InvalidRequest, field="lora"):
+            await _answers(bench, bench.prompts(1), "a")
+        held.append((threads_of(bench.engine), descriptors_of(bench.engine)))
+    for what, counts in zip(("threads", "descriptors"), zip(*held, strict=True), strict=True):
+        # Pools take a few more now and then. A leak takes one with every refusal.
+        assert counts[-1] - counts[0] < len(counts) - 1, f"{what} grow while adapters are refused: {counts}"
+    _assert_made_by(bench, await _answers(bench, bench.prompts(1), None), None)
+    async with _loaded(bench, a=made):
+        _assert_made_by(bench, await _answers(bench, bench.prompts(2), "a"), made)
+
+
+@case(Capability.LORA, Capability.IGNORE_EOS, config=_CONFIG)
+async def an_adapter_in_use_is_not_unloaded(bench: Bench) -> None:
+    """Unloading an adapter that requests under way use is refused; they, and later ones, use it on."""
+    made = _make(bench, seed=1)
+    async with _loaded(bench, a=made):
+        async with bench.in_flight(bench.prompts(2), bench.long(ignore_eos=True), lora="a"):
+            with refused(EngineBusy, naming="2 requests"):
+                await bench.engine.unload_lora_adapter("a")
+            _assert_made_by(bench, await _answers(bench, bench.prompts(1), "a"), made)
+    with refused(InvalidRequest, field="lora"):
+        await _answers(bench, bench.prompts(1), "a")
+
+
+# Weights ----------------------------------------------------------------------------------------------------------
+
+
+@case(Capability.LORA, Capability.WEIGHTS_LORA, config=_CONFIG, changes_weights=True)
+async def an_adapter_is_updated_in_place(bench: Bench) -> None:
+    """A weight update from an adapter's folder changes that adapter alone, under a new version; no prefix is stale."""
+    made, other, newer = _make(bench, seed=1), _make(bench, seed=2), _make(bench, seed=3)
+    prompts = [bench.prompt(), bench.prompt(min(400, bench.engine.model_info.context_length // 2))]
+    base = await bench.greedy(prompts)
+    async with _loaded(bench, a=made, b=other):
+        _assert_made_by(bench, await _answers(bench, prompts, "a"), made)
+        source = LoraSource(lora_name="a", path=newer.path)
+        await bench.engine.update_named_weights(WeightUpdateRequest(version="newer-adapter", source=source))
+        assert bench.engine.get_weight_version() == "newer-adapter"
+        _assert_made_by(bench, await _answers(bench, prompts, "a"), newer)
+        _assert_made_by(bench, await _answers(bench, prompts, "b"), other)
+        check_same(bench, await bench.greedy(prompts), base)
+
+
+@case(Capability.LORA, Capability.WEIGHTS_LORA, Capability.IGNORE_EOS, config=_CONFIG, changes_weights=True)
+async def an_adapter_that_cannot_be_updated_serves_on(bench: Bench) -> None:
+    """An update from a bad folder, or while requests had to change adapters, is refused; mode wait ends them first."""
+    made, newer, prompts = _make(bench, seed=1), _make(bench, seed=3), bench.prompts(2)
+    version = bench.engine.get_weight_version()
+
+    def update(path: str, mode: PauseMode) -> WeightUpdateRequest:
+        return WeightUpdateRequest(version="newer", source=LoraSource(lora_name="a", path=path), mode=mode)
+
+    async with _loaded(bench, a=made):
+        with refused(InvalidRequest):
+            await bench.engine.update_named_weights(update(str(bench.folder("adapter")), PauseMode.WAIT))
+        async with bench.in_flight(prompts, bench.long(200, ignore_eos=True), lora="a") as flying:
+            for mode in (PauseMode.RETRACT, PauseMode.IN_PLACE):
+                with refused(EngineBusy, naming="2 requests"):
+                    await bench.engine.update_named_weights(update(newer.path, mode))
+            assert bench.engine.get_weight_version() == version
+            _assert_made_by(bench, await _answers(bench, prompts, "a"), made)
+            await bench.engine.update_named_weights(update(newer.path, PauseMode.WAIT))
+            assert flying.done(), "the update came before the requests had ended"
+        _assert_made_by(bench, (await flying).completions, made)
+        assert bench.engine.get_weight_version() == "newer"
+        _assert_made_by(bench, await _answers(bench, prompts, "a"), newer)
+
+
+@case(Capability.LORA, Capability.WEIGHTS_DISK, config=_CONFIG, changes_weights=True)
+async def the_base_is_updated_beneath_an_adapter(bench: Bench) -> None:
+    """After an update of the base, requests with an adapter are answered by the new base and the adapter together."""
+    new_base, prompts = bench.other_weights(), bench.prompts(2)
+    made = _make(bench, seed=1)
+    together = _Made(made.adapter, merge(new_base, made.adapter, bench.folder("merged")))
+    async with _loaded(bench, a=made):
+        before = await _answers(bench, prompts, "a")
+        await bench.engine.load_weights_from_disk(str(new_base), "new-base")
+        after = await _answers(bench, prompts, "a")
+        plain = await _answers(bench, prompts, None)
+    _assert_made_by(bench, before, made)
+    _assert_made_by(bench, after, together)
+    for completion in plain:
+        check_greedy(bench, completion, model=new_base)

@@ -1,0 +1,764 @@
+"""Images, video and sound beside the prompt. The files are made here, byte by byte, so that nothing has to be read."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import itertools
+import os
+import struct
+import threading
+import wave
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+
+from drivetrain.errors import InvalidRequest
+from drivetrain.types.capability import Capability
+from drivetrain.types.modes import PauseMode
+from drivetrain.types.outputs import Completion
+from drivetrain.types.prompts import AudioInput, ChatPrompt, ImageInput, MediaInput, Message, TokenPrompt, VideoInput
+from drivetrain.types.sampling import SamplingParams
+from drivetrain_conformance.assertions.refusals import refused
+from drivetrain_conformance.assets.served_models import ModelKind
+from drivetrain_conformance.assets.weight_sources import raw_bytes, tensors_of
+from drivetrain_conformance.harness.case import case
+from drivetrain_conformance.harness.testbench import Bench, NoOracle, end_requests, until_running
+from drivetrain_conformance.references.oracle import Film, ImagesOracle, Logits, VideosOracle, log_softmax
+from drivetrain_conformance.references.reference_sampling import steps
+
+Pixel = tuple[int, int, int]
+
+_SIDE: Final = 64
+_NONE: Final[Mapping[str, Any]] = MappingProxyType({})
+_BOUNDS: Final = {"max_bytes": 1 << 20, "max_pixels": 1 << 16, "max_video_seconds": 10, "max_video_pixels": 1 << 18}
+_BOUNDED: Final = {"media": _BOUNDS}
+_KINDS: Final = {ImageInput: "image", VideoInput: "video", AudioInput: "audio"}
+_GREEDY: Final = SamplingParams(max_new_tokens=16, temperature=0)
+_SEEN: Final = SamplingParams(max_new_tokens=12, temperature=0, logprobs=0)
+
+
+@case(Capability.IMAGES, model=ModelKind.VISION, config=_BOUNDED)
+async def another_image_has_another_answer(bench: Bench) -> None:
+    """The same words beside two different images are answered differently, and beside one image the same again."""
+    black, noise = (ImageInput(data=_png(pixel)) for pixel in (_black, _pattern))
+    await _assert_tells_apart(bench, "image", black, noise)
+
+
+@case(Capability.IMAGES, model=ModelKind.VISION, config=_BOUNDED)
+async def images_are_read_from_bytes_files_and_data_urls(bench: Bench) -> None:
+    """An image is the same given as bytes, as a path and as a data URL."""
+    data = _png(_pattern)
+    path = bench.folder("images") / "pattern.png"
+    path.write_bytes(data)
+    url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+    await _assert_same(bench, "image", [ImageInput(data=data), ImageInput(path=str(path)), ImageInput(url=url)])
+
+
+@case(Capability.IMAGES, model=ModelKind.VISION, config=_BOUNDED)
+async def images_stay_with_their_prompts(bench: Bench) -> None:
+    """In a batch each prompt has its own images, and a prompt without any is answered as it is alone."""
+    black, pattern = (ImageInput(data=_png(pixel)) for pixel in (_black, _pattern))
+    prompts = [_chat("image", [black]), _chat("image", [pattern]), _chat("image", []), _chat("image", [black, pattern])]
+    alone = [(await bench.engine.generate(prompt, _GREEDY)).completions[0] for prompt in prompts]
+    together = (await bench.engine.generate(prompts, _GREEDY)).completions
+    assert [one.token_ids for one in together] == [one.token_ids for one in alone]
+
+
+@case(Capability.IMAGES, model=ModelKind.VISION, config=_BOUNDED)
+async def images_are_fetched_once(bench: Bench) -> None:
+    """An image on a server is what its bytes are, and is fetched once for all samples of its prompt."""
+    data = _png(_pattern)
+    with _served({"/pattern.png": data}) as (address, asked):
+        params = _SEEN.model_copy(update={"n": 3})
+        fetched = await bench.engine.generate(_chat("image", [ImageInput(url=f"{address}/pattern.png")]), params)
+        assert asked == ["/pattern.png"]
+        for completion in fetched.completions:
+            _check_seen(bench, completion, [data])
+        with refused(InvalidRequest, naming="/missing.png"):
+            await bench.engine.generate(_chat("image", [ImageInput(url=f"{address}/missing.png")]), _GREEDY)
+
+
+@case(Capability.IMAGES, model=ModelKind.VISION, config=_BOUNDED)
+async def what_is_no_image_is_refused(bench: Bench) -> None:
+    """An image that is broken, too large or missing is refused as the request's mistake, with its batch."""
+    missing = str(bench.folder("images") / "missing.png")
+    os.mkfifo(fifo := bench.folder("fifos") / "fifo.png")
+    good, nothing = _png(_black), base64.b64encode(b"nothing").decode()
+    for broken in (
+        ImageInput(path=str(fifo)),
+        ImageInput(data=_png_header(50_000, 50_000)),
+        ImageInput(data=_eps()),
+        ImageInput(data=b"this is no image"),
+        ImageInput(data=b""),
+        ImageInput(data=good[: len(good) // 2]),
+        ImageInput(path=missing),
+        ImageInput(url=f"data:image/png;base64,{nothing}"),
+        ImageInput(url=Path(missing).as_uri()),
+        ImageInput(url="http://127.0.0.1:1/image.png"),
+    ):
+        with refused(InvalidRequest, field="prompts"):
+            await bench.engine.generate([_chat("image", []), _chat("image", [broken])], _GREEDY)
+        assert (await bench.engine.stats()).running == 0
+    padded = bench.folder("images") / "padded.png"
+    padded.write_bytes(good + bytes(_BOUNDS["max_bytes"]))
+    wide = _png(_black, 260, 260)
+    for large, bound in ((ImageInput(path=str(padded)), "max_bytes"), (ImageInput(data=wide), "max_pixels")):
+        with refused(InvalidRequest, field="prompts", naming=bound):
+            await bench.engine.generate(_chat("image", [large]), _GREEDY)
+    assert await _answers(bench, "image", ImageInput(data=good))
+    redirects = {"/to-a-file": Path(missing).as_uri(), "/around": "/around"}
+    with _served({}, redirects, {"/huge": 10**12}) as (address, _):
+        for path in ("to-a-file", "around", "huge"):
+            with refused(InvalidRequest, field="prompts", naming=f"/{path}"):
+                await bench.engine.generate(_chat("image", [ImageInput(url=f"{address}/{path}")]), _GREEDY)
+
+
+# What the model sees -------------------------------------------------------------------------------------------------
+
+
+@case(Capability.IMAGES, model=ModelKind.VISION, config=_BOUNDED)
+async def an_image_is_seen_as_the_model_sees_it(bench: Bench) -> None:
+    """Logprobs of answers are those of an independent pass over the prompt that comes back and the images."""
+    for images in (
+        [_png(_pattern)],
+        [_png(_black)],
+        [_png(_stripes, 96, 40)],
+        [_png(_pattern), _png(_stripes, 40, 96)],
+        [_png(_stripes, 40, 96), _png(_pattern)],
+        [],
+    ):
+        (completion,) = (await bench.engine.generate(_with_images(images), _SEEN)).completions
+        _check_seen(bench, completion, images)
+
+
+@case(Capability.IMAGES, model=ModelKind.VISION, config=_BOUNDED)
+async def a_prompt_comes_back_as_it_was_seen(bench: Bench) -> None:
+    """The ids of a prompt hold each image as often as the model takes it, and asked as such they mean the same."""
+    images = [_png(_pattern), _png(_stripes, 96, 40)]
+    media = tuple(ImageInput(data=image) for image in images)
+    engine = bench.engine
+    asked = _with_images(images)
+    (completion,) = (await engine.generate(asked, _SEEN)).completions
+    written = engine.tokenizer.encode(asked)
+    _check_seen(bench, completion, images)
+    seen = completion.prompt_token_ids
+    assert len(seen) > len(written)
+    (token,) = {token for token in seen if seen.count(token) > written.count(token)}
+    assert [token for token, _ in itertools.groupby(seen)] == [token for token, _ in itertools.groupby(written)]
+    for token_ids in (written, seen):
+        prompt = TokenPrompt(token_ids=tuple(token_ids), media=media)
+        (again,) = (await engine.generate(prompt, _SEEN)).completions
+        assert again.prompt_token_ids == seen
+        _check_seen(bench, again, images)
+    first = seen.index(token)
+    for wrong in (
+        [one for one in seen if one != token],
+        [*seen[:first], token, *seen[first:]],
+        [*written, token],
+        [one for at, one in enumerate(seen) if at != first - 1],
+    ):
+        with refused(InvalidRequest, field="prompts[0]"):
+            await engine.generate(TokenPrompt(token_ids=tuple(wrong), media=media), _SEEN)
+
+
+@case(Capability.IMAGES, model=ModelKind.VISION, config=_BOUNDED)
+async def images_count_in_the_context(bench: Bench) -> None:
+    """Prompt and output fit the context together with the images, and what does not is refused."""
+    image = [_png(_pattern)]
+    seen = (await bench.engine.generate(_with_images(image), _SEEN)).completions[0].prompt_token_ids
+    room = bench.engine.model_info.context_length - len(seen)
+    with refused(InvalidRequest, field="sampling_params.max_new_tokens"):
+        await bench.engine.generate(_with_images(image), SamplingParams(max_new_tokens=room + 1))
+    fitting = SamplingParams(max_new_tokens=room, temperature=0)
+    (completion,) = (await bench.engine.generate(_with_images(image), fitting)).completions
+    assert completion.prompt_token_ids == seen
+    assert 0 < len(completion.token_ids) <= room
+
+
+@case(Capability.IMAGES, Capability.PROMPT_LOGPROBS, model=ModelKind.VISION, config=_BOUNDED)
+async def prompts_with_images_are_scored(bench: Bench) -> None:
+    """Logprobs of a prompt's own tokens are those of an independent pass, those of its images' tokens too."""
+    images = [_png(_pattern), _png(_stripes, 96, 40)]
+    params = _SEEN.model_copy(update={"prompt_logprobs": 0})
+    (completion,) = (await bench.engine.generate(_with_images(images), params)).completions
+    _check_scored(bench, completion, images)
+    _check_seen(bench, completion, images)
+
+
+@case(Capability.IMAGES, Capability.REPETITION_PENALTY, model=ModelKind.VISION, config=_BOUNDED)
+async def images_are_tokens_to_penalties(bench: Bench) -> None:
+    """The repetition penalty holds for the token that stands for an image as for any other of the prompt."""
+    images = [_png(_pattern)]
+    params = _SEEN.model_copy(update={"repetition_penalty": 1.5, "logprobs": None})
+    (completion,) = (await bench.engine.generate(_with_images(images), params)).completions
+    logits = _output_logits(bench, completion, images)
+    drawn_from = steps(completion, logits, params, bench.tolerance())
+    for token, drawn in zip(completion.token_ids[: len(logits)], drawn_from, strict=True):
+        assert drawn.scaled[token] >= drawn.scaled.max() - bench.tolerance()
+
+
+# What must not be mixed ----------------------------------------------------------------------------------------------
+
+
+@case(Capability.IMAGES, Capability.PREFIX_CACHE, model=ModelKind.VISION, config=_BOUNDED)
+async def a_cached_image_is_no_other(bench: Bench) -> None:
+    """The cache serves an image again, but no other beside the same ids: not even one that differs only in shape."""
+    engine = bench.engine
+    for first, second in (
+        (_png(_pattern), _png(_stripes)),
+        (_png(_black, 112, 56), _png(_black, 56, 112)),
+    ):
+        await engine.reset_prefix_cache()
+        seen: list[list[int]] = []
+        for image, is_new in ((first, True), (second, True), (first, False), (second, False)):
+            (completion,) = (await engine.generate(_with_images([image]), _SEEN)).completions
+            _check_seen(bench, completion, [image])
+            seen.append(completion.prompt_token_ids)
+            assert (completion.cached_tokens <= _first_place(completion)) is is_new
+        assert seen[0] == seen[1], "the images take different ids, so they could not have been mixed"
+    await engine.reset_prefix_cache()
+    (completion,) = (await engine.generate(_with_images([first]), _SEEN)).completions
+    assert completion.cached_tokens == 0
+    _check_seen(bench, completion, [first])
+
+
+@case(Capability.IMAGES, Capability.WEIGHTS_DISK, model=ModelKind.VISION, config=_BOUNDED, changes_weights=True)
+async def new_weights_see_an_image_anew(bench: Bench) -> None:
+    """After an update an image that was seen before is seen with the new weights, the vision model's among them."""
+    other, images = bench.other_weights(), [_png(_pattern)]
+    await bench.engine.generate(_with_images(images), _SEEN)
+    await bench.engine.load_weights_from_disk(str(other), "new")
+    (completion,) = (await bench.engine.generate(_with_images(images), _SEEN)).completions
+    assert completion.weight_version in ("new", None)
+    _check_seen(bench, completion, images, other)
+
+
+@case(Capability.IMAGES, Capability.READ_WEIGHTS, model=ModelKind.VISION, config=_BOUNDED)
+async def every_tensor_of_a_model_with_images_can_be_read(bench: Bench) -> None:
+    """Each tensor of the checkpoint, those of the vision model too, is in the manifest and reads back as it is."""
+    await bench.engine.generate(_with_images([_png(_pattern)]), _SEEN)
+    stored = tensors_of(bench.model)
+    manifest = await bench.engine.weight_manifest()
+    assert {spec.name for spec in manifest.tensors} == set(stored)
+    for name, tensor in stored.items():
+        assert (await bench.engine.get_weights_by_name(name)).data == raw_bytes(tensor), name
+
+
+@case(Capability.IMAGES, Capability.PAUSE_RETRACT, model=ModelKind.VISION, config=_BOUNDED)
+async def a_retracted_image_is_seen_again(bench: Bench) -> None:
+    """A request whose cache is released goes on with its image."""
+    await _check_retracted(bench, lambda side: ([_png(_pattern, side, 84)], []))
+
+
+# Videos --------------------------------------------------------------------------------------------------------------
+
+
+@case(Capability.VIDEO, model=ModelKind.VISION, config=_BOUNDED)
+async def another_video_has_another_answer(bench: Bench) -> None:
+    """The same words beside two different videos are answered differently, and beside one the same again."""
+    black, moving = _Video((_black,) * 4), _Video(_MOVING)
+    await _assert_tells_apart(bench, "video", VideoInput(data=black.file), VideoInput(data=moving.file))
+
+
+@case(Capability.VIDEO, model=ModelKind.VISION, config=_BOUNDED)
+async def videos_are_read_from_bytes_files_and_data_urls(bench: Bench) -> None:
+    """A video is the same given as bytes, as a path and as a data URL."""
+    data = _Video(_MOVING).file
+    path = bench.folder("videos") / "moving.avi"
+    path.write_bytes(data)
+    url = f"data:video/x-msvideo;base64,{base64.b64encode(data).decode()}"
+    await _assert_same(bench, "video", [VideoInput(data=data), VideoInput(path=str(path)), VideoInput(url=url)])
+
+
+@case(Capability.VIDEO, model=ModelKind.VISION, config=_BOUNDED)
+async def videos_are_fetched_once(bench: Bench) -> None:
+    """A video on a server is what its bytes are, and is fetched once for all samples of its prompt."""
+    video = _Video(_MOVING)
+    with _served({"/moving.avi": video.file}) as (address, asked):
+        prompt = _chat("video", [VideoInput(url=f"{address}/moving.avi")])
+        fetched = await bench.engine.generate(prompt, _SEEN.model_copy(update={"n": 3}))
+        assert asked == ["/moving.avi"]
+        for completion in fetched.completions:
+            _check_seen(bench, completion, videos=[video])
+
+
+@case(Capability.VIDEO, model=ModelKind.VISION, config=_BOUNDED)
+async def what_is_no_video_is_refused(bench: Bench) -> None:
+    """A video that is broken, too large or missing is refused as the request's mistake, with its batch."""
+    missing = str(bench.folder("videos") / "missing.avi")
+    good = _Video(_MOVING).file
+    for broken in (
+        VideoInput(data=b"this is no video"),
+        VideoInput(data=b""),
+        VideoInput(data=good[:300]),
+        VideoInput(data=good[: len(good) // 2]),
+        VideoInput(data=_png(_black)),
+        VideoInput(data=_wav(440)),
+        VideoInput(data=f"#EXTM3U\n#EXTINF:2,\n{Path(missing).as_uri()}\n#EXT-X-ENDLIST\n".encode()),
+        VideoInput(path=missing),
+        VideoInput(url="http://127.0.0.1:1/video.avi"),
+    ):
+        with refused(InvalidRequest, field="prompts"):
+            await bench.engine.generate([_chat("video", []), _chat("video", [broken])], _GREEDY)
+        assert (await bench.engine.stats()).running == 0
+    for large, bound in (
+        (good + bytes(_BOUNDS["max_bytes"]), "max_bytes"),
+        (_Video((_black,) * 24, 2).file, "max_video_seconds"),
+        (_Video((_black,) * 70, 25).file, "max_video_pixels"),
+    ):
+        with refused(InvalidRequest, field="prompts", naming=bound):
+            await bench.engine.generate(_chat("video", [VideoInput(data=large)]), _GREEDY)
+    assert await _answers(bench, "video", VideoInput(data=good))
+
+
+@case(Capability.VIDEO, model=ModelKind.VISION, config=_BOUNDED)
+async def a_video_is_seen_as_the_model_sees_it(bench: Bench) -> None:
+    """Logprobs of answers are those of an independent pass over the prompt that comes back and the videos' frames."""
+    for videos in (
+        [_Video(_MOVING)],
+        [_Video((_black,) * 4)],
+        [_Video((*_MOVING, _stripes, _pattern, _black, _stripes), 8, 96, 40)],
+        [_Video((_stripes, _pattern, _black), 1)],
+        [_Video((_pattern,), 25)],
+        [_Video(_MOVING, 3)],
+        [_Video((_stripes, _pattern) * 26, 25)],
+        [_Video(_MOVING, 4), _Video((_stripes, _stripes), 2, 40, 96)],
+        [_Video((_stripes, _stripes), 2, 40, 96), _Video(_MOVING, 4)],
+    ):
+        (completion,) = (await bench.engine.generate(_with(videos=videos), _SEEN)).completions
+        _check_seen(bench, completion, videos=videos)
+
+
+@case(Capability.VIDEO, Capability.IMAGES, model=ModelKind.VISION, config=_BOUNDED)
+async def images_and_videos_stand_in_one_prompt(bench: Bench) -> None:
+    """Each is seen in its own place, in whatever order they come, beside prompts that hold others or none."""
+    image, other, video = _png(_stripes, 96, 40), _png(_pattern), _Video(_MOVING, 4, 84, 56)
+    one, first, second = ImageInput(data=image), ImageInput(data=other), VideoInput(data=video.file)
+    beside: list[tuple[list[MediaInput], list[bytes], list[_Video]]] = [
+        ([second, one], [image], [video]),
+        ([one, second], [image], [video]),
+        ([first, second, one], [other, image], [video]),
+        ([second], [], [video]),
+        ([first], [other], []),
+        ([], [], []),
+    ]
+    batch = await bench.engine.generate([_chat("video", media) for media, _, _ in beside], _SEEN)
+    for completion, (_, images, videos) in zip(batch.completions, beside, strict=True):
+        _check_seen(bench, completion, images, videos=videos)
+
+
+@case(Capability.VIDEO, Capability.IMAGES, model=ModelKind.VISION, config=_BOUNDED)
+async def a_prompt_with_a_video_comes_back_as_it_was_seen(bench: Bench) -> None:
+    """The ids of a prompt hold each image and video as often as the model takes it, and asked as such mean the same."""
+    image, video = _png(_stripes, 96, 40), _Video(_MOVING)
+    media = (VideoInput(data=video.file), ImageInput(data=image))
+    asked = _chat("video", media)
+    (completion,) = (await bench.engine.generate(asked, _SEEN)).completions
+    _check_seen(bench, completion, [image], videos=[video])
+    written, seen = bench.engine.tokenizer.encode(asked), completion.prompt_token_ids
+    repeated = {token for token in seen if seen.count(token) > written.count(token)}
+    assert len(repeated) == 2
+    assert [token for token, _ in itertools.groupby(seen)] == [token for token, _ in itertools.groupby(written)]
+    for token_ids in (written, seen):
+        prompt = TokenPrompt(token_ids=tuple(token_ids), media=media)
+        (again,) = (await bench.engine.generate(prompt, _SEEN)).completions
+        assert again.prompt_token_ids == seen
+        _check_seen(bench, again, [image], videos=[video])
+    first = _first_place(completion)
+    for wrong in (
+        [one for one in seen if one != seen[first]],
+        [*seen[:first], seen[first], *seen[first:]],
+        [*written, seen[first]],
+    ):
+        with refused(InvalidRequest, field="prompts[0]"):
+            await bench.engine.generate(TokenPrompt(token_ids=tuple(wrong), media=media), _SEEN)
+
+
+@case(Capability.VIDEO, model=ModelKind.VISION, config=_BOUNDED)
+async def videos_count_in_the_context(bench: Bench) -> None:
+    """Prompt and output fit the context together with the videos, and what does not is refused."""
+    prompt = _with(videos=[_Video(_MOVING)])
+    seen = (await bench.engine.generate(prompt, _SEEN)).completions[0].prompt_token_ids
+    room = bench.engine.model_info.context_length - len(seen)
+    with refused(InvalidRequest, field="sampling_params.max_new_tokens"):
+        await bench.engine.generate(prompt, SamplingParams(max_new_tokens=room + 1))
+    fitting = SamplingParams(max_new_tokens=room, temperature=0)
+    (completion,) = (await bench.engine.generate(prompt, fitting)).completions
+    assert completion.prompt_token_ids == seen
+    assert 0 < len(completion.token_ids) <= room
+
+
+@case(Capability.VIDEO, Capability.PROMPT_LOGPROBS, model=ModelKind.VISION, config=_BOUNDED)
+async def prompts_with_videos_are_scored(bench: Bench) -> None:
+    """Logprobs of a prompt's own tokens are those of an independent pass, those of its videos' tokens too."""
+    videos = [_Video(_MOVING, 4), _Video((_stripes, _black), 2, 96, 40)]
+    params = _SEEN.model_copy(update={"prompt_logprobs": 0})
+    (completion,) = (await bench.engine.generate(_with(videos=videos), params)).completions
+    _check_scored(bench, completion, videos=videos)
+    _check_seen(bench, completion, videos=videos)
+
+
+@case(Capability.VIDEO, Capability.PREFIX_CACHE, model=ModelKind.VISION, config=_BOUNDED)
+async def a_cached_video_is_no_other(bench: Bench) -> None:
+    """The cache serves a video again, but no other beside the same ids: not one that differs only in shape or speed."""
+    engine = bench.engine
+    for first, second, is_speed in (
+        (_Video(_MOVING), _Video((*_MOVING[:3], _stripes)), False),
+        (_Video((_black,) * 2, 2, 112, 56), _Video((_black,) * 2, 2, 56, 112), False),
+        (_Video(_MOVING * 2, 1), _Video(_MOVING * 2, 8), True),
+    ):
+        await engine.reset_prefix_cache()
+        seen: list[list[int]] = []
+        for video, is_new in ((first, True), (second, True), (first, False), (second, False)):
+            (completion,) = (await engine.generate(_with(videos=[video]), _SEEN)).completions
+            _check_seen(bench, completion, videos=[video])
+            seen.append(completion.prompt_token_ids)
+            if not is_speed:  # some models are not told of it
+                assert (completion.cached_tokens <= _first_place(completion)) is is_new
+        assert seen[0] == seen[1], "the videos take different ids, so they could not have been mixed"
+    await engine.reset_prefix_cache()
+    (completion,) = (await engine.generate(_with(videos=[first]), _SEEN)).completions
+    assert completion.cached_tokens == 0
+    _check_seen(bench, completion, videos=[first])
+
+
+@case(Capability.VIDEO, Capability.WEIGHTS_DISK, model=ModelKind.VISION, config=_BOUNDED, changes_weights=True)
+async def new_weights_see_a_video_anew(bench: Bench) -> None:
+    """After an update a video that was seen before is seen with the new weights, the vision model's among them."""
+    other, videos = bench.other_weights(), [_Video(_MOVING)]
+    await bench.engine.generate(_with(videos=videos), _SEEN)
+    await bench.engine.load_weights_from_disk(str(other), "new")
+    (completion,) = (await bench.engine.generate(_with(videos=videos), _SEEN)).completions
+    assert completion.weight_version in ("new", None)
+    _check_seen(bench, completion, model=other, videos=videos)
+
+
+@case(Capability.VIDEO, Capability.PAUSE_RETRACT, model=ModelKind.VISION, config=_BOUNDED)
+async def a_retracted_video_is_seen_again(bench: Bench) -> None:
+    """A request whose cache is released goes on with its video."""
+    await _check_retracted(bench, lambda side: ([], [_Video(_MOVING, 2, side, 84)]))
+
+
+# Sound ---------------------------------------------------------------------------------------------------------------
+
+
+@case(Capability.AUDIO, model=ModelKind.VISION)
+async def another_sound_has_another_answer(bench: Bench) -> None:
+    """The same words beside two different sounds are answered differently, and beside one the same again."""
+    await _assert_tells_apart(bench, "audio", AudioInput(data=_wav(440)), AudioInput(data=_wav(97)))
+
+
+@case(Capability.AUDIO, model=ModelKind.VISION)
+async def sounds_are_read_from_bytes_files_and_data_urls(bench: Bench) -> None:
+    """A sound is the same given as bytes, as a path and as a data URL."""
+    data = _wav(440)
+    path = bench.folder("sounds") / "tone.wav"
+    path.write_bytes(data)
+    url = f"data:audio/wav;base64,{base64.b64encode(data).decode()}"
+    await _assert_same(bench, "audio", [AudioInput(data=data), AudioInput(path=str(path)), AudioInput(url=url)])
+
+
+# ------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Video:
+    frames: tuple[Callable[[int, int], Pixel], ...]
+    per_second: int = 2
+    width: int = _SIDE
+    height: int = _SIDE
+
+    @property
+    def file(self) -> bytes:
+        return _avi(self.frames, self.per_second, self.width, self.height)
+
+    @property
+    def film(self) -> Film:
+        """What a decoder must make of the file, of which this knows nothing."""
+        return Film(
+            np.array(
+                [[[frame(x, y) for x in range(self.width)] for y in range(self.height)] for frame in self.frames],
+                dtype=np.uint8,
+            ),
+            self.per_second,
+        )
+
+
+def _with_images(images: Sequence[bytes]) -> ChatPrompt:
+    return _chat("image", [ImageInput(data=image) for image in images])
+
+
+def _with(*, videos: Sequence[_Video]) -> ChatPrompt:
+    return _chat("video", [VideoInput(data=video.file) for video in videos])
+
+
+def _logits_of(
+    bench: Bench, ids: Sequence[int], images: Sequence[bytes], videos: Sequence[_Video], model: Path | None = None
+) -> Logits:
+    """The oracle's logits of ids among which these images and videos stand."""
+    oracle = bench.oracle(model)
+    if videos:
+        if not isinstance(oracle, VideosOracle):
+            raise NoOracle
+        return oracle.logits_beside_videos(ids, images, [video.film for video in videos])
+    if not isinstance(oracle, ImagesOracle):
+        raise NoOracle
+    return oracle.logits_beside(ids, images) if images else oracle.logits(ids)
+
+
+def _output_logits(
+    bench: Bench,
+    completion: Completion,
+    images: Sequence[bytes] = (),
+    model: Path | None = None,
+    videos: Sequence[_Video] = (),
+) -> Logits:
+    """The oracle's logits of a completion's tokens, up to one that stands for an image: to it, that is one more."""
+    prompt, tokens = completion.prompt_token_ids, completion.token_ids
+    if images or videos:
+        places = _places(completion)
+        until = next((at for at, token in enumerate(tokens) if token in places), len(tokens))
+        tokens = tokens[: until + 1]
+    return _logits_of(bench, [*prompt, *tokens[:-1]], images, videos, model)[len(prompt) - 1 :]
+
+
+def _first_place(completion: Completion) -> int:
+    """How many tokens of the prompt are before its first image or video, which is a token that repeats."""
+    pairs = itertools.pairwise(completion.prompt_token_ids)
+    return next(at for at, (one, other) in enumerate(pairs) if one == other)
+
+
+def _places(completion: Completion) -> set[int]:
+    """The tokens that stand for images and videos, more than two in a row; words have no such rows."""
+    runs = itertools.groupby(completion.prompt_token_ids)
+    return {token for token, run in runs if len(list(run)) > 2}
+
+
+def _check_seen(
+    bench: Bench,
+    completion: Completion,
+    images: Sequence[bytes] = (),
+    model: Path | None = None,
+    videos: Sequence[_Video] = (),
+) -> None:
+    """Raise unless a greedy completion, and its logprobs, are those of the images and videos."""
+    assert completion.logprobs is not None
+    assert completion.token_ids
+    rows = log_softmax(_output_logits(bench, completion, images, model, videos))
+    expected = [float(row[token]) for row, token in zip(rows, completion.token_ids[: len(rows)], strict=True)]
+    assert all(row.max() - value <= bench.tolerance() for row, value in zip(rows, expected, strict=True))
+    worst = max(abs(one - other) for one, other in zip(completion.logprobs[: len(rows)], expected, strict=True))
+    assert worst <= bench.tolerance(), (
+        f"logprobs beside {len(images)} images and {len(videos)} videos are {worst:.2g} from those of the model: "
+        f"{completion.logprobs}"
+    )
+
+
+def _check_scored(
+    bench: Bench, completion: Completion, images: Sequence[bytes] = (), videos: Sequence[_Video] = ()
+) -> None:
+    """Raise unless the logprobs of a prompt's tokens are those of the images and videos in it."""
+    prompt, scores = completion.prompt_token_ids, completion.prompt_logprobs
+    assert scores is not None
+    assert scores[0] is None
+    rows = log_softmax(_logits_of(bench, prompt, images, videos))
+    for index, (token, score) in enumerate(zip(prompt[1:], scores[1:], strict=True)):
+        assert score is not None
+        assert abs(score - rows[index, token]) <= bench.tolerance(), f"token {index + 1} of {prompt}: {score}"
+
+
+async def _check_retracted(bench: Bench, of_side: Callable[[int], tuple[Sequence[bytes], Sequence[_Video]]]) -> None:
+    """Raise unless a request that is retracted goes on with what it saw, of which there is one for each width."""
+    params = bench.long(160, logprobs=0)
+    for side in range(56, 196, 28):
+        images, videos = of_side(side)
+        prompt = _with_images(images) if images else _with(videos=videos)
+        (whole,) = (await bench.engine.generate(prompt, params)).completions
+        if not _places(whole) & set(whole.token_ids):  # the oracle can follow all of it
+            break
+    else:
+        raise AssertionError(
+            "every answer holds the token that stands for what is seen: none can be checked to its end"
+        )
+    task = await until_running(bench.engine, 1, lambda: bench.engine.generate(prompt, params))
+    try:
+        await asyncio.sleep(0.05)
+        await bench.engine.pause_generation(PauseMode.RETRACT)
+        assert not task.done(), "it had ended before it could be retracted"
+        await bench.engine.continue_generation()
+        (completion,) = (await task).completions
+    finally:
+        await end_requests(bench.engine, task)
+    assert len(completion.token_ids) == len(whole.token_ids)
+    _check_seen(bench, completion, images, videos=videos)
+
+
+@contextmanager
+def _served(
+    files: Mapping[str, bytes], redirects: Mapping[str, str] = _NONE, sizes: Mapping[str, int] = _NONE
+) -> Iterator[tuple[str, list[str]]]:
+    """A server of these files: its address, and the paths that it was asked for and had.
+
+    Args:
+        files: Their bodies, by path.
+        redirects: Where paths lead to, beside them.
+        sizes: Paths at which it says so many bytes, and sends none.
+    """
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = files.get(self.path)
+            if (location := redirects.get(self.path)) is not None:
+                self.send_response(302)
+                self.send_header("Location", location)
+            else:
+                self.send_response(404 if body is None and self.path not in sizes else 200)
+            if (size := sizes.get(self.path)) is not None:
+                self.send_header("Content-Length", str(size))
+            self.end_headers()
+            if body is not None:
+                asked.append(self.path)
+                self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}", asked
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def _chat(kind: str, media: Sequence[MediaInput]) -> ChatPrompt:
+    """A question about what lies beside it; each medium has its placeholder in the message."""
+    question = {"type": "text", "text": f"Describe the {kind} in one word."}
+    content = [*({"type": _KINDS[type(one)]} for one in media), question]
+    return ChatPrompt(messages=(Message.model_validate({"role": "user", "content": content}),), media=tuple(media))
+
+
+async def _answers(bench: Bench, kind: str, *media: MediaInput) -> list[Completion]:
+    """Greedy answers to the same question about each medium."""
+    return (await bench.engine.generate([_chat(kind, [one]) for one in media], _GREEDY)).completions
+
+
+async def _assert_tells_apart(bench: Bench, kind: str, one: MediaInput, other: MediaInput) -> None:
+    first, second, again = await _answers(bench, kind, one, other, one)
+    assert first.token_ids == again.token_ids
+    assert first.token_ids != second.token_ids, f"the {kind} changes nothing: {first.text!r}"
+
+
+async def _assert_same(bench: Bench, kind: str, forms: Sequence[MediaInput]) -> None:
+    answers = await _answers(bench, kind, *forms)
+    assert len({tuple(answer.token_ids) for answer in answers}) == 1, (
+        f"one {kind} in several forms has several answers: {[answer.text for answer in answers]}"
+    )
+
+
+def _black(x: int, y: int) -> Pixel:
+    return (0, 0, 0)
+
+
+def _pattern(x: int, y: int) -> Pixel:
+    return ((x * 37 + y * 11) % 256, (x * y) % 256, 255 - (x * 4) % 256)
+
+
+def _stripes(x: int, y: int) -> Pixel:
+    return (255, 255, 255) if y // 8 % 2 else (200, 30, 30)
+
+
+_MOVING: Final = (_pattern, _black, _stripes, _pattern)
+
+
+def _png(pixel: Callable[[int, int], Pixel], width: int = _SIDE, height: int = _SIDE) -> bytes:
+    """An image of eight bits per channel, as the PNG specification has it (RFC 2083)."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    rows = b"".join(b"\0" + bytes(value for x in range(width) for value in pixel(x, y)) for y in range(height))
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+def _png_header(width: int, height: int) -> bytes:
+    """A small image that says to be of this size."""
+    data = _png(_black)
+    header = b"IHDR" + struct.pack(">II", width, height) + data[24:29]
+    return data[:12] + header + struct.pack(">I", zlib.crc32(header)) + data[33:]
+
+
+def _eps() -> bytes:
+    """A program that draws nothing, which decoders would run."""
+    return b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+def _avi(frames: Sequence[Callable[[int, int], Pixel]], per_second: int, width: int, height: int) -> bytes:
+    """A video of uncompressed frames, in the RIFF form of AVI 1.0."""
+    assert width % 4 == 0, "a bitmap's rows are whole words"
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return kind + struct.pack("<I", len(body)) + body + b"\0" * (len(body) % 2)
+
+    def parts(kind: bytes, *bodies: bytes) -> bytes:
+        return chunk(b"LIST", kind + b"".join(bodies))
+
+    # A bitmap's rows go from the bottom up, its channels from blue to red.
+    images = [
+        bytes(value for y in reversed(range(height)) for x in range(width) for value in reversed(frame(x, y)))
+        for frame in frames
+    ]
+    size, count = width * height * 3, len(frames)
+    main = struct.pack(
+        "<14I", 1_000_000 // per_second, size * per_second, 0, 0x10, count, 0, 1, size, width, height, 0, 0, 0, 0
+    )
+    stream = struct.pack(
+        "<4s4sIHHIIIIIIIIhhhh",
+        b"vids",
+        b"DIB ",
+        0,
+        0,
+        0,
+        0,
+        1,
+        per_second,
+        0,
+        count,
+        size,
+        2**32 - 1,
+        0,
+        0,
+        0,
+        width,
+        height,
+    )
+    layout = struct.pack("<IiiHHIIiiII", 40, width, height, 1, 24, 0, size, 0, 0, 0, 0)
+    headers = parts(b"hdrl", chunk(b"avih", main), parts(b"strl", chunk(b"strh", stream), chunk(b"strf", layout)))
+    movie = parts(b"movi", *(chunk(b"00db", image) for image in images))
+    entries = (struct.pack("<4sIII", b"00db", 0x10, 4 + at * (size + 8), size) for at in range(count))
+    return chunk(b"RIFF", b"AVI " + headers + movie + chunk(b"idx1", b"".join(entries)))
+
+
+def _wav(period: int, rate: int = 16_000) -> bytes:
+    """One second of a sawtooth whose period is so many samples."""
+    samples = struct.pack(f"<{rate}h", *((at % period) * 40_000 // period - 20_000 for at in range(rate)))
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setnchannels(1)
+        writer.setsampwidth(2)
+        writer.setframerate(rate)
+        writer.writeframes(samples)
+    return file.getvalue()

@@ -1,0 +1,262 @@
+"""Engines that are spread over several ranks: they answer as the model does, and sleep and update as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from drivetrain.engine.engine import InferenceEngine
+from drivetrain.engine.states import EngineState
+from drivetrain.errors import WeightVerifyFailed
+from drivetrain.types.capability import Capability
+from drivetrain.types.modes import MemoryTag, PauseMode
+from drivetrain.types.outputs import FinishReason
+from drivetrain.types.sampling import SamplingParams
+from drivetrain_conformance.assertions.memory_use import held_by_ranks, parameter_bytes
+from drivetrain_conformance.assertions.same_answers import check_greedy
+from drivetrain_conformance.assertions.weight_checks import check_holds, raises
+from drivetrain_conformance.assets.served_models import ModelKind
+from drivetrain_conformance.assets.weight_sources import Between, a_matrix, tensors_of, with_another_digest
+from drivetrain_conformance.harness.case import Hardware, case
+from drivetrain_conformance.harness.testbench import Bench
+from drivetrain_weight_sync import Strategy, WeightSync
+
+TOKENS: Final = 24
+"""Of each answer that is compared."""
+BOUND: Final = 120.0
+"""Seconds after which what is awaited counts as hanging."""
+ATTEMPTS: Final = 3
+"""At what may come too late by chance: two ranks that wait for each other may leave a busy machine little else."""
+BOTH: Final = [MemoryTag.WEIGHTS, MemoryTag.KV_CACHE]
+
+
+@case(Capability.TENSOR_PARALLEL, hardware=Hardware.TWO_RANKS, own_engine=True)
+async def layers_split_over_two_ranks(bench: Bench) -> None:
+    """With every layer split over two ranks the answers are the model's own."""
+    async with bench.open(tensor_parallel_size=2) as engine:
+        assert engine.tp_size == 2
+        await _answers_as_the_model(bench, engine)
+
+
+@case(Capability.PIPELINE_PARALLEL, hardware=Hardware.TWO_RANKS, own_engine=True)
+async def one_layer_after_another_on_two_ranks(bench: Bench) -> None:
+    """With the first layers on one rank and the last on another the answers are the model's own."""
+    async with bench.open(pipeline_parallel_size=2) as engine:
+        assert engine.pp_size == 2
+        await _answers_as_the_model(bench, engine)
+
+
+@case(Capability.DATA_PARALLEL, hardware=Hardware.TWO_RANKS, own_engine=True)
+async def two_replicas(bench: Bench) -> None:
+    """With a replica of the model on each of two ranks every request is answered once, as the model does."""
+    async with bench.open(data_parallel_size=2) as engine:
+        assert engine.dp_size == 2
+        await _answers_as_the_model(bench, engine, prompts=32)
+
+
+@case(
+    Capability.TENSOR_PARALLEL,
+    Capability.EXPERT_PARALLEL,
+    model=ModelKind.MOE,
+    hardware=Hardware.TWO_RANKS,
+    own_engine=True,
+)
+async def experts_split_over_two_ranks(bench: Bench) -> None:
+    """With half of a mixture's experts on each of two ranks the answers are the model's own."""
+    async with bench.open(tensor_parallel_size=2, expert_parallel_size=2) as engine:
+        assert engine.ep_size == 2
+        await _answers_as_the_model(bench, engine)
+
+
+@case(Capability.TENSOR_PARALLEL, Capability.WEIGHTS_DISK, hardware=Hardware.TWO_RANKS, own_engine=True)
+async def an_update_reaches_every_rank(bench: Bench) -> None:
+    """After an update an engine on two ranks answers as the new weights do, and after one back as the first did."""
+    async with bench.open(tensor_parallel_size=2) as engine:
+        await _answers_as_the_model(bench, engine)
+        for folder, version in ((bench.other_weights(), "others"), (bench.model, "back")):
+            await engine.load_weights_from_disk(str(folder), version)
+            assert engine.get_weight_version() == version
+            await _answers_as_the_model(bench, engine, folder)
+
+
+@case(
+    Capability.TENSOR_PARALLEL,
+    Capability.WEIGHTS_DISK,
+    model=ModelKind.MOE,
+    hardware=Hardware.TWO_RANKS,
+    own_engine=True,
+)
+async def an_update_of_a_mixture_reaches_every_rank(bench: Bench) -> None:
+    """A mixture of experts, each of which is split over two ranks, answers as the weights do that it was given last."""
+    async with bench.open(tensor_parallel_size=2) as engine:
+        await _answers_as_the_model(bench, engine)
+        other = bench.other_weights()
+        await engine.load_weights_from_disk(str(other), "others")
+        await _answers_as_the_model(bench, engine, other)
+
+
+@case(
+    Capability.TENSOR_PARALLEL,
+    Capability.WEIGHTS_SHARED_MEMORY,
+    Capability.WEIGHTS_BROADCAST,
+    Capability.READ_WEIGHTS,
+    hardware=Hardware.TWO_RANKS,
+    own_engine=True,
+)
+async def a_push_reaches_every_rank(bench: Bench) -> None:
+    """What is pushed to two ranks is put together again as it was, and what arrives otherwise than sent is found."""
+    await _reaches_every_rank(bench, [Strategy.SHARED_MEMORY, Strategy.BROADCAST])
+
+
+@case(
+    Capability.TENSOR_PARALLEL,
+    Capability.WEIGHTS_CUDA_IPC,
+    Capability.READ_WEIGHTS,
+    hardware=Hardware.TWO_GPUS,
+    own_engine=True,
+)
+async def a_push_through_one_gpus_memory_reaches_every_rank(bench: Bench) -> None:
+    """The same through the memory of the first GPU, for ranks on that one and on a second."""
+    await _reaches_every_rank(bench, [Strategy.CUDA_IPC], device="cuda:0")
+
+
+@case(
+    Capability.TENSOR_PARALLEL,
+    Capability.EXPERT_PARALLEL,
+    Capability.WEIGHTS_SHARED_MEMORY,
+    Capability.WEIGHTS_CUDA_IPC,
+    Capability.READ_WEIGHTS,
+    model=ModelKind.MOE,
+    hardware=Hardware.TWO_GPUS,
+    own_engine=True,
+)
+async def a_push_reaches_the_rank_of_each_expert(bench: Bench) -> None:
+    """With half of a mixture's experts on each of two ranks each arrives where it is, and all are read back as sent."""
+    strategies = [Strategy.SHARED_MEMORY, Strategy.CUDA_IPC]
+    await _reaches_every_rank(bench, strategies, device="cuda:0", expert_parallel_size=2)
+
+
+async def _reaches_every_rank(
+    bench: Bench, strategies: Sequence[Strategy], device: str = "cpu", expert_parallel_size: int = 1
+) -> None:
+    other = bench.other_weights()
+    async with bench.open(tensor_parallel_size=2, expert_parallel_size=expert_parallel_size) as engine:
+        for strategy in strategies:
+            WeightSync.connect({}, engine, strategy)  # refused before a GPU is asked for
+        between = Between(engine)
+        tensors, first = (
+            {name: tensor.to(device) for name, tensor in tensors_of(folder).items()} for folder in (other, bench.model)
+        )
+        for strategy in strategies:
+            pushed = {name: tensor.clone() for name, tensor in first.items()}
+            async with WeightSync.connect(pushed, engine, strategy) as sync:
+                for number, values in enumerate((first, first, tensors)):
+                    for name, tensor in pushed.items():
+                        tensor.copy_(values[name])
+                    await sync.push(version=f"{strategy.value} {number}")
+            await check_holds(engine, tensors)
+            await _answers_as_the_model(bench, engine, other)
+            async with WeightSync.connect(first, between, strategy) as back:
+                name = a_matrix(await engine.weight_manifest())
+                between.change = partial(with_another_digest, name=name)
+                with raises(WeightVerifyFailed, "a tensor that is not what was sent") as failure:
+                    await back.push(version="bad")
+                assert failure.error.tensors == (name,)
+                _check_state(engine, EngineState.DIRTY)
+                between.change = lambda request: request
+                await back.push(version="back")
+            await check_holds(engine, first)
+        assert (await engine.validate_weights()).ok
+
+
+@case(
+    Capability.TENSOR_PARALLEL,
+    Capability.SLEEP_WEIGHTS,
+    Capability.SLEEP_KV_CACHE,
+    Capability.WEIGHTS_DISK,
+    model=ModelKind.LARGE,
+    hardware=Hardware.TWO_RANKS,
+    own_engine=True,
+)
+async def every_rank_gives_its_memory_back(bench: Bench) -> None:
+    """Sleep gives memory back on each of two ranks; woken step by step and updated the engine answers as before."""
+    async with bench.open(tensor_parallel_size=2) as engine:
+        share = parameter_bytes(engine) / 2
+        for turn in range(3):
+            awake = held_by_ranks(engine)
+            await engine.sleep(BOTH)
+            asleep = held_by_ranks(engine)
+            given_back = sorted(awake[place] - asleep[place] for place in awake)[-2:]
+            assert min(given_back) >= share / 2, f"the ranks gave {given_back} bytes back"
+            await engine.wake_up([MemoryTag.WEIGHTS])
+            _check_state(engine, EngineState.ASLEEP)
+            await engine.load_weights_from_disk(str(bench.model), f"turn-{turn}")
+            await engine.wake_up([MemoryTag.KV_CACHE])
+            _check_state(engine, EngineState.READY)
+            await _answers_as_the_model(bench, engine)
+
+
+@case(Capability.DATA_PARALLEL, Capability.PAUSE_WAIT, hardware=Hardware.TWO_RANKS, own_engine=True)
+async def a_pause_holds_every_replica(bench: Bench) -> None:
+    """A pause of two replicas waits for the requests of both; what arrives meanwhile is neither lost nor served."""
+    async with bench.open(data_parallel_size=2) as engine:
+        prompts = bench.prompts(16, engine=engine)
+        early = asyncio.create_task(bench.greedy(prompts, TOKENS, engine))
+        await asyncio.sleep(0.01)
+        pausing = asyncio.create_task(engine.pause_generation(PauseMode.WAIT))
+        async with asyncio.timeout(BOUND):
+            while not engine.is_paused:  # noqa: ASYNC110 - there is no event to wait for
+                await asyncio.sleep(0)
+            late = asyncio.create_task(bench.greedy(prompts, TOKENS, engine))
+            await pausing
+            answers = await early
+            await asyncio.sleep(0.1)
+            assert not late.done()
+            await engine.continue_generation()
+            answers += await late
+        for completion in answers:
+            check_greedy(bench, completion, engine, bench.model)
+
+
+@case(Capability.TENSOR_PARALLEL, Capability.ABORT, hardware=Hardware.TWO_RANKS, own_engine=True)
+async def an_abort_ends_a_request_on_every_rank(bench: Bench) -> None:
+    """Aborting what runs on two ranks returns it, and the ranks agree on what goes on: the answers stay right."""
+    async with bench.open(tensor_parallel_size=2) as engine:
+        await engine.abort("an id that no request has")
+        params = SamplingParams(max_new_tokens=800, temperature=0, ignore_eos=engine.supports(Capability.IGNORE_EOS))
+        for _ in range(ATTEMPTS):
+            prompts = bench.prompts(4, engine=engine)
+            async with bench.in_flight(prompts, params, engine, request_ids=["a", "b", "c", "d"]) as task:
+                for request_id in ("b", "a", "d", "c"):
+                    await engine.abort(request_id)
+                async with asyncio.timeout(BOUND):
+                    completions = (await task).completions
+            if all(completion.finish_reason is FinishReason.ABORT for completion in completions):
+                break
+        else:
+            raise AssertionError("requests that were aborted while they ran went on to their end")
+        for completion in completions:
+            check_greedy(bench, completion, engine, bench.model)
+        await _answers_as_the_model(bench, engine)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _check_state(engine: InferenceEngine, state: EngineState) -> None:
+    assert engine.state is state
+
+
+async def _answers_as_the_model(
+    bench: Bench, engine: InferenceEngine, model: Path | None = None, prompts: int = 6
+) -> None:
+    """One request alone, and several of unlike lengths together, take the likeliest tokens of ``model``."""
+    asked = [bench.prompt(3 + 5 * (index % 7), engine) for index in range(prompts)]
+    answers = await bench.greedy(asked[:1], TOKENS, engine) + await bench.greedy(asked, TOKENS, engine)
+    assert [completion.prompt_token_ids for completion in answers] == [asked[0], *asked]
+    for completion in answers:
+        assert completion.token_ids
+        check_greedy(bench, completion, engine, model or bench.model)

@@ -1,0 +1,725 @@
+"""The pause table: what becomes of requests in flight, of those that arrive, and of both when generation goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final, TypeVar
+
+from drivetrain.engine.engine import InferenceEngine
+from drivetrain.engine.states import EngineState
+from drivetrain.errors import DeadlineExceeded, EngineStateError, InvalidRequest
+from drivetrain.types.capability import Capability
+from drivetrain.types.modes import PauseMode
+from drivetrain.types.outputs import CompletionChunk, FinishReason, GenerationOutput
+from drivetrain.types.sampling import LogprobsMode, SamplingParams, TemperatureSchedule
+from drivetrain_conformance.assertions.refusals import refused
+from drivetrain_conformance.assertions.same_answers import check_prefix, check_same
+from drivetrain_conformance.harness.case import case
+from drivetrain_conformance.harness.testbench import Bench, until_idle
+
+_T = TypeVar("_T")
+
+BOUND: Final = 60.0
+"""Seconds after which what is awaited counts as hanging."""
+SOON: Final = 10.0
+"""Seconds within which what has ended is known to have ended."""
+QUIET: Final = 0.1
+"""Seconds for which nothing may happen. A request of a few tokens would be over by then."""
+TOKENS: Final = 250
+"""Of a request that is in flight for a while, and whose end a case waits for."""
+
+
+# The table ------------------------------------------------------------------------------------------------------------
+
+
+@case(Capability.PAUSE_ABORT)
+async def abort_ends_requests_in_flight(bench: Bench) -> None:
+    """Pausing by abort returns what is in flight, marked aborted, with the tokens so far; arrivals wait, then run."""
+    engine = bench.engine
+    await _pauses_when_idle(bench, PauseMode.ABORT)
+    prompts, params = bench.prompts(2), _long(bench)
+    whole = await engine.generate(prompts, params)
+    async with bench.in_flight(prompts, params) as task:
+        await engine.pause_generation(PauseMode.ABORT)
+        _check_paused(engine, PauseMode.ABORT)
+        ended = await _result(task, within=SOON)
+        await engine.pause_generation(PauseMode.ABORT)
+        async with _arrival(bench):
+            await engine.continue_generation()
+    _check_running(engine)
+    for part, complete in zip(ended.completions, whole.completions, strict=True):
+        assert part.finish_reason is FinishReason.ABORT
+        assert 0 < len(part.token_ids) < len(complete.token_ids)
+        check_prefix(bench, part, complete)
+
+
+@case(Capability.PAUSE_WAIT)
+async def wait_lets_requests_in_flight_end(bench: Bench) -> None:
+    """Pausing by wait returns when what is in flight has run to its own end; arrivals wait, then run."""
+    engine = bench.engine
+    await _pauses_when_idle(bench, PauseMode.WAIT)
+    prompts, params = bench.prompts(2), _long(bench)
+    whole = await engine.generate(prompts, params)
+    task = asyncio.create_task(engine.generate(prompts, params))
+    await _begun(engine, task, len(prompts))
+
+    async def pause() -> int:
+        await engine.pause_generation(PauseMode.WAIT)
+        return (await engine.stats()).running  # at once: a little later they have ended, whoever waited for it
+
+    pausing = asyncio.create_task(pause())
+    await _is_paused(engine)
+    async with _arrival(bench):
+        assert not await _result(pausing), "the pause returned while requests were in flight"
+        _check_paused(engine, PauseMode.WAIT)
+        ended = await _result(task, within=SOON)
+        await engine.pause_generation(PauseMode.WAIT)
+        await engine.continue_generation()
+    _check_running(engine)
+    check_same(bench, ended.completions, whole.completions)
+
+
+@case(Capability.PAUSE_IN_PLACE)
+async def in_place_freezes_requests_in_flight(bench: Bench) -> None:
+    """Requests frozen in place make no progress, then go on as if nothing had happened; arrivals wait, then run."""
+    await _freezes(bench, PauseMode.IN_PLACE)
+
+
+@case(Capability.PAUSE_RETRACT)
+async def retract_freezes_requests_in_flight(bench: Bench) -> None:
+    """Retracted requests make no progress, then go on as if nothing had happened; arrivals wait, then run."""
+    await _freezes(bench, PauseMode.RETRACT)
+
+
+@case(Capability.PAUSE_IN_PLACE, Capability.STREAMING)
+async def no_token_is_made_while_frozen_in_place(bench: Bench) -> None:
+    """A stream that is frozen in place shows nothing more until generation goes on, and then the rest."""
+    await _stream_stands_still(bench, PauseMode.IN_PLACE)
+
+
+@case(Capability.PAUSE_RETRACT, Capability.STREAMING)
+async def no_token_is_made_while_retracted(bench: Bench) -> None:
+    """A stream that is retracted shows nothing more until generation goes on, and then the rest."""
+    await _stream_stands_still(bench, PauseMode.RETRACT)
+
+
+@case(Capability.PAUSE_WAIT, Capability.STREAMING)
+async def a_stream_that_arrives_waits(bench: Bench) -> None:
+    """A stream that is opened while the engine is paused shows nothing until generation goes on."""
+    engine = bench.engine
+    prompt = bench.prompt()
+    await _can_pause(engine, PauseMode.WAIT)
+    begun = time.monotonic()
+    _ = [chunk async for chunk in engine.generate_stream(prompt, SamplingParams(max_new_tokens=1))]
+    first_chunk = time.monotonic() - begun
+    await engine.pause_generation(PauseMode.WAIT)
+    async with _streamed(engine, prompt, SamplingParams(max_new_tokens=8, temperature=0)) as (chunks, reading):
+        await asyncio.sleep(max(QUIET, 3 * first_chunk))  # long enough for one to come, on a busy machine too
+        assert chunks == []
+        assert not reading.done()
+        await engine.continue_generation()
+        await _result(reading)
+    (whole,) = await bench.greedy([prompt], 8)
+    last = chunks[-1].completion
+    assert last is not None
+    check_same(bench, [last], [whole])
+
+
+@case(Capability.PAUSE_WAIT)
+async def all_that_arrived_is_served(bench: Bench) -> None:
+    """Every request that arrived while the engine was paused is served once generation goes on."""
+    engine = bench.engine
+    prompts = bench.prompts(12)
+    whole = await bench.greedy(prompts, 6)
+    await engine.pause_generation(PauseMode.WAIT)
+    tasks = [asyncio.create_task(bench.greedy([prompt], 6)) for prompt in prompts]
+    await asyncio.sleep(QUIET)
+    assert not any(task.done() for task in tasks)
+    await engine.continue_generation()
+    check_same(bench, [(await _result(task))[0] for task in tasks], whole)
+
+
+# Again, and one after another -----------------------------------------------------------------------------------------
+
+
+@case()
+async def going_on_without_a_pause_changes_nothing(bench: Bench) -> None:
+    """Continuing an engine that is not paused is no error, however often, and it serves on."""
+    engine = bench.engine
+    prompts = bench.prompts(2)
+    before = await bench.greedy(prompts)
+    task = asyncio.create_task(bench.greedy(prompts))
+    for _ in range(3):
+        await engine.continue_generation()
+        _check_running(engine)
+    check_same(bench, await _result(task), before)
+    check_same(bench, await bench.greedy(prompts), before)
+
+
+@case(Capability.PAUSE_WAIT)
+async def an_unknown_mode_is_refused(bench: Bench) -> None:
+    """An unknown mode is refused, naming the argument and the value; a running engine runs on, a paused one waits."""
+    engine = bench.engine
+    await _unknown_mode_is_refused(engine)
+    _check_running(engine)
+    await bench.greedy(bench.prompts(1))
+    await engine.pause_generation(PauseMode.WAIT)
+    await _unknown_mode_is_refused(engine)
+    _check_paused(engine, PauseMode.WAIT)
+    async with _arrival(bench):
+        await engine.continue_generation()
+
+
+@case(Capability.PAUSE_WAIT)
+async def many_callers_at_once(bench: Bench) -> None:
+    """Callers that pause, continue and generate at the same moment leave an engine that goes on and answers right."""
+    engine = bench.engine
+    prompts = bench.prompts(2)
+    before = await bench.greedy(prompts)
+    answers = [asyncio.create_task(bench.greedy(prompts)) for _ in range(4)]
+    callers = [
+        asyncio.create_task(engine.pause_generation(PauseMode.WAIT) if turn % 2 else engine.continue_generation())
+        for turn in range(12)
+    ]
+    for caller in callers:
+        await _result(caller)
+    await engine.continue_generation()
+    _check_running(engine)
+    for answer in answers:
+        check_same(bench, await _result(answer), before)
+
+
+@case(Capability.PAUSE_ABORT, Capability.PAUSE_WAIT, Capability.PAUSE_IN_PLACE, Capability.PAUSE_RETRACT)
+async def any_mode_may_follow_any(bench: Bench) -> None:
+    """An idle engine can be paused in any mode after any other, holds arrivals in each, and one continue ends it."""
+    engine = bench.engine
+    await _can_pause(engine, *PauseMode)
+    for first, second in itertools.product(PauseMode, PauseMode):
+        await engine.pause_generation(first)
+        _check_paused(engine, first)
+        earlier = asyncio.create_task(bench.greedy(bench.prompts(1), 1))
+        await asyncio.sleep(0.01)
+        await engine.pause_generation(second.value)
+        released = (first, second) == (PauseMode.RETRACT, PauseMode.IN_PLACE)
+        _check_paused(engine, PauseMode.RETRACT if released else second)
+        task = asyncio.create_task(bench.greedy(bench.prompts(1), 1))
+        await asyncio.sleep(0.01)
+        assert not earlier.done(), f"a request that arrived after {first.value} did not wait through {second.value}"
+        assert not task.done(), f"a request that arrived after {first.value} and {second.value} did not wait"
+        await engine.continue_generation()
+        _check_running(engine)
+        await _result(earlier)
+        await _result(task)
+
+
+@case(Capability.PAUSE_IN_PLACE, Capability.PAUSE_RETRACT)
+async def one_freeze_can_follow_the_other(bench: Bench) -> None:
+    """Requests frozen in place can be retracted, and the other way round; in the end no token is lost or changed."""
+    engine = bench.engine
+    await _can_pause(engine, PauseMode.IN_PLACE, PauseMode.RETRACT)
+    prompts, params = bench.prompts(2), _long(bench)
+    whole = await engine.generate(prompts, params)
+    for modes in ((PauseMode.IN_PLACE, PauseMode.RETRACT), (PauseMode.RETRACT, PauseMode.IN_PLACE)):
+        async with bench.in_flight(prompts, params) as task:
+            for mode in modes:
+                await engine.pause_generation(mode)
+            _check_paused(engine, PauseMode.RETRACT)  # what was released is not there again
+            await asyncio.sleep(QUIET)
+            assert not task.done()
+            await engine.continue_generation()
+            resumed = await _result(task)
+        check_same(bench, resumed.completions, whole.completions)
+
+
+@case(Capability.PAUSE_IN_PLACE, Capability.PAUSE_RETRACT)
+async def many_pauses_change_no_token(bench: Bench) -> None:
+    """Requests that were frozen time and again, one way and the other, end with the tokens of an undisturbed run."""
+    engine = bench.engine
+    modes = (PauseMode.IN_PLACE, PauseMode.RETRACT)
+    await _can_pause(engine, *modes)
+    prompts, params = bench.prompts(3), _long(bench)
+    whole = await engine.generate(prompts, params)
+    async with bench.in_flight(prompts, params, tokens=0.0) as task:
+        for turn in range(bench.profile.cycles):
+            await engine.pause_generation(modes[turn % 2])
+            await engine.continue_generation()
+            if task.done():
+                break
+        resumed = await _result(task)
+    check_same(bench, resumed.completions, whole.completions)
+
+
+@case(Capability.PAUSE_ABORT, Capability.PAUSE_IN_PLACE)
+async def abort_ends_what_was_frozen_in_place(bench: Bench) -> None:
+    """Pausing by abort after in_place returns the frozen requests, aborted, with the tokens that they had."""
+    await _abort_ends_what_is_frozen(bench, PauseMode.IN_PLACE)
+
+
+@case(Capability.PAUSE_ABORT, Capability.PAUSE_RETRACT)
+async def abort_ends_what_was_retracted(bench: Bench) -> None:
+    """Pausing by abort after retract returns the frozen requests, aborted, with the tokens that they had."""
+    await _abort_ends_what_is_frozen(bench, PauseMode.RETRACT)
+
+
+@case(Capability.PAUSE_WAIT, Capability.PAUSE_IN_PLACE)
+async def waiting_for_frozen_requests_is_refused(bench: Bench) -> None:
+    """Pausing by wait while requests are frozen is refused at once, as it would never return; nothing changes."""
+    engine = bench.engine
+    await _can_pause(engine, PauseMode.IN_PLACE, PauseMode.WAIT)
+    prompts, params = bench.prompts(2), _long(bench)
+    whole = await engine.generate(prompts, params)
+    async with bench.in_flight(prompts, params) as task:
+        await engine.pause_generation(PauseMode.IN_PLACE)
+        with refused(EngineStateError, state="paused", otherwise="it returned, though what is in flight has not ended"):
+            async with asyncio.timeout(BOUND):
+                await engine.pause_generation(PauseMode.WAIT)
+        _check_paused(engine, PauseMode.IN_PLACE)
+        await asyncio.sleep(QUIET)
+        assert not task.done()
+        await engine.continue_generation()
+        resumed = await _result(task)
+    check_same(bench, resumed.completions, whole.completions)
+
+
+# Ending what is paused ------------------------------------------------------------------------------------------------
+
+
+@case(Capability.ABORT, Capability.PAUSE_IN_PLACE)
+async def a_request_frozen_in_place_can_be_aborted(bench: Bench) -> None:
+    """Aborting one frozen request returns it with the tokens that it had; the others stay frozen and then go on."""
+    await _frozen_request_can_be_aborted(bench, PauseMode.IN_PLACE)
+
+
+@case(Capability.ABORT, Capability.PAUSE_RETRACT)
+async def a_retracted_request_can_be_aborted(bench: Bench) -> None:
+    """Aborting one retracted request returns it with the tokens that it had; the others stay frozen and then go on."""
+    await _frozen_request_can_be_aborted(bench, PauseMode.RETRACT)
+
+
+@case(Capability.ABORT, Capability.PAUSE_WAIT)
+async def a_request_that_waits_can_be_aborted(bench: Bench) -> None:
+    """Aborting a request that arrived during a pause returns it without a token; the others wait on and then run."""
+    engine = bench.engine
+    await engine.abort("an id that no request has")
+    await _can_pause(engine, PauseMode.WAIT)
+    prompts = bench.prompts(3)
+    params = SamplingParams(max_new_tokens=6, temperature=0, n=2)
+    await engine.pause_generation(PauseMode.WAIT)
+    one, other, third = (
+        asyncio.create_task(engine.generate(prompt, params, request_ids=[request_id]))
+        for prompt, request_id in zip(prompts, ("one", "one more", "third"), strict=True)
+    )
+    await asyncio.sleep(QUIET)
+    await engine.abort("one")
+    for completion in (await _result(one)).completions:
+        assert completion.finish_reason is FinishReason.ABORT
+        assert completion.token_ids == []
+        assert completion.text == ""
+    assert engine.is_paused
+    assert not other.done()
+    await engine.abort_generation()
+    for completion in (await _result(other)).completions + (await _result(third)).completions:
+        assert completion.finish_reason is FinishReason.ABORT
+    assert engine.is_paused, "aborting requests does not end the pause"
+    async with _arrival(bench):
+        await engine.continue_generation()
+
+
+@case(Capability.PAUSE_WAIT)
+async def an_arrival_that_is_cancelled_is_gone(bench: Bench) -> None:
+    """A caller that goes away while its request waits leaves nothing that runs later, and its id is free."""
+    engine = bench.engine
+    prompt = bench.prompt()
+    await engine.pause_generation(PauseMode.WAIT)
+    for _ in range(2):
+        task = asyncio.create_task(engine.generate(prompt, bench.long(), request_ids=["mine"]))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        async with asyncio.timeout(BOUND):
+            await asyncio.wait([task])
+    await engine.continue_generation()
+    await asyncio.sleep(QUIET)
+    stats = await engine.stats()
+    assert (stats.running, stats.waiting) == (0, 0)
+    async with asyncio.timeout(BOUND):
+        await engine.generate(prompt, bench.long(2), request_ids=["mine"])
+
+
+@case(Capability.PAUSE_IN_PLACE)
+async def a_frozen_call_that_is_cancelled_is_gone(bench: Bench) -> None:
+    """A caller that goes away while its requests are frozen leaves nothing that goes on later."""
+    engine = bench.engine
+    await _can_pause(engine, PauseMode.IN_PLACE)
+    async with bench.in_flight(bench.prompts(2), bench.long(), request_ids=["a", "b"]) as task:
+        await engine.pause_generation(PauseMode.IN_PLACE)
+        task.cancel()
+        async with asyncio.timeout(BOUND):
+            await asyncio.wait([task])
+        await until_idle(engine)
+        assert engine.is_paused
+        async with _arrival(bench):
+            await engine.continue_generation()
+    await until_idle(engine)
+    async with asyncio.timeout(BOUND):
+        await engine.generate(bench.prompts(2), bench.long(2), request_ids=["a", "b"])
+
+
+@case(Capability.PAUSE_WAIT)
+async def an_arrival_does_not_wait_for_ever(bench: Bench) -> None:
+    """The time that a request may take includes its wait in a pause: then it ends in DeadlineExceeded, and is gone."""
+    engine = bench.engine
+    prompt = bench.prompt()
+    await engine.pause_generation(PauseMode.WAIT)
+    with refused(DeadlineExceeded, naming=f"{QUIET:g} s", otherwise="a paused engine served a request"):
+        async with asyncio.timeout(BOUND):
+            await engine.generate(prompt, bench.long(), timeout=QUIET)
+    assert engine.is_paused
+    async with _arrival(bench):
+        await engine.continue_generation()
+    await until_idle(engine)
+
+
+@case(Capability.PAUSE_WAIT, Capability.ABORT)
+async def a_pause_that_takes_too_long_leaves_the_engine_running(bench: Bench) -> None:
+    """A wait that reaches its timeout is DeadlineExceeded; the engine is not paused, and no request was harmed."""
+    engine = bench.engine
+    await engine.abort("an id that no request has")
+    prompts, params = bench.prompts(2), _long(bench)
+    whole = await engine.generate(prompts, params)
+    async with bench.in_flight(prompts, params, tokens=0.0) as task:
+        with refused(DeadlineExceeded, naming="0.02 s", otherwise="the pause returned while requests were in flight"):
+            async with asyncio.timeout(BOUND):
+                await engine.pause_generation(PauseMode.WAIT, timeout=0.02)
+        _check_running(engine)
+        async with asyncio.timeout(BOUND):
+            await engine.generate(bench.prompt(), SamplingParams(max_new_tokens=1))
+        assert not task.done()
+        ended = await _result(task)
+    check_same(bench, ended.completions, whole.completions)
+
+
+@case(Capability.PAUSE_WAIT, own_engine=True)
+async def closing_a_paused_engine_leaves_nothing_waiting(bench: Bench) -> None:
+    """A request that waits in a pause comes back aborted, without a token, when the engine is closed."""
+    async with bench.open() as engine:
+        await engine.pause_generation(PauseMode.WAIT)
+        task = asyncio.create_task(engine.generate(bench.prompt(engine=engine), SamplingParams(max_new_tokens=4)))
+        await asyncio.sleep(QUIET)
+        assert not task.done()
+        async with asyncio.timeout(BOUND):
+            await engine.teardown()
+    assert engine.state is EngineState.CLOSED
+    (completion,) = (await _result(task, within=SOON)).completions
+    assert (completion.finish_reason, completion.token_ids) == (FinishReason.ABORT, [])
+
+
+@case(Capability.PAUSE_IN_PLACE, Capability.ABORT, own_engine=True)
+async def closing_returns_frozen_requests(bench: Bench) -> None:
+    """Requests that are frozen when the engine is closed come back aborted, with the tokens that they had."""
+    async with bench.open() as engine:
+        await engine.abort("an id that no request has")
+        await _can_pause(engine, PauseMode.IN_PLACE)
+        ignore_eos = engine.supports(Capability.IGNORE_EOS)
+        params = SamplingParams(max_new_tokens=800, temperature=0, ignore_eos=ignore_eos)
+        async with bench.in_flight(bench.prompts(2, engine=engine), params, engine) as task:
+            await engine.pause_generation(PauseMode.IN_PLACE)
+            async with asyncio.timeout(BOUND):
+                await engine.teardown()
+            for completion in (await _result(task, within=SOON)).completions:
+                assert completion.finish_reason is FinishReason.ABORT
+                assert 0 < len(completion.token_ids) < 800
+
+
+# Caches and numbers ---------------------------------------------------------------------------------------------------
+
+
+@case(Capability.PAUSE_WAIT, Capability.PREFIX_CACHE)
+async def a_pause_keeps_the_prefix_cache(bench: Bench) -> None:
+    """A pause forgets no cached prefix; a reset within it forgets all; the answers are the same either way."""
+    engine = bench.engine
+    await _can_pause(engine, PauseMode.WAIT)
+    await engine.reset_prefix_cache()
+    prompt = bench.prompt(300)
+    (cold,) = await bench.greedy([prompt])
+    await engine.pause_generation(PauseMode.WAIT)
+    await engine.continue_generation()
+    (warm,) = await bench.greedy([prompt])
+    await engine.pause_generation(PauseMode.WAIT)
+    await engine.reset_prefix_cache()
+    await engine.continue_generation()
+    (reset,) = await bench.greedy([prompt])
+    assert (cold.cached_tokens, reset.cached_tokens) == (0, 0)
+    assert warm.cached_tokens > 0
+    check_same(bench, [warm, reset], [cold, cold])
+
+
+@case(Capability.PAUSE_IN_PLACE, Capability.PREFIX_CACHE)
+async def a_reset_of_the_prefix_cache_spares_frozen_requests(bench: Bench) -> None:
+    """Requests frozen in place lose, repeat and change no token when the prefix cache is reset meanwhile."""
+    engine = bench.engine
+    await _can_pause(engine, PauseMode.IN_PLACE)
+    await engine.reset_prefix_cache()
+    prompts, params = bench.prompts(3, 40), bench.long(TOKENS, prompt_length=40)
+    whole = await engine.generate(prompts, params)
+    async with bench.in_flight(prompts, params) as task:
+        await engine.pause_generation(PauseMode.IN_PLACE)
+        await engine.reset_prefix_cache()
+        await engine.continue_generation()
+        resumed = await _result(task)
+    check_same(bench, resumed.completions, whole.completions)
+
+
+@case(Capability.PAUSE_RETRACT, Capability.LOGPROBS_RAW)
+async def logprobs_stay_true_across_a_retraction(bench: Bench) -> None:
+    """Each logprob of a request that was retracted is the one that an independent forward pass computes."""
+    engine = bench.engine
+    await _can_pause(engine, PauseMode.RETRACT)
+    params = bench.long(TOKENS, logprobs=0, logprobs_mode=LogprobsMode.RAW)
+    async with bench.in_flight(bench.prompts(2), params) as task:
+        await engine.pause_generation(PauseMode.RETRACT)
+        await engine.continue_generation()
+        resumed = await _result(task)
+    for completion in resumed.completions:
+        assert completion.logprobs is not None
+        expected = bench.output_logprobs(completion)
+        worst = max(abs(a - b) for a, b in zip(completion.logprobs, expected, strict=True))
+        assert worst <= bench.tolerance(), f"a logprob is off by {worst:.3g} nats"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _check_paused(engine: InferenceEngine, mode: PauseMode) -> None:
+    assert engine.is_paused
+    assert engine.state is EngineState.PAUSED
+    assert engine.status.paused is mode
+    assert engine.describe().state == "paused"
+
+
+def _check_running(engine: InferenceEngine) -> None:
+    assert not engine.is_paused
+    assert engine.state is EngineState.READY
+    assert engine.status.paused is None
+    assert engine.describe().state == "ready"
+
+
+async def _can_pause(engine: InferenceEngine, *modes: PauseMode) -> None:
+    """Pause in each mode while there is nothing to disturb: an engine that lacks one is left as it was."""
+    for mode in modes:
+        await engine.pause_generation(mode)
+        await engine.continue_generation()
+
+
+async def _result(task: asyncio.Task[_T], within: float = BOUND) -> _T:
+    """Await a task that must end in time."""
+    done, _ = await asyncio.wait([task], timeout=within)
+    assert done, f"it has not ended after {within:g} s"
+    return task.result()
+
+
+async def _begun(engine: InferenceEngine, task: asyncio.Task[GenerationOutput], count: int = 1) -> None:
+    """Return when the engine works on so many requests, or is done with them: an engine may be that fast."""
+    async with asyncio.timeout(BOUND):
+        while (await engine.stats()).running < count and not task.done():  # noqa: ASYNC110 - it may be another process
+            await asyncio.sleep(0.002)
+
+
+async def _is_paused(engine: InferenceEngine) -> None:
+    async with asyncio.timeout(BOUND):
+        while not engine.is_paused:  # noqa: ASYNC110 - there is no event to wait for
+            await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def _arrival(bench: Bench) -> AsyncGenerator[None, None]:
+    """A request arrives at the paused engine and waits there; the block lets generation go on, and it is served."""
+    engine = bench.engine
+    prompt = bench.prompt()
+    before = (await engine.stats()).running
+    task = asyncio.create_task(bench.greedy([prompt]))
+    try:
+        await asyncio.sleep(QUIET)
+        assert not task.done(), "a request that arrived while the engine was paused did not wait"
+        assert (await engine.stats()).running <= before, "a request that arrived while the engine was paused runs"
+        yield
+        answer = await _result(task)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    check_same(bench, answer, await bench.greedy([prompt]))
+
+
+async def _pauses_when_idle(bench: Bench, mode: PauseMode) -> None:
+    """Nothing is in flight: twice is as once, the mode's name will do, and one continue ends it."""
+    engine = bench.engine
+    await engine.pause_generation(mode)
+    await engine.pause_generation(mode.value)
+    _check_paused(engine, mode)
+    async with _arrival(bench):
+        await engine.continue_generation()
+        await engine.continue_generation()
+    _check_running(engine)
+
+
+async def _freezes(bench: Bench, mode: PauseMode) -> None:
+    engine = bench.engine
+    await _pauses_when_idle(bench, mode)
+    params = [_long(bench), *_with_a_state(bench)]
+    prompts = bench.prompts(len(params))
+    begun = time.monotonic()
+    whole = await engine.generate(prompts, params)
+    undisturbed = time.monotonic() - begun
+    async with bench.in_flight(prompts, params) as task:
+        await engine.pause_generation(mode)
+        await engine.pause_generation(mode)
+        _check_paused(engine, mode)
+        stats = await engine.stats()
+        assert stats.running + stats.waiting == len(prompts), f"of {len(prompts)} frozen requests it counts {stats}"
+        async with _arrival(bench):
+            await asyncio.sleep(undisturbed)
+            assert not task.done(), "requests ran to their end while they were frozen"
+            await engine.continue_generation()
+        resumed = await _result(task)
+    _check_running(engine)
+    check_same(bench, resumed.completions, whole.completions)
+
+
+def _long(bench: Bench) -> SamplingParams:
+    """A request that is in flight for a while, with logprobs where the engine has some."""
+    if not bench.claims(Capability.LOGPROBS_RAW):
+        return bench.long(TOKENS)
+    return bench.long(TOKENS, logprobs=0, logprobs_mode=LogprobsMode.RAW)
+
+
+def _with_a_state(bench: Bench) -> list[SamplingParams]:
+    """Params under which each token depends on more than those before it, or on what was counted of them."""
+    engine = bench.engine
+    # Where weights are rounded more, a sample may part from its repetition at any token, by right.
+    if engine.model_info.dtype != "float32":
+        return []
+    most = bench.long(TOKENS).max_new_tokens
+    assert most is not None
+    found = []
+    if engine.supports(Capability.SEED):
+        schedule: dict[str, Any] = {}
+        if engine.supports(Capability.LOGIT_PROCESSORS):
+            schedule["logit_processors"] = (TemperatureSchedule(start=0.5, end=1.5, steps=most),)
+        found.append(bench.long(TOKENS, seed=3, temperature=1.0, **schedule))
+    if engine.supports(Capability.FREQUENCY_PENALTY):
+        found.append(bench.long(TOKENS, frequency_penalty=1.5))
+    if engine.supports(Capability.PRESENCE_PENALTY):
+        found.append(bench.long(TOKENS, presence_penalty=1.5))
+    if all(map(engine.supports, _HELD_BACK)):
+        (last,) = bench.prompt(1)
+        # The last token alone is a stop: held back until there, and then the likeliest.
+        ends: dict[str, Any] = {"logit_bias": {last: 100.0}, "min_new_tokens": most - 1, "stop_token_ids": (last,)}
+        found.append(bench.long(TOKENS, repetition_penalty=1.3, **ends))
+    return found
+
+
+_HELD_BACK: Final = (
+    Capability.LOGIT_BIAS,
+    Capability.MIN_NEW_TOKENS,
+    Capability.REPETITION_PENALTY,
+    Capability.STOP_TOKEN_IDS,
+)
+
+
+@asynccontextmanager
+async def _streamed(
+    engine: InferenceEngine, prompt: Sequence[int], params: SamplingParams
+) -> AsyncGenerator[tuple[list[CompletionChunk], asyncio.Task[None]], None]:
+    """The chunks that a stream has shown so far, and the task that reads it."""
+    chunks: list[CompletionChunk] = []
+
+    async def read() -> None:
+        async for chunk in engine.generate_stream(list(prompt), params):
+            chunks.append(chunk)
+
+    reading = asyncio.create_task(read())
+    try:
+        yield chunks, reading
+    finally:
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+
+
+async def _stream_stands_still(bench: Bench, mode: PauseMode) -> None:
+    engine = bench.engine
+    await _can_pause(engine, mode)
+    prompt, params = bench.prompt(), (_with_a_state(bench) or [bench.long(TOKENS)])[-1]
+    (whole,) = (await engine.generate(prompt, params)).completions
+    async with _streamed(engine, prompt, params) as (chunks, reading):
+        try:
+            async with asyncio.timeout(BOUND):
+                while len(chunks) < 5 and not reading.done():  # noqa: ASYNC110 - chunks come one by one
+                    await asyncio.sleep(0.001)
+            if reading.done():
+                reading.result()
+            await engine.pause_generation(mode)
+            await asyncio.sleep(QUIET)  # what was made before the pause may still be under way
+            shown = sum(len(chunk.token_ids) for chunk in chunks)
+            await asyncio.sleep(3 * QUIET)
+            late = sum(len(chunk.token_ids) for chunk in chunks) - shown
+            assert late == 0, f"{late} tokens were made while the request was frozen ({mode.value})"
+            assert not reading.done()
+            assert shown < len(whole.token_ids)
+        finally:
+            await engine.continue_generation()
+        await _result(reading)
+    last = chunks[-1].completion
+    assert last is not None
+    assert [token for chunk in chunks for token in chunk.token_ids] == last.token_ids
+    check_same(bench, [last], [whole])
+
+
+async def _abort_ends_what_is_frozen(bench: Bench, frozen: PauseMode) -> None:
+    engine = bench.engine
+    await _can_pause(engine, frozen, PauseMode.ABORT)
+    prompts, params = bench.prompts(2), _long(bench)
+    whole = await engine.generate(prompts, params)
+    async with bench.in_flight(prompts, params) as task:
+        await engine.pause_generation(frozen)
+        async with asyncio.timeout(BOUND):
+            await engine.pause_generation(PauseMode.ABORT)
+        _check_paused(engine, PauseMode.ABORT)
+        ended = await _result(task, within=SOON)
+        async with _arrival(bench):
+            await engine.continue_generation()
+    for part, complete in zip(ended.completions, whole.completions, strict=True):
+        assert part.finish_reason is FinishReason.ABORT
+        assert 0 < len(part.token_ids) < len(complete.token_ids)
+        check_prefix(bench, part, complete)
+
+
+async def _frozen_request_can_be_aborted(bench: Bench, mode: PauseMode) -> None:
+    engine = bench.engine
+    await engine.abort("an id that no request has")
+    await _can_pause(engine, mode)
+    prompts, params = bench.prompts(2), _long(bench)
+    whole = (await engine.generate(prompts, params)).completions
+    async with (
+        bench.in_flight(prompts[:1], params, request_ids=["one"]) as one,
+        bench.in_flight(prompts[1:], params, request_ids=["other"], tokens=0.0) as other,
+    ):
+        await engine.pause_generation(mode)
+        await engine.abort("one")
+        (part,) = (await _result(one)).completions
+        assert part.finish_reason is FinishReason.ABORT
+        assert 0 < len(part.token_ids) < len(whole[0].token_ids)
+        check_prefix(bench, part, whole[0])
+        _check_paused(engine, mode)
+        await asyncio.sleep(QUIET)
+        assert not other.done()
+        await engine.continue_generation()
+        check_same(bench, (await _result(other)).completions, whole[1:])
+
+
+async def _unknown_mode_is_refused(engine: InferenceEngine) -> None:
+    taken = "there is no pause mode 'hibernate', but it was taken"
+    with refused(InvalidRequest, field="mode", naming="hibernate", otherwise=taken):
+        await engine.pause_generation("hibernate")

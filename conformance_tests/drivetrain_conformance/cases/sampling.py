@@ -1,0 +1,559 @@
+"""Which tokens are drawn, and how often: held against the reference distribution, and against themselves.
+
+The statistical cases make about 25 checks, each of which fails by chance at most once in a million runs on a right
+engine; see :mod:`drivetrain_conformance.references.goodness_of_fit`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drivetrain.engine.engine import InferenceEngine
+from drivetrain.types.capability import Capability
+from drivetrain.types.outputs import Completion, GenerationOutput
+from drivetrain.types.sampling import ActionMask, DisallowedTokens, SamplingParams, TemperatureSchedule
+from drivetrain_conformance.harness.case import case
+from drivetrain_conformance.harness.testbench import Bench, ordinary_ids
+from drivetrain_conformance.references.goodness_of_fit import Tally
+from drivetrain_conformance.references.oracle import Logits, log_softmax
+from drivetrain_conformance.references.reference_sampling import step, steps
+
+_PROMPTS: Final = 4
+"""Prompts among which the draws of a statistical case are shared."""
+_AT_ONCE: Final = 1024
+"""Most samples of one prompt."""
+_FAR_BACK: Final = 160
+"""Tokens of a sample whose first ones still count as penalties' when the last ones are drawn."""
+_SEQUENCES: Final = 256
+"""Sampled sequences for a look at a token that is not the first."""
+
+
+# First tokens -----------------------------------------------------------------------------------------------------
+
+
+@case()
+async def temperature_one_draws_from_the_model(bench: Bench) -> None:
+    """First tokens at temperature 1 follow the model's own distribution."""
+    await _check_first_tokens(bench, SamplingParams(max_new_tokens=1))
+
+
+@case()
+async def a_low_temperature_sharpens(bench: Bench) -> None:
+    """First tokens at temperature 0.5 follow softmax(logits / 0.5)."""
+    await _check_first_tokens(bench, SamplingParams(max_new_tokens=1, temperature=0.5))
+
+
+@case()
+async def a_high_temperature_flattens(bench: Bench) -> None:
+    """First tokens at temperature 16 follow softmax(logits / 16)."""
+    await _check_first_tokens(bench, SamplingParams(max_new_tokens=1, temperature=16.0))
+
+
+@case(Capability.TOP_K)
+async def top_k_keeps_the_k_most_likely(bench: Bench) -> None:
+    """With top_k=6 only the six most likely tokens are drawn, in their proportions; a large top_k keeps many."""
+    await _check_first_tokens(bench, SamplingParams(max_new_tokens=1, top_k=6))
+    prompts = bench.prompts(_PROMPTS)
+    drawn = await _draw(bench, prompts, SamplingParams(max_new_tokens=1, top_k=200, temperature=4.0))
+    ranks: list[int] = []
+    for prompt, completions in zip(prompts, drawn, strict=True):
+        row = bench.oracle().logits(prompt)[-1]
+        ranks += [int((row > row[completion.token_ids[0]]).sum()) for completion in completions]
+    assert max(ranks) > 130, f"with top_k=200 no token beyond the {max(ranks) + 1} most likely was drawn"
+
+
+@case(Capability.TOP_P)
+async def top_p_keeps_the_nucleus(bench: Bench) -> None:
+    """With top_p=0.5 only the fewest most likely tokens that hold half of it, after temperature, are drawn."""
+    await _check_first_tokens(bench, SamplingParams(max_new_tokens=1, top_p=0.5, temperature=0.7))
+
+
+@case(Capability.MIN_P)
+async def min_p_drops_the_unlikely(bench: Bench) -> None:
+    """With min_p=0.3 only tokens at least that likely, beside the most likely one and after temperature, are drawn."""
+    await _check_first_tokens(bench, SamplingParams(max_new_tokens=1, min_p=0.3, temperature=1.7))
+
+
+@case(Capability.LOGIT_BIAS)
+async def logit_bias_is_added(bench: Bench) -> None:
+    """Biased tokens are drawn as often as their raised and lowered logits say; -100 as good as never."""
+    likely, less, never = bench.prompt(3)
+    bias = {likely: 3.0, less: -3.0, never: -100.0}
+    await _check_first_tokens(bench, SamplingParams(max_new_tokens=1, logit_bias=bias), marked=[likely])
+
+
+@case(Capability.REPETITION_PENALTY)
+async def repetition_penalty_counts_the_prompt(bench: Bench) -> None:
+    """Tokens of the prompt are drawn less often, as their positive logits divided and negative ones multiplied say."""
+    await _check_first_tokens(bench, SamplingParams(max_new_tokens=1, repetition_penalty=2.0), prompt_length=120)
+
+
+@case(Capability.REPETITION_PENALTY)
+async def a_repetition_penalty_below_one_rewards(bench: Bench) -> None:
+    """With repetition_penalty=0.6 tokens of the prompt are drawn more often."""
+    await _check_first_tokens(bench, SamplingParams(max_new_tokens=1, repetition_penalty=0.6), prompt_length=48)
+
+
+@case(Capability.TOP_K, Capability.TOP_P)
+async def top_p_is_a_share_of_what_top_k_left(bench: Bench) -> None:
+    """With top_k=8 and top_p=0.6 the nucleus is taken of the eight tokens' own distribution."""
+    await _check_first_tokens(bench, SamplingParams(max_new_tokens=1, top_k=8, top_p=0.6))
+
+
+@case(Capability.TOP_P, Capability.MIN_P)
+async def min_p_comes_after_top_p(bench: Bench) -> None:
+    """With min_p=0.4 and top_p=0.6 the nucleus is taken of all tokens, not of those that min_p would leave."""
+    await _check_first_tokens(bench, SamplingParams(max_new_tokens=1, top_p=0.6, min_p=0.4))
+
+
+@case(Capability.LOGIT_BIAS, Capability.REPETITION_PENALTY)
+async def logit_bias_is_added_after_the_penalties(bench: Bench) -> None:
+    """A bias on tokens that are penalised is added as it is, and not divided or multiplied by the penalty."""
+    prompts = bench.prompts(_PROMPTS, length=48)
+    # Bias raises a logit to where the penalty, applied afterwards, would take much of it away again.
+    bias = {token: 4.0 for prompt in prompts for token in prompt[:2]}
+    params = SamplingParams(max_new_tokens=1, repetition_penalty=1.6, logit_bias=bias)
+    await _check_first_tokens(bench, params, prompts=prompts, marked=bias)
+
+
+@case(Capability.TOP_K, Capability.TOP_P, Capability.MIN_P, Capability.LOGIT_BIAS, Capability.REPETITION_PENALTY)
+async def everything_at_once_follows_the_documented_order(bench: Bench) -> None:
+    """Penalty, bias, temperature, top-k, top-p and min-p together leave the reference's distribution."""
+    bias = {token: 1.5 for token in bench.prompt(4)}
+    params = SamplingParams(
+        max_new_tokens=1,
+        temperature=1.3,
+        top_k=30,
+        top_p=0.8,
+        min_p=0.15,
+        repetition_penalty=1.3,
+        logit_bias=bias,
+    )
+    await _check_first_tokens(bench, params, prompt_length=16)
+
+
+@case(Capability.SEED)
+async def seeded_draws_follow_the_model(bench: Bench) -> None:
+    """The samples of one seed, whose seeds are consecutive, are as good draws as any."""
+    await _check_first_tokens(bench, SamplingParams(max_new_tokens=1, seed=1))
+
+
+async def _check_first_tokens(
+    bench: Bench,
+    params: SamplingParams,
+    *,
+    prompt_length: int = 6,
+    prompts: Sequence[list[int]] | None = None,
+    marked: Collection[int] = (),
+) -> None:
+    prompts = prompts or bench.prompts(_PROMPTS, prompt_length)
+    drawn = await _draw(bench, prompts, params)
+    tally = Tally(_slack(bench, params))
+    for prompt, completions in zip(prompts, drawn, strict=True):
+        tokens = [completion.token_ids[0] for completion in completions]
+        penalised = prompt if params.repetition_penalty != 1 else ()
+        _count(bench, tally, tokens, bench.oracle().logits(prompt)[-1], params, prompt, [], {*marked, *penalised})
+    tally.check()
+
+
+async def _draw(bench: Bench, prompts: Sequence[list[int]], params: SamplingParams) -> list[list[Completion]]:
+    """Completions of each prompt, ``profile.samples`` in all."""
+    each = max(1, bench.profile.samples // len(prompts))
+    params = params.model_copy(update={"n": min(each, _AT_ONCE)})
+    drawn: list[list[Completion]] = [[] for _ in prompts]
+    for turn in range(-(-each // _AT_ONCE)):
+        if params.seed is not None:
+            params = params.model_copy(update={"seed": params.seed + turn * _AT_ONCE})
+        for group, found in zip(drawn, (await bench.engine.generate(list(prompts), params)).by_prompt(), strict=True):
+            group += found
+    return drawn
+
+
+def _slack(bench: Bench, params: SamplingParams) -> float:
+    """How far a logprob of the drawn distribution may be off, in nats: a low temperature magnifies."""
+    coldest = params.temperature or 1.0
+    for processor in params.logit_processors:
+        if isinstance(processor, TemperatureSchedule):
+            coldest *= min(processor.start, processor.end, 1.0)
+    return 2 * bench.tolerance() / coldest
+
+
+def _count(
+    bench: Bench,
+    tally: Tally,
+    tokens: Sequence[int],
+    logits: Logits,
+    params: SamplingParams,
+    prompt: Sequence[int],
+    generated: Sequence[int],
+    marked: Collection[int] = (),
+) -> None:
+    """Assert that each token could be drawn; count them, unless rounding may have moved the line between the two."""
+    reference = step(logits, params, prompt, generated, bench.tolerance())
+    impossible = sorted({token for token in tokens if not reference.possibly[token]})
+    assert not impossible, f"tokens {impossible} were drawn, which the params rule out"
+    if reference.is_clear:
+        tally.add(tokens, reference.probabilities, marked)
+
+
+# Later tokens -----------------------------------------------------------------------------------------------------
+
+
+@case()
+async def later_tokens_follow_what_was_drawn(bench: Bench) -> None:
+    """The eighth token of a sequence follows the model's distribution after the seven that were drawn."""
+    await _check_later_token(bench, SamplingParams(max_new_tokens=8))
+
+
+@case()
+async def each_step_is_drawn_anew(bench: Bench) -> None:
+    """Where in its distribution a token was drawn says nothing of where the next one will be."""
+    params = SamplingParams(max_new_tokens=3, n=_SEQUENCES // 2)
+    drawn = (await bench.engine.generate(bench.prompt(), params)).completions
+    whole = [completion for completion in drawn if len(completion.token_ids) == 3]
+    rows = [np.exp(log_softmax(bench.output_logits(completion)[-2:])) for completion in whole]
+    # An engine that used a random number twice would come back to the same part of the distribution, as it orders it.
+    for order in (_by_id, _by_rank):
+        tally = Tally(_slack(bench, params))
+        for completion, (before, after) in zip(whole, rows, strict=True):
+            first, previous, last = completion.token_ids
+            same_part = np.flatnonzero(_parts(after, order) == _parts(before, order)[previous])
+            tally.add([last], after, {first, previous, *same_part.tolist()})
+        tally.check()
+
+
+def _by_id(probabilities: Logits) -> NDArray[np.intp]:
+    return np.arange(len(probabilities))
+
+
+def _by_rank(probabilities: Logits) -> NDArray[np.intp]:
+    return np.argsort(-probabilities, kind="stable")
+
+
+def _parts(probabilities: Logits, order: Callable[[Logits], NDArray[np.intp]]) -> NDArray[np.intp]:
+    """In which eighth of the distribution, in this order, the middle of each token's share lies."""
+    ranked = order(probabilities)
+    middles = np.cumsum(probabilities[ranked]) - probabilities[ranked] / 2
+    parts = np.empty(len(probabilities), dtype=np.intp)
+    parts[ranked] = (middles * 8).astype(np.intp)
+    return parts
+
+
+@case(Capability.FREQUENCY_PENALTY)
+async def frequency_penalty_counts_what_was_generated(bench: Bench) -> None:
+    """With a frequency penalty of -2 tokens come again more often, for each time that they were generated."""
+    await _check_later_token(bench, SamplingParams(max_new_tokens=16, frequency_penalty=-2.0))
+
+
+@case(Capability.PRESENCE_PENALTY)
+async def presence_penalty_sees_what_was_generated(bench: Bench) -> None:
+    """With a presence penalty of -2 tokens that were generated come again more often, however many times they were."""
+    await _check_later_token(bench, SamplingParams(max_new_tokens=12, presence_penalty=-2.0))
+
+
+async def _check_later_token(bench: Bench, params: SamplingParams) -> None:
+    """Look at the last token: given what came before them, those of all sequences are independent of each other."""
+    params = params.model_copy(update={"n": _SEQUENCES})
+    completions = (await bench.engine.generate(bench.prompt(), params)).completions
+    tally = Tally(_slack(bench, params))
+    for completion in completions:
+        if len(completion.token_ids) == params.max_new_tokens:
+            *before, last = completion.token_ids
+            logits = bench.output_logits(completion)[-1]
+            _count(bench, tally, [last], logits, params, completion.prompt_token_ids, before, set(before))
+    tally.check()
+
+
+# Greedy -----------------------------------------------------------------------------------------------------------
+
+
+@case()
+async def temperature_zero_repeats(bench: Bench) -> None:
+    """At temperature 0 a prompt has one answer: in every call, and in every sample of one call."""
+    prompt = bench.prompt()
+    params = SamplingParams(temperature=0, max_new_tokens=16)
+    answers = [(await bench.engine.generate(prompt, params)).completions[0].token_ids for _ in range(3)]
+    samples = (await bench.engine.generate(prompt, params.model_copy(update={"n": 3}))).completions
+    answers += [sample.token_ids for sample in samples]
+    _assert_agree(bench, answers, [answers[0]] * len(answers))
+
+
+@case(Capability.TOP_K)
+async def top_k_of_one_is_greedy(bench: Bench) -> None:
+    """With top_k=1 the most likely token is drawn at any temperature."""
+    await _check_takes_the_best(bench, SamplingParams(temperature=1.7, top_k=1, max_new_tokens=12))
+
+
+@case(Capability.TOP_P)
+async def a_small_top_p_is_greedy(bench: Bench) -> None:
+    """A nucleus always holds the most likely token, so that a tiny one holds it alone."""
+    await _check_takes_the_best(bench, SamplingParams(top_p=1e-6, max_new_tokens=12))
+
+
+@case(Capability.MIN_P)
+async def min_p_of_one_is_greedy(bench: Bench) -> None:
+    """With min_p=1 only the most likely token is left."""
+    await _check_takes_the_best(bench, SamplingParams(min_p=1.0, max_new_tokens=12))
+
+
+@case(Capability.REPETITION_PENALTY)
+async def greedy_follows_the_repetition_penalty(bench: Bench) -> None:
+    """At temperature 0 the token whose penalised logit is largest is taken; prompt and output count, each once."""
+    await _check_takes_the_best(bench, bench.long(_FAR_BACK, repetition_penalty=1.4))
+
+
+@case(Capability.FREQUENCY_PENALTY)
+async def greedy_follows_the_frequency_penalty(bench: Bench) -> None:
+    """At temperature 0 each time that a token was generated lowers its logit by the frequency penalty."""
+    await _check_takes_the_best(bench, SamplingParams(temperature=0, max_new_tokens=24, frequency_penalty=-0.3))
+    await _check_takes_the_best(bench, bench.long(_FAR_BACK, frequency_penalty=0.7))
+
+
+@case(Capability.PRESENCE_PENALTY)
+async def greedy_follows_the_presence_penalty(bench: Bench) -> None:
+    """At temperature 0 the logit of a token that was generated is lowered by the presence penalty once."""
+    await _check_takes_the_best(bench, bench.long(_FAR_BACK, presence_penalty=1.2))
+
+
+@case(Capability.LOGIT_BIAS)
+async def greedy_follows_the_logit_bias(bench: Bench) -> None:
+    """At temperature 0 a bias decides which token is taken: a large one makes it the only one, or rules it out."""
+    free = await bench.greedy(bench.prompts(3))
+    banned, forced = free[0].token_ids[0], bench.prompt(1)[0]
+    params = SamplingParams(temperature=0, max_new_tokens=12, logit_bias={banned: -100.0})
+    for completion in await _check_takes_the_best(bench, params, [free[0].prompt_token_ids]):
+        assert banned not in completion.token_ids
+    params = SamplingParams(temperature=0, max_new_tokens=5, logit_bias={forced: 100.0})
+    for completion in await _check_takes_the_best(bench, params):
+        assert completion.token_ids == [forced] * 5
+    # An engine may have room for some tens of them.
+    many = {token: -100.0 for token in ordinary_ids(bench.engine)[: bench.engine.model_info.vocab_size // 2]}
+    await _check_takes_the_best(bench, SamplingParams(temperature=0, max_new_tokens=12, logit_bias=many))
+
+
+@case(
+    Capability.REPETITION_PENALTY,
+    Capability.FREQUENCY_PENALTY,
+    Capability.PRESENCE_PENALTY,
+    Capability.LOGIT_BIAS,
+)
+async def greedy_follows_penalties_and_bias_together(bench: Bench) -> None:
+    """At temperature 0 penalties and bias together choose the token that the reference chooses, at every step."""
+    params = SamplingParams(
+        temperature=0,
+        max_new_tokens=24,
+        repetition_penalty=1.2,
+        frequency_penalty=0.5,
+        presence_penalty=-0.4,
+        logit_bias={token: 1.5 for token in bench.prompt(6)},
+    )
+    await _check_takes_the_best(bench, params)
+
+
+async def _check_takes_the_best(
+    bench: Bench, params: SamplingParams, prompts: Sequence[list[int]] | None = None
+) -> list[Completion]:
+    output = await bench.engine.generate(list(prompts or bench.prompts(3)), params)
+    for completion in output.completions:
+        rows = steps(completion, bench.output_logits(completion), params, bench.tolerance())
+        for at, (reference, token) in enumerate(zip(rows, completion.token_ids, strict=True)):
+            lag = (reference.scaled.max() - reference.scaled[token]) * (params.temperature or 1.0)
+            assert lag <= 2 * bench.tolerance(), (
+                f"token {at} is {token}, {lag:.3g} below the best after penalties and bias, {reference.scaled.argmax()}"
+            )
+    return output.completions
+
+
+# Seeds ------------------------------------------------------------------------------------------------------------
+
+
+@case(Capability.SEED)
+async def a_seed_fixes_the_output(bench: Bench) -> None:
+    """The same seed gives the same tokens alone, in a batch, in another order, beside and after other requests."""
+    prompts = [bench.prompt(length) for length in (4, 7, 13, 21)]
+    params = [SamplingParams(max_new_tokens=16, seed=seed) for seed in (11, 12, 2**62, 0)]
+    alone = [_ids(await bench.engine.generate(prompt, one))[0] for prompt, one in zip(prompts, params, strict=True)]
+    together = _ids(await bench.engine.generate(prompts, params))
+    backwards = _ids(await bench.engine.generate(prompts[::-1], params[::-1]))[::-1]
+    others = SamplingParams(max_new_tokens=24, n=4)
+    beside, _ = await asyncio.gather(
+        bench.engine.generate(prompts, params), bench.engine.generate(bench.prompts(5), others)
+    )
+    after = _ids(await bench.engine.generate(prompts, params))
+    for again in (together, backwards, _ids(beside), after):
+        _assert_agree(bench, again, alone)
+
+
+@case(Capability.SEED)
+async def another_seed_draws_otherwise(bench: Bench) -> None:
+    """Requests that differ by their seed alone are drawn otherwise, and so are the samples of one seed."""
+    prompts = bench.prompts(3)
+    params = [SamplingParams(max_new_tokens=24, n=2, seed=seed) for seed in (1, 1001, 2**32 + 1, 2**53, 2**63 - 1)]
+    drawn = [await bench.engine.generate(prompts, one) for one in params]
+    _assert_differ([sample for output in drawn for sample in _by_sample(output)])
+
+
+@case(Capability.SEED)
+async def sample_i_uses_seed_plus_i(bench: Bench) -> None:
+    """Sample i of a request with seed s is what a request for one sample with seed s + i gives."""
+    prompt = bench.prompt()
+    samples = _ids(await bench.engine.generate(prompt, SamplingParams(max_new_tokens=12, n=4, seed=77)))
+    singles = [
+        _ids(await bench.engine.generate(prompt, SamplingParams(max_new_tokens=12, seed=77 + index)))[0]
+        for index in range(4)
+    ]
+    _assert_agree(bench, singles, samples)
+
+
+@case(Capability.SEED)
+async def a_seed_is_no_ones_elses(bench: Bench) -> None:
+    """Requests without a seed, beside one that has one, are drawn anew each time."""
+    prompt = bench.prompt()
+    params = [SamplingParams(max_new_tokens=24, seed=5), SamplingParams(max_new_tokens=24, n=4)]
+    first, second = [_ids(await bench.engine.generate([prompt, prompt], params)) for _ in range(2)]
+    _assert_agree(bench, [second[0]], [first[0]])
+    assert first[1:] != second[1:], f"what had no seed was drawn alike twice: {first[1:]}"
+
+
+@case()
+async def without_a_seed_nothing_repeats(bench: Bench) -> None:
+    """Samples that are drawn without a seed differ, within a call and from call to call."""
+    prompts = bench.prompts(3)
+    params = SamplingParams(max_new_tokens=24, n=4)
+    outputs = [await bench.engine.generate(prompts, params) for _ in range(2)]
+    if bench.claims(Capability.STREAMING):
+        for _ in range(2):
+            chunks = [chunk async for chunk in bench.engine.generate_stream(prompts, params)]
+            ended = [chunk.completion for chunk in chunks if chunk.completion is not None]
+            outputs.append(GenerationOutput(sorted(ended, key=lambda one: (one.prompt_index, one.sample_index))))
+    _assert_differ([sample for output in outputs for sample in _by_sample(output)])
+
+
+@case(Capability.SEED, own_engine=True)
+async def a_configured_seed_repeats_a_run(bench: Bench) -> None:
+    """Two engines with the same configured seed answer the same calls alike; no two calls of one are alike."""
+    drawn = []
+    for _ in range(2):
+        async with bench.open(seed=7) as engine:
+            drawn.append(await _two_calls(engine))
+    first, again = drawn
+    assert first == again
+    half = len(first) // 2
+    assert first[:half] != first[half:], "the second call repeats the first"
+
+
+async def _two_calls(engine: InferenceEngine) -> list[list[int]]:
+    prompt = ordinary_ids(engine)[:6]
+    own = SamplingParams(max_new_tokens=16, seed=3)
+    _ids(await engine.generate(prompt, own))  # a request's own seed takes nothing from the configured one's stream
+    params = SamplingParams(max_new_tokens=16, n=2)
+    return [ids for _ in range(2) for ids in _ids(await engine.generate(prompt, params))]
+
+
+def _assert_agree(bench: Bench, again: Sequence[list[int]], before: Sequence[list[int]]) -> None:
+    """Assert that outputs repeat; where the weights' type rounds coarsely a token may tip, but not in most."""
+    same = sum(one == other for one, other in zip(again, before, strict=True))
+    wanted = len(before) if bench.tolerance() < 1e-2 else (len(before) + 1) // 2
+    assert same >= wanted, f"{len(before) - same} of {len(before)} outputs differ: {again} instead of {before}"
+
+
+def _assert_differ(drawn: Sequence[object]) -> None:
+    assert len(set(drawn)) == len(drawn), f"two of these were drawn alike: {drawn}"
+
+
+def _by_sample(output: GenerationOutput) -> list[tuple[tuple[int, ...], ...]]:
+    """What each sample index drew for all prompts: a single completion may be just an EOS, and so equal another."""
+    return [
+        tuple(map(tuple, ids))
+        for ids in zip(*([c.token_ids for c in group] for group in output.by_prompt()), strict=True)
+    ]
+
+
+def _ids(output: GenerationOutput) -> list[list[int]]:
+    return [completion.token_ids for completion in output.completions]
+
+
+# Deterministic ----------------------------------------------------------------------------------------------------
+
+
+@case(Capability.DETERMINISTIC, Capability.SEED, Capability.LOGPROBS_TEMPERATURE, config={"deterministic": True})
+async def deterministic_logprobs_are_bitwise_the_same(bench: Bench) -> None:
+    """With deterministic=True greedy tokens and logprobs are the same to the last bit alone and in any batch."""
+    prompts = [bench.prompt(length) for length in (3, 9, 17, 40, 6, 6)]
+    params = SamplingParams(temperature=0, max_new_tokens=16, logprobs=0)
+    alone = [(await bench.engine.generate(prompt, params)).completions[0] for prompt in prompts]
+    together = (await bench.engine.generate(prompts, params)).completions
+    backwards = (await bench.engine.generate(prompts[::-1], params)).completions[::-1]
+    seeded = [SamplingParams(max_new_tokens=24, seed=seed, logprobs=0) for seed in range(2)]
+    mixed = (await bench.engine.generate([*prompts, *prompts[:2]], [params] * len(prompts) + seeded)).completions
+    for completions in (together, backwards, mixed[: len(prompts)]):
+        for one, other in zip(alone, completions, strict=True):
+            assert other.token_ids == one.token_ids
+            assert other.logprobs == one.logprobs, "logprobs differ in their last bits"
+
+
+@case(Capability.DETERMINISTIC, Capability.SEED, config={"deterministic": True})
+async def deterministic_samples_are_the_same(bench: Bench) -> None:
+    """With deterministic=True seeded samples are the same alone and in any batch, whatever the weights' type."""
+    prompts = bench.prompts(4, length=9)
+    params = [SamplingParams(max_new_tokens=24, seed=seed) for seed in range(4)]
+    alone = [_ids(await bench.engine.generate(prompt, one))[0] for prompt, one in zip(prompts, params, strict=True)]
+    others = bench.engine.generate(bench.prompts(5), SamplingParams(max_new_tokens=24, n=2))
+    together, _ = await asyncio.gather(bench.engine.generate(prompts[::-1], params[::-1]), others)
+    assert _ids(together)[::-1] == alone
+
+
+# Logit processors -------------------------------------------------------------------------------------------------
+
+
+@case(Capability.LOGIT_PROCESSORS)
+async def an_action_mask_allows_nothing_else(bench: Bench) -> None:
+    """Under an action mask only allowed tokens are drawn, at every step, in the model's own proportions."""
+    allowed = sorted(set(bench.prompt(16)))
+    mask = ActionMask(allowed_token_ids=tuple(allowed))
+    await _check_first_tokens(bench, SamplingParams(max_new_tokens=1, logit_processors=(mask,)))
+    output = await bench.engine.generate(
+        bench.prompts(2), SamplingParams(max_new_tokens=16, n=2, logit_processors=(mask,), temperature=1.7)
+    )
+    for completion in output.completions:
+        assert len(completion.token_ids) == 16, "EOS is not allowed, so nothing ends before its length"
+        assert set(completion.token_ids) <= set(allowed)
+
+
+@case(Capability.LOGIT_PROCESSORS)
+async def disallowed_tokens_are_never_drawn(bench: Bench) -> None:
+    """Disallowed tokens are not drawn, however likely they are; the others keep their proportions."""
+    free = await bench.greedy(bench.prompts(4))
+    disallowed = tuple(sorted({token for completion in free for token in completion.token_ids}))
+    processor = DisallowedTokens(token_ids=disallowed)
+    params = SamplingParams(max_new_tokens=1, logit_processors=(processor,))
+    await _check_first_tokens(bench, params, prompts=[completion.prompt_token_ids for completion in free])
+    greedy = SamplingParams(max_new_tokens=12, temperature=0, logit_processors=(processor,))
+    for completion in await _check_takes_the_best(bench, greedy, [free[0].prompt_token_ids]):
+        assert set(completion.token_ids).isdisjoint(disallowed)
+
+
+@case(Capability.LOGIT_PROCESSORS)
+async def a_temperature_schedule_moves_from_start_to_end(bench: Bench) -> None:
+    """Under a schedule the first token has the start's temperature, and tokens from the last step on the end's."""
+    schedule = TemperatureSchedule(start=0.4, end=2.0, steps=3)
+    await _check_first_tokens(bench, SamplingParams(max_new_tokens=1, logit_processors=(schedule,)))
+    for count in (2, 5):
+        await _check_later_token(bench, SamplingParams(max_new_tokens=count, logit_processors=(schedule,)))
+
+
+@case(Capability.LOGIT_PROCESSORS)
+async def processors_act_together(bench: Bench) -> None:
+    """An action mask, disallowed tokens and a schedule in one request all hold."""
+    allowed = sorted(set(bench.prompt(24)))
+    processors = (
+        ActionMask(allowed_token_ids=tuple(allowed)),
+        DisallowedTokens(token_ids=tuple(allowed[:4])),
+        TemperatureSchedule(start=2.0, end=0.5, steps=2),
+    )
+    await _check_first_tokens(bench, SamplingParams(max_new_tokens=1, logit_processors=processors))

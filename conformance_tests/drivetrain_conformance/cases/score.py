@@ -1,0 +1,114 @@
+"""Scores of a reward model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from drivetrain.backend.toolkit.progress_bars import no_progress_bars
+from drivetrain.errors import InvalidRequest
+from drivetrain.types.capability import Capability
+from drivetrain_conformance.assertions.refusals import refused
+from drivetrain_conformance.assets.served_models import ModelKind
+from drivetrain_conformance.harness.case import case
+from drivetrain_conformance.harness.testbench import Bench
+
+_CONFIG: Final = {"task": "reward"}
+
+
+@case(Capability.REWARD_SCORE, model=ModelKind.REWARD, config=_CONFIG, changes_weights=True)
+async def scores_are_the_models(bench: Bench) -> None:
+    """Each score is what a forward pass of the classifier gives for input and output together, also after an update."""
+    inputs = [bench.prompt(length) for length in (1, 6, 20)]
+    outputs = [bench.prompt(length) for length in (9, 1, 30)]
+    scores = await bench.engine.score(inputs, outputs)
+    sequences = [[*one, *other] for one, other in zip(inputs, outputs, strict=True)]
+    _assert_near(bench, scores, _forward(bench.model, sequences))
+    if bench.claims(Capability.WEIGHTS_DISK):
+        await bench.engine.load_weights_from_disk(str(bench.other_weights()), "other")
+        _assert_near(bench, await bench.engine.score(inputs, outputs), _forward(bench.other_weights(), sequences))
+
+
+@case(Capability.REWARD_SCORE, model=ModelKind.REWARD, config=_CONFIG)
+async def a_batch_changes_no_score(bench: Bench) -> None:
+    """A score is the same alone, among others of other lengths, and in another order, within rounding."""
+    inputs = [bench.prompt(length) for length in (2, 7, 15, 40)]
+    outputs = [bench.prompt(length) for length in (30, 3, 8, 1)]
+    alone = [(await bench.engine.score([one], [other]))[0] for one, other in zip(inputs, outputs, strict=True)]
+    _assert_near(bench, await bench.engine.score(inputs, outputs), alone)
+    _assert_near(bench, (await bench.engine.score(inputs[::-1], outputs[::-1]))[::-1], alone)
+
+
+@case(Capability.REWARD_SCORE, model=ModelKind.REWARD, config=_CONFIG)
+async def only_the_sequence_counts(bench: Bench) -> None:
+    """Where input ends and output begins does not matter; which tokens there are does, to the last."""
+    sequence = bench.prompt(12)
+    early, late = await bench.engine.score([sequence[:3], sequence[:9]], [sequence[3:], sequence[9:]])
+    _assert_near(bench, [early], [late])
+    others = {token: await _score_of(bench, [*sequence[:-1], token]) for token in set(bench.prompt(6))}
+    assert len({round(score, 6) for score in others.values()}) > 1, f"the last token changes nothing: {others}"
+
+
+@case(Capability.REWARD_SCORE, model=ModelKind.REWARD, config=_CONFIG)
+async def as_many_outputs_as_inputs(bench: Bench) -> None:
+    """Fewer or more outputs than inputs are refused, naming both counts; nothing is cut to fit."""
+    for inputs, outputs in ((2, 1), (1, 2)):
+        with refused(InvalidRequest, field="output_ids", naming=str(inputs)):
+            await bench.engine.score(bench.prompts(inputs), bench.prompts(outputs))
+    assert len(await bench.engine.score(bench.prompts(1), bench.prompts(1))) == 1
+
+
+@case(Capability.REWARD_SCORE, model=ModelKind.REWARD, config=_CONFIG)
+async def sequences_that_cannot_be_are_refused(bench: Bench) -> None:
+    """Sequences that are empty, too long or outside the vocabulary are refused before any work."""
+    info = bench.engine.model_info
+    too_long = bench.prompt(1) * info.context_length
+    for one, other, field in (
+        ([], [], "prompts"),
+        (bench.prompt(), [info.vocab_size], "prompts"),
+        (too_long, [1], "input_ids[0]"),
+    ):
+        with refused(InvalidRequest, field=field):
+            await bench.engine.score([one], [other])
+    assert len(await bench.engine.score(bench.prompts(1), bench.prompts(1))) == 1
+
+
+@case(Capability.REWARD_SCORE, model=ModelKind.REWARD, config=_CONFIG)
+async def a_reward_engine_does_not_generate(bench: Bench) -> None:
+    """generate() on an engine made for scores is refused, naming the task, and harms nothing."""
+    with refused(InvalidRequest, field="task"):
+        await bench.engine.generate(bench.prompt(), {"max_new_tokens": 2})
+    assert len(await bench.engine.score(bench.prompts(1), bench.prompts(1))) == 1
+
+
+@case(Capability.REWARD_SCORE)
+async def a_generating_engine_does_not_score(bench: Bench) -> None:
+    """score() on an engine made for generation is refused, naming the task, and harms nothing."""
+    with refused(InvalidRequest, field="task"):
+        await bench.engine.score(bench.prompts(2), bench.prompts(2))
+    assert (await bench.greedy([bench.prompt()]))[0].token_ids
+
+
+async def _score_of(bench: Bench, sequence: list[int]) -> float:
+    (score,) = await bench.engine.score([sequence[:1]], [sequence[1:]])
+    return score
+
+
+def _forward(folder: Path, sequences: Sequence[list[int]]) -> list[float]:
+    """The classifier's output, one sequence at a time, in float32 on the CPU."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    with no_progress_bars():
+        model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    model.eval()
+    with torch.no_grad():
+        return [float(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, 0]) for ids in sequences]
+
+
+def _assert_near(bench: Bench, found: Sequence[float], expected: Sequence[float]) -> None:
+    assert len(found) == len(expected)
+    worst = max(abs(one - other) for one, other in zip(found, expected, strict=True))
+    allowed = bench.tolerance() * max(1.0, *(abs(score) for score in expected))
+    assert worst <= allowed, f"scores {found} are up to {worst:.3g} off {expected}"

@@ -1,0 +1,294 @@
+"""The prefix cache, and the turns of a conversation that share it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Final
+
+from drivetrain.errors import InvalidRequest
+from drivetrain.types.capability import Capability
+from drivetrain.types.modes import TurnMode
+from drivetrain.types.outputs import Completion
+from drivetrain.types.sampling import SamplingParams
+from drivetrain_conformance.assertions.refusals import refused
+from drivetrain_conformance.assertions.same_answers import check_same
+from drivetrain_conformance.harness.case import case
+from drivetrain_conformance.harness.testbench import Bench
+
+_GREEDY: Final = SamplingParams(max_new_tokens=8, temperature=0)
+_LONG: Final = 400
+"""More than a block of any engine's cache, which may be of 128 tokens, and than two of most."""
+
+
+# Prefix cache -----------------------------------------------------------------------------------------------------
+
+
+@case(Capability.PREFIX_CACHE)
+async def a_prompt_is_found_again(bench: Bench) -> None:
+    """A long prompt that was seen before is found in the cache, and answered as before."""
+    prompt = _prompt(bench)
+    await bench.engine.reset_prefix_cache()
+    first, second = await _ask(bench, prompt), await _ask(bench, prompt)
+    assert first.cached_tokens == 0, "a prompt that was never seen was found in the cache"
+    assert len(prompt) // 2 <= second.cached_tokens < len(prompt), f"{second.cached_tokens} tokens were found again"
+    check_same(bench, [second], [first])
+
+
+@case(Capability.PREFIX_CACHE)
+async def a_reset_forgets_every_prefix(bench: Bench) -> None:
+    """After reset_prefix_cache a prompt is not found, is answered as before, and is found from then on."""
+    prompts = [_prompt(bench), _prompt(bench)]
+    before = [await _ask(bench, prompt) for prompt in prompts]
+    await bench.engine.reset_prefix_cache()
+    for prompt, one in zip(prompts, before, strict=True):
+        after = await _ask(bench, prompt)
+        assert after.cached_tokens == 0
+        check_same(bench, [after], [one])
+        assert (await _ask(bench, prompt)).cached_tokens > 0
+
+
+@case(Capability.PREFIX_CACHE)
+async def a_reset_of_an_empty_cache_is_harmless(bench: Bench) -> None:
+    """reset_prefix_cache may be called again and again, and nothing is found or broken afterwards."""
+    prompt = _prompt(bench)
+    for _ in range(3):
+        await bench.engine.reset_prefix_cache()
+    first = await _ask(bench, prompt)
+    assert first.cached_tokens == 0
+    check_same(bench, [await _ask(bench, prompt)], [first])
+
+
+@case(Capability.PREFIX_CACHE)
+async def only_what_two_prompts_share_is_found(bench: Bench) -> None:
+    """Of a prompt that begins like an earlier one no more is found than they share, and the answer is its own."""
+    prompt = _prompt(bench)
+    await bench.engine.reset_prefix_cache()
+    await _ask(bench, prompt)
+    shared = len(prompt) * 3 // 4
+    other = [*prompt[:shared], *bench.prompt(len(prompt) - shared)]
+    other[shared] = next(token for token in bench.prompt(64) if token != prompt[shared])
+    found = await _ask(bench, other)
+    assert 0 < found.cached_tokens <= shared
+    elsewhere = [next(token for token in bench.prompt(64) if token != prompt[0]), *prompt[1:]]
+    assert (await _ask(bench, elsewhere)).cached_tokens == 0, "a prompt that begins otherwise was found"
+    await bench.engine.reset_prefix_cache()
+    check_same(bench, [found], [await _ask(bench, other)])
+
+
+@case(Capability.PREFIX_CACHE)
+async def an_answer_is_found_with_its_prompt(bench: Bench) -> None:
+    """A conversation that goes on from an answer finds the earlier turn, and is answered as without a cache."""
+    prompt = _prompt(bench)
+    await bench.engine.reset_prefix_cache()
+    first = await _ask(bench, prompt)
+    turn = [*prompt, *first.token_ids, *bench.prompt(5)]
+    second = await _ask(bench, turn)
+    assert second.cached_tokens >= len(prompt) // 2
+    await bench.engine.reset_prefix_cache()
+    check_same(bench, [second], [await _ask(bench, turn)])
+
+
+@case(Capability.PREFIX_CACHE)
+async def samples_share_a_cached_prompt(bench: Bench) -> None:
+    """Several samples of a cached prompt, in a batch with others, each say what was found; all are answered right."""
+    prompt, others = _prompt(bench), bench.prompts(3)
+    await bench.engine.reset_prefix_cache()
+    alone = [await _ask(bench, one) for one in (prompt, *others)]
+    together = (await bench.engine.generate([prompt, *others], _GREEDY.model_copy(update={"n": 2}))).by_prompt()
+    for samples, one in zip(together, alone, strict=True):
+        check_same(bench, samples, [one, one])
+    assert all(sample.cached_tokens > 0 for sample in together[0])
+
+
+@case(Capability.PREFIX_CACHE, own_engine=True)
+async def without_prefix_caching_nothing_is_found(bench: Bench) -> None:
+    """With enable_prefix_caching=False no prompt is ever found; it is answered as with the cache."""
+    async with bench.open() as engine:
+        prompt = bench.prompt(min(_LONG, engine.model_info.context_length // 2), engine)
+        await engine.reset_prefix_cache()
+        (with_cache,) = (await engine.generate(prompt, _GREEDY)).completions
+    async with bench.open(enable_prefix_caching=False) as engine:
+        answers = [(await engine.generate(prompt, _GREEDY)).completions[0] for _ in range(2)]
+        assert [one.cached_tokens for one in answers] == [0, 0]
+        check_same(bench, answers, [with_cache, with_cache], engine)
+
+
+@case(Capability.HICACHE_STORAGE, Capability.PREFIX_CACHE)
+async def clearing_the_storage_tier_forgets_it(bench: Bench) -> None:
+    """After clear_hicache_storage and reset_prefix_cache a prompt is found nowhere, and is answered as before."""
+    prompt = _prompt(bench)
+    before = await _ask(bench, prompt)
+    await bench.engine.clear_hicache_storage()
+    await bench.engine.reset_prefix_cache()
+    after = await _ask(bench, prompt)
+    assert after.cached_tokens == 0
+    check_same(bench, [after], [before])
+    await bench.engine.clear_hicache_storage()
+    check_same(bench, [await _ask(bench, prompt)], [before])
+
+
+# Sessions ---------------------------------------------------------------------------------------------------------
+#
+# A turn's prompt is what is new in it: the model sees the turn that it builds on, that turn's answer, and then the
+# prompt.
+
+
+@case(Capability.SESSIONS)
+async def a_turn_goes_on_from_the_last(bench: Bench) -> None:
+    """A later turn is answered as a prompt that holds all before it, and says what of that was found in the cache."""
+    async with _session(bench) as session:
+        opening, reply, more = _prompt(bench), bench.prompt(7), bench.prompt(4)
+        first = await _turn(bench, session, opening)
+        second = await _turn(bench, session, reply, parent=first.request_id)
+        third = await _turn(bench, session, more, parent=second.request_id)
+    seen = [*opening, *first.token_ids, *reply]
+    assert min(second.cached_tokens, third.cached_tokens) >= len(opening) // 2, "an earlier turn was computed again"
+    await _assert_answers(bench, first, opening)
+    await _assert_answers(bench, second, seen)
+    await _assert_answers(bench, third, [*seen, *second.token_ids, *more])
+
+
+@case(Capability.SESSIONS)
+async def turns_branch_from_any_earlier_one(bench: Bench) -> None:
+    """Several turns branch from one; none sees another's, and each can be gone on from."""
+    async with _session(bench) as session:
+        opening = _prompt(bench)
+        first = await _turn(bench, session, opening)
+        seen = [*opening, *first.token_ids]
+        replies = bench.prompts(3, length=5)
+        branches = [
+            await _turn(bench, session, reply, parent=first.request_id, turn=TurnMode.BRANCH) for reply in replies
+        ]
+        more = bench.prompt(4)
+        later = await _turn(bench, session, more, parent=branches[0].request_id)
+    for branch, reply in zip(branches, replies, strict=True):
+        await _assert_answers(bench, branch, [*seen, *reply])
+        assert branch.cached_tokens >= len(opening) // 2
+    await _assert_answers(bench, later, [*seen, *replies[0], *branches[0].token_ids, *more])
+
+
+@case(Capability.SESSIONS)
+async def a_turn_replaces_what_followed_another(bench: Bench) -> None:
+    """A turn that replaces builds on the turn it names; those that had followed that one cannot be named any more."""
+    async with _session(bench) as session:
+        opening = _prompt(bench)
+        first = await _turn(bench, session, opening)
+        seen = [*opening, *first.token_ids]
+        dropped = await _turn(bench, session, bench.prompt(5), parent=first.request_id)
+        reply, more = bench.prompt(5), bench.prompt(4)
+        instead = await _turn(bench, session, reply, parent=first.request_id, turn=TurnMode.REPLACE)
+        with refused(InvalidRequest):
+            await _turn(bench, session, more, parent=dropped.request_id)
+        later = await _turn(bench, session, more, parent=instead.request_id)
+    await _assert_answers(bench, instead, [*seen, *reply])
+    await _assert_answers(bench, later, [*seen, *reply, *instead.token_ids, *more])
+
+
+@case(Capability.SESSIONS)
+async def sessions_do_not_see_each_other(bench: Bench) -> None:
+    """Two sessions that are open at once go on from their own turns, and requests outside both see neither."""
+    async with _session(bench) as one, _session(bench) as other:
+        assert one != other
+        openings, replies = [_prompt(bench), _prompt(bench)], bench.prompts(2)
+        firsts = [await _turn(bench, session, ids) for session, ids in zip((one, other), openings, strict=True)]
+        seconds = [
+            await _turn(bench, session, reply, parent=first.request_id)
+            for session, reply, first in zip((one, other), replies, firsts, strict=True)
+        ]
+        outside = await _ask(bench, replies[0])
+    for opening, first, reply, second in zip(openings, firsts, replies, seconds, strict=True):
+        await _assert_answers(bench, second, [*opening, *first.token_ids, *reply])
+    check_same(bench, [outside], [await _ask(bench, replies[0])])
+
+
+@case(Capability.SESSIONS)
+async def a_session_has_the_id_that_it_was_given(bench: Bench) -> None:
+    """open_session takes an id, once at a time; after closing, the id opens a session that knows nothing of before."""
+    session = await bench.engine.open_session(4096, session_id="rollout-1")
+    assert session == "rollout-1"
+    with refused(InvalidRequest, field="session_id", naming="rollout-1"):
+        await bench.engine.open_session(4096, session_id="rollout-1")
+    await _turn(bench, session, bench.prompt())
+    await bench.engine.close_session(session)
+    assert await bench.engine.open_session(4096, session_id="rollout-1") == session
+    prompt = bench.prompt()
+    fresh = await _turn(bench, session, prompt)
+    await bench.engine.close_session(session)
+    await _assert_answers(bench, fresh, prompt)
+
+
+@case(Capability.SESSIONS)
+async def an_unknown_session_is_refused(bench: Bench) -> None:
+    """Turns of a session that was never opened or is closed are refused, naming it, and so is closing it."""
+    async with _session(bench) as closed:
+        first = await _turn(bench, closed, bench.prompt())
+    for session in ("no-such-session", closed):
+        with refused(InvalidRequest, field="session_id", naming=session):
+            await _turn(bench, session, bench.prompt())
+        with refused(InvalidRequest, field="session_id", naming=session):
+            await bench.engine.close_session(session)
+    with refused(InvalidRequest, field="session_id"):
+        await _turn(bench, closed, bench.prompt(), parent=first.request_id)
+
+
+@case(Capability.SESSIONS)
+async def an_unknown_turn_is_refused(bench: Bench) -> None:
+    """A turn that names a parent which the session does not have is refused; the session goes on."""
+    async with _session(bench) as session, _session(bench) as other:
+        opening, reply = bench.prompt(), bench.prompt()
+        first = await _turn(bench, session, opening)
+        foreign = await _turn(bench, other, bench.prompt())
+        for parent in ("no-such-turn", foreign.request_id):
+            for mode in TurnMode:
+                with refused(InvalidRequest):
+                    await _turn(bench, session, bench.prompt(), parent=parent, turn=mode)
+        second = await _turn(bench, session, reply, parent=first.request_id)
+    await _assert_answers(bench, second, [*opening, *first.token_ids, *reply])
+
+
+@case(Capability.SESSIONS)
+async def a_capacity_that_cannot_be_is_refused(bench: Bench) -> None:
+    """A session's capacity is at least one token."""
+    await bench.engine.close_session(await bench.engine.open_session(1))
+    for capacity in (0, -1):
+        with refused(InvalidRequest, field="capacity"):
+            await bench.engine.open_session(capacity)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def _prompt(bench: Bench) -> list[int]:
+    return bench.prompt(min(_LONG, bench.engine.model_info.context_length // 2))
+
+
+async def _ask(bench: Bench, prompt: list[int]) -> Completion:
+    return (await bench.engine.generate(prompt, _GREEDY)).completions[0]
+
+
+@asynccontextmanager
+async def _session(bench: Bench) -> AsyncGenerator[str, None]:
+    session = await bench.engine.open_session(bench.engine.model_info.context_length)
+    try:
+        yield session
+    finally:
+        await bench.engine.close_session(session)
+
+
+async def _turn(
+    bench: Bench,
+    session: str,
+    prompt: list[int],
+    *,
+    parent: str | None = None,
+    turn: TurnMode = TurnMode.CONTINUE,
+) -> Completion:
+    output = await bench.engine.generate_with_session(session, prompt, _GREEDY, parent_request_id=parent, turn=turn)
+    return output.completions[0]
+
+
+async def _assert_answers(bench: Bench, turn: Completion, seen: list[int]) -> None:
+    """Assert that a turn was answered as ``seen`` is outside any session."""
+    assert turn.prompt_token_ids == seen, "the prompt of a completion is what the model saw"
+    check_same(bench, [turn], [await _ask(bench, seen)])

@@ -1,0 +1,808 @@
+"""Memory given back and taken again: that it really is, what may be asked meanwhile, what is answered afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Final, TypeVar
+
+from drivetrain.engine.engine import InferenceEngine
+from drivetrain.engine.states import EngineState
+from drivetrain.errors import EngineBusy, EngineStateError, InvalidRequest
+from drivetrain.types.capability import Capability
+from drivetrain.types.modes import MemoryTag, PauseMode
+from drivetrain.types.outputs import Completion, FinishReason
+from drivetrain.types.sampling import LogprobsMode, SamplingParams
+from drivetrain_conformance.assertions.memory_use import held_bytes, parameter_bytes
+from drivetrain_conformance.assertions.refusals import refused
+from drivetrain_conformance.assertions.same_answers import check_prefix, check_same
+from drivetrain_conformance.assets.served_models import ModelKind
+from drivetrain_conformance.harness.case import Hardware, case
+from drivetrain_conformance.harness.testbench import Bench
+
+_T = TypeVar("_T")
+
+BOUND: Final = 60.0
+"""Seconds after which what is awaited counts as hanging."""
+QUIET: Final = 0.1
+"""Seconds for which nothing may happen."""
+TOKENS: Final = 250
+"""Of a request that is in flight for a while, and whose end a case waits for."""
+MIB: Final = 2**20
+MOST: Final = 0.9
+"""Share of an engine's own figure that must come back when that memory sleeps."""
+WRITTEN: Final = 0.7
+"""The same of a KV cache: part of it may never have been written, and such pages are not resident."""
+WEIGHTS, KV_CACHE, CUDA_GRAPH = MemoryTag.WEIGHTS, MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH
+SOON: Final = 10.0
+"""Seconds within which what has ended is known to have ended."""
+SHORT: Final = SamplingParams(max_new_tokens=4, temperature=0)
+
+
+# What may be asked ----------------------------------------------------------------------------------------------------
+
+
+@case(Capability.SLEEP_KV_CACHE)
+async def a_sleeping_engine_refuses_by_name(bench: Bench) -> None:
+    """Asleep, every request is refused at once, naming the state and the remedy; awake, the answers are as before."""
+    engine = bench.engine
+    prompts = bench.prompts(3)
+    before = await bench.greedy(prompts)
+    assert engine.status.asleep == frozenset()
+    await engine.sleep([KV_CACHE])
+    _check_asleep(engine, {KV_CACHE})
+    await _requests_are_refused(bench, "asleep", "kv_cache")
+    await engine.wake_up([KV_CACHE])
+    _check_awake(engine)
+    check_same(bench, await bench.greedy(prompts), before)
+
+
+@case(Capability.SLEEP_KV_CACHE)
+async def twice_is_as_once(bench: Bench) -> None:
+    """Sleeping what sleeps and waking what is awake are no errors and change nothing; tags may be given by name."""
+    engine = bench.engine
+    prompts = bench.prompts(2)
+    before = await bench.greedy(prompts)
+    await engine.wake_up([KV_CACHE])
+    _check_awake(engine)
+    check_same(bench, await bench.greedy(prompts), before)
+    for again in ([KV_CACHE], ["kv_cache"], "kv_cache"):
+        await engine.sleep(again)
+        _check_asleep(engine, {KV_CACHE})
+    for again in ([KV_CACHE], ["kv_cache"], KV_CACHE.value):
+        await engine.wake_up(again)
+        _check_awake(engine)
+    check_same(bench, await bench.greedy(prompts), before)
+
+
+@case(Capability.SLEEP_KV_CACHE)
+async def wrong_tags_are_refused(bench: Bench) -> None:
+    """An unknown tag and an empty list are refused, naming the argument; the engine stays awake, or asleep."""
+    engine = bench.engine
+    await _wrong_tags_are_refused(engine)
+    _check_awake(engine)
+    await engine.sleep([KV_CACHE])
+    await _wrong_tags_are_refused(engine)
+    _check_asleep(engine, {KV_CACHE})
+    await engine.wake_up([KV_CACHE])
+    await engine.generate(bench.prompt(), SHORT)
+
+
+@case(Capability.SLEEP_WEIGHTS, changes_weights=True)
+async def weights_that_slept_are_not_served(bench: Bench) -> None:
+    """Weights that slept and were not kept leave the engine dirty when they wake; only an update ends that."""
+    engine = bench.engine
+    await engine.sleep_weights_only()
+    _check_asleep(engine, {WEIGHTS})
+    await _requests_are_refused(bench, "asleep", "weights")
+    await engine.sleep([WEIGHTS])
+    await engine.wake_up_weights_only()
+    await engine.wake_up([WEIGHTS])
+    assert engine.state is EngineState.DIRTY
+    assert engine.describe().state.startswith("dirty")
+    assert engine.is_paused
+    await _requests_are_refused(bench, "dirty", "weight")
+    await _refused(engine.continue_generation(), "dirty")
+    assert engine.state is EngineState.DIRTY
+
+
+@case(Capability.SLEEP_WEIGHTS, Capability.WEIGHTS_DISK)
+async def an_update_mends_weights_that_slept(bench: Bench) -> None:
+    """Weights that slept and woke are served again after a committed update, and are the ones that it brought."""
+    engine = bench.engine
+    await _can_sleep(bench, WEIGHTS, update=True)
+    own, prompts = engine.get_weight_version(), bench.prompts(3)
+    before = await bench.greedy(prompts)
+    for folder, version in ((bench.other_weights(), "others"), (bench.model, own)):
+        await engine.sleep([WEIGHTS])
+        await engine.wake_up([WEIGHTS])
+        await engine.load_weights_from_disk(str(folder), version)
+        _check_awake(engine)
+        assert not engine.is_paused
+        assert engine.get_weight_version() == version
+        after = await bench.greedy(prompts)
+        if version == own:
+            check_same(bench, after, before)
+        else:
+            assert [c.token_ids for c in after] != [c.token_ids for c in before], "other weights give the same answers"
+        assert {completion.weight_version for completion in after} <= {version, None}
+
+
+@case(Capability.SLEEP_WEIGHTS, Capability.WEIGHTS_DISK)
+async def sleeping_weights_take_no_update(bench: Bench) -> None:
+    """While the memory of the weights is given back an update is refused by the state's name and changes nothing."""
+    engine = bench.engine
+    await _can_sleep(bench, WEIGHTS, update=True)
+    own, prompts = engine.get_weight_version(), bench.prompts(2)
+    before = await bench.greedy(prompts)
+    await engine.sleep([WEIGHTS])
+    await _refused(engine.load_weights_from_disk(str(bench.other_weights()), "too early"), "asleep")
+    _check_asleep(engine, {WEIGHTS})
+    assert engine.get_weight_version() == own
+    await engine.wake_up([WEIGHTS])
+    assert engine.state is EngineState.DIRTY
+    await engine.load_weights_from_disk(str(bench.model), own)
+    check_same(bench, await bench.greedy(prompts), before)
+
+
+@case(Capability.SLEEP_KV_CACHE, Capability.WEIGHTS_DISK)
+async def weights_can_change_while_the_cache_sleeps(bench: Bench) -> None:
+    """An update is taken while only the KV cache sleeps; the engine sleeps on, and serves the new weights awake."""
+    engine = bench.engine
+    await _can_sleep(bench, KV_CACHE, update=True)
+    own, prompts = engine.get_weight_version(), bench.prompts(2)
+    before = await bench.greedy(prompts)
+    for folder, version in ((bench.other_weights(), "others"), (bench.model, own)):
+        await engine.sleep([KV_CACHE])
+        await engine.load_weights_from_disk(str(folder), version)
+        _check_asleep(engine, {KV_CACHE})
+        assert engine.get_weight_version() == version
+        await _refused(engine.generate(prompts[0], SHORT), "asleep")
+        await engine.wake_up([KV_CACHE])
+        _check_awake(engine)
+        after = await bench.greedy(prompts)
+        if version == own:
+            check_same(bench, after, before)
+        else:
+            assert [c.token_ids for c in after] != [c.token_ids for c in before], "other weights give the same answers"
+
+
+@case(Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, Capability.WEIGHTS_DISK)
+async def a_training_step(bench: Bench) -> None:
+    """Generate, sleep, wake the weights, update them, wake the cache, generate: twice, each time with new weights."""
+    engine = bench.engine
+    await _can_sleep(bench, WEIGHTS, KV_CACHE, update=True)
+    own, prompts = engine.get_weight_version(), bench.prompts(3)
+    answers = [await bench.greedy(prompts)]
+    for seed in (1, 2):
+        folder = bench.other_weights(seed)
+        await engine.sleep_all()
+        assert engine.status.asleep >= {WEIGHTS, KV_CACHE}
+        await engine.wake_up([WEIGHTS])
+        await engine.load_weights_from_disk(str(folder), f"step-{seed}")
+        assert engine.state is EngineState.ASLEEP
+        await engine.wake_up_all()
+        _check_awake(engine)
+        answers.append(await bench.greedy(prompts))
+        assert [c.token_ids for c in answers[-1]] != [c.token_ids for c in answers[-2]]
+    await engine.load_weights_from_disk(str(bench.model), own)
+    check_same(bench, await bench.greedy(prompts), answers[0])
+
+
+# Orders ---------------------------------------------------------------------------------------------------------------
+
+
+@case(Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, Capability.WEIGHTS_DISK)
+async def any_order_of_tags(bench: Bench) -> None:
+    """Memory can sleep and wake one kind at a time, in any order, or together; nothing is served until all is back."""
+    engine = bench.engine
+    await _can_sleep(bench, WEIGHTS, KV_CACHE, update=True)
+    own, prompts = engine.get_weight_version(), bench.prompts(2)
+    before = await bench.greedy(prompts)
+    for asleep, awake in _orders(bench):
+        await _in_steps(bench, asleep, awake)
+        assert engine.state is EngineState.DIRTY
+        await _refused(engine.generate(prompts[0], SHORT), "dirty")
+        await engine.load_weights_from_disk(str(bench.model), own)
+        _check_awake(engine)
+        check_same(bench, await bench.greedy(prompts), before)
+
+
+@case(
+    Capability.SLEEP_KEEPS_WEIGHTS,
+    Capability.SLEEP_WEIGHTS,
+    Capability.SLEEP_KV_CACHE,
+    config={"sleep_keeps_weights": True},
+)
+async def any_order_of_tags_with_weights_kept(bench: Bench) -> None:
+    """With weights that are kept, any order of sleep and wake ends in an engine that answers as before."""
+    await _can_sleep(bench, WEIGHTS, KV_CACHE)
+    prompts = bench.prompts(2)
+    before = await bench.greedy(prompts)
+    for asleep, awake in _orders(bench):
+        await _in_steps(bench, asleep, awake)
+        _check_awake(bench.engine)
+        check_same(bench, await bench.greedy(prompts), before)
+
+
+@case(Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, Capability.WEIGHTS_DISK)
+async def half_awake_can_sleep_again(bench: Bench) -> None:
+    """From the state in which some memory is back the engine can sleep again, and then wake as a whole."""
+    engine = bench.engine
+    await _can_sleep(bench, WEIGHTS, KV_CACHE, update=True)
+    own, prompts = engine.get_weight_version(), bench.prompts(2)
+    before = await bench.greedy(prompts)
+    for first in (WEIGHTS, KV_CACHE):
+        await engine.sleep([WEIGHTS, KV_CACHE])
+        await engine.wake_up([first])
+        _check_asleep(engine, {WEIGHTS, KV_CACHE} - {first})
+        await engine.sleep([WEIGHTS, KV_CACHE])
+        _check_asleep(engine, {WEIGHTS, KV_CACHE})
+        await engine.wake_up([WEIGHTS, KV_CACHE])
+        await engine.load_weights_from_disk(str(bench.model), own)
+        check_same(bench, await bench.greedy(prompts), before)
+
+
+@case(Capability.SLEEP_KEEPS_WEIGHTS, Capability.SLEEP_WEIGHTS, config={"sleep_keeps_weights": True})
+async def kept_weights_come_back_as_they_were(bench: Bench) -> None:
+    """Weights that are kept need no update after they woke: the answers and the version are those of before."""
+    engine = bench.engine
+    own, prompts = engine.get_weight_version(), bench.prompts(4)
+    before = await bench.greedy(prompts)
+    for _ in range(max(3, bench.profile.cycles // 5)):
+        await engine.sleep_weights_only()
+        _check_asleep(engine, {WEIGHTS})
+        await _refused(engine.generate(prompts[0], SHORT), "asleep")
+        await engine.wake_up_weights_only()
+        _check_awake(engine)
+        assert engine.get_weight_version() == own
+        check_same(bench, await bench.greedy(prompts), before)
+
+
+# Requests in flight ---------------------------------------------------------------------------------------------------
+
+
+@case(Capability.SLEEP_KV_CACHE, Capability.ABORT)
+async def requests_in_flight_are_not_sleeps_to_decide(bench: Bench) -> None:
+    """With requests in flight sleep is refused and they go on untouched, unless its arguments say to abort them."""
+    engine = bench.engine
+    await engine.abort("an id that no request has")
+    await _can_sleep(bench, KV_CACHE)
+    prompts, params = bench.prompts(2), bench.long(TOKENS)
+    whole = (await engine.generate(prompts, params)).completions
+    async with bench.in_flight(prompts, params, tokens=0.0) as task:
+        await _busy(engine.sleep([KV_CACHE]))
+        await _busy(engine.sleep([KV_CACHE], drain_timeout=0.02))
+        _check_awake(engine)
+        check_same(bench, (await _result(task)).completions, whole)
+    async with bench.in_flight(prompts, params) as task:
+        await engine.sleep([KV_CACHE], abort_first=True)
+        _check_asleep(engine, {KV_CACHE})
+        for part, complete in zip((await _result(task, within=SOON)).completions, whole, strict=True):
+            assert part.finish_reason is FinishReason.ABORT
+            assert 0 < len(part.token_ids) < len(complete.token_ids)
+            check_prefix(bench, part, complete)
+        await engine.wake_up([KV_CACHE])
+    check_same(bench, (await engine.generate(prompts, params)).completions, whole)
+
+
+@case(Capability.SLEEP_KV_CACHE, Capability.ABORT)
+async def all_samples_are_aborted_before_sleep(bench: Bench) -> None:
+    """Sleep that aborts first ends every sample of a prompt, and the engine that wakes is idle and serves."""
+    engine = bench.engine
+    await engine.abort("an id that no request has")
+    await _can_sleep(bench, KV_CACHE)
+    prompts = bench.prompts(2)
+    before = await bench.greedy(prompts)
+    async with bench.in_flight(prompts, bench.long(n=4)) as task:
+        await engine.sleep([KV_CACHE], abort_first=True)
+        samples = (await _result(task, within=SOON)).completions
+        assert [sample.finish_reason for sample in samples] == [FinishReason.ABORT] * 8
+        await engine.wake_up([KV_CACHE])
+    stats = await engine.stats()
+    assert (stats.running, stats.waiting) == (0, 0)
+    check_same(bench, await bench.greedy(prompts), before)
+
+
+@case(Capability.SLEEP_KV_CACHE)
+async def sleep_can_let_requests_end_first(bench: Bench) -> None:
+    """With time to drain, requests in flight run to their own end before sleep; one that arrives then is not lost."""
+    engine = bench.engine
+    await _can_sleep(bench, KV_CACHE)
+    prompts, params = bench.prompts(3), bench.long(60)
+    whole = (await engine.generate(prompts, params)).completions
+    task = asyncio.create_task(engine.generate(prompts[:2], params))
+    await asyncio.sleep(0.01)
+    sleeping = asyncio.create_task(engine.sleep([KV_CACHE], drain_timeout=BOUND))
+    await asyncio.sleep(0)
+    late = asyncio.create_task(_answer_or_refusal(engine, prompts[2], params))
+    await _result(sleeping)
+    _check_asleep(engine, {KV_CACHE})
+    check_same(bench, (await _result(task, within=SOON)).completions, whole[:2])
+    await engine.wake_up([KV_CACHE])
+    answer = await _result(late)
+    if answer is not None:
+        check_same(bench, [answer], whole[2:])
+
+
+@case(Capability.SLEEP_KV_CACHE, Capability.PAUSE_RETRACT)
+async def retracted_requests_survive_a_sleep_of_the_cache(bench: Bench) -> None:
+    """Retracted requests hold no cache: they stay frozen while it sleeps, and then go on with the same tokens."""
+    engine = bench.engine
+    await _can_sleep(bench, KV_CACHE)
+    await engine.pause_generation(PauseMode.RETRACT)
+    await engine.sleep([KV_CACHE])
+    await engine.wake_up([KV_CACHE])
+    await engine.continue_generation()
+    prompts, params = bench.prompts(2), bench.long(TOKENS)
+    whole = (await engine.generate(prompts, params)).completions
+    async with bench.in_flight(prompts, params) as task:
+        await engine.pause_generation(PauseMode.RETRACT)
+        await engine.sleep([KV_CACHE])
+        _check_asleep(engine, {KV_CACHE})
+        await asyncio.sleep(QUIET)
+        await engine.wake_up([KV_CACHE])
+        assert engine.state is EngineState.PAUSED
+        await asyncio.sleep(QUIET)
+        assert not task.done()
+        await engine.continue_generation()
+        check_same(bench, (await _result(task)).completions, whole)
+
+
+@case(Capability.SLEEP_KV_CACHE, Capability.PAUSE_IN_PLACE)
+async def requests_frozen_in_place_keep_the_cache_awake(bench: Bench) -> None:
+    """Requests that were frozen in place hold cache: sleep is refused, and they go on as if nothing had happened."""
+    engine = bench.engine
+    await _can_sleep(bench, KV_CACHE)
+    await engine.pause_generation(PauseMode.IN_PLACE)
+    await engine.sleep([KV_CACHE])
+    await engine.wake_up([KV_CACHE])
+    await engine.continue_generation()
+    prompts, params = bench.prompts(2), bench.long(TOKENS)
+    whole = (await engine.generate(prompts, params)).completions
+    async with bench.in_flight(prompts, params) as task:
+        await engine.pause_generation(PauseMode.IN_PLACE)
+        await _busy(engine.sleep([KV_CACHE]))
+        assert engine.state is EngineState.PAUSED
+        assert engine.status.asleep == frozenset()
+        await engine.continue_generation()
+        check_same(bench, (await _result(task)).completions, whole)
+
+
+@case(Capability.SLEEP_KV_CACHE, Capability.PAUSE_WAIT)
+async def arrivals_of_a_pause_wait_through_a_sleep(bench: Bench) -> None:
+    """What arrives at a paused engine waits through a sleep and a wake within the pause, and is served after it."""
+    engine = bench.engine
+    await _can_sleep(bench, KV_CACHE)
+    prompts = bench.prompts(3)
+    before = await bench.greedy(prompts)
+    await engine.pause_generation(PauseMode.WAIT)
+    async with _waiting(bench, prompts[0]) as early:
+        await engine.sleep([KV_CACHE])
+        _check_asleep(engine, {KV_CACHE})
+        async with _waiting(bench, prompts[1]) as asleep:
+            await engine.wake_up([KV_CACHE])
+            assert engine.state is EngineState.PAUSED, "waking does not end a pause"
+            async with _waiting(bench, prompts[2]) as late:
+                assert not early.done()
+                assert not asleep.done()
+                await engine.continue_generation()
+                answers = [(await _result(task))[0] for task in (early, asleep, late)]
+    _check_awake(engine)
+    check_same(bench, answers, before)
+
+
+@case(Capability.SLEEP_WEIGHTS, Capability.PAUSE_WAIT, Capability.WEIGHTS_DISK)
+async def arrivals_of_a_pause_are_served_by_the_new_weights(bench: Bench) -> None:
+    """What arrives while a paused engine's weights sleep is answered by the weights that the next update brought."""
+    engine = bench.engine
+    await _can_sleep(bench, WEIGHTS, update=True)
+    own, (prompt,) = engine.get_weight_version(), bench.prompts(1)
+    others = bench.other_weights()
+    await engine.load_weights_from_disk(str(others), "others")
+    expected = await bench.greedy([prompt])
+    await engine.load_weights_from_disk(str(bench.model), own)
+    await engine.pause_generation(PauseMode.WAIT)
+    await engine.sleep([WEIGHTS])
+    async with _waiting(bench, prompt) as task:
+        await engine.wake_up([WEIGHTS])
+        await _refused(engine.continue_generation(), "dirty")
+        await engine.load_weights_from_disk(str(others), "others")
+        await asyncio.sleep(QUIET)
+        assert not task.done(), "an update does not end a pause"
+        await engine.continue_generation()
+        check_same(bench, await _result(task), expected, model=others)
+    await engine.load_weights_from_disk(str(bench.model), own)
+
+
+@case(Capability.SLEEP_KV_CACHE)
+async def a_caller_that_went_away_does_not_disturb_a_sleep(bench: Bench) -> None:
+    """Requests whose caller was cancelled a moment before do not keep the engine from sleeping, nor from serving."""
+    engine = bench.engine
+    await _can_sleep(bench, KV_CACHE)
+    prompts = bench.prompts(2)
+    before = await bench.greedy(prompts)
+    for seconds in (0.0, 0.001, 0.003, 0.01, 0.02, 0.05):
+        task = asyncio.create_task(engine.generate(prompts, bench.long()))
+        await asyncio.sleep(seconds)
+        task.cancel()
+        await asyncio.wait([task])
+        await engine.sleep([KV_CACHE], drain_timeout=BOUND)
+        await engine.wake_up([KV_CACHE])
+        check_same(bench, await bench.greedy(prompts), before)
+
+
+@case(Capability.SLEEP_KV_CACHE)
+async def many_callers_at_once(bench: Bench) -> None:
+    """Callers that sleep, wake and generate at the same moment neither hang nor harm: each is answered or refused."""
+    engine = bench.engine
+    await _can_sleep(bench, KV_CACHE)
+    prompts = bench.prompts(4)
+    whole = await bench.greedy(prompts)
+    for _ in range(4):
+        tasks = [
+            asyncio.create_task(_answer_or_refusal(engine, prompt, bench.long(len(whole[index].token_ids))))
+            for index, prompt in enumerate(prompts)
+        ]
+        callers = [
+            asyncio.create_task(_or_busy(engine.wake_up([KV_CACHE]) if turn % 2 else engine.sleep([KV_CACHE])))
+            for turn in range(6)
+        ]
+        for caller in callers:
+            await _result(caller)
+        await engine.wake_up([KV_CACHE])
+        for task, complete in zip(tasks, whole, strict=True):
+            answer = await _result(task)
+            if answer is not None:
+                check_prefix(bench, answer, complete)
+        _check_awake(engine)
+        check_same(bench, await bench.greedy(prompts), whole)
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+
+@case(Capability.SLEEP_WEIGHTS, model=ModelKind.LARGE, changes_weights=True)
+async def the_memory_of_weights_comes_back(bench: Bench) -> None:
+    """Sleep gives most of the weights' memory back to the system, as the system itself counts it."""
+    engine = bench.engine
+    await _can_sleep(bench, WEIGHTS)
+    size = parameter_bytes(engine)
+    awake, stats = held_bytes(engine), await engine.stats()
+    await engine.sleep([WEIGHTS])
+    given_back, asleep = awake - held_bytes(engine), await engine.stats()
+    await engine.wake_up([WEIGHTS])
+    assert given_back >= MOST * size, (
+        f"{given_back / MIB:.0f} MiB came back, of {size / MIB:.0f} MiB of parameters ({held_bytes(engine) / MIB:.0f} "
+        "MiB are held)"
+    )
+    assert MOST * size <= stats.weight_bytes <= size / MOST, (
+        f"awake, the engine says that it holds {stats.weight_bytes} bytes of {size}"
+    )
+    assert asleep.weight_bytes <= (1 - MOST) * size, f"asleep, it says that it holds {asleep.weight_bytes} bytes"
+
+
+@case(Capability.SLEEP_KV_CACHE, model=ModelKind.LARGE)
+async def the_memory_of_the_cache_comes_back(bench: Bench) -> None:
+    """Sleep gives most of the KV cache's memory back to the system, as the system itself counts it."""
+    engine = bench.engine
+    await _can_sleep(bench, KV_CACHE)
+    await _fill_cache(bench)
+    size = (await engine.stats()).kv_cache_bytes
+    # An engine may keep no cache between requests. It must not claim that it finds prefixes there, then.
+    keeps = bench.claims(Capability.PREFIX_CACHE) or size > 0
+    assert size > 8 * MIB or not keeps, f"after a long prompt the engine says that its cache holds {size} bytes"
+    awake = held_bytes(engine)
+    await engine.sleep([KV_CACHE])
+    given_back, left = awake - held_bytes(engine), (await engine.stats()).kv_cache_bytes
+    await engine.wake_up([KV_CACHE])
+    assert given_back >= WRITTEN * size, f"{given_back / MIB:.0f} MiB came back, of {size / MIB:.0f} MiB of cache"
+    assert left <= (1 - MOST) * size, f"asleep, the engine says that its cache holds {left} bytes"
+    await engine.generate(bench.prompt(), SHORT)
+
+
+@case(Capability.SLEEP_CUDA_GRAPH, hardware=Hardware.GPU)
+async def the_memory_of_cuda_graphs_comes_back(bench: Bench) -> None:
+    """CUDA graphs can sleep and wake: memory comes back meanwhile, nothing is served, and the answers are as before."""
+    engine = bench.engine
+    prompts = bench.prompts(3)
+    before = await bench.greedy(prompts)
+    awake = held_bytes(engine)
+    await engine.sleep([CUDA_GRAPH])
+    _check_asleep(engine, {CUDA_GRAPH})
+    asleep = held_bytes(engine)
+    await _requests_are_refused(bench, "asleep", "cuda_graph")
+    await engine.wake_up([CUDA_GRAPH])
+    _check_awake(engine)
+    assert asleep < awake, "no memory came back"
+    check_same(bench, await bench.greedy(prompts), before)
+
+
+@case(Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, Capability.WEIGHTS_DISK, model=ModelKind.LARGE)
+async def memory_is_taken_again_step_by_step(bench: Bench) -> None:
+    """Waking the weights takes their memory and leaves the cache's free; with an update the engine is as before."""
+    engine = bench.engine
+    await _can_sleep(bench, WEIGHTS, KV_CACHE, update=True)
+    own, prompts = engine.get_weight_version(), bench.prompts(2)
+    before = await bench.greedy(prompts, 4)
+    await _fill_cache(bench)
+    size, cache = parameter_bytes(engine), (await engine.stats()).kv_cache_bytes
+    awake = held_bytes(engine)
+    await engine.sleep([WEIGHTS, KV_CACHE])
+    asleep = held_bytes(engine)
+    await engine.wake_up([WEIGHTS])
+    # Memory that was never written may not be resident yet, so it is looked at when the update has filled it.
+    await engine.load_weights_from_disk(str(bench.model), own)
+    half_awake = held_bytes(engine)
+    await engine.wake_up([KV_CACHE])
+    check_same(bench, await bench.greedy(prompts, 4), before)
+    assert awake - asleep >= MOST * size + WRITTEN * cache
+    assert half_awake - asleep >= MOST * size, "the weights woke, and took no memory"
+    assert half_awake <= awake - cache / 2, "only the weights woke, but the memory of the cache is taken as well"
+
+
+@case(
+    Capability.SLEEP_KEEPS_WEIGHTS,
+    Capability.SLEEP_WEIGHTS,
+    model=ModelKind.LARGE,
+    hardware=Hardware.GPU,
+    config={"sleep_keeps_weights": True},
+)
+async def kept_weights_give_their_memory_back_too(bench: Bench) -> None:
+    """Weights that are kept elsewhere leave the GPU when they sleep and come back to it when they wake."""
+    engine = bench.engine
+    prompts = bench.prompts(2)
+    before = await bench.greedy(prompts, 4)
+    size, awake = parameter_bytes(engine), held_bytes(engine)
+    await engine.sleep([WEIGHTS])
+    asleep = held_bytes(engine)
+    await engine.wake_up([WEIGHTS])
+    assert awake - asleep >= MOST * size
+    assert held_bytes(engine) - asleep >= MOST * size
+    check_same(bench, await bench.greedy(prompts, 4), before)
+
+
+@case(Capability.SLEEP_KV_CACHE)
+async def many_cycles_of_the_cache_hold_no_more_memory(bench: Bench) -> None:
+    """Cycle after cycle of the KV cache's sleep the answers stay the same, and memory does not grow."""
+    engine = bench.engine
+    await _can_sleep(bench, KV_CACHE)
+    prompts = bench.prompts(3)
+    before = await bench.greedy(prompts)
+    held: list[int] = []
+    for turn in range(bench.profile.cycles):
+        await engine.sleep([KV_CACHE])
+        if _is_looked_at(bench, turn):
+            held.append(held_bytes(engine))
+        await engine.wake_up([KV_CACHE])
+        check_same(bench, await bench.greedy(prompts), before)
+    _check_no_growth(held, 24 * MIB)
+
+
+@case(Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, Capability.WEIGHTS_DISK)
+async def many_cycles_give_the_same_answers(bench: Bench) -> None:
+    """Cycle after cycle of sleep, wake and update the answers stay the same, and memory does not grow."""
+    engine = bench.engine
+    await _can_sleep(bench, WEIGHTS, KV_CACHE, update=True)
+    own, prompts = engine.get_weight_version(), bench.prompts(3)
+    before = await bench.greedy(prompts)
+    held: list[int] = []
+    for turn in range(bench.profile.cycles):
+        await engine.sleep([WEIGHTS, KV_CACHE])
+        if _is_looked_at(bench, turn):
+            held.append(held_bytes(engine))
+        await engine.wake_up([WEIGHTS])
+        await engine.load_weights_from_disk(str(bench.model), own)
+        await engine.wake_up([KV_CACHE])
+        check_same(bench, await bench.greedy(prompts), before)
+    _check_no_growth(held, 24 * MIB)
+
+
+@case(Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, Capability.WEIGHTS_DISK, model=ModelKind.LARGE)
+async def cycles_of_a_large_model_hold_no_more_memory(bench: Bench) -> None:
+    """Not even a part of the weights stays behind with each cycle of sleep, wake and update."""
+    engine = bench.engine
+    await _can_sleep(bench, WEIGHTS, KV_CACHE, update=True)
+    own, cycles = engine.get_weight_version(), max(4, bench.profile.cycles // 12)
+    asleep: list[int] = []
+    awake: list[int] = []
+    for _ in range(cycles):
+        await engine.sleep([WEIGHTS, KV_CACHE])
+        asleep.append(held_bytes(engine))
+        await engine.wake_up([WEIGHTS])
+        await engine.load_weights_from_disk(str(bench.model), own)
+        await engine.wake_up([KV_CACHE])
+        awake.append(held_bytes(engine))
+    room = parameter_bytes(engine) // 10
+    _check_no_growth(asleep, room)
+    _check_no_growth(awake, room)
+
+
+# Caches and numbers ---------------------------------------------------------------------------------------------------
+
+
+@case(Capability.SLEEP_KV_CACHE, Capability.PREFIX_CACHE)
+async def no_prefix_is_found_after_a_sleep(bench: Bench) -> None:
+    """After the KV cache slept no prompt is found in it, and what is cached from then on is right."""
+    engine = bench.engine
+    await _can_sleep(bench, KV_CACHE)
+    await engine.reset_prefix_cache()
+    prompt = bench.prompt(300)
+    (cold,) = await bench.greedy([prompt])
+    (warm,) = await bench.greedy([prompt])
+    assert warm.cached_tokens > 0
+    await engine.sleep([KV_CACHE])
+    await engine.wake_up([KV_CACHE])
+    (after,) = await bench.greedy([prompt])
+    (again,) = await bench.greedy([prompt])
+    assert after.cached_tokens == 0, "a prefix was found in memory that had been given back"
+    assert again.cached_tokens > 0
+    check_same(bench, [warm, after, again], [cold] * 3)
+
+
+@case(Capability.SLEEP_KV_CACHE, Capability.LOGPROBS_RAW)
+async def logprobs_are_the_same_after_a_sleep(bench: Bench) -> None:
+    """The first request after waking, and each one after it, has the logprobs of before."""
+    engine = bench.engine
+    await _can_sleep(bench, KV_CACHE)
+    params = SamplingParams(max_new_tokens=12, temperature=0, logprobs=0, logprobs_mode=LogprobsMode.RAW)
+    prompts = bench.prompts(3, 20)
+    before = (await engine.generate(prompts, params)).completions
+    for _ in range(3):
+        await engine.sleep([KV_CACHE])
+        await engine.wake_up([KV_CACHE])
+        after = (await engine.generate(prompts, params)).completions
+        check_same(bench, after, before)
+        for one, other in zip(after, before, strict=True):
+            assert one.logprobs is not None
+            assert other.logprobs is not None
+            if one.token_ids == other.token_ids:
+                worst = max(abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True))
+                assert worst <= bench.tolerance(), f"a logprob is off by {worst:.3g} nats"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _check_asleep(engine: InferenceEngine, tags: Iterable[MemoryTag]) -> None:
+    assert engine.state is EngineState.ASLEEP
+    assert engine.status.asleep == frozenset(tags)
+    assert all(tag.value in engine.describe().state for tag in tags)
+
+
+def _check_awake(engine: InferenceEngine) -> None:
+    assert engine.state is EngineState.READY
+    assert engine.status.asleep == frozenset()
+    assert engine.describe().state == "ready"
+
+
+async def _can_sleep(bench: Bench, *tags: MemoryTag, update: bool = False) -> None:
+    """Ask for all that the case needs before anything is changed: an engine that lacks some of it is left as it was."""
+    await bench.engine.wake_up(tags)
+    if update:
+        await bench.engine.load_weights_from_disk(str(bench.model), bench.engine.get_weight_version())
+
+
+async def _result(task: asyncio.Task[_T], within: float = BOUND) -> _T:
+    """Await a task that must end in time."""
+    done, _ = await asyncio.wait([task], timeout=within)
+    assert done, f"it has not ended after {within:g} s"
+    return task.result()
+
+
+async def _refused(asked: Coroutine[object, object, object], state: str, mentions: str = "") -> None:
+    """What is asked must be refused in bounded time, by the state's name."""
+    done = f"an engine that is {state} did what it was asked to do"
+    with refused(EngineStateError, state=state, naming=mentions, otherwise=done):
+        async with asyncio.timeout(BOUND):
+            await asked
+
+
+async def _requests_are_refused(bench: Bench, state: str, mentions: str) -> None:
+    """Requests of every kind that the engine serves at all."""
+    engine, prompt = bench.engine, bench.prompt()
+    await _refused(engine.generate(prompt, SHORT), state, mentions)
+    await _refused(engine.generate([prompt, prompt], SamplingParams(n=2, max_new_tokens=1)), state, mentions)
+    if bench.claims(Capability.STREAMING):
+        await _refused(anext(engine.generate_stream(prompt, SHORT)), state, mentions)
+    if bench.claims(Capability.SCORE_TOKENS) and bench.claims(Capability.PROMPT_LOGPROBS):
+        await _refused(engine.compute_logprobs([prompt]), state, mentions)
+
+
+async def _busy(sleeping: Coroutine[object, object, None]) -> None:
+    with refused(EngineBusy, naming="abort_first", otherwise="the engine fell asleep, though requests were in flight"):
+        async with asyncio.timeout(BOUND):
+            await sleeping
+
+
+async def _or_busy(change: Coroutine[object, object, None]) -> None:
+    with suppress(EngineBusy):
+        await change
+
+
+async def _answer_or_refusal(
+    engine: InferenceEngine, prompt: Sequence[int], params: SamplingParams
+) -> Completion | None:
+    try:
+        return (await engine.generate(list(prompt), params)).completions[0]
+    except EngineStateError as error:
+        if error.state != "asleep":
+            raise
+        return None
+
+
+async def _wrong_tags_are_refused(engine: InferenceEngine) -> None:
+    wrong_tags: list[list[MemoryTag | str] | str] = [[KV_CACHE, "dreams"], "dreams", []]
+    for change in (engine.sleep, engine.wake_up):
+        for tags in wrong_tags:
+            wrong = "dreams" if tags else "empty"
+            with refused(InvalidRequest, field="tags", naming=wrong, otherwise=f"tags={tags!r} was taken"):
+                await change(tags)
+
+
+@asynccontextmanager
+async def _waiting(bench: Bench, prompt: Sequence[int]) -> AsyncGenerator[asyncio.Task[list[Completion]], None]:
+    """A request that arrives and waits."""
+    task = asyncio.create_task(bench.greedy([prompt]))
+    try:
+        await asyncio.sleep(QUIET)
+        if task.done():
+            raise AssertionError(f"a request that arrived did not wait: {task.exception() or task.result()}")
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+Steps = tuple[frozenset[MemoryTag], ...]
+
+
+def _orders(bench: Bench) -> list[tuple[Steps, Steps]]:
+    """In which steps to sleep and to wake: at most 12 pairs of all that there are."""
+    tags = [WEIGHTS, KV_CACHE]
+    if bench.claims(Capability.SLEEP_CUDA_GRAPH):
+        tags.append(CUDA_GRAPH)
+    one_by_one: list[Steps] = [tuple(frozenset({tag}) for tag in order) for order in itertools.permutations(tags)]
+    steps: list[Steps] = [*one_by_one, (frozenset(tags),)]
+    pairs = list(itertools.product(steps, steps))
+    return bench.rng.sample(pairs, min(12, len(pairs)))
+
+
+async def _in_steps(bench: Bench, falling_asleep: Steps, waking: Steps) -> None:
+    engine = bench.engine
+    asleep: frozenset[MemoryTag] = frozenset()
+    for tags in falling_asleep:
+        await engine.sleep(tags)
+        asleep |= tags
+        _check_asleep(engine, asleep)
+        await _refused(engine.generate(bench.prompt(), SHORT), "asleep")
+    for tags in waking:
+        _check_asleep(engine, asleep)
+        await _refused(engine.generate(bench.prompt(), SHORT), "asleep")
+        await engine.wake_up(tags)
+        asleep -= tags
+    assert engine.status.asleep == frozenset()
+
+
+async def _fill_cache(bench: Bench) -> None:
+    """Let the KV cache hold something, also on an engine that takes memory for it as it is needed."""
+    on_gpu = bench.engine.model_info.device.startswith("cuda")
+    length = min(900, bench.engine.model_info.context_length - 1)
+    params = SamplingParams(max_new_tokens=1, temperature=0)
+    await bench.engine.generate(bench.prompts(8 if on_gpu else 1, length), params)
+
+
+def _is_looked_at(bench: Bench, turn: int) -> bool:
+    """Whether memory is measured in this cycle; in all of them it would take longer than the cycles."""
+    return turn % max(2, bench.profile.cycles // 5) == 1
+
+
+def _check_no_growth(held: Sequence[int], room: int) -> None:
+    """Compare with the second measurement: until then caches of all sorts fill."""
+    begin, end = held[1], min(held[-2:])
+    assert end - begin <= room, (
+        f"{(end - begin) / MIB:.0f} MiB more were held in the end: "
+        f"{', '.join(f'{bytes_ / MIB:.0f}' for bytes_ in held)} MiB, one after another"
+    )

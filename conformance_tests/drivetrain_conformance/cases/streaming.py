@@ -1,0 +1,425 @@
+"""Streams: the same completions as from generate(), a piece at a time, and nothing that is taken back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Final
+
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+
+from drivetrain.engine.engine import InferenceEngine
+from drivetrain.errors import DeadlineExceeded
+from drivetrain.types.capability import Capability
+from drivetrain.types.outputs import Completion, CompletionChunk, FinishReason
+from drivetrain.types.sampling import SamplingParams
+from drivetrain_conformance.assertions.common_checks import agrees_with_reference, assert_idle_soon, ending_prompt
+from drivetrain_conformance.assertions.refusals import refused
+from drivetrain_conformance.assertions.same_answers import check_same
+from drivetrain_conformance.assertions.stop_texts import (
+    TOKENS,
+    expressions,
+    free_samples,
+    letter_ids,
+    pieces,
+    samples_of_spanning_characters,
+)
+from drivetrain_conformance.harness.case import case
+from drivetrain_conformance.harness.testbench import Bench
+from drivetrain_conformance.references.reference_stops import Ending
+
+Fields = Mapping[str, object]
+
+_PATIENCE: Final = 0.3
+"""Seconds of a timeout that a few tokens keep and many do not."""
+
+
+@dataclass(slots=True)
+class Heard:
+    """What a listener has of one sample, chunk after chunk."""
+
+    chunks: list[CompletionChunk] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+
+    @property
+    def completion(self) -> Completion:
+        """The completion that the last chunk carried."""
+        assert self.chunks[-1].completion is not None, "the stream ended without the completion"
+        return self.chunks[-1].completion
+
+
+# The chunks and the completion ---------------------------------------------------------------------------------------
+
+
+@case(Capability.STREAMING)
+async def the_chunks_are_the_completion(bench: Bench) -> None:
+    """Put together, the chunks of each sample are exactly the ids and text of the completion on its last chunk."""
+    params = SamplingParams(n=2, max_new_tokens=TOKENS)
+    heard = await _listen(bench, bench.prompts(4), params)
+    assert {key: sample.completion.sample_index for key, sample in heard.items()} == {
+        (prompt, sample): sample for prompt in range(4) for sample in range(2)
+    }
+    for sample in heard.values():
+        if sample.completion.finish_reason is FinishReason.LENGTH:
+            assert sample.completion.text == bench.engine.decode(sample.token_ids)
+            assert len(sample.token_ids) == TOKENS
+
+
+@case(Capability.STREAMING)
+async def a_stream_equals_generate(bench: Bench) -> None:
+    """A greedy stream ends in the completions that generate() returns."""
+    prompts = bench.prompts(6)
+    params = SamplingParams(temperature=0, max_new_tokens=TOKENS)
+    whole = (await bench.engine.generate(prompts, params)).completions
+    heard = await _listen(bench, prompts, params)
+    streamed = [heard[index, 0].completion for index in range(6)]
+    check_same(bench, streamed, whole)
+    for one, other in zip(streamed, whole, strict=True):
+        if one.token_ids == other.token_ids:
+            assert Ending.of(one) == Ending.of(other)
+        assert one.prompt_token_ids == other.prompt_token_ids
+
+
+@case(Capability.STREAMING)
+async def tokens_come_while_others_are_generated(bench: Bench) -> None:
+    """A long completion comes in many chunks, the first long before the last, and not all at once at the end."""
+    params = bench.long(200)
+    heard = await _listen(bench, bench.prompts(2), params)
+    longest = max(heard.values(), key=lambda sample: len(sample.token_ids))
+    assert len(longest.token_ids) > 20, "the completions are too short to come in pieces"
+    assert len(longest.chunks) > 3, f"{len(longest.token_ids)} tokens came in {len(longest.chunks)} chunks"
+    assert max(len(chunk.token_ids) for chunk in longest.chunks) <= len(longest.token_ids) // 2
+    async with aclosing(bench.engine.generate_stream(bench.prompt(), bench.long())) as chunks:
+        await anext(chunks)
+        assert (await bench.engine.stats()).running, "the first chunk came when all was generated"
+
+
+@case(Capability.STREAMING)
+async def chunks_say_whose_they_are(bench: Bench) -> None:
+    """Chunks of many prompts and samples, with params and ids of their own, name their prompt, sample and request."""
+    prompts, counts = bench.prompts(3), (1, 3, 2)
+    params = [SamplingParams(n=n, temperature=0, max_new_tokens=4 + 5 * n) for n in counts]
+    heard = await _listen(bench, prompts, params, request_ids=["one", "two", "three"])
+    assert sorted(heard) == [(prompt, sample) for prompt, n in enumerate(counts) for sample in range(n)]
+    for (prompt, sample), one in heard.items():
+        completion = one.completion
+        assert (completion.prompt_index, completion.sample_index) == (prompt, sample)
+        assert completion.prompt_token_ids == prompts[prompt]
+        assert {chunk.request_id for chunk in one.chunks} == {completion.request_id}
+        assert completion.request_id.startswith(("one", "two", "three")[prompt])
+        assert len(completion.token_ids) <= 4 + 5 * counts[prompt]
+    assert len({one.completion.request_id for one in heard.values()}) == sum(counts)
+
+
+@case(Capability.STREAMING)
+async def eos_comes_with_the_last_chunk(bench: Bench) -> None:
+    """The EOS that ends a streamed completion is among its ids and never in its text."""
+    ending = ending_prompt(bench)
+    for skip in (True, False):
+        params = SamplingParams(temperature=0, max_new_tokens=5, skip_special_tokens=skip)
+        (sample,) = (await _listen(bench, [ending.token_ids], params)).values()
+        assert (sample.token_ids, sample.text) == ([ending.eos], "")
+        assert sample.completion.matched_stop == ending.eos
+
+
+@case(Capability.STREAMING, Capability.LOGPROBS_TEMPERATURE)
+async def each_streamed_token_has_its_logprob(bench: Bench) -> None:
+    """Each chunk has one logprob for each of its ids; put together they are the completion's, and the model's."""
+    params = SamplingParams(temperature=0.7, max_new_tokens=TOKENS, n=2, logprobs=0)
+    for sample in (await _listen(bench, bench.prompts(3), params)).values():
+        completion = sample.completion
+        logprobs = [logprob for chunk in sample.chunks for logprob in chunk.logprobs or []]
+        assert all(len(chunk.logprobs or []) == len(chunk.token_ids) for chunk in sample.chunks)
+        assert logprobs == completion.logprobs
+        own = bench.output_logprobs(completion, temperature=0.7)
+        assert max(abs(a - b) for a, b in zip(logprobs, own, strict=True)) <= bench.tolerance()
+
+
+@case(Capability.STREAMING, Capability.LOGPROBS_TEMPERATURE, Capability.TOP_LOGPROBS)
+async def each_streamed_token_has_its_alternatives(bench: Bench) -> None:
+    """Each chunk has the most likely alternatives of each of its ids; put together they are the completion's."""
+    params = SamplingParams(max_new_tokens=TOKENS, logprobs=3)
+    for sample in (await _listen(bench, bench.prompts(3), params)).values():
+        together = [top for chunk in sample.chunks for top in chunk.top_logprobs or []]
+        assert all(len(chunk.top_logprobs or []) == len(chunk.token_ids) for chunk in sample.chunks)
+        assert together == sample.completion.top_logprobs
+        assert {len(top) for top in together} == {3}
+
+
+@case(Capability.STREAMING)
+async def without_logprobs_no_chunk_has_any(bench: Bench) -> None:
+    """A stream that asked for no logprobs carries none."""
+    params = SamplingParams(max_new_tokens=5)
+    for sample in (await _listen(bench, bench.prompts(2), params)).values():
+        assert {(chunk.logprobs is None, chunk.top_logprobs is None) for chunk in sample.chunks} == {(True, True)}
+        assert (sample.completion.logprobs, sample.completion.logprobs_mode) == (None, None)
+
+
+# Nothing is taken back -----------------------------------------------------------------------------------------------
+
+
+@case(Capability.STREAMING)
+async def no_character_is_shown_half(bench: Bench) -> None:
+    """A character whose bytes come in several tokens is shown when it is whole, and never as broken bytes before."""
+    runs = await samples_of_spanning_characters(bench, 24)
+    params = SamplingParams(temperature=0, max_new_tokens=TOKENS)
+    # What was shown is never taken back: see Heard. So a character that is there at the end was never shown half.
+    heard = await _listen(bench, [run.prompt_token_ids for run in runs], params)
+    check_same(bench, [heard[index, 0].completion for index in range(len(runs))], runs)
+
+
+@case(Capability.STREAMING, Capability.STOP_STRINGS)
+async def a_stream_shows_nothing_past_a_stop_string(bench: Bench) -> None:
+    """Of a stop string, and of text that might become one, nothing is shown; a stream ends where generate() does."""
+    asked: list[tuple[Completion, Fields]] = []
+    for run in await free_samples(bench, 6):
+        stop = max(pieces(run.text, 2, 5), key=len)
+        near = [stop[:-1] + "~", stop + "~"]
+        asked += [(run, {"stop": [stop, *near]}), (run, {"stop": near})]
+        asked.append((run, {"stop": [bench.rng.choice(pieces(run.text, 1, 2))], "include_stop_str_in_output": True}))
+    await _check_stops(bench, asked)
+
+
+@case(Capability.STREAMING, Capability.STOP_REGEX)
+async def a_stream_shows_nothing_past_a_stop_regex(bench: Bench) -> None:
+    """Of a stop regex's match nothing is shown, and a stream ends where generate() does."""
+    asked: list[tuple[Completion, Fields]] = []
+    for run in await free_samples(bench, 6):
+        for pattern in expressions(bench.rng, run.text):
+            asked.append((run, {"stop_regex": [pattern, "never-[0-9]{9}"]}))
+    await _check_stops(bench, asked)
+
+
+@case(Capability.STREAMING, Capability.STOP_STRINGS, Capability.STOP_REGEX, Capability.LOGIT_BIAS)
+def a_stream_with_any_stops_agrees_with_the_reference(bench: Bench) -> None:
+    """Whatever the stops, a stream takes nothing back and ends as the brute-force reference says."""
+    ids = letter_ids(bench.engine, 3)
+    a, b, c = (bench.engine.decode([token]) for token in ids)
+    bias: Fields = {"logit_bias": dict.fromkeys(ids, 100.0), "max_new_tokens": 16, "temperature": 0}
+    runs = bench.run(bench.engine.generate(bench.prompts(6), bias)).completions
+    bench.run(_check_stops(bench, [(runs[0], {**bias, "stop": "!", "stop_regex": "!"})]))
+    strings = st.lists(st.text(alphabet=[a, b, c], min_size=1, max_size=5), max_size=3)
+    patterns = [f"{a}+{b}", f"[{a}{b}]{{3}}", f"{c}({a}|{b}{b})", f"{b}.{b}", f"{a}(?={c})", f"(?<!{a}){b}{{2}}"]
+    stops = {"stop": strings, "stop_regex": st.lists(st.sampled_from(patterns), max_size=2)}
+    asked = st.tuples(
+        st.sampled_from(runs), st.fixed_dictionaries({**stops, "include_stop_str_in_output": st.booleans()})
+    )
+
+    @seed(bench.seed)
+    @settings(
+        max_examples=bench.profile.examples,
+        deadline=None,
+        database=None,
+        report_multiple_bugs=False,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+    )
+    @given(st.lists(asked, min_size=1, max_size=3))
+    def agrees(asked: list[tuple[Completion, Fields]]) -> None:
+        bench.run(_check_stops(bench, [(run, {**bias, **fields}) for run, fields in asked]))
+
+    agrees()
+
+
+# Together, and ended early -------------------------------------------------------------------------------------------
+
+
+@case(Capability.STREAMING)
+async def streams_and_calls_run_side_by_side(bench: Bench) -> None:
+    """Several streams and generate calls at once each get their own completions, and do not hold each other up."""
+    prompts = bench.prompts(8)
+    params = SamplingParams(temperature=0, max_new_tokens=TOKENS)
+    alone = [(await bench.engine.generate([prompt], params)).completions[0] for prompt in prompts]
+    check_same(bench, [(await _listen(bench, prompts[:1], params))[0, 0].completion], alone[:1])
+    streams = [_listen(bench, [prompt], params) for prompt in prompts[:4]]
+    calls = [bench.engine.generate([prompt], params) for prompt in prompts[4:]]
+    heard, outputs = await asyncio.gather(asyncio.gather(*streams), asyncio.gather(*calls))
+    check_same(bench, [sample.completion for one in heard for sample in one.values()], alone[:4])
+    check_same(bench, [output.completions[0] for output in outputs], alone[4:])
+
+
+@case(Capability.STREAMING)
+async def closing_a_stream_ends_its_requests(bench: Bench) -> None:
+    """Closing a stream early ends its requests in the engine, and those beside it go on."""
+    prompt = bench.prompt()
+    params = SamplingParams(temperature=0, max_new_tokens=TOKENS)
+    alone = (await bench.engine.generate([prompt], params)).completions
+    for take in (1, 5):
+        stream = bench.engine.generate_stream(bench.prompts(3), bench.long())
+        for _ in range(take):
+            await anext(stream)
+        beside = asyncio.create_task(bench.engine.generate([prompt], params))
+        await asyncio.sleep(0)
+        async with asyncio.timeout(30):
+            await stream.aclose()
+        check_same(bench, (await beside).completions, alone)
+        await assert_idle_soon(bench, "requests of a stream that was closed are still there")
+
+
+@case(Capability.STREAMING)
+async def cancelling_a_listener_ends_its_requests(bench: Bench) -> None:
+    """Cancelling the task that reads a stream ends its requests in the engine."""
+    begun = asyncio.Event()
+
+    async def listen() -> None:
+        async with aclosing(bench.engine.generate_stream(bench.prompts(3), bench.long())) as stream:
+            async for _ in stream:
+                begun.set()
+
+    task = asyncio.create_task(listen())
+    task.add_done_callback(lambda _: begun.set())
+    async with asyncio.timeout(60):
+        await begun.wait()
+    task.cancel()
+    done, _ = await asyncio.wait([task], timeout=30)
+    assert done, "a cancelled listener did not end"
+    if not task.cancelled():
+        task.result()  # it had ended before, and says how
+    await assert_idle_soon(bench, "requests of a listener that was cancelled are still there")
+
+
+@case(Capability.STREAMING)
+async def a_stream_that_nobody_reads_does_no_harm(bench: Bench) -> None:
+    """A stream that is not read does not hold up others, loses nothing, and goes on where it was left."""
+    prompts = bench.prompts(2)
+    params = SamplingParams(temperature=0, max_new_tokens=TOKENS)
+    whole = (await bench.engine.generate(prompts, params)).completions
+    async with aclosing(bench.engine.generate_stream(prompts[:1], params)) as stream:
+        chunks = [await anext(stream)]
+        beside = (await bench.engine.generate(prompts[1:], params)).completions
+        chunks += [chunk async for chunk in stream]
+    check_same(bench, beside, whole[1:])
+    sample = Heard()
+    for chunk in chunks:
+        _hear(bench.engine, sample, chunk)
+    _check_whole(sample)
+    check_same(bench, [sample.completion], whole[:1])
+
+
+@case(Capability.STREAMING)
+async def a_stream_that_takes_too_long_is_a_typed_error(bench: Bench) -> None:
+    """timeout= ends a stream in DeadlineExceeded; its requests end, and the engine serves on."""
+    with refused(DeadlineExceeded, naming="completions"):
+        async with aclosing(bench.engine.generate_stream(bench.prompts(3), bench.long(), timeout=1e-9)) as stream:
+            async for _ in stream:
+                pass
+    await assert_idle_soon(bench, "requests of a stream that timed out are still there")
+
+
+@case(Capability.STREAMING)
+async def a_slow_reader_does_not_outlast_the_timeout(bench: Bench) -> None:
+    """timeout= ends a stream whose reader is slower than the engine, though a chunk always lies ready for it."""
+    now = asyncio.get_running_loop().time
+    begun, is_over = now(), False
+    try:
+        async with aclosing(bench.engine.generate_stream(bench.prompts(2), bench.long(), timeout=_PATIENCE)) as stream:
+            async for _ in stream:
+                await asyncio.sleep(0.02)
+                if is_over := now() - begun > 4 * _PATIENCE:
+                    break
+            running = (await bench.engine.stats()).running
+    except DeadlineExceeded:
+        running = 0
+    assert not (is_over and running), f"after {4 * _PATIENCE:g} s a stream with timeout={_PATIENCE:g} still went on"
+    await assert_idle_soon(bench, "requests of a stream that timed out are still there")
+
+
+@case(Capability.STREAMING)
+async def answers_that_came_while_the_event_loop_was_blocked_are_kept(bench: Bench) -> None:
+    """A trainer's step that blocks the event loop past a request's timeout costs no answer that came meanwhile."""
+    params, seconds = bench.long(12), 1.0
+    whole = asyncio.create_task(bench.engine.generate(bench.prompt(), params, timeout=seconds))
+    chunks = bench.engine.generate_stream(bench.prompt(), params, timeout=seconds)
+    await anext(chunks)  # so both are with the engine, and seldom answered yet
+    time.sleep(1.2 * seconds)  # noqa: ASYNC251 - as a training step does
+    answered = await asyncio.gather(whole, _completions(chunks), return_exceptions=True)
+    assert not any(isinstance(one, DeadlineExceeded) for one in answered), f"answers were thrown away: {answered}"
+    assert not any(isinstance(one, BaseException) for one in answered), f"{answered}"
+
+
+@case(Capability.STREAMING, Capability.ABORT)
+async def an_aborted_stream_ends_with_what_it_has(bench: Bench) -> None:
+    """Aborting a streamed request ends its stream with a completion marked aborted, of just what was streamed."""
+    params = bench.long()
+    prompts, heard = bench.prompts(2), [Heard(), Heard()]
+    async with aclosing(bench.engine.generate_stream(prompts, params, request_ids=["ends", "goes-on"])) as stream:
+        async for chunk in stream:
+            _hear(bench.engine, heard[chunk.prompt_index], chunk)
+            if len(heard[0].chunks) == 3:
+                await bench.engine.abort("ends")
+            if heard[0].chunks and heard[0].chunks[-1].completion is not None:
+                break
+    _check_whole(heard[0])
+    completion = heard[0].completion
+    assert completion.finish_reason is FinishReason.ABORT
+    assert 0 < len(completion.token_ids) < (params.max_new_tokens or 0)
+    assert not heard[1].chunks or heard[1].chunks[-1].completion is None, "the other one was ended too"
+    await assert_idle_soon(bench, "a stream that was closed is still there")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _hear(engine: InferenceEngine, sample: Heard, chunk: CompletionChunk) -> None:
+    """Take a chunk: it says something new, comes before the end, and its text is that of the ids so far."""
+    assert not sample.chunks or sample.chunks[-1].completion is None, "a chunk came after the last one"
+    assert chunk.token_ids or chunk.text or chunk.completion, "an empty chunk"
+    assert (chunk.finish_reason is None) == (chunk.completion is None)
+    sample.chunks.append(chunk)
+    sample.token_ids += chunk.token_ids
+    sample.text += chunk.text
+
+
+def _check_whole(sample: Heard) -> None:
+    """Assert that the chunks put together are the completion, and that none showed what the completion has not."""
+    completion = sample.completion
+    assert sample.token_ids == completion.token_ids, f"{sample.token_ids} were shown, not {completion.token_ids}"
+    # Each chunk is added to those before it, so this also says that nothing which was shown was taken back.
+    assert sample.text == completion.text, f"shown: {sample.text!r}, completion: {completion.text!r}"
+
+
+async def _completions(chunks: AsyncGenerator[CompletionChunk, None]) -> list[Completion]:
+    return [chunk.completion async for chunk in chunks if chunk.completion is not None]
+
+
+async def _listen(
+    bench: Bench,
+    prompts: Sequence[list[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    **arguments: Sequence[str],
+) -> dict[tuple[int, int], Heard]:
+    """Listen to a stream to its end; return what was heard of each sample, by prompt and sample."""
+    heard: dict[tuple[int, int], Heard] = {}
+    stream = bench.engine.generate_stream(list(prompts), params, **arguments)  # type: ignore[arg-type]
+    async with aclosing(stream):
+        async for chunk in stream:
+            sample = heard.setdefault((chunk.prompt_index, chunk.sample_index), Heard())
+            _hear(bench.engine, sample, chunk)
+            shown = bench.engine.decode(sample.token_ids, skip_special_tokens=_of(params, chunk).skip_special_tokens)
+            assert shown.startswith(sample.text), f"{sample.text!r} is shown, but its ids make {shown!r}"
+    for sample in heard.values():
+        _check_whole(sample)
+    return heard
+
+
+def _of(params: SamplingParams | Sequence[SamplingParams], chunk: CompletionChunk) -> SamplingParams:
+    return params if isinstance(params, SamplingParams) else params[chunk.prompt_index]
+
+
+async def _check_stops(bench: Bench, asked: Sequence[tuple[Completion, Fields]]) -> None:
+    """Stream each sample again with stops, and compare with what the reference makes of the unstopped one."""
+    params = [_params(fields) for _, fields in asked]
+    heard = await _listen(bench, [run.prompt_token_ids for run, _ in asked], params)
+    for index, ((free, _), own) in enumerate(zip(asked, params, strict=True)):
+        agrees_with_reference(bench, free, own, heard[index, 0].completion)
+
+
+def _params(fields: Fields) -> SamplingParams:
+    given = {"temperature": 0, "max_new_tokens": TOKENS, **fields}
+    if not given.get("stop") and not given.get("stop_regex"):
+        given.pop("include_stop_str_in_output", None)
+    return SamplingParams.model_validate(given)

@@ -1,0 +1,205 @@
+"""Output that is held to a JSON schema, a regular expression or a grammar."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Sequence
+from typing import Final
+
+import regex
+
+from drivetrain.errors import InvalidRequest, NoTokenAllowed
+from drivetrain.types.capability import Capability
+from drivetrain.types.outputs import Completion, FinishReason, GenerationOutput
+from drivetrain.types.sampling import ActionMask, EbnfGrammar, JsonSchema, LogprobsMode, RegexGrammar, SamplingParams
+from drivetrain_conformance.assertions.refusals import refused
+from drivetrain_conformance.assertions.same_answers import check_same
+from drivetrain_conformance.harness.case import case
+from drivetrain_conformance.harness.testbench import Bench, ordinary_ids
+
+_ACTIONS: Final = ("buy", "sell", "hold")
+_SCHEMA: Final = JsonSchema(
+    json_schema=json.dumps(
+        {
+            "type": "object",
+            "properties": {"action": {"enum": _ACTIONS}, "sure": {"type": "boolean"}, "count": {"enum": [1, 22, 333]}},
+            "required": ["action", "sure", "count"],
+            "additionalProperties": False,
+        }
+    )
+)
+_REGEX: Final = RegexGrammar(regex="(cat|dog)-[0-9]{3}")
+_OTHER_REGEX: Final = RegexGrammar(regex="[x-z]{5}")
+_GRAMMAR: Final = EbnfGrammar(ebnf='root ::= answer " " digit digit\nanswer ::= "yes" | "no"\ndigit ::= [0-9]\n')
+
+
+@case(Capability.STRUCTURED_JSON)
+async def json_follows_the_schema(bench: Bench) -> None:
+    """Samples that a JSON schema is asked of are JSON with its keys, its types and its values, and nothing else."""
+    params = SamplingParams(max_new_tokens=_room(bench), n=4, structured_output=_SCHEMA)
+    output = await bench.engine.generate(bench.prompts(2), params)
+    for completion in _ended(output.completions):
+        value = json.loads(completion.text)
+        assert isinstance(value, dict)
+        assert set(value) == {"action", "sure", "count"}, f"the schema has other keys: {completion.text!r}"
+        assert value["action"] in _ACTIONS
+        assert isinstance(value["sure"], bool)
+        assert value["count"] in (1, 22, 333)
+
+
+@case(Capability.STRUCTURED_REGEX)
+async def the_whole_output_matches_the_regex(bench: Bench) -> None:
+    """Samples that a regular expression is asked of match it and then end, also where EOS is ignored otherwise."""
+    params = SamplingParams(max_new_tokens=_room(bench), n=8, structured_output=_REGEX)
+    ignoring = params.model_copy(update={"ignore_eos": bench.claims(Capability.IGNORE_EOS)})
+    output = await bench.engine.generate(bench.prompts(2), [params, ignoring])
+    texts = [completion.text for half in (slice(8), slice(8, None)) for completion in _ended(output.completions[half])]
+    for text in texts:
+        assert re.fullmatch(_REGEX.regex, text), f"{text!r} does not match {_REGEX.regex!r}"
+    assert len(set(texts)) > 1, f"samples at temperature 1 are all the same: {texts[0]!r}"
+
+
+@case(Capability.STRUCTURED_EBNF)
+async def output_follows_the_grammar(bench: Bench) -> None:
+    """Samples that an EBNF grammar is asked of are sentences of it."""
+    params = SamplingParams(max_new_tokens=_room(bench), n=8, structured_output=_GRAMMAR)
+    output = await bench.engine.generate(bench.prompts(2), params)
+    for completion in _ended(output.completions):
+        assert re.fullmatch("(yes|no) [0-9][0-9]", completion.text), f"{completion.text!r} is no sentence"
+
+
+@case(Capability.STRUCTURED_REGEX, Capability.STOP_TOKEN_IDS)
+async def greedy_output_matches_too(bench: Bench) -> None:
+    """At temperature 0 the grammar holds as well, the same request has the same answer, and a stop id ends it."""
+    params = SamplingParams(max_new_tokens=_room(bench), temperature=0, structured_output=_REGEX)
+    prompts = bench.prompts(3)
+    first, second = [(await bench.engine.generate(prompts, params)).completions for _ in range(2)]
+    for completion in _ended(first):
+        assert re.fullmatch(_REGEX.regex, completion.text), f"{completion.text!r} does not match {_REGEX.regex!r}"
+    assert [one.text for one in first] == [one.text for one in second]
+    within = first[0].token_ids[1]
+    stopped = params.model_copy(update={"stop_token_ids": (within,)})
+    completion = (await bench.engine.generate(prompts[0], stopped)).completions[0]
+    end = first[0].token_ids.index(within) + 1
+    assert completion.token_ids == first[0].token_ids[:end], "a stop id within the grammar does not end it"
+    assert completion.matched_stop == within
+
+
+@case(Capability.STRUCTURED_REGEX)
+async def a_grammar_holds_its_own_request_alone(bench: Bench) -> None:
+    """In a batch each request follows its own grammar, and those without one are as they are alone."""
+    prompts = bench.prompts(6)
+    free = SamplingParams(max_new_tokens=12, temperature=0)
+    grammars = (_REGEX, None, _OTHER_REGEX, None, _REGEX, None)
+    held = SamplingParams(max_new_tokens=_room(bench))
+    params = [held.model_copy(update={"structured_output": one}) if one else free for one in grammars]
+    together = (await bench.engine.generate(prompts, params)).completions
+    for completion, grammar in zip(together, grammars, strict=True):
+        if grammar is not None:
+            _ended([completion])
+            assert re.fullmatch(grammar.regex, completion.text), f"{completion.text!r} is not {grammar.regex!r}"
+    check_same(bench, together[1::2], await bench.greedy(prompts[1::2]))
+
+
+@case(Capability.STRUCTURED_REGEX)
+async def output_that_is_cut_short_begins_a_match(bench: Bench) -> None:
+    """Output that ends by its length before the grammar does is the beginning of a match."""
+    long = RegexGrammar(regex="[a-f]{64}(cat|dog)")
+    params = SamplingParams(max_new_tokens=5, n=4, structured_output=long)
+    for completion in (await bench.engine.generate(bench.prompt(), params)).completions:
+        assert completion.finish_reason is FinishReason.LENGTH
+        assert len(completion.token_ids) == 5
+        assert regex.fullmatch(long.regex, completion.text, partial=True), f"{completion.text!r} begins no match"
+
+
+@case(Capability.STRUCTURED_REGEX, Capability.LOGPROBS_RAW)
+async def raw_logprobs_are_those_before_the_grammar(bench: Bench) -> None:
+    """Raw logprobs are the model's own, one for each token, also where a grammar left few tokens to draw from."""
+    params = SamplingParams(
+        max_new_tokens=_room(bench), n=2, structured_output=_REGEX, logprobs=0, logprobs_mode=LogprobsMode.RAW
+    )
+    for completion in _ended((await bench.engine.generate(bench.prompts(2), params)).completions):
+        assert re.fullmatch(_REGEX.regex, completion.text), f"{completion.text!r} does not match {_REGEX.regex!r}"
+        assert completion.logprobs is not None
+        expected = bench.output_logprobs(completion)
+        assert len(completion.logprobs) == len(expected)
+        worst = max(abs(one - other) for one, other in zip(completion.logprobs, expected, strict=True))
+        assert worst <= bench.tolerance(), f"a logprob is {worst:.3g} nats off the model's own"
+
+
+@case(Capability.STRUCTURED_REGEX, Capability.LOGIT_PROCESSORS, Capability.MIN_NEW_TOKENS)
+async def what_leaves_no_token_ends_in_an_error(bench: Bench) -> None:
+    """Where a grammar and masks leave no token, the request ends in NoTokenAllowed, which names them; others go on."""
+    tokenizer, prompts = bench.engine.tokenizer, bench.prompts(2)
+    letters = tuple(
+        token for token in ordinary_ids(bench.engine) if tokenizer([token], skip_special_tokens=True).isalpha()
+    )
+    digits = SamplingParams(structured_output=RegexGrammar(regex="[0-9]{3}"), max_new_tokens=16)
+    masked = digits.model_copy(update={"logit_processors": (ActionMask(allowed_token_ids=letters),)})
+    held_back = digits.model_copy(update={"min_new_tokens": 12})
+    for params, field in ((masked, "logit_processors"), (held_back, "min_new_tokens")):
+        for temperature in (0.0, 1.0):
+            with refused(NoTokenAllowed, field="sampling_params.structured_output", naming=field):
+                await bench.engine.generate(prompts[0], params.model_copy(update={"temperature": temperature}))
+    before = await bench.greedy(prompts)
+    others = bench.engine.generate(prompts[0], masked), bench.engine.generate(prompts[1], digits)
+    beside, failed, held = await asyncio.gather(bench.greedy(prompts), *others, return_exceptions=True)
+    assert isinstance(failed, NoTokenAllowed), f"it ended as {failed!r}"
+    for one in (beside, held):
+        if isinstance(one, BaseException):
+            raise one
+    assert isinstance(beside, list)
+    check_same(bench, beside, before)
+    assert isinstance(held, GenerationOutput)
+    assert re.fullmatch("[0-9]{3}", held.completions[0].text), f"{held.completions[0].text!r} is not of the grammar"
+
+
+@case()
+async def a_schema_that_is_no_json_is_refused(bench: Bench) -> None:
+    """A JSON schema that is no JSON, or no schema, is refused before any work, naming the field."""
+    for schema in ('{"type": "object"', "[1, 2]", ""):
+        with refused(InvalidRequest, field="sampling_params.structured_output"):
+            await bench.engine.generate(
+                bench.prompt(), {"structured_output": {"kind": "json_schema", "json_schema": schema}}
+            )
+
+
+@case()
+async def a_regex_that_does_not_compile_is_refused(bench: Bench) -> None:
+    """A regular expression that is empty or does not compile is refused before any work, naming the field."""
+    for given, words in (("(cat|dog", "(cat"), ("", "at least 1 character")):
+        with refused(InvalidRequest, field="sampling_params.structured_output", naming=words):
+            await bench.engine.generate(bench.prompt(), {"structured_output": {"kind": "regex", "regex": given}})
+
+
+@case(Capability.STRUCTURED_JSON)
+async def a_schema_with_unknown_types_is_refused(bench: Bench) -> None:
+    """JSON that no schema can be made of is refused as the request's mistake, and the engine serves on."""
+    broken = JsonSchema(json_schema='{"type": "no such type"}')
+    with refused(InvalidRequest):
+        await bench.engine.generate(bench.prompt(), SamplingParams(max_new_tokens=8, structured_output=broken))
+    assert (await bench.greedy([bench.prompt()]))[0].token_ids
+
+
+@case(Capability.STRUCTURED_EBNF)
+async def a_grammar_that_does_not_compile_is_refused(bench: Bench) -> None:
+    """A grammar that does not compile is refused as the request's mistake, and the engine serves on."""
+    for broken in ("root ::= (((", 'root ::= missing "a"\n'):
+        with refused(InvalidRequest):
+            params = SamplingParams(max_new_tokens=8, structured_output=EbnfGrammar(ebnf=broken))
+            await bench.engine.generate(bench.prompt(), params)
+    assert (await bench.greedy([bench.prompt()]))[0].token_ids
+
+
+def _room(bench: Bench) -> int:
+    """Enough for any output of the grammars here, white space included, which a schema may leave open."""
+    return min(512, bench.engine.model_info.context_length - 16)
+
+
+def _ended(completions: Sequence[Completion]) -> list[Completion]:
+    """Those that came to the grammar's end; white space without end is a model's right, but not every time."""
+    ended = [completion for completion in completions if completion.finish_reason is FinishReason.STOP]
+    assert ended, f"nothing came to the grammar's end: {[completion.text[:80] for completion in completions]}"
+    return ended

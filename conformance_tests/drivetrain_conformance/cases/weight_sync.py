@@ -1,0 +1,1446 @@
+"""Weights from a trainer: what is served after an update, what a failed one leaves, what becomes of requests."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import shutil
+import socket
+import struct
+import time
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import psutil
+import torch
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+
+from drivetrain.engine.engine import InferenceEngine
+from drivetrain.engine.states import EngineState
+from drivetrain.errors import (
+    DeadlineExceeded,
+    EngineError,
+    EngineStateError,
+    InvalidRequest,
+    NonFiniteLogits,
+    WeightPlanMismatch,
+    WeightSyncError,
+    WeightTransferFailed,
+    WeightVerifyFailed,
+)
+from drivetrain.testing import tiny_model
+from drivetrain.types.capability import Capability
+from drivetrain.types.modes import MemoryTag, PauseMode
+from drivetrain.types.outputs import Completion, FinishReason
+from drivetrain.types.sampling import LogprobsMode, SamplingParams
+from drivetrain.types.weights import (
+    BroadcastSource,
+    CommunicatorSpec,
+    CudaIpcSource,
+    InProcessSource,
+    SharedMemorySource,
+    WeightSource,
+    WeightUpdateRequest,
+)
+from drivetrain_conformance.assertions.leftovers import Holdings, check_nothing_left, temporary_folder
+from drivetrain_conformance.assertions.memory_use import check_steady, held_bytes
+from drivetrain_conformance.assertions.refusals import refused
+from drivetrain_conformance.assertions.same_answers import check_same
+from drivetrain_conformance.assertions.weight_checks import (
+    NEW,
+    TOKENS,
+    Late,
+    check_boundary,
+    check_dirty,
+    check_holds,
+    check_kept_cache,
+    check_late,
+    check_logprobs,
+    check_made_by,
+    check_recovers,
+    check_serves,
+    check_spans,
+    check_state,
+    from_disk,
+    load_all,
+    one,
+    one_by_one,
+    raises,
+    same_label_again,
+    same_weights_again,
+    unchanged,
+    update_in_flight,
+)
+from drivetrain_conformance.assets.served_models import ModelKind
+from drivetrain_conformance.assets.weight_sources import (
+    FAULTS,
+    FORMS,
+    Between,
+    a_matrix,
+    bad_folders,
+    in_bfloat16,
+    in_form,
+    module_of,
+    moved_tensor,
+    nowhere,
+    of_a_diverged_model,
+    raw_bytes,
+    tensors_of,
+    with_another_digest,
+    without_tensor,
+    write_checkpoint,
+)
+from drivetrain_conformance.harness.case import Hardware, case
+from drivetrain_conformance.harness.testbench import Bench, until_idle
+from drivetrain_conformance.model.replay import Live, proceed
+from drivetrain_weight_sync import Strategy, WeightInput, WeightSync, make_plan
+from drivetrain_weight_sync.transports.process_groups import GroupBackend
+
+ONE_BUCKET: Final = 1 << 40
+LONG_PROMPT: Final = 320
+"""Tokens; caches find prefixes in whole blocks, of up to 128 tokens."""
+
+
+# Each way to send ------------------------------------------------------------------------------------------------
+
+
+@case(Capability.WEIGHTS_IN_PROCESS, changes_weights=True)
+async def weights_pushed_in_process_are_served(bench: Bench) -> None:
+    """After a push from tensors of its own process an engine answers as an independent pass over them does."""
+    await _push_and_serve(bench, Strategy.IN_PROCESS)
+
+
+@case(Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
+async def weights_pushed_through_shared_memory_are_served(bench: Bench) -> None:
+    """After a push through shared memory an engine answers as an independent pass over the weights does."""
+    await _push_and_serve(bench, Strategy.SHARED_MEMORY)
+
+
+@case(Capability.WEIGHTS_DISK, changes_weights=True)
+async def weights_pushed_through_a_folder_are_served(bench: Bench) -> None:
+    """After a push through a folder an engine answers as an independent pass over the weights does."""
+    await _push_and_serve(bench, Strategy.DISK)
+
+
+@case(Capability.WEIGHTS_CUDA_IPC, changes_weights=True, hardware=Hardware.GPU)
+async def weights_pushed_through_gpu_memory_are_served(bench: Bench) -> None:
+    """After a push through memory of the same GPU an engine answers as an independent pass over the weights does."""
+    tensors = tensors_of(bench.other_weights())
+    WeightSync.connect(tensors, bench.engine, Strategy.CUDA_IPC)  # refused before a GPU is asked for
+    on_gpu = {name: tensor.cuda() for name, tensor in tensors.items()}
+    await _push_and_serve(bench, Strategy.CUDA_IPC, on_gpu)
+
+
+@case(Capability.WEIGHTS_BROADCAST, changes_weights=True)
+async def weights_that_were_broadcast_are_served(bench: Bench) -> None:
+    """After a broadcast an engine answers as an independent pass over the weights does."""
+    await _push_and_serve(bench, Strategy.BROADCAST)
+
+
+async def _push_and_serve(bench: Bench, strategy: Strategy, source: WeightInput | None = None) -> None:
+    other = bench.other_weights()
+    async with WeightSync.connect(tensors_of(other) if source is None else source, bench.engine, strategy) as sync:
+        assert sync.strategy is strategy
+        result = await sync.push(version=NEW)
+    assert (result.version, result.strategy) == (NEW, strategy)
+    assert result.nbytes > 0
+    assert 0 < result.paused_seconds < result.update_seconds
+    await check_serves(bench, other, NEW)
+
+
+@case(Capability.WEIGHTS_DISK, changes_weights=True)
+async def a_checkpoint_folder_is_served(bench: Bench) -> None:
+    """After load_weights_from_disk an engine answers as an independent pass over that folder does.
+
+    A folder in bfloat16 is taken by an engine that holds float32.
+    """
+    other = bench.other_weights()
+    await bench.engine.load_weights_from_disk(str(other), NEW)
+    await check_serves(bench, other, NEW)
+    if await _holds_float32(bench.engine):
+        narrow = in_bfloat16(tensors_of(other))
+        folder = write_checkpoint(bench.folder("narrow"), other, narrow)
+        await bench.engine.load_weights_from_disk(str(folder), "bfloat16")
+        await check_serves(bench, _widened(bench, narrow), "bfloat16")
+
+
+async def _holds_float32(engine: InferenceEngine) -> bool:
+    return {spec.dtype for spec in (await engine.weight_manifest()).tensors if "float" in spec.dtype} == {"float32"}
+
+
+def _widened(bench: Bench, narrow: dict[str, torch.Tensor]) -> Path:
+    """A folder with the same values in float32."""
+    tensors = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in narrow.items()}
+    return write_checkpoint(bench.folder("widened"), bench.other_weights(), tensors)
+
+
+@case(Capability.WEIGHTS_SHARED_MEMORY, Capability.WEIGHTS_DISK, changes_weights=True)
+async def auto_picks_a_way_that_works(bench: Bench) -> None:
+    """Strategy auto is one that the engine claims, and what it pushed is answered as after any other."""
+    engine, other = bench.engine, bench.other_weights()
+    old, new, prompts = tensors_of(bench.model), tensors_of(other), bench.prompts(2)
+    async with (
+        WeightSync.connect(new, engine, "shared_memory") as shared,
+        WeightSync.connect(old, engine, "disk") as disk,
+        WeightSync.connect(new, engine) as auto,
+    ):
+        assert auto.strategy is not Strategy.AUTO
+        assert f"weights_{auto.strategy.value}" in {capability.value for capability in engine.capabilities}
+        before = await one_by_one(bench, prompts)
+        await auto.push(version="auto")
+        by_auto = await one_by_one(bench, prompts)
+        await disk.push(version="disk")
+        check_same(bench, await one_by_one(bench, prompts), before)
+        await shared.push(version="shared")
+        check_same(bench, await one_by_one(bench, prompts), by_auto, model=other)
+    await check_serves(bench, other, "shared")
+
+
+# As if freshly loaded --------------------------------------------------------------------------------------------
+
+
+@case(Capability.WEIGHTS_IN_PROCESS, Capability.LOGPROBS_RAW, own_engine=True)
+async def a_push_in_process_equals_a_fresh_load(bench: Bench) -> None:
+    """Answers and logprobs after an in-process push are exactly those of an engine that was opened on the weights."""
+    await _equals_a_fresh_load(bench, [Strategy.IN_PROCESS])
+
+
+@case(Capability.WEIGHTS_SHARED_MEMORY, Capability.WEIGHTS_DISK, Capability.LOGPROBS_RAW, own_engine=True)
+async def a_push_on_one_host_equals_a_fresh_load(bench: Bench) -> None:
+    """Answers and logprobs after shared-memory and disk pushes are exactly those of an engine opened on the weights."""
+    await _equals_a_fresh_load(bench, [Strategy.SHARED_MEMORY, Strategy.DISK])
+
+
+@case(Capability.WEIGHTS_CUDA_IPC, Capability.LOGPROBS_RAW, own_engine=True, hardware=Hardware.GPU)
+async def a_push_through_gpu_memory_equals_a_fresh_load(bench: Bench) -> None:
+    """Answers and logprobs after a push through GPU memory are exactly those of an engine opened on the weights."""
+    await _equals_a_fresh_load(bench, [Strategy.CUDA_IPC], device="cuda")
+
+
+@case(Capability.WEIGHTS_CUDA_IPC, changes_weights=True, hardware=Hardware.GPU)
+async def pushes_through_gpu_memory_bring_what_is_there_then(bench: Bench) -> None:
+    """One push after another from the same tensors brings what they hold by then, and is served."""
+    await _follows(bench, share_tensors=False)
+
+
+@case(Capability.WEIGHTS_CUDA_IPC, changes_weights=True, hardware=Hardware.GPU)
+async def pushes_of_shared_tensors_bring_what_is_there_then(bench: Bench) -> None:
+    """The same of the trainer's own tensors, which the engine reads where they are."""
+    await _follows(bench, share_tensors=True)
+
+
+async def _follows(bench: Bench, *, share_tensors: bool) -> None:
+    engine, other = bench.engine, bench.other_weights()
+    WeightSync.connect({}, engine, Strategy.CUDA_IPC)  # refused before a GPU is asked for
+    first, second = ({n: t.cuda() for n, t in tensors_of(folder).items()} for folder in (bench.model, other))
+    trained = {name: tensor.clone() for name, tensor in first.items()}
+    async with WeightSync.connect(trained, engine, Strategy.CUDA_IPC, share_tensors=share_tensors) as sync:
+        for number, folder in enumerate((bench.model, bench.model, other, bench.model, other)):
+            for name, tensor in trained.items():
+                tensor.copy_((first if folder is bench.model else second)[name])
+            await sync.push(version=f"{NEW} {number}")
+            await check_holds(engine, trained)
+        moved = {name: tensor.clone() for name, tensor in first.items()}
+        trained.update(moved)
+        await sync.push(version="moved")
+        await check_holds(engine, moved)
+        trained.update({name: tensor.copy_(second[name]) for name, tensor in moved.items()})
+        await sync.push(version=NEW)
+    await check_serves(bench, other, NEW)
+
+
+@case(Capability.WEIGHTS_BROADCAST, Capability.LOGPROBS_RAW, own_engine=True)
+async def a_broadcast_equals_a_fresh_load(bench: Bench) -> None:
+    """Answers and logprobs after a broadcast are exactly those of an engine that was opened on the weights."""
+    await _equals_a_fresh_load(bench, [Strategy.BROADCAST])
+
+
+@case(Capability.WEIGHTS_BROADCAST, Capability.LOGPROBS_RAW, own_engine=True, hardware=Hardware.TWO_GPUS)
+async def a_broadcast_between_gpus_equals_a_fresh_load(bench: Bench) -> None:
+    """The same from the second GPU to an engine on the first, over NCCL."""
+    await _equals_a_fresh_load(bench, [Strategy.BROADCAST], device="cuda:1", group_backend="nccl")
+
+
+@case(Capability.WEIGHTS_CUDA_IPC, Capability.LOGPROBS_RAW, own_engine=True, hardware=Hardware.TWO_GPUS)
+async def a_push_between_gpus_equals_a_fresh_load(bench: Bench) -> None:
+    """The same from the memory of the second GPU, which the first maps: that is what ``auto`` takes."""
+    await _equals_a_fresh_load(bench, [Strategy.CUDA_IPC], device="cuda:1")
+
+
+async def _equals_a_fresh_load(
+    bench: Bench, strategies: Sequence[Strategy], device: str = "cpu", group_backend: GroupBackend = "gloo"
+) -> None:
+    other, prompts = bench.other_weights(), [[17, 42, 99, 7], list(range(33, 73))]
+    pushed = bench.create()
+    for strategy in strategies:
+        WeightSync.connect({}, pushed, strategy, group_backend=group_backend)  # refused before anything was done
+    old, new = (
+        {name: tensor.to(device) for name, tensor in tensors_of(model).items()} for model in (bench.model, other)
+    )
+    there, back = (
+        [WeightSync.connect(tensors, pushed, strategy, group_backend=group_backend) for strategy in strategies]
+        for tensors in (new, old)
+    )
+    async with bench.open(model=other) as fresh:
+        expected = await _numbers(fresh, prompts)
+    async with pushed:
+        before = await _numbers(pushed, prompts)
+        assert before != expected
+        if Strategy.CUDA_IPC in strategies:
+            assert WeightSync.connect(new, pushed).strategy is Strategy.CUDA_IPC
+        for to_new, to_old in zip(there, back, strict=True):
+            async with to_new, to_old:
+                await to_new.push(version=NEW)
+                assert await _numbers(pushed, prompts) == expected, f"{to_new.strategy.value}: not as freshly loaded"
+                await to_old.push(version="old")
+                assert await _numbers(pushed, prompts) == before, f"{to_old.strategy.value}: not as freshly loaded"
+
+
+async def _numbers(engine: InferenceEngine, prompts: Sequence[list[int]]) -> list[tuple[list[int], list[float] | None]]:
+    """Greedy token ids and logprobs of each prompt, from an empty cache, each alone in the engine."""
+    params = SamplingParams(max_new_tokens=16, temperature=0, logprobs=0, logprobs_mode=LogprobsMode.RAW)
+    completions = [(await engine.generate(prompt, params)).completions[0] for prompt in prompts]
+    return [(completion.token_ids, completion.logprobs) for completion in completions]
+
+
+# Buckets, order, forms -------------------------------------------------------------------------------------------
+
+
+@case(Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
+async def small_buckets_serve_the_same(bench: Bench) -> None:
+    """Weights that come in as many small buckets as there are layers give the answers of those that come in one."""
+    engine, other = bench.engine, bench.other_weights()
+    old, new, prompts = tensors_of(bench.model), tensors_of(other), bench.prompts(2)
+    answers: list[list[Completion]] = []
+    buckets: list[int] = []
+    for bucket_bytes in (ONE_BUCKET, 1, 100_000):
+        await _push(engine, old, "back")
+        async with WeightSync.connect(new, engine, "shared_memory", bucket_bytes=bucket_bytes) as sync:
+            buckets.append((await sync.push(version=NEW)).buckets)
+        answers.append(await one_by_one(bench, prompts))
+        check_same(bench, answers[-1], answers[0], model=other)
+    assert buckets[0] == 1
+    assert buckets[1] > 2
+    await check_serves(bench, other, NEW)
+
+
+@case(Capability.WEIGHTS_SHARED_MEMORY, model=ModelKind.MOE, changes_weights=True)
+async def a_mixture_of_experts_is_served_as_pushed(bench: Bench) -> None:
+    """Experts and routers arrive whole, in one bucket and in many, by the checkpoint's names and the module's."""
+    engine, other = bench.engine, bench.other_weights()
+    old, new, module = tensors_of(bench.model), tensors_of(other), module_of(other)
+    sources = ((new, ONE_BUCKET), (new, 1), (module, 1), (module.state_dict(), ONE_BUCKET))
+    for source, bucket_bytes in sources:
+        await _push(engine, source, NEW, bucket_bytes)
+        await check_serves(bench, other, NEW)
+        await _push(engine, old, "back", bucket_bytes)
+        await check_serves(bench, bench.model, "back")
+
+
+@case(Capability.WEIGHTS_DISK, model=ModelKind.MOE, changes_weights=True)
+async def a_mixture_of_experts_is_served_as_on_disk(bench: Bench) -> None:
+    """Experts and routers of a checkpoint folder arrive whole."""
+    other = bench.other_weights()
+    await bench.engine.load_weights_from_disk(str(other), NEW)
+    await check_serves(bench, other, NEW)
+
+
+@case(Capability.WEIGHTS_SHARED_MEMORY, own_engine=True)
+async def tied_weights_are_pushed_once_and_used_twice(bench: Bench) -> None:
+    """A model whose output matrix is its embedding takes it under either name, and uses the new one in both places."""
+    folder = tiny_model("qwen2", dtype=bench.models.dtype, tie_word_embeddings=True)
+    other = bench.models.with_other_weights(folder)
+    engine = bench.create(model=folder)
+    WeightSync.connect({}, engine, "shared_memory")  # refused before the engine is started
+    async with engine:
+        for source in (module_of(other), tensors_of(other)):
+            await _push(engine, tensors_of(folder), "back")
+            await _push(engine, source, NEW)
+            completions = await bench.greedy(bench.prompts(3, engine=engine), engine=engine)
+            check_made_by(bench, completions, other, engine)
+
+
+@case(Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
+async def a_trainer_pushes_after_every_step(bench: Bench) -> None:
+    """One connection sends what its tensors hold at the time of each push, not what they held at the first."""
+    policy = tensors_of(bench.model)
+    async with WeightSync.connect(policy, bench.engine, "shared_memory", bucket_bytes=100_000) as sync:
+        for step in (1, 2, 1):
+            for name, tensor in tensors_of(bench.other_weights(step)).items():
+                policy[name].copy_(tensor)
+            await sync.push(version=f"step-{step}")
+            await check_serves(bench, bench.other_weights(step), f"step-{step}")
+
+
+@case(Capability.WEIGHTS_DISK, changes_weights=True)
+async def going_back_to_earlier_weights_gives_their_answers(bench: Bench) -> None:
+    """Other weights and then the first again give the first answers again.
+
+    Weights between them that diverged, so that logits are NaN, end every request in NonFiniteLogits, whatever it asks
+    for. They leave no NaN behind, as in a cache.
+    """
+    engine, prompts = bench.engine, [bench.prompt(length) for length in (6, 19, 33, 46)]
+    before = await one_by_one(bench, prompts)
+    await engine.load_weights_from_disk(str(bench.other_weights()), NEW)
+    await check_serves(bench, bench.other_weights(), NEW)
+    diverged = write_checkpoint(bench.folder("diverged"), bench.model, of_a_diverged_model(tensors_of(bench.model)))
+    await engine.load_weights_from_disk(str(diverged), "diverged")
+    for params in (SamplingParams(max_new_tokens=4), SamplingParams(max_new_tokens=4, temperature=0)):
+        with refused(NonFiniteLogits, naming="of-nan"):
+            await engine.generate(prompts[0], params, request_ids=["of-nan"])
+    requests = (engine.generate(prompt, SamplingParams(max_new_tokens=4)) for prompt in prompts)
+    ends = await asyncio.gather(*requests, return_exceptions=True)
+    assert {type(end) for end in ends} == {NonFiniteLogits}, f"requests of diverged weights ended as {ends}"
+    await engine.load_weights_from_disk(str(bench.model), "back")
+    check_same(bench, await one_by_one(bench, prompts), before)
+    await check_serves(bench, bench.model, "back")
+
+
+@case(Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
+async def every_form_of_source_is_served(bench: Bench) -> None:
+    """A mapping, pairs, a function that yields from a buffer it uses again, and a torch module all arrive the same.
+
+    Tensors of bfloat16 do so exactly where the engine holds float32: none is refused, and none is rounded.
+    """
+    engine, other = bench.engine, bench.other_weights()
+    old, backwards = tensors_of(bench.model), dict(reversed(tensors_of(other).items()))
+    for form in FORMS:
+        await _push(engine, old, "back")
+        await _push(engine, in_form(form, backwards, other), form)
+        await check_serves(bench, other, form)
+    if await _holds_float32(engine):
+        narrow = in_bfloat16(backwards)
+        await _push(engine, old, "back")
+        await _push(engine, narrow, "bfloat16")
+        await check_serves(bench, _widened(bench, narrow), "bfloat16")
+
+
+@case(Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
+def any_buckets_order_and_form_serve_the_same(bench: Bench) -> None:
+    """Whatever the size of the buckets and the order and form of the source, the answers afterwards are the same."""
+    engine, other, prompts = bench.engine, bench.other_weights(), bench.prompts(2)
+    old, new = tensors_of(bench.model), tensors_of(other)
+
+    async def answers(source: WeightInput, bucket_bytes: int) -> list[Completion]:
+        await _push(engine, old, "back")
+        await _push(engine, source, NEW, bucket_bytes)
+        return await one_by_one(bench, prompts)
+
+    expected = bench.run(answers(new, ONE_BUCKET))  # a refusal comes here, not as a counterexample
+
+    @seed(bench.seed)
+    @settings(
+        max_examples=min(bench.profile.examples, 8),
+        deadline=None,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    @given(
+        order=st.permutations(sorted(new)),
+        form=st.sampled_from([form for form in FORMS if form != "module"]),
+        bucket_bytes=st.integers(1, 2 * sum(tensor.nbytes for tensor in new.values())),
+    )
+    def holds(order: list[str], form: str, bucket_bytes: int) -> None:
+        shuffled = {name: new[name] for name in order}
+        check_same(bench, bench.run(answers(in_form(form, shuffled, other), bucket_bytes)), expected, model=other)
+
+    holds()
+
+
+async def _push(engine: InferenceEngine, source: WeightInput, version: str, bucket_bytes: int = ONE_BUCKET) -> None:
+    async with WeightSync.connect(source, engine, "shared_memory", bucket_bytes=bucket_bytes) as sync:
+        await sync.push(version=version)
+
+
+@case(Capability.WEIGHTS_DISK)
+async def the_manifest_names_the_checkpoint(bench: Bench) -> None:
+    """weight_manifest lists every tensor of the checkpoint once, under its name there, with its shape and dtype."""
+    await same_weights_again(bench)
+    manifest = await bench.engine.weight_manifest()
+    stored = tensors_of(bench.model)
+    named = {spec.name: spec for spec in manifest.tensors}
+    assert len(named) == len(manifest.tensors), "a tensor is listed twice"
+    assert {manifest.aliases.get(name, name) for name in stored} == set(named)
+    assert set(manifest.aliases.values()) <= set(named)
+    for name, tensor in stored.items():
+        spec = named[manifest.aliases.get(name, name)]
+        assert spec.shape == tuple(tensor.shape), name
+        held = {str(tensor.dtype).removeprefix("torch."), bench.engine.model_info.dtype}
+        assert spec.dtype in held, f"{name} is {spec.dtype}"
+
+
+# What is refused -------------------------------------------------------------------------------------------------
+
+
+@case(Capability.WEIGHTS_SHARED_MEMORY)
+async def wrong_tensors_are_refused_by_name(bench: Bench) -> None:
+    """A push of missing, extra, misshapen, mistyped or non-finite tensors names them and changes nothing."""
+    engine, tensors = bench.engine, tensors_of(bench.other_weights())
+    WeightSync.connect(tensors, engine, "shared_memory")  # refused before the manifest is asked for
+    async with unchanged(bench):
+        name = a_matrix(await engine.weight_manifest())
+        for fault in FAULTS:
+            wrong = dict(tensors)
+            fault.spoil(wrong, name)
+            for source in (wrong, list(wrong.items())):
+                with raises(fault.kind, fault.what) as refusal:
+                    await _push(engine, source, "bad")
+                fault.check_named(refusal.error, name)
+                check_state(engine, EngineState.READY, fault.what)
+
+
+@case(Capability.WEIGHTS_DISK)
+async def a_wrong_checkpoint_is_refused_by_name(bench: Bench) -> None:
+    """A folder with missing, extra, misshapen, mistyped or non-finite tensors is refused by name, nothing changed."""
+    engine, tensors = bench.engine, tensors_of(bench.other_weights())
+    await same_weights_again(bench)
+    async with unchanged(bench):
+        name = a_matrix(await engine.weight_manifest())
+        for fault in FAULTS:
+            wrong = dict(tensors)
+            fault.spoil(wrong, name)
+            folder = write_checkpoint(bench.folder("wrong"), bench.model, wrong)
+            with raises(fault.kind, fault.what) as refusal:
+                await engine.load_weights_from_disk(str(folder), "bad")
+            fault.check_named(refusal.error, name)
+            check_state(engine, EngineState.READY, fault.what)
+
+
+@case(Capability.WEIGHTS_DISK)
+async def a_bad_folder_is_refused_and_the_engine_serves_on(bench: Bench) -> None:
+    """A folder that is missing, empty, truncated or garbage is a typed error that names it, and changes nothing."""
+    engine = bench.engine
+    await same_weights_again(bench)
+    async with unchanged(bench):
+        for what, folder in bad_folders(bench.models, bench.model).items():
+            with raises((InvalidRequest, WeightSyncError), what) as refusal:
+                await engine.load_weights_from_disk(str(folder), "bad")
+            assert folder.name in str(refusal.error), what
+            check_state(engine, EngineState.READY, what)
+
+
+@case(Capability.WEIGHTS_DISK)
+async def a_wrong_argument_of_an_update_is_refused(bench: Bench) -> None:
+    """An empty version, an unknown pause mode and digests of other files are refused before anything changes."""
+    engine, other = bench.engine, bench.other_weights()
+    await same_weights_again(bench)
+    async with unchanged(bench):
+        with raises(InvalidRequest, "an empty version") as refusal:
+            await engine.load_weights_from_disk(str(other), "")
+        assert refusal.error.field == "version"
+        with raises(InvalidRequest, "an unknown mode") as refusal:
+            await engine.load_weights_from_disk(str(other), NEW, mode="later")
+        assert refusal.error.field == "mode"
+        names = [spec.name for spec in (await engine.weight_manifest()).tensors]
+        with raises(WeightSyncError, "digests of other files"):
+            await engine.update_named_weights(from_disk(other, digests=dict.fromkeys(names, 1)))
+
+
+@case(Capability.WEIGHTS_IN_PROCESS)
+async def tensors_that_nobody_registered_are_refused(bench: Bench) -> None:
+    """An in-process update under a key that no sender registered is a typed error and changes nothing."""
+    await _refuse_source(bench, InProcessSource(key="nobody"))
+
+
+@case(Capability.WEIGHTS_SHARED_MEMORY)
+async def shared_memory_that_is_not_there_is_refused(bench: Bench) -> None:
+    """A shared-memory update whose arena is gone is a typed error and changes nothing."""
+    path = str(nowhere(bench.models))
+    await _refuse_source(bench, SharedMemorySource(path=path, nbytes=1 << 40, bucket_offsets=(0,)))
+
+
+@case(Capability.WEIGHTS_CUDA_IPC, hardware=Hardware.GPU)
+async def gpu_memory_that_is_not_there_is_refused(bench: Bench) -> None:
+    """An update whose handle belongs to no GPU of the engine is a typed error and changes nothing."""
+    WeightSync.connect({}, bench.engine, Strategy.CUDA_IPC)  # refused before anything is asked for
+    segment = bytes(64) + struct.pack("<qq", 0, 1 << 40)
+    places = bytes(16 * len((await bench.engine.weight_manifest()).tensors))
+    await _refuse_source(bench, CudaIpcSource(name="nobody's", gpus=("GPU-0",), segments=segment, places=places))
+
+
+@case(Capability.WEIGHTS_BROADCAST)
+async def a_group_that_was_not_formed_is_refused(bench: Bench) -> None:
+    """A broadcast in a group that the engine did not join is a typed error, in bounded time, and changes nothing."""
+    await _refuse_source(bench, BroadcastSource(group_name="nobody"))
+
+
+async def _refuse_source(bench: Bench, source: WeightSource) -> None:
+    engine = bench.engine
+    refusals = (InvalidRequest, WeightSyncError, EngineStateError)
+    async with unchanged(bench), asyncio.timeout(60):
+        request = WeightUpdateRequest(version=NEW, source=source, plan=make_plan([]), digests={})
+        with raises(refusals, "an update of no tensor at all"):
+            await engine.update_named_weights(request)
+        plan = make_plan((await engine.weight_manifest()).tensors, ONE_BUCKET)
+        digests = {spec.name: 0 for spec in plan.tensors}
+        with raises(refusals, f"a source ({source.kind}) that is not there"):
+            await engine.update_named_weights(request.model_copy(update={"plan": plan, "digests": digests}))
+        check_state(engine, EngineState.READY)
+
+
+@case(Capability.WEIGHTS_BROADCAST, own_engine=True)
+async def a_group_that_nobody_joins_does_not_hang(bench: Bench) -> None:
+    """Waiting for a trainer that never joins the group ends in a typed error by its deadline; the engine serves on."""
+    engine = bench.create(timeouts={"weight_update": 5})
+    WeightSync.connect({}, engine, "broadcast")  # refused before the engine is started
+    spec = CommunicatorSpec(
+        master_address="127.0.0.1",
+        master_port=_free_port(),
+        rank_offset=1,
+        world_size=2,
+        group_name="nobody",
+        backend="gloo",
+    )
+    refusals = (DeadlineExceeded, EngineError, WeightSyncError, InvalidRequest)
+    async with engine:
+        prompts = bench.prompts(2, engine=engine)
+        before = await bench.greedy(prompts, engine=engine)
+        async with asyncio.timeout(60):
+            with raises(refusals, "a group that nobody else joined"):
+                await engine.init_weight_update_communicator(spec)
+            with raises(refusals, "leaving a group that never was"):
+                await engine.destroy_weight_update_communicator("nobody")
+        check_state(engine, EngineState.READY)
+        check_same(bench, await bench.greedy(prompts, engine=engine), before, engine)
+
+
+@case(Capability.WEIGHTS_BROADCAST, changes_weights=True)
+async def a_group_is_formed_once_and_left_once(bench: Bench) -> None:
+    """Another group of the same name is refused, and does no harm to the one that is there; one is left only once."""
+    between = Between(bench.engine)
+    async with WeightSync.connect(tensors_of(bench.other_weights()), between, "broadcast") as sync:
+        await sync.push(version="first")
+        (spec,) = between.groups
+        with raises(InvalidRequest, "a second group of one name"):
+            await bench.engine.init_weight_update_communicator(spec)
+        await sync.push(version=NEW)
+        assert between.groups == [spec]
+    with raises(InvalidRequest, "leaving a group that was left"):
+        await bench.engine.destroy_weight_update_communicator(spec.group_name)
+    await check_serves(bench, bench.other_weights(), NEW)
+
+
+@case(Capability.WEIGHTS_SHARED_MEMORY)
+async def a_wrong_plan_is_refused_by_the_engine(bench: Bench) -> None:
+    """An engine checks plan, geometry, digests and arena itself before it changes anything, whoever sends them."""
+    engine = bench.engine
+    between = Between(engine)
+    async with (
+        WeightSync.connect(tensors_of(bench.other_weights()), between, "shared_memory") as sync,
+        unchanged(bench),
+    ):
+        name = a_matrix(await engine.weight_manifest())
+
+        def undigested(request: WeightUpdateRequest) -> WeightUpdateRequest:
+            digests = {other: value for other, value in (request.digests or {}).items() if other != name}
+            return request.model_copy(update={"digests": digests})
+
+        def short(request: WeightUpdateRequest) -> WeightUpdateRequest:
+            return request.model_copy(update={"source": request.source.model_copy(update={"nbytes": 256})})
+
+        between.change = lambda request: without_tensor(request, name)
+        with raises(WeightPlanMismatch, "a plan without a tensor") as refusal:
+            await sync.push(version="bad")
+        assert refusal.error.missing == (name,)
+        between.change = lambda request: moved_tensor(request, name)
+        with raises(WeightPlanMismatch, "a tensor at an odd place") as refusal:
+            await sync.push(version="bad")
+        assert refusal.error.mismatched == (name,)
+        for change in (undigested, short):
+            between.change = change
+            with raises(InvalidRequest, change.__name__):
+                await sync.push(version="bad")
+
+
+# What a failed update leaves -------------------------------------------------------------------------------------
+
+
+@case(Capability.WEIGHTS_DISK, changes_weights=True)
+async def an_update_that_breaks_off_leaves_the_engine_dirty(bench: Bench) -> None:
+    """When the sender is lost between two buckets the engine refuses to serve until a full update is committed."""
+    engine = bench.engine
+    version = engine.get_weight_version()
+    await same_weights_again(bench)
+    plan = make_plan((await engine.weight_manifest()).tensors, 1)
+    with raises(WeightTransferFailed, "half of an update") as failure:
+        async with engine.weight_update(from_disk(bench.other_weights(), plan=plan)) as update:
+            await update.load(range(update.buckets // 2))
+            raise ConnectionError("the trainer was lost")
+    assert "the trainer was lost" in str(failure.error)
+    await check_dirty(bench, version)
+    await check_recovers(bench)
+
+
+@case(Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
+async def the_push_after_one_that_broke_off_just_works(bench: Bench) -> None:
+    """A sync whose push broke between two buckets leaves the engine dirty, and mends it by pushing again."""
+    engine, other = bench.engine, bench.other_weights()
+    version = engine.get_weight_version()
+    between = Between(engine, buckets=1)
+    async with WeightSync.connect(tensors_of(other), between, "shared_memory", bucket_bytes=1) as sync:
+        with raises(WeightTransferFailed, "a part of an update"):
+            await sync.push(version="broken")
+        await check_dirty(bench, version)
+        between.buckets = None
+        await sync.push(version=NEW)
+    await check_serves(bench, other, NEW)
+
+
+@case(Capability.WEIGHTS_DISK, changes_weights=True)
+async def a_cancelled_update_leaves_the_engine_dirty(bench: Bench) -> None:
+    """When the trainer's task is cancelled in the middle of an update the engine is dirty, and a full push mends it."""
+    engine = bench.engine
+    version = engine.get_weight_version()
+    await same_weights_again(bench)
+    begun = asyncio.Event()
+
+    async def stuck() -> None:
+        async with engine.weight_update(from_disk(bench.other_weights())):
+            begun.set()
+            await asyncio.Event().wait()
+
+    update = asyncio.create_task(stuck())
+    async with asyncio.timeout(60):
+        await begun.wait()
+    update.cancel()
+    with raises(asyncio.CancelledError, "a cancelled update"):
+        await update
+    await check_dirty(bench, version)
+    await check_recovers(bench)
+
+
+@case(Capability.WEIGHTS_DISK, changes_weights=True)
+async def an_incomplete_update_is_not_committed(bench: Bench) -> None:
+    """An update that ends without having loaded every bucket, or asks for one that is not there, leaves it dirty."""
+    engine = bench.engine
+    version = engine.get_weight_version()
+    with raises(WeightTransferFailed, "an update without any bucket"):
+        async with engine.weight_update(from_disk(bench.other_weights())):
+            pass
+    await check_dirty(bench, version)
+    with raises(WeightTransferFailed, "a bucket that is not in the plan"):
+        async with engine.weight_update(from_disk(bench.other_weights())) as update:
+            await load_all(update)
+            await update.load([update.buckets])
+    await check_dirty(bench, version)
+    await check_recovers(bench)
+
+
+@case(Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
+async def what_arrives_otherwise_than_sent_is_found(bench: Bench) -> None:
+    """A tensor whose digest is not the sender's is named, its version is not published, and the engine is dirty."""
+    engine, other = bench.engine, bench.other_weights()
+    version = engine.get_weight_version()
+    between = Between(engine)
+    async with WeightSync.connect(tensors_of(other), between, "shared_memory") as sync:
+        name = a_matrix(await engine.weight_manifest())
+        between.change = partial(with_another_digest, name=name)
+        with raises(WeightVerifyFailed, "a tensor that is not what was sent") as failure:
+            await sync.push(version="bad")
+        assert failure.error.tensors == (name,)
+        assert name in str(failure.error)
+        await check_dirty(bench, version)
+        between.change = lambda request: request
+        await sync.push(version=NEW)
+    await check_serves(bench, other, NEW)
+
+
+@case(Capability.WEIGHTS_IN_PROCESS, changes_weights=True)
+async def a_source_that_is_written_to_during_a_push_is_found(bench: Bench) -> None:
+    """A trainer that goes on training while its tensors are being read is told so, by the tensor's name."""
+    engine, other = bench.engine, bench.other_weights()
+    version = engine.get_weight_version()
+    tensors, between = tensors_of(other), Between(engine)
+    async with WeightSync.connect(tensors, between, "in_process") as sync:
+        name = a_matrix(await engine.weight_manifest())
+
+        def trains_on(request: WeightUpdateRequest) -> WeightUpdateRequest:
+            tensors[name][0, 0] += 1
+            return request
+
+        between.change = trains_on
+        with raises(WeightVerifyFailed, "a tensor that changed on the way") as failure:
+            await sync.push(version="bad")
+        assert failure.error.tensors == (name,)
+        await check_dirty(bench, version)
+        tensors[name].copy_(tensors_of(other)[name])
+        between.change = lambda request: request
+        await sync.push(version=NEW)
+    await check_serves(bench, other, NEW)
+
+
+@case(Capability.WEIGHTS_DISK, Capability.WEIGHT_UPDATE_IN_FLIGHT, Capability.PAUSE_WAIT, own_engine=True)
+async def every_step_of_an_update_has_a_deadline(bench: Bench) -> None:
+    """A step beyond timeouts.weight_update is DeadlineExceeded: dirty if the update had begun, else nothing changed."""
+    limit, other = 0.4, bench.other_weights()
+    async with bench.open(timeouts={"weight_update": limit}) as engine:
+        version, prompts = engine.get_weight_version(), bench.prompts(4, engine=engine)
+        long = SamplingParams(
+            max_new_tokens=engine.model_info.context_length - len(prompts[0]),
+            temperature=0,
+            ignore_eos=engine.supports(Capability.IGNORE_EOS),
+        )
+        async with bench.in_flight(prompts, long, engine) as running:
+            with raises(DeadlineExceeded, "a wait beyond its deadline"):
+                await engine.load_weights_from_disk(str(other), "late", mode="wait")
+            check_state(engine, EngineState.READY)
+            assert engine.get_weight_version() == version
+            assert not running.done(), "the requests ended, so nothing was waited for"
+            check_made_by(bench, (await running).completions[:1], bench.model, engine)
+        with raises(DeadlineExceeded, "a step beyond its deadline"):
+            async with engine.weight_update(from_disk(other)) as update:
+                took = min([await _seconds(load_all(update)) for _ in range(3)])  # the first time is a slow one
+                often = math.ceil(5 * limit / took)
+                for more in (1, 5, 25):  # other work may have slowed down what was measured
+                    await update.load(list(range(update.buckets)) * often * more)
+        check_state(engine, EngineState.DIRTY)
+        assert engine.get_weight_version() == version
+        await engine.load_weights_from_disk(str(other), NEW)
+        check_state(engine, EngineState.READY)
+        assert engine.get_weight_version() == NEW
+        check_made_by(bench, await bench.greedy(prompts[:3], engine=engine), other, engine)
+
+
+async def _seconds(step: Coroutine[object, object, None]) -> float:
+    begun = time.monotonic()
+    await step
+    return time.monotonic() - begun
+
+
+@case(
+    Capability.WEIGHTS_DISK,
+    Capability.WEIGHT_UPDATE_IN_FLIGHT,
+    Capability.PAUSE_RETRACT,
+    Capability.VERSION_SPANS,
+    changes_weights=True,
+)
+async def requests_outlive_an_update_that_breaks_off(bench: Bench) -> None:
+    """Requests in flight and at the gate wait while the engine is dirty, and end well once an update is committed."""
+    engine, other = bench.engine, bench.other_weights()
+    version = engine.get_weight_version()
+    await same_weights_again(bench)
+    await same_label_again(engine)
+    async with bench.in_flight(bench.prompts(2), bench.long(TOKENS)) as running, Late(bench) as late:
+        with raises(WeightTransferFailed, "an update that broke off"):
+            async with engine.weight_update(from_disk(other)):
+                late.arrive()
+                assert await late.is_held(), "a request was served in the middle of an update"
+                raise ConnectionError("the trainer was lost")
+        await check_dirty(bench, version)
+        assert await late.is_held(), "a request was served by weights of no version"
+        assert not running.done(), "requests went on with weights of no version"
+        await engine.load_weights_from_disk(str(other), "recovered")
+        for completion in (await running).completions:
+            check_spans(completion, version, "recovered")
+            check_boundary(bench, completion, bench.model, other)
+        check_made_by(bench, [await late.completion()], other)
+    await check_serves(bench, other, "recovered")
+
+
+# Versions --------------------------------------------------------------------------------------------------------
+
+
+@case(Capability.WEIGHTS_DISK, changes_weights=True)
+async def a_version_is_published_at_commit(bench: Bench) -> None:
+    """Until an update is committed the engine names the old version, is updating, and lets arriving requests wait."""
+    engine, other = bench.engine, bench.other_weights()
+    version = engine.get_weight_version()
+    async with Late(bench) as late:
+        async with engine.weight_update(from_disk(other)) as update:
+            check_state(engine, EngineState.UPDATING)
+            assert engine.is_paused
+            assert engine.get_weight_version() == version
+            late.arrive()
+            await load_all(update)
+            assert await late.is_held(), "a request was served in the middle of an update"
+            assert engine.get_weight_version() == version, "the version was published before the commit"
+        assert engine.get_weight_version() == NEW
+        check_made_by(bench, [await late.completion()], other)
+    await check_serves(bench, other, NEW)
+
+
+@case(Capability.WEIGHTS_DISK, changes_weights=True)
+async def updates_come_one_after_another(bench: Bench) -> None:
+    """Of two updates asked for at once one waits for the other and both are committed; none opens within another."""
+    engine, first, second = bench.engine, bench.other_weights(1), bench.other_weights(2)
+    await asyncio.gather(
+        engine.load_weights_from_disk(str(first), "first"),
+        engine.load_weights_from_disk(str(second), "second"),
+    )
+    await check_serves(bench, second, "second")
+    async with engine.weight_update(from_disk(first, "outer")) as outer:
+        with raises(EngineStateError, "an update within another") as refusal:
+            await engine.load_weights_from_disk(str(second), "inner")
+        assert refusal.error.state == "updating"
+        await load_all(outer)
+    await check_serves(bench, first, "outer")
+
+
+@case(Capability.WEIGHTS_DISK, changes_weights=True)
+async def a_bucket_after_the_end_of_an_update_is_refused(bench: Bench) -> None:
+    """Loading a bucket outside of an update is a typed error, and the engine serves on with what was committed."""
+    engine, other = bench.engine, bench.other_weights()
+    async with engine.weight_update(from_disk(other)) as update:
+        await load_all(update)
+    with raises((EngineStateError, WeightSyncError), "a bucket of an update that has ended"):
+        await update.load([0])
+    await check_serves(bench, other, NEW)
+
+
+@case(Capability.VERSION_SPANS)
+async def a_new_label_changes_no_answer(bench: Bench) -> None:
+    """update_weight_version gives the same weights another name; completions carry it from there on."""
+    engine, prompts = bench.engine, bench.prompts(2)
+    version = engine.get_weight_version()
+    before = await one_by_one(bench, prompts)
+    await engine.update_weight_version("renamed")
+    assert engine.get_weight_version() == "renamed"
+    after = await one_by_one(bench, prompts)
+    check_same(bench, after, before)
+    for completion in after:
+        check_spans(completion, "renamed")
+    with raises(InvalidRequest, "an empty version") as refusal:
+        await engine.update_weight_version("")
+    assert refusal.error.field == "version"
+    assert engine.get_weight_version() == "renamed", "a refused label changed the version"
+    await engine.update_weight_version(version)
+    check_spans(await one(bench, prompts[0]), version)
+
+
+@case(Capability.VERSION_SPANS)
+async def a_new_label_divides_what_is_in_flight(bench: Bench) -> None:
+    """Tokens sampled before a new label carry the old one, those after it the new one, and all are as without it."""
+    engine = bench.engine
+    version = engine.get_weight_version()
+    await same_label_again(engine)
+    async with bench.in_flight(bench.prompts(2), bench.long(TOKENS)) as running:
+        await engine.update_weight_version("renamed")
+        completions = (await running).completions
+    await engine.update_weight_version(version)
+    for completion in completions:
+        check_spans(completion, version, "renamed")
+    check_made_by(bench, completions, bench.model)
+    freezing = {Capability.PAUSE_IN_PLACE: PauseMode.IN_PLACE, Capability.PAUSE_RETRACT: PauseMode.RETRACT}
+    modes = [mode for needed, mode in freezing.items() if bench.claims(needed)]
+    if modes and bench.claims(Capability.STREAMING):
+        completion, before = await _renamed_while_frozen(bench, modes[0])
+        check_spans(completion, version, "renamed")
+        assert completion.weight_versions[0].end == before, (
+            f"{before} tokens were made before the new label, and the spans are {completion.weight_versions}"
+        )
+
+
+async def _renamed_while_frozen(bench: Bench, mode: PauseMode) -> tuple[Completion, int]:
+    """Give a new label while a stream is frozen; return its completion, and how many tokens it had by then."""
+    engine = bench.engine
+    version = engine.get_weight_version()
+    stream = Live(engine.generate_stream(bench.prompt(), bench.long(TOKENS)))
+    try:
+        await proceed(stream, tokens=5)
+        await engine.pause_generation(mode)
+        await asyncio.sleep(0.1)  # for tokens that were made before the pause to arrive
+        before = stream.seen
+        await engine.update_weight_version("renamed")
+        await engine.continue_generation()
+        (completion,) = await stream.result()
+    finally:
+        if engine.is_paused:
+            await engine.continue_generation()
+        await stream.drop()
+        await engine.update_weight_version(version)
+    return completion, before
+
+
+@case()
+async def a_remote_version_is_asked_for_in_bounded_time(bench: Bench) -> None:
+    """get_remote_weight_version returns what a server says, and is a typed error when none answers."""
+    ask = bench.engine.get_remote_weight_version
+    async with asyncio.timeout(30):
+        with raises(InvalidRequest, "an address that is none"):
+            await ask("nowhere")
+        with raises(EngineError, "a server that is not there"):
+            await ask(f"http://127.0.0.1:{_free_port()}", timeout=5)
+        async with _server("") as silent:
+            with raises(DeadlineExceeded, "a server that does not answer"):
+                await ask(silent, timeout=0.2)
+        async with _server(_OK + '{"weight_version": "step-7"}') as speaking:
+            assert await ask(speaking) == "step-7"
+        others = ("no JSON", "[]", '{"weight_version": 7}', "{}")
+        for answer in (*(_OK + body for body in others), "220 mail.example ready\r\n"):
+            async with _server(answer) as confused:
+                with raises(EngineError, f"the answer {answer!r}"):
+                    await ask(confused)
+
+
+_OK: Final = "HTTP/1.1 200 OK\r\n\r\n"
+
+
+@asynccontextmanager
+async def _server(answer: str) -> AsyncIterator[str]:
+    """The address of a server that answers every request so, or never if there is nothing to say."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer.encode())
+        if not answer:
+            await reader.read()
+        writer.close()
+
+    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with listening:
+        yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+# Requests in flight ----------------------------------------------------------------------------------------------
+
+_SPANS_IN_FLIGHT: Final = (
+    Capability.WEIGHTS_DISK,
+    Capability.WEIGHT_UPDATE_IN_FLIGHT,
+    Capability.VERSION_SPANS,
+    Capability.LOGPROBS_RAW,
+)
+
+
+@case(*_SPANS_IN_FLIGHT, Capability.PAUSE_RETRACT, changes_weights=True)
+async def retracted_requests_go_on_with_the_new_weights(bench: Bench) -> None:
+    """Requests retracted for an update go on as if the new weights had read all their tokens; spans say from where."""
+    updated = await update_in_flight(bench, PauseMode.RETRACT)
+    for completion in updated.completions:
+        check_spans(completion, updated.old, NEW)
+        check_boundary(bench, completion, bench.model, bench.other_weights())
+        before, after = completion.weight_versions
+        check_logprobs(bench, completion, bench.model, before)
+        check_logprobs(bench, completion, bench.other_weights(), after)
+    check_late(bench, updated)
+
+
+@case(*_SPANS_IN_FLIGHT, Capability.PAUSE_IN_PLACE, changes_weights=True)
+async def frozen_requests_go_on_where_they_were(bench: Bench) -> None:
+    """Requests frozen in place for an update go on with their cache; spans say from where the weights are new."""
+    updated = await update_in_flight(bench, PauseMode.IN_PLACE)
+    for completion in updated.completions:
+        check_spans(completion, updated.old, NEW)
+        check_boundary(bench, completion, bench.model, bench.other_weights(), recomputed=False)
+        check_logprobs(bench, completion, bench.model, completion.weight_versions[0])
+        check_kept_cache(bench, completion, bench.model, bench.other_weights())
+    check_late(bench, updated)
+
+
+@case(*_SPANS_IN_FLIGHT, Capability.PAUSE_ABORT, changes_weights=True)
+async def aborted_requests_are_of_the_old_weights_alone(bench: Bench) -> None:
+    """Requests aborted for an update come back with what they have, all of it by the old weights and labelled so."""
+    updated = await update_in_flight(bench, PauseMode.ABORT)
+    for completion in updated.completions:
+        assert completion.finish_reason is FinishReason.ABORT
+        check_spans(completion, updated.old)
+        check_logprobs(bench, completion, bench.model, completion.weight_versions[0])
+    check_late(bench, updated)
+
+
+@case(*_SPANS_IN_FLIGHT, Capability.PAUSE_WAIT, changes_weights=True)
+async def awaited_requests_end_before_the_weights_change(bench: Bench) -> None:
+    """Requests that an update waits for run to their end, all of it by the old weights and labelled so."""
+    updated = await update_in_flight(bench, PauseMode.WAIT)
+    for completion in updated.completions:
+        assert completion.finish_reason is not FinishReason.ABORT
+        check_spans(completion, updated.old)
+        check_logprobs(bench, completion, bench.model, completion.weight_versions[0])
+    check_late(bench, updated)
+
+
+@case(
+    Capability.WEIGHTS_DISK,
+    Capability.WEIGHT_UPDATE_IN_FLIGHT,
+    Capability.VERSION_SPANS,
+    Capability.PAUSE_RETRACT,
+    changes_weights=True,
+)
+async def requests_frozen_by_a_pause_go_on_after_it(bench: Bench) -> None:
+    """An update while requests are frozen by a pause leaves them so; continuing takes them on with the new weights."""
+    engine, other = bench.engine, bench.other_weights()
+    version = engine.get_weight_version()
+    await same_weights_again(bench)
+    await same_label_again(engine)
+    async with bench.in_flight(bench.prompts(2), bench.long(TOKENS)) as running:
+        await engine.pause_generation("retract")
+        await engine.load_weights_from_disk(str(other), NEW)
+        check_state(engine, EngineState.PAUSED)
+        done, _ = await asyncio.wait([running], timeout=0.05)
+        assert not done, "the update let requests go on that a pause had frozen"
+        await engine.continue_generation()
+        for completion in (await running).completions:
+            check_spans(completion, version, NEW)
+            check_boundary(bench, completion, bench.model, other)
+    await check_serves(bench, other, NEW)
+
+
+@case(Capability.WEIGHTS_DISK, Capability.PAUSE_WAIT, changes_weights=True)
+async def an_update_while_paused_leaves_the_engine_paused(bench: Bench) -> None:
+    """Two updates during a pause leave the pause as it is; what waited is served by the last when it ends."""
+    engine, first, second = bench.engine, bench.other_weights(2), bench.other_weights(1)
+    await same_weights_again(bench)
+    await engine.pause_generation("wait")
+    async with Late(bench) as late:
+        late.arrive()
+        await engine.load_weights_from_disk(str(first), "first")
+        await engine.load_weights_from_disk(str(second), "second")
+        check_state(engine, EngineState.PAUSED)
+        assert await late.is_held(), "the update ended the pause"
+        await engine.continue_generation()
+        check_made_by(bench, [await late.completion()], second)
+    await check_serves(bench, second, "second")
+
+
+# Prefix cache ----------------------------------------------------------------------------------------------------
+
+
+@case(Capability.WEIGHTS_DISK, Capability.PREFIX_CACHE, changes_weights=True)
+async def no_prefix_of_older_weights_is_used(bench: Bench) -> None:
+    """A prompt cached under older weights is computed again after an update, and cached again under the new ones."""
+    engine, other = bench.engine, bench.other_weights()
+    await engine.reset_prefix_cache()
+    prompt = bench.prompt(LONG_PROMPT)
+    await one(bench, prompt)
+    assert (await one(bench, prompt)).cached_tokens > 0, "the prompt was not cached, so the rest shows nothing"
+    await engine.load_weights_from_disk(str(other), NEW)
+    after = await one(bench, prompt)
+    assert after.cached_tokens == 0
+    again = await one(bench, prompt)
+    assert again.cached_tokens > 0
+    check_made_by(bench, [after, again], other)
+
+
+@case(Capability.WEIGHTS_DISK, Capability.PREFIX_CACHE, changes_weights=True)
+async def a_prefix_of_older_weights_is_kept_by_name(bench: Bench) -> None:
+    """keep_prefix_cache=True, and nothing else, lets prompts go on using what older weights cached."""
+    engine, other = bench.engine, bench.other_weights()
+    await engine.reset_prefix_cache()
+    prompt = bench.prompt(LONG_PROMPT)
+    await one(bench, prompt)
+    await engine.update_named_weights(from_disk(other, keep_prefix_cache=True))
+    assert (await one(bench, prompt)).cached_tokens > 0
+    await engine.load_weights_from_disk(str(other), "again")
+    assert (await one(bench, prompt)).cached_tokens == 0
+
+
+@case(
+    Capability.WEIGHTS_DISK,
+    Capability.PREFIX_CACHE,
+    Capability.WEIGHT_UPDATE_IN_FLIGHT,
+    Capability.PAUSE_IN_PLACE,
+    changes_weights=True,
+)
+async def a_frozen_request_leaves_no_stale_prefix(bench: Bench) -> None:
+    """What a request frozen in place through an update still holds of the old weights is of no use to later ones."""
+    first, second = await _prefix_of_a_request_in_flight(bench, PauseMode.IN_PLACE)
+    assert first.cached_tokens == 0
+    check_made_by(bench, [first, second], bench.other_weights())
+
+
+@case(
+    Capability.WEIGHTS_DISK,
+    Capability.PREFIX_CACHE,
+    Capability.WEIGHT_UPDATE_IN_FLIGHT,
+    Capability.PAUSE_RETRACT,
+    changes_weights=True,
+)
+async def a_retracted_request_leaves_no_stale_prefix(bench: Bench) -> None:
+    """What later requests share with one that was retracted for an update was computed by the new weights."""
+    completions = await _prefix_of_a_request_in_flight(bench, PauseMode.RETRACT)
+    check_made_by(bench, completions, bench.other_weights())
+
+
+async def _prefix_of_a_request_in_flight(bench: Bench, mode: PauseMode) -> tuple[Completion, Completion]:
+    """Update in ``mode`` while a request with a long prompt runs; ask for its prompt when it has ended, twice."""
+    engine = bench.engine
+    await same_weights_again(bench)
+    await engine.reset_prefix_cache()
+    prompt = bench.prompt(LONG_PROMPT)
+    async with bench.in_flight([prompt], bench.long(TOKENS, prompt_length=LONG_PROMPT)) as running:
+        await engine.load_weights_from_disk(str(bench.other_weights()), NEW, mode=mode)
+        assert not running.done(), "the request ended before the update, so this shows nothing"
+        await running
+    await until_idle(engine)
+    return await one(bench, prompt), await one(bench, prompt)
+
+
+# Sleep -----------------------------------------------------------------------------------------------------------
+
+
+@case(Capability.WEIGHTS_SHARED_MEMORY, Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, changes_weights=True)
+async def rollouts_after_a_sleep_are_of_the_pushed_policy(bench: Bench) -> None:
+    """Sleep, wake the weights, push, wake the cache, generate: what answers is the policy pushed in that very step."""
+    engine, policy = bench.engine, tensors_of(bench.model)
+    async with WeightSync.connect(policy, engine, "shared_memory", bucket_bytes=100_000) as sync:
+        await sync.push(version=engine.get_weight_version())  # the same weights: it changes nothing
+        both = [MemoryTag.WEIGHTS, MemoryTag.KV_CACHE]
+        for step in (1, 2, 1):
+            for name, tensor in tensors_of(bench.other_weights(step)).items():
+                policy[name].copy_(tensor)
+            await engine.sleep(both)
+            with raises(EngineStateError, "a push to weights that have no memory") as refusal:
+                await sync.push(version="too-early")
+            assert refusal.error.state == "asleep"
+            await engine.wake_up([MemoryTag.WEIGHTS])
+            await sync.push(version=f"step-{step}")
+            check_state(engine, EngineState.ASLEEP)
+            await engine.wake_up([MemoryTag.KV_CACHE])
+            await check_serves(bench, bench.other_weights(step), f"step-{step}")
+
+
+# Reading back ----------------------------------------------------------------------------------------------------
+
+
+@case(Capability.READ_WEIGHTS, Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
+async def tensors_read_back_are_those_that_were_pushed(bench: Bench) -> None:
+    """get_weights_by_name returns, for every name of the manifest, bit for bit what the last push brought."""
+    engine, pushed = bench.engine, tensors_of(bench.other_weights())
+    async with WeightSync.connect(pushed, engine, "shared_memory", bucket_bytes=1) as sync:
+        with raises(InvalidRequest, "a tensor that the model has not") as refusal:
+            await engine.get_weights_by_name("model.ghost.weight")
+        assert "model.ghost.weight" in str(refusal.error)
+        for name in pushed:  # what is read after the push must not be what was read before it
+            await engine.get_weights_by_name(name)
+        await sync.push(version=NEW)
+    manifest = await engine.weight_manifest()
+    names = [*(spec.name for spec in manifest.tensors), *manifest.aliases]
+    by_main_name = {manifest.aliases.get(name, name): tensor for name, tensor in pushed.items()}
+    for name in names:
+        read, tensor = await engine.get_weights_by_name(name), by_main_name[manifest.aliases.get(name, name)]
+        assert read.spec.shape == tuple(tensor.shape), name
+        assert read.data == raw_bytes(tensor), f"{name} is not what was pushed"
+
+
+@case(Capability.READ_WEIGHTS, Capability.WEIGHTS_DISK)
+async def weights_are_validated_where_they_lie(bench: Bench) -> None:
+    """validate_weights looks at every tensor; the integrity check holds for the right version and for no other."""
+    engine = bench.engine
+    await same_weights_again(bench)
+    report = await engine.validate_weights()
+    assert report.ok, f"NaN in {report.nan}, infinity in {report.infinite}"
+    assert report.checked == len((await engine.weight_manifest()).tensors)
+    version = engine.get_weight_version()
+    right = await engine.check_weight_sync_integrity(version)
+    assert right.ok
+    assert right.actual_version == version
+    wrong = await engine.check_weight_sync_integrity("of-no-step")
+    assert not wrong.ok
+    assert wrong.actual_version == version
+
+
+@case(Capability.READ_WEIGHTS, Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
+async def a_tensor_of_zeros_is_reported(bench: Bench) -> None:
+    """validate_weights names tensors that hold zeros only, and does not call that wrong."""
+    engine, tensors = bench.engine, tensors_of(bench.other_weights())
+    async with WeightSync.connect(tensors, engine, "shared_memory") as sync:
+        before = set((await engine.validate_weights()).all_zero)
+        name = a_matrix(await engine.weight_manifest())
+        tensors[name].zero_()
+        await sync.push(version=NEW)
+    report = await engine.validate_weights()
+    assert set(report.all_zero) - before == {name}
+    assert report.ok
+
+
+@case(Capability.READ_WEIGHTS, Capability.WEIGHTS_DISK, Capability.SLEEP_WEIGHTS, changes_weights=True)
+async def weights_asleep_are_not_read(bench: Bench) -> None:
+    """Reading a tensor whose memory was given back is a typed error, and the engine lives on."""
+    engine, other = bench.engine, bench.other_weights()
+    await same_weights_again(bench)
+    name = a_matrix(await engine.weight_manifest())
+    await engine.get_weights_by_name(name)
+    await engine.sleep([MemoryTag.WEIGHTS])
+    with raises(EngineStateError, "reading a tensor that has no memory"):
+        await engine.get_weights_by_name(name)
+    with raises(EngineStateError, "validating tensors that have no memory"):
+        await engine.validate_weights()
+    await engine.wake_up([MemoryTag.WEIGHTS])
+    await engine.load_weights_from_disk(str(other), NEW)
+    await check_serves(bench, other, NEW)
+
+
+# Only what changed -----------------------------------------------------------------------------------------------
+
+
+@case(Capability.WEIGHTS_PLUGIN, changes_weights=True)
+async def only_what_changed_is_pushed(bench: Bench) -> None:
+    """After a delta, which carries what changed and no more, an engine answers as a pass over the new weights does."""
+    policy = tensors_of(bench.model)
+    async with WeightSync.connect(policy, bench.engine, "delta") as sync:
+        whole = await sync.push(version="whole")
+        assert whole.sent_nbytes >= whole.nbytes
+        mixed = _take_a_third(bench, policy)
+        assert (await sync.push(version=NEW)).sent_nbytes < 0.7 * whole.sent_nbytes
+        await check_serves(bench, mixed, NEW)
+        assert (await sync.push(version="again")).sent_nbytes < 0.1 * whole.sent_nbytes
+        await check_serves(bench, mixed, "again")
+
+
+@case(Capability.WEIGHTS_PLUGIN, Capability.WEIGHTS_DISK, changes_weights=True)
+async def a_delta_is_never_added_to_other_weights(bench: Bench) -> None:
+    """If the engine got its weights another way since, a push by delta brings every tensor whole."""
+    policy = tensors_of(bench.model)
+    async with WeightSync.connect(policy, bench.engine, "delta") as sync:
+        await sync.push(version="whole")
+        await bench.engine.load_weights_from_disk(str(bench.other_weights()), "another")
+        mixed = _take_a_third(bench, policy)
+        result = await sync.push(version=NEW)
+        assert result.sent_nbytes >= result.nbytes
+        await check_serves(bench, mixed, NEW)
+
+
+@case(Capability.WEIGHTS_PLUGIN, Capability.SLEEP_WEIGHTS, changes_weights=True)
+async def a_delta_is_never_added_to_weights_that_slept(bench: Bench) -> None:
+    """After a sleep of the weights a push by delta brings every tensor whole."""
+    policy = tensors_of(bench.model)
+    async with WeightSync.connect(policy, bench.engine, "delta") as sync:
+        await bench.engine.sleep(tags=[MemoryTag.WEIGHTS])
+        await bench.engine.wake_up(tags=[MemoryTag.WEIGHTS])
+        await sync.push(version="whole")
+        await bench.engine.sleep(tags=[MemoryTag.WEIGHTS])
+        await bench.engine.wake_up(tags=[MemoryTag.WEIGHTS])
+        mixed = _take_a_third(bench, policy)
+        result = await sync.push(version=NEW)
+        assert result.sent_nbytes >= result.nbytes
+        await check_serves(bench, mixed, NEW)
+
+
+def _take_a_third(bench: Bench, policy: dict[str, torch.Tensor]) -> Path:
+    """Set a third of the values to those of other weights; returns a folder with the result."""
+    other = tensors_of(bench.other_weights())
+    for name, tensor in policy.items():
+        tensor.view(-1)[::3] = other[name].view(-1)[::3]
+    return write_checkpoint(bench.folder("mixed"), bench.model, policy)
+
+
+# In the background -----------------------------------------------------------------------------------------------
+
+
+@case(Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
+async def a_push_is_staged_while_the_engine_serves(bench: Bench) -> None:
+    """A transfer of WeightSync leaves the old weights serving until it is finished, and then serves what it staged."""
+    engine, other = bench.engine, bench.other_weights()
+    version, source = engine.get_weight_version(), tensors_of(other)
+    async with WeightSync.connect(source, engine, "shared_memory") as sync:
+        given_up = await sync.start_weight_transfer(version="never")
+        await given_up.cancel()
+        handle = await sync.start_weight_transfer(version=NEW)
+        async with asyncio.timeout(60):
+            await handle.wait()
+        assert handle.progress == 1
+        for tensor in source.values():
+            tensor.zero_()  # what lies ready is what is applied, whatever became of the source since
+        await check_serves(bench, bench.model, version)
+        await handle.finish()
+        await check_serves(bench, other, NEW)
+        with raises(WeightSyncError, "a transfer that was given up"):
+            await given_up.finish()
+
+
+@case(Capability.WEIGHT_STAGING, Capability.WEIGHTS_DISK, changes_weights=True)
+async def weights_are_staged_while_generation_goes_on(bench: Bench) -> None:
+    """A staged transfer leaves the old weights serving until it is finished, and then serves what it staged."""
+    engine, other = bench.engine, bench.other_weights()
+    version = engine.get_weight_version()
+    staged = write_checkpoint(bench.folder("staged"), bench.model, tensors_of(other))
+    handle = await engine.start_weight_transfer(from_disk(staged))
+    await check_serves(bench, bench.model, version)
+    async with asyncio.timeout(60):
+        await handle.wait()
+    assert handle.staged
+    shutil.rmtree(staged)  # what lies ready is what is applied, whatever became of the source since
+    await check_serves(bench, bench.model, version)
+    await handle.finish()
+    await check_serves(bench, other, NEW)
+
+
+@case(Capability.WEIGHT_STAGING, Capability.WEIGHTS_DISK)
+async def a_cancelled_transfer_changes_nothing(bench: Bench) -> None:
+    """A transfer that was cancelled, staged or not, cannot be finished; one of a bad folder fails with its name."""
+    engine, other = bench.engine, bench.other_weights()
+    early = await engine.start_weight_transfer(from_disk(other))
+    async with unchanged(bench):
+        await early.cancel()
+        late = await engine.start_weight_transfer(from_disk(other))
+        await late.wait()
+        await late.cancel()
+        for handle in (early, late):
+            assert not handle.staged
+            with raises(WeightSyncError, "a transfer that was given up"):
+                await handle.finish()
+        bad = await engine.start_weight_transfer(from_disk(nowhere(bench.models)))
+        with raises((InvalidRequest, WeightSyncError), "a folder that is not there") as refusal:
+            await bad.finish()
+        assert "nowhere" in str(refusal.error)
+
+
+# What many pushes leave behind -----------------------------------------------------------------------------------
+
+
+@case(Capability.WEIGHTS_IN_PROCESS, own_engine=True)
+async def many_pushes_in_process_leave_nothing_behind(bench: Bench) -> None:
+    """In-process pushes one after another take no memory, descriptors or files."""
+    await _push_many(bench, [Strategy.IN_PROCESS])
+
+
+@case(Capability.WEIGHTS_SHARED_MEMORY, Capability.WEIGHTS_DISK, own_engine=True)
+async def many_pushes_on_one_host_leave_nothing_behind(bench: Bench) -> None:
+    """Pushes through shared memory and folders one after another take no memory, descriptors or files."""
+    await _push_many(bench, [Strategy.SHARED_MEMORY, Strategy.DISK])
+
+
+@case(Capability.WEIGHTS_CUDA_IPC, own_engine=True, hardware=Hardware.GPU)
+async def many_pushes_through_gpu_memory_leave_nothing_behind(bench: Bench) -> None:
+    """Pushes through GPU memory one after another take no memory of either side, descriptors or files."""
+    await _push_many(bench, [Strategy.CUDA_IPC], device="cuda")
+
+
+GROWTH: Final = 16 * 1024
+"""Bytes by which a push may leave more memory held: allocators' own."""
+
+
+async def _push_many(bench: Bench, strategies: Sequence[Strategy], device: str = "cpu") -> None:
+    """Push a model of some megabytes over and over, and look at what is held."""
+    folder = tiny_model("qwen2", dtype=bench.models.dtype, hidden_size=128, intermediate_size=1024)
+    tensors, cycles = tensors_of(folder), max(20, bench.profile.cycles)
+    engine = bench.create(model=folder)
+    syncs = [WeightSync.connect(tensors, engine, strategy, bucket_bytes=1 << 20) for strategy in strategies]
+    tensors.update({name: tensor.to(device) for name, tensor in tensors.items()})
+    with temporary_folder(bench.folder("pushes")):
+        at_first = Holdings.now()
+        async with engine:
+            for sync in syncs:
+                async with sync:
+                    for _ in range(5):
+                        await sync.push(version="warm-up")
+                    held, weights = Holdings.now(), (await engine.stats()).weight_bytes
+                    some = cycles // 10
+
+                    async def memory_after_some(sync: WeightSync = sync, some: int = some) -> dict[str, int]:
+                        for step in range(some):
+                            await sync.push(version=f"step-{step}")
+                        return {"bytes of memory": _memory(engine)}
+
+                    await check_steady(
+                        memory_after_some, {"bytes of memory": GROWTH * some}, f"{some} pushes", measurements=10
+                    )
+                    await check_nothing_left(held)
+                    assert (await engine.stats()).weight_bytes == weights
+        await check_nothing_left(at_first)
+
+
+def _memory(engine: InferenceEngine) -> int:
+    """Memory of the engine and, where that is not this process's, of the trainer."""
+    is_here = engine.host_pid is None and not engine.model_info.device.startswith("cuda")
+    return held_bytes(engine) + (0 if is_here else psutil.Process().memory_info().rss)

@@ -1,0 +1,1 @@
+"""Running and judging a case: the test bench, the runner, the verdict."""

@@ -1,0 +1,65 @@
+"""What a run says of each capability, from the verdicts of the cases that need it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from drivetrain.types.capability import Capability
+from drivetrain_conformance.harness.verdict import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class CapabilityResult:
+    """The conclusion about one capability."""
+
+    capability: Capability
+    claimed: bool
+    verdict: Verdict
+    """PASSED: claimed and seen to work. REFUSED: unclaimed and seen to refuse."""
+    message: str = ""
+
+
+class CapabilityResults:
+    """Collects claims and verdicts."""
+
+    def __init__(self) -> None:
+        self._claimed: set[Capability] = set()
+        self._verdicts: dict[Capability, list[tuple[str, Verdict]]] = {}
+        self.cases: set[str] = set()
+        """Ids of the cases that were noted."""
+
+    def claim(self, capabilities: Iterable[Capability]) -> None:
+        """An engine that was made claims these."""
+        self._claimed.update(capabilities)
+
+    def note(self, case: str, needs: Iterable[Capability], verdict: Verdict) -> None:
+        """The case of this id ended so."""
+        self.cases.add(case)
+        for capability in needs:
+            self._verdicts.setdefault(capability, []).append((case, verdict))
+
+    def conclude(self, *, complete: bool) -> list[CapabilityResult]:
+        """One conclusion for each capability.
+
+        In a ``complete`` run, one that is claimed and of which no case passed is a failure: nobody saw it work.
+        """
+        return [self._conclude(capability, complete) for capability in Capability]
+
+    def _conclude(self, capability: Capability, complete: bool) -> CapabilityResult:
+        noted = self._verdicts.get(capability, [])
+        claimed = capability in self._claimed
+        verdicts = [verdict for _, verdict in noted]
+        for bad in (Verdict.FAILED, Verdict.KNOWN_FAILURE):
+            if bad in verdicts:
+                cases = ", ".join(case for case, verdict in noted if verdict is bad)
+                return CapabilityResult(capability, claimed, bad, cases)
+        if Verdict.PASSED in verdicts:
+            return CapabilityResult(capability, claimed, Verdict.PASSED)
+        if claimed and Verdict.NOT_RUN in verdicts:
+            return CapabilityResult(capability, claimed, Verdict.NOT_RUN, "no case of it could run on this machine")
+        if claimed and complete:
+            return CapabilityResult(capability, claimed, Verdict.FAILED, "claimed, but no case of it passed")
+        if Verdict.REFUSED in verdicts and not claimed:
+            return CapabilityResult(capability, claimed, Verdict.REFUSED)
+        return CapabilityResult(capability, claimed, Verdict.NOT_RUN, "no case of it ran")

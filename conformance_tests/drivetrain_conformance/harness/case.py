@@ -1,0 +1,101 @@
+"""One test of the suite: a body, and what it needs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Final
+
+from drivetrain.types.capability import Capability
+from drivetrain_conformance.assets.served_models import ModelKind
+
+if TYPE_CHECKING:
+    from drivetrain_conformance.harness.testbench import Bench
+
+Body = Callable[["Bench"], Awaitable[None]] | Callable[["Bench"], None]
+
+
+class Hardware(Enum):
+    """What a case needs of the machine. Where it is missing the case is *not run*, which is no kind of pass."""
+
+    ANY = "any"
+    GPU = "gpu"
+    TWO_GPUS = "two_gpus"
+    TWO_RANKS = "two_ranks"
+    """Two GPUs, or none: then the ranks of an engine share the CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One test. Its body ends normally on an engine that claims all of ``needs``, and is refused on every other."""
+
+    group: str
+    name: str
+    summary: str
+    """The first sentence of the body's docstring: what must hold."""
+    needs: frozenset[Capability]
+    """Every capability that the body uses."""
+    body: Body
+    config: Mapping[str, object] = field(default_factory=dict)
+    """Fields of the engine's configuration."""
+    model: ModelKind = ModelKind.TEXT
+    hardware: Hardware = Hardware.ANY
+    own_engine: bool = False
+    """The body opens and closes engines by itself; no other runs meanwhile."""
+    changes_weights: bool = False
+    """The body leaves other weights or another version behind."""
+
+    @property
+    def id(self) -> str:
+        """``group/name``."""
+        return f"{self.group}/{self.name}"
+
+
+_registry: Final[dict[str, Case]] = {}
+
+
+def case(
+    *needs: Capability,
+    config: Mapping[str, object] | None = None,
+    model: ModelKind = ModelKind.TEXT,
+    hardware: Hardware = Hardware.ANY,
+    own_engine: bool = False,
+    changes_weights: bool = False,
+) -> Callable[[Body], Body]:
+    """Make the function below a case.
+
+    Its module, or package, below ``cases`` is the group, its name the case's, its docstring's first part the summary.
+
+    The body is a coroutine function, or a plain function that runs coroutines with ``bench.run`` (for hypothesis).
+    """
+
+    def decorate(body: Body) -> Body:
+        group = body.__module__.partition(".cases.")[2].partition(".")[0]
+        summary = (inspect.getdoc(body) or "").split("\n\n", 1)[0].replace("\n", " ")
+        made = Case(
+            group=group,
+            name=body.__name__,
+            summary=summary,
+            needs=frozenset(needs) | ({Capability.MOE} if model is ModelKind.MOE else set()),
+            body=body,
+            config=dict(config or {}),
+            model=model,
+            hardware=hardware,
+            own_engine=own_engine,
+            changes_weights=changes_weights,
+        )
+        if not summary:
+            raise TypeError(f"{made.id} has no docstring; it must say what holds")
+        if made.id in _registry:
+            raise TypeError(f"there are two cases {made.id}")
+        _registry[made.id] = made
+        return body
+
+    return decorate
+
+
+def registered() -> Mapping[str, Case]:
+    """Every case whose module was imported, by id; see :func:`drivetrain_conformance.cases.all_cases`."""
+    return _registry

@@ -1,0 +1,256 @@
+"""Runs cases one after another and judges each end."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import random
+import time
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar
+
+import psutil
+
+from drivetrain.engine.engine import InferenceEngine
+from drivetrain.errors import InvalidConfig, UnsupportedCapability
+from drivetrain.types.capability import Capability
+from drivetrain_conformance.assets.served_models import ModelKind, Models
+from drivetrain_conformance.harness.capability_results import CapabilityResults
+from drivetrain_conformance.harness.case import Case, Hardware
+from drivetrain_conformance.harness.engine_keeper import EngineKeeper
+from drivetrain_conformance.harness.run_profile import PROFILES, Profile
+from drivetrain_conformance.harness.suite import Suite
+from drivetrain_conformance.harness.testbench import Bench, NoOracle
+from drivetrain_conformance.harness.verdict import Judgement, Verdict, apply_known_failures, describe, judge
+from drivetrain_conformance.references.oracle import Oracle
+
+_T = TypeVar("_T")
+_CANCEL_SECONDS: Final = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class CaseResult:
+    """What became of one case."""
+
+    case: Case
+    judgement: Judgement
+    seconds: float
+    error: BaseException | None = None
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict."""
+        return self.judgement.verdict
+
+
+class _Hangs(AssertionError):
+    """A body did not end."""
+
+
+class Runner:
+    """Executes cases against one suite. Use as a context manager; one event loop serves all of it."""
+
+    def __init__(
+        self, suite: Suite, *, profile: Profile | None = None, seed: int | None = None, models: Models | None = None
+    ) -> None:
+        self.suite = suite
+        self.profile = profile or PROFILES[suite.profile]
+        self.seed = suite.seed if seed is None else seed
+        self.capability_results = CapabilityResults()
+        self.models = models or Models(layers=suite.layers)
+        self._loop = asyncio.Runner()
+        self._keeper = EngineKeeper(self._open)
+        self._oracles: dict[Path, Oracle | None] = {}
+        self._hung = False
+        self.versions: dict[str, str] = {}
+        """Versions of the engines that were opened."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Tear down what runs and remove what was written."""
+        try:
+            self._loop.run(self._keeper.close())
+            self._loop.close()
+        finally:
+            self.models.close()
+
+    def execute(self, case: Case) -> CaseResult:
+        """Run one case and judge its end."""
+        begun = time.monotonic()
+        judgement, error = self._judged(case)
+        judgement = apply_known_failures(case.id, judgement, error, self.suite.known_failures)
+        self.capability_results.note(case.id, case.needs, judgement.verdict)
+        return CaseResult(case, judgement, time.monotonic() - begun, error)
+
+    # ---------------------------------------------------------------------------------------------------------------
+
+    def _open(self, fields: dict[str, object]) -> InferenceEngine:
+        engine = self.suite.open_engine(fields)
+        self.capability_results.claim(engine.capabilities)
+        self.versions.update(engine.versions)
+        return engine
+
+    def _judged(self, case: Case) -> tuple[Judgement, BaseException | None]:
+        wanted: Mapping[str, object] = case.config
+        kind = case.model
+        try:
+            try:
+                missing = case.needs - self._claimed_with(kind, wanted)
+            except InvalidConfig:
+                # A backend need not know a field of what it does not claim; the body's calls are refused all the same.
+                wanted = {}
+                missing = case.needs - self._claimed_with(kind, wanted)
+                if not missing:
+                    raise
+        except UnsupportedCapability as error:  # the configuration itself is refused
+            return judge(case.needs, case.needs, error), error
+        except Exception as error:
+            return Judgement(Verdict.FAILED, f"no engine could be made: {describe(error)}"), error
+        if missing and (other := self._elsewhere(case, wanted)) is not None:
+            wanted, missing = other, frozenset()
+        if missing:
+            # The body must be refused, so it needs neither the special model nor the machine.
+            kind = ModelKind.TEXT
+            if lacking := self._open_engine_lacks(case):
+                wanted, missing = self._keeper.fields, lacking
+        elif not _has(case.hardware):
+            return Judgement(Verdict.NOT_RUN, f"this machine lacks {case.hardware.value}"), None
+        model = self.models.path(kind)
+        children = _children()
+        try:
+            engine: InferenceEngine | None = None
+            if case.own_engine:
+                self._loop.run(self._keeper.close())
+                children = _children()
+            else:
+                engine = self._loop.run(self._keeper.get(model, wanted))
+        except Exception as error:
+            return Judgement(Verdict.FAILED, f"the engine did not start: {describe(error)}"), error
+        judged, raised = self._run_body(case, self._bench(case, model, wanted, engine), missing)
+        return self._looked_at_afterwards(case, judged, children), raised
+
+    def _open_engine_lacks(self, case: Case) -> frozenset[Capability]:
+        """Return the capabilities that a case needs and the open engine lacks; it can refuse the case itself."""
+        engine = self._keeper.engine
+        if case.own_engine or engine is None or engine.config.model != str(self.models.path(ModelKind.TEXT)):
+            return frozenset()
+        return case.needs - engine.capabilities
+
+    def _elsewhere(self, case: Case, wanted: Mapping[str, object]) -> Mapping[str, object] | None:
+        """The configuration in which the engine claims what it does not with ``wanted``; None: there is none."""
+        for fields in self.suite.elsewhere:
+            other = {**fields, **wanted}
+            try:
+                if case.needs <= self._claimed_with(case.model, other):
+                    return other
+            except (InvalidConfig, UnsupportedCapability):
+                continue
+        return None
+
+    def _claimed_with(self, kind: ModelKind, fields: Mapping[str, object]) -> frozenset[Capability]:
+        """What an engine of this model and configuration claims; nothing is started."""
+        return self._open({"model": str(self.models.path(kind)), **fields}).capabilities
+
+    def _bench(self, case: Case, model: Path, wanted: Mapping[str, object], engine: InferenceEngine | None) -> Bench:
+        return Bench(
+            models=self.models,
+            model=model,
+            profile=self.profile,
+            seed=self.seed,
+            opener=self._open,
+            oracles=self._oracles,
+            make_oracle=self.suite.oracle,
+            run=self._run,
+            own_engine=case.own_engine,
+            fields=wanted,
+            shared=engine,
+            tokens_per_second=self._keeper.tokens_per_second,
+            rng=random.Random(f"{self.seed} {case.id}"),
+        )
+
+    def _run_body(
+        self, case: Case, bench: Bench, missing: frozenset[Capability]
+    ) -> tuple[Judgement, BaseException | None]:
+        error: BaseException | None = None
+        try:
+            if inspect.iscoroutinefunction(case.body):
+                self._run(case.body(bench))
+            else:
+                case.body(bench)
+        except NoOracle:
+            return Judgement(Verdict.NOT_RUN, "the suite was given no oracle to compare with"), None
+        except Exception as raised:  # whatever a body ends in is judged
+            error = raised
+        return judge(case.needs, missing, error), error
+
+    def _run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        return self._loop.run(self._bounded(coroutine))
+
+    async def _bounded(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """Await ``coroutine``; one that does not end in time is cancelled, and left behind if that does not help."""
+        task = asyncio.ensure_future(coroutine)
+        done, _ = await asyncio.wait([task], timeout=self.profile.case_timeout)
+        if not done:
+            task.cancel()
+            await asyncio.wait([task], timeout=_CANCEL_SECONDS)
+            raise _Hangs(f"hangs: the case did not end within {self.profile.case_timeout:g} s")
+        return task.result()
+
+    def _looked_at_afterwards(self, case: Case, judged: Judgement, children: frozenset[int]) -> Judgement:
+        """A case that passed or was refused must also have left everything as it was."""
+        fine = judged.verdict in (Verdict.PASSED, Verdict.REFUSED)
+        if case.own_engine:
+            left = _children() - children
+            for pid in left:
+                _kill(pid)
+            found = f"processes {sorted(left)} are left behind" if left else ""
+        else:
+            may_differ = case.changes_weights and judged.verdict is not Verdict.REFUSED
+            try:
+                found = self._run(self._keeper.changes(weights_may_differ=may_differ))
+            except Exception as error:
+                found = f"the engine could not be looked at: {describe(error)}"
+        if fine and found:
+            return Judgement(Verdict.FAILED, f"{judged.verdict.value}, but left something changed: {found}")
+        return judged
+
+
+def _children() -> frozenset[int]:
+    """Processes below this one that run; those that were here before drivetrain began do not matter."""
+    alive = (child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE)
+    return frozenset(child.pid for child in alive)
+
+
+def _kill(pid: int) -> None:
+    try:
+        psutil.Process(pid).kill()
+    except psutil.NoSuchProcess:
+        pass
+
+
+def _has(hardware: Hardware) -> bool:
+    gpus = gpu_count()
+    enough = {
+        Hardware.ANY: True,
+        Hardware.GPU: gpus >= 1,
+        Hardware.TWO_GPUS: gpus >= 2,
+        Hardware.TWO_RANKS: gpus != 1,
+    }
+    return enough[hardware]
+
+
+def gpu_count() -> int:
+    """How many GPUs torch sees."""
+    import torch
+
+    return torch.cuda.device_count()

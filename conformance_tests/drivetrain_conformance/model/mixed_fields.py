@@ -1,0 +1,256 @@
+"""What must hold of the answer to any valid call, whatever mixture of fields its requests set."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from drivetrain.types.capability import Capability
+from drivetrain.types.outputs import Completion, FinishReason, TopLogprobs
+from drivetrain.types.prompts import Prompt
+from drivetrain.types.sampling import (
+    ActionMask,
+    DisallowedTokens,
+    JsonSchema,
+    LogprobsMode,
+    RegexGrammar,
+    SamplingParams,
+    TemperatureSchedule,
+)
+from drivetrain_conformance.harness.testbench import Bench, NoOracle
+from drivetrain_conformance.model.replay import Live
+from drivetrain_conformance.model.strategies import EBNF_AS_REGEX, Batch
+from drivetrain_conformance.references.oracle import log_softmax
+from drivetrain_conformance.references.reference_sampling import steps
+from drivetrain_conformance.references.reference_stops import Ending, expected_ending
+
+
+@dataclass(slots=True)
+class Repeats:
+    """How often a request that fixes its outcome was asked again and answered alike."""
+
+    alike: int = 0
+    total: int = 0
+
+
+async def check_honoured(bench: Bench, batch: Batch, repeats: Repeats, *, streamed: bool) -> None:
+    """Make a call and look at everything that comes back; ask again what must come back alike."""
+    engine = bench.engine
+    call = engine.generate_stream if streamed else engine.generate
+    completions = await Live(call(batch.prompts, batch.params)).result()
+    expected = [(p, s) for p, params in enumerate(batch.params) for s in range(params.n)]
+    assert [(c.prompt_index, c.sample_index) for c in completions] == expected, (
+        "completions are missing or out of order"
+    )
+    assert len({c.request_id for c in completions}) == len(completions), "two completions have one request id"
+    for completion in completions:
+        prompt, params = batch.prompts[completion.prompt_index], batch.params[completion.prompt_index]
+        _check_prompt(bench, prompt, params, completion)
+        _check_ids(bench, params, completion)
+        _check_text(bench, params, completion)
+        _check_logprobs(params, completion)
+        _check_extras(bench, params, completion)
+        _check_against_oracle(bench, params, completion)
+    await _check_repeats(bench, batch, completions, repeats)
+
+
+def _check_prompt(bench: Bench, prompt: Prompt, params: SamplingParams, completion: Completion) -> None:
+    ids = completion.prompt_token_ids
+    assert ids == bench.engine.tokenizer.encode(prompt), "the model saw another prompt"
+    assert 0 <= completion.cached_tokens < len(ids), (
+        f"{completion.cached_tokens} of {len(ids)} prompt tokens were cached"
+    )
+    if params.prompt_logprobs is None:
+        assert completion.prompt_logprobs is None
+        assert completion.prompt_top_logprobs is None
+        return
+    assert completion.prompt_logprobs is not None
+    assert len(completion.prompt_logprobs) == len(ids)
+    assert [value is None for value in completion.prompt_logprobs] == [True] + [False] * (len(ids) - 1)
+    if params.prompt_logprobs:
+        assert completion.prompt_top_logprobs is not None
+        assert len(completion.prompt_top_logprobs) == len(ids)
+        for top, token, value in zip(completion.prompt_top_logprobs, ids, completion.prompt_logprobs, strict=True):
+            assert (top is None) is (value is None)
+            if top is not None and value is not None:
+                _check_top(top, params.prompt_logprobs, token, value)
+
+
+def _check_ids(bench: Bench, params: SamplingParams, completion: Completion) -> None:
+    """The ids are such as may be drawn, and end where and for the reason that is given."""
+    info, ids, reason = bench.engine.model_info, completion.token_ids, completion.finish_reason
+    assert params.max_new_tokens is not None
+    assert all(0 <= token < info.vocab_size for token in ids), f"ids outside the vocabulary: {ids}"
+    assert len(ids) <= params.max_new_tokens
+    assert reason is not FinishReason.ABORT, "it was aborted, and nobody asked for that"
+    stops = {*params.stop_token_ids, *(() if params.ignore_eos else info.eos_token_ids)}
+    assert not stops.intersection(ids[:-1]), f"it went on past a stop id: {ids}, stops {sorted(stops)}"
+    match completion.matched_stop:
+        case None:
+            assert reason is FinishReason.LENGTH, "it stopped, and nothing is named that it stopped at"
+            assert len(ids) == params.max_new_tokens
+        case int(token):
+            assert token in stops
+            assert ids[-1:] == [token], f"it stopped at id {token}, its last id is {ids[-1:]}"
+        case str(text):
+            assert text in params.stop or text in params.stop_regex, f"it stopped at {text!r}, which is no stop"
+    if not isinstance(completion.matched_stop, int):
+        assert not stops.intersection(ids), f"the last id is a stop, and is not named: {ids}"
+    if completion.matched_stop is not None:
+        assert reason is FinishReason.STOP
+    if not isinstance(completion.matched_stop, str):
+        # A text stop cuts ids away, so that fewer may remain.
+        assert len(ids) >= params.min_new_tokens
+    for processor in params.logit_processors:
+        match processor:
+            case ActionMask():
+                assert set(ids) <= set(processor.allowed_token_ids), f"{ids} leaves the mask"
+            case DisallowedTokens():
+                assert not set(ids) & set(processor.token_ids), f"{ids} holds a disallowed id"
+            case TemperatureSchedule():
+                pass
+
+
+def _check_text(bench: Bench, params: SamplingParams, completion: Completion) -> None:
+    """The text is what the ids decode to, and holds no stop that should have ended it."""
+    text, matched = completion.text, completion.matched_stop
+    shown = completion.token_ids[:-1] if isinstance(matched, int) else completion.token_ids
+    decoded = bench.engine.decode(shown, skip_special_tokens=params.skip_special_tokens) if shown else ""
+    if isinstance(matched, str):
+        assert decoded.startswith(text), f"the ids decode to {decoded!r}, the text is {text!r}"
+    else:
+        assert text == decoded, f"the ids decode to {decoded!r}, the text is {text!r}"
+    kept = isinstance(matched, str) and params.include_stop_str_in_output
+    if kept and matched in params.stop:
+        assert text.endswith(matched), f"{matched!r} ended it and was to be kept; the text is {text!r}"
+    if params.min_new_tokens == 0:
+        before = text[:-1] if kept else text
+        for stop in params.stop:
+            assert stop not in before, f"{text!r} went on past {stop!r}"
+        for pattern in params.stop_regex:
+            assert not re.search(pattern, before), f"{text!r} went on past {pattern!r}"
+    if params.structured_output is not None and completion.finish_reason is FinishReason.STOP:
+        match params.structured_output:
+            case JsonSchema():
+                assert isinstance(json.loads(text)["ok"], bool)
+            case RegexGrammar(regex=pattern):
+                assert re.fullmatch(pattern, text), f"{text!r} does not match {pattern!r}"
+            case _:
+                assert re.fullmatch(EBNF_AS_REGEX, text), f"{text!r} is not of the grammar"
+
+
+def _check_logprobs(params: SamplingParams, completion: Completion) -> None:
+    ids, found = completion.token_ids, completion.logprobs
+    if params.logprobs is None:
+        assert (found, completion.logprobs_mode, completion.top_logprobs) == (None, None, None)
+        return
+    assert found is not None
+    assert len(found) == len(ids), f"{len(ids)} ids and {len(found)} logprobs"
+    assert all(value <= 1e-4 for value in found), f"a logprob is above 0: {found}"
+    assert completion.logprobs_mode is params.logprobs_mode
+    if params.logprobs == 0:
+        assert completion.top_logprobs is None
+        return
+    assert completion.top_logprobs is not None
+    for top, token, value in zip(completion.top_logprobs, ids, found, strict=True):
+        _check_top(top, params.logprobs, token, value)
+
+
+def _check_top(top: TopLogprobs, count: int, token: int, value: float) -> None:
+    assert len(top) <= count, f"{len(top)} alternatives, where {count} were asked for"
+    values = [one for _, one in top]
+    assert values == sorted(values, reverse=True), f"the most likely is not first: {top}"
+    named = dict(top)
+    assert len(named) == len(top), f"a token comes twice: {top}"
+    if token in named:
+        assert abs(named[token] - value) < 1e-3, f"token {token} has logprobs {value} and {named[token]}"
+
+
+def _check_extras(bench: Bench, params: SamplingParams, completion: Completion) -> None:
+    count, version = len(completion.token_ids), bench.engine.get_weight_version()
+    spans = [(span.version, span.start, span.end) for span in completion.weight_versions]
+    if spans or bench.claims(Capability.VERSION_SPANS):
+        assert spans == ([(version, 0, count)] if count else []), (
+            f"{count} tokens of version {version!r}, spans {spans}"
+        )
+    for asked, rows in (
+        (params.return_hidden_states, completion.hidden_states),
+        (params.return_routed_experts, completion.routed_experts),
+    ):
+        assert (rows is not None) is asked
+        assert rows is None or len(rows) == count
+
+
+def _check_against_oracle(bench: Bench, params: SamplingParams, completion: Completion) -> None:
+    """Each token could be drawn, and each logprob is what an independent forward pass says."""
+    try:
+        rows = bench.output_logits(completion)
+        prompt_rows = log_softmax(bench.oracle().logits(completion.prompt_token_ids))
+    except NoOracle:
+        return
+    tolerance = bench.tolerance()
+    # Penalties and low temperatures magnify how far logits may be off.
+    slack = 4 * tolerance / min(1.0, params.temperature or 1.0)
+    prompt = completion.prompt_token_ids
+    for at, value in enumerate(completion.prompt_logprobs or ()):
+        if value is not None:
+            expected = prompt_rows[at - 1][prompt[at]]
+            assert abs(value - expected) <= slack, f"prompt token {at} has logprob {value:.5f}, not {expected:.5f}"
+    for at, step in enumerate(steps(completion, rows, params, tolerance)):
+        token = completion.token_ids[at]
+        # What a grammar allows, and which ids min_new_tokens holds back, is no part of the reference.
+        known = params.structured_output is None and at >= params.min_new_tokens
+        if known and params.temperature == 0:
+            short = step.scaled.max() - step.scaled[token]
+            assert short <= slack, f"token {at} ({token}) is {short:.3g} nats below the most likely"
+        elif known:
+            assert step.possibly[token], f"token {at} ({token}) cannot be drawn by {params}"
+        mode = completion.logprobs_mode
+        if completion.logprobs is None or mode is None or (mode is LogprobsMode.PROCESSED and not known):
+            continue
+        value = completion.logprobs[at]
+        if mode is LogprobsMode.PROCESSED and params.temperature == 0:
+            assert value == 0, f"the logprob of a greedy choice is {value}, not 0"
+            continue
+        least, most = step.bounds(mode, token)
+        assert least - slack <= value <= most + slack, (
+            f"token {at} ({token}) has logprob {value:.5f} in mode {mode.value}, not {least:.5f} to {most:.5f}"
+        )
+
+
+async def _check_repeats(bench: Bench, batch: Batch, completions: Sequence[Completion], repeats: Repeats) -> None:
+    """What is greedy or has a seed comes again; asked without its stops, it shows where they must have ended it."""
+    fixed = [
+        index
+        for index, params in enumerate(batch.params)
+        if (params.temperature == 0 or params.seed is not None) and params.max_new_tokens
+    ]
+    if not fixed:
+        return
+    free = [_without_stops(batch.params[index]) for index in fixed]
+    again = (await bench.engine.generate([batch.prompts[index] for index in fixed], free)).completions
+    before = [completion for completion in completions if completion.prompt_index in fixed]
+    for first, second in zip(before, again, strict=True):
+        repeats.total += 1
+        if second.token_ids[: len(first.token_ids)] == first.token_ids:
+            repeats.alike += 1
+            params = batch.params[first.prompt_index]
+            expected, got = expected_ending(second, params, bench.engine.tokenizer), Ending.of(first)
+            assert got == expected, f"of {second.text!r} ({second.token_ids}) came {got}, where it must be {expected}"
+        else:
+            # A coarse dtype rounds differently in another batch, which may tip a token.
+            assert bench.tolerance() > 1e-2, f"asked again, {first.token_ids} became {second.token_ids}"
+
+
+def _without_stops(params: SamplingParams) -> SamplingParams:
+    fields = params.model_dump(include=params.model_fields_set)
+    # Before min_new_tokens a stop id is not drawn, so there it changes more than the end.
+    named = (
+        "stop",
+        "stop_regex",
+        "include_stop_str_in_output",
+        *(() if params.min_new_tokens else ("stop_token_ids",)),
+    )
+    return SamplingParams.model_validate({name: value for name, value in fields.items() if name not in named})

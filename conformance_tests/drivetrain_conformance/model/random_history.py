@@ -1,0 +1,183 @@
+"""Random histories: lists of actions, played on one engine with the contract's model beside.
+
+A history is a value that is drawn whole and then played in one coroutine, not a ``RuleBasedStateMachine``: each action
+is valid in every state (the contract says whether it must be refused), so hypothesis shrinks a failure by leaving
+actions out and needs no engine to draw one, and the requests of a history make progress in one run of the event loop.
+
+The engine is shared: each history ends with the engine ready and idle, with the weights it began with, and that it
+comes back to this is part of what is checked. A failure carries a script that reproduces it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from hypothesis import HealthCheck, Phase, given, reject, seed, settings
+from hypothesis.strategies import SearchStrategy
+
+from drivetrain.engine.engine import InferenceEngine
+from drivetrain.engine.states import WeightState
+from drivetrain.types.capability import Capability
+from drivetrain_conformance.assets.made_adapters import Adapter, merge
+from drivetrain_conformance.harness.testbench import Bench, NoOracle, Runs, until_idle
+from drivetrain_conformance.model.actions import LONG, Action, History, histories
+from drivetrain_conformance.model.contract import Contract
+from drivetrain_conformance.model.expected_answers import Answers, styles_of
+from drivetrain_conformance.model.history_player import SHORT, Player
+from drivetrain_conformance.model.replay import Hangs
+from drivetrain_conformance.references.oracle import Oracle
+
+_PROMPT_LENGTH: Final = 20
+
+
+async def prepare(
+    bench: Bench, weight_sets: int = 1, prompts: int = 3, adapter: Adapter | None = None
+) -> tuple[Answers, list[list[int]]]:
+    """Note the engine's answers with each set of weights, and choose prompts that these answer differently.
+
+    ``adapter`` is one that the engine has loaded.
+    """
+    engine = bench.engine
+    beginning = bench.prompt(_PROMPT_LENGTH - 4)
+    # Half of them begin alike, for the prefix cache.
+    candidates = [beginning + bench.prompt(4) for _ in range(4)] + bench.prompts(4, _PROMPT_LENGTH)
+    folders = [bench.model, *(bench.other_weights(number) for number in range(1, weight_sets))]
+
+    def oracle(folder: Path) -> Oracle | None:
+        try:
+            return bench.oracle(folder)
+        except NoOracle:
+            return None
+
+    adapted = [merge(folder, adapter, bench.folder("merged")) for folder in folders] if adapter else []
+    answers = await Answers.note(
+        engine,
+        folders,
+        candidates,
+        LONG,
+        oracle=oracle,
+        tolerance=bench.tolerance(),
+        styles=styles_of(engine),
+        adapted=adapted,
+    )
+
+    def tells_apart(prompt: list[int]) -> tuple[bool, int]:
+        found = [answers.of(weights, prompt) for weights in range(weight_sets)]
+        return len({tuple(answer[:SHORT]) for answer in found}) == weight_sets, min(map(len, found))
+
+    chosen = sorted(candidates, key=tells_apart, reverse=True)[:prompts]
+    for prompt in chosen:
+        assert len({tuple(answers.of(weights, prompt)) for weights in range(weight_sets)}) == weight_sets, (
+            f"different weights give the same answer to {prompt}"
+        )
+    return answers, chosen
+
+
+async def restore(engine: InferenceEngine, answers: Answers) -> None:
+    """Bring an engine back on which a history failed."""
+    if engine.status.asleep:
+        await engine.wake_up(engine.status.asleep)
+    if engine.status.weights is not WeightState.CLEAN or engine.get_weight_version() != answers.original:
+        await engine.load_weights_from_disk(str(answers.folders[0]), answers.original)
+    if engine.is_paused:
+        await engine.continue_generation()
+    await until_idle(engine)
+
+
+class Checker:
+    """Plays histories on one engine; restores it after a failure, so that hypothesis can shrink the history.
+
+    Args:
+        run: Runs a coroutine in the engine's event loop.
+        engine: The engine, ready and idle.
+        answers: What it answers.
+        prompts: The prompts of the histories.
+        contract: What it must do; the contract of the design if none is given.
+        shrink_seconds: For how long a history that failed is made smaller.
+    """
+
+    def __init__(
+        self,
+        run: Runs,
+        engine: InferenceEngine,
+        answers: Answers,
+        prompts: Sequence[Sequence[int]],
+        contract: Contract | None = None,
+        shrink_seconds: float = 60.0,
+    ) -> None:
+        self._run = run
+        self._engine = engine
+        self._answers = answers
+        self._prompts = prompts
+        self._contract = contract
+        self._failures: list[tuple[int, Exception]] = []
+        self._shrink_seconds = shrink_seconds
+        self._shrinks_until = math.inf
+        self._raced: list[bool] = []
+
+    def check(self, history: History) -> None:
+        """Play one history."""
+        player = Player(self._engine, self._answers, self._prompts, self._contract)
+        try:
+            self._run(player.play(history))
+        except Exception as error:
+            self._failures.append((len(history.actions), error))
+            self._restore(error)
+            raise
+        self._raced += player.raced
+
+    def check_random(
+        self, step: SearchStrategy[tuple[Action, ...]], *, examples: int, steps: int, seeded_by: int
+    ) -> None:
+        """Play ``examples`` random histories of up to ``steps`` steps; raise the failure of the shortest that fails."""
+        can_abort = Capability.ABORT in self._engine.capabilities
+
+        @seed(seeded_by)
+        @property_settings(examples)
+        @given(histories(step, steps, can_abort=can_abort))
+        def holds(history: History) -> None:
+            if time.monotonic() > self._shrinks_until:
+                reject()
+            self.check(history)
+
+        try:
+            holds()
+        except Exception:
+            if not self._failures:
+                raise
+        if self._failures:
+            # Also where hypothesis speaks of flakiness: what was seen was seen.
+            fewest = min(actions for actions, _ in self._failures)
+            raise [error for actions, error in self._failures if actions == fewest][-1]
+        whole = sum(self._raced)
+        assert whole <= 3 + len(self._raced) / 2, (
+            f"of {len(self._raced)} requests of {LONG} tokens that were aborted as they ran, {whole} came back whole"
+        )
+
+    def _restore(self, error: Exception) -> None:
+        self._shrinks_until = min(self._shrinks_until, time.monotonic() + self._shrink_seconds)
+        if isinstance(error, Hangs):
+            self._shrinks_until = 0  # each further one would take as long
+        try:
+            self._run(restore(self._engine, self._answers))
+        except Exception as failed:
+            self._shrinks_until = 0
+            error.add_note(f"The engine could not be restored: {type(failed).__name__}: {failed}")
+
+
+def property_settings(examples: int) -> settings:
+    """Settings of a property that holds of a live engine: no deadline, nothing kept, one failure, shrunk."""
+    return settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        derandomize=False,
+        print_blob=False,
+        report_multiple_bugs=False,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+        phases=(Phase.generate, Phase.shrink),
+    )

@@ -1,0 +1,264 @@
+"""What a history is played with, by the suite and by the script that reproduces a failure.
+
+Each function here is one line of such a script. Whatever it waits for, it waits for a bounded time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from drivetrain.engine.engine import InferenceEngine
+from drivetrain.engine.weight_updates import WeightTransaction
+from drivetrain.errors import DrivetrainError, EngineStateError
+from drivetrain.types.modes import PauseMode
+from drivetrain.types.outputs import Completion, CompletionChunk, GenerationOutput
+from drivetrain.types.weights import DiskSource, WeightUpdateRequest
+from drivetrain_conformance.model.expected_answers import Answers, End, Fields
+from drivetrain_conformance.model.strategies import WeightPlanChoice
+from drivetrain_weight_sync import WeightSync
+
+if TYPE_CHECKING:
+    import torch
+
+_T = TypeVar("_T")
+
+BOUND: Final = 60.0
+"""Seconds after which a wait counts as hanging."""
+_IN_THE_PIPE: Final = 32
+"""Tokens of a frozen request that may still arrive: they were made before it was frozen."""
+
+Call = Coroutine[object, object, GenerationOutput] | AsyncGenerator[CompletionChunk, None]
+
+
+class Hangs(AssertionError):
+    """A wait did not end."""
+
+
+@contextmanager
+def refused(error: type[DrivetrainError], state: str | None = None) -> Generator[None, None, None]:
+    """What is called within must be refused with this error, which names this state."""
+    named = None
+    try:
+        yield
+    except error as refusal:
+        named = refusal.state if isinstance(refusal, EngineStateError) else None
+    else:
+        raise AssertionError(f"accepted, where {error.__name__} must refuse" + (f" ({state})" if state else ""))
+    if state is not None and named != state:
+        raise AssertionError(f"refused by {error.__name__} for state {named!r}, where it is {state!r}")
+
+
+@asynccontextmanager
+async def bounded(what: str) -> AsyncGenerator[None, None]:
+    """Bound what is awaited within; it then :class:`Hangs`."""
+    scope = asyncio.timeout(BOUND)
+    try:
+        async with scope:
+            yield
+    except TimeoutError:
+        if scope.expired():
+            raise Hangs(f"hangs: {what} did not end within {BOUND:g} s") from None
+        raise
+
+
+# Requests ------------------------------------------------------------------------------------------------------------
+
+
+class Live:
+    """One request under way."""
+
+    def __init__(self, call: Call) -> None:
+        self.seen = 0
+        """Tokens that its stream has brought."""
+        self.mark: int | None = None
+        """How many of those there were when it was frozen; None when it is not."""
+        self._task = asyncio.create_task(self._read(call) if isinstance(call, AsyncGenerator) else self._await(call))
+
+    @property
+    def done(self) -> bool:
+        """It has ended, well or not."""
+        return self._task.done()
+
+    async def result(self) -> list[Completion]:
+        """Wait for its completions."""
+        async with bounded("a request"):
+            return await asyncio.shield(self._task)
+
+    async def drop(self) -> None:
+        """Cancel it, and take whatever comes."""
+        self._task.cancel()
+        await asyncio.wait([self._task], timeout=BOUND)
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    @staticmethod
+    async def _await(call: Coroutine[object, object, GenerationOutput]) -> list[Completion]:
+        return (await call).completions
+
+    async def _read(self, stream: AsyncGenerator[CompletionChunk, None]) -> list[Completion]:
+        ids: dict[tuple[int, int], list[int]] = defaultdict(list)
+        logprobs: dict[tuple[int, int], list[float]] = defaultdict(list)
+        texts: dict[tuple[int, int], str] = defaultdict(str)
+        found: dict[tuple[int, int], Completion] = {}
+        async with aclosing(stream) as chunks:
+            async for chunk in chunks:
+                sample = chunk.prompt_index, chunk.sample_index
+                assert sample not in found, f"a chunk came after the last one of (prompt, sample) {sample}"
+                ids[sample] += chunk.token_ids
+                texts[sample] += chunk.text
+                logprobs[sample] += chunk.logprobs or []
+                self.seen += len(chunk.token_ids)
+                if chunk.completion is not None:
+                    found[sample] = chunk.completion
+        for sample, whole in found.items():
+            assert ids[sample] == whole.token_ids, "the chunks put together are not the completion's ids"
+            assert texts[sample] == whole.text, "the chunks put together are not the completion's text"
+            assert logprobs[sample] == (whole.logprobs or []), "the chunks put together are not its logprobs"
+        return [found[sample] for sample in sorted(found)]
+
+
+async def start(engine: InferenceEngine, call: Call) -> Live:
+    """Begin a request; return when the engine has it, or raise as it refuses."""
+    live = Live(call)
+    await settle(engine)
+    if live.done:
+        await live.result()
+    return live
+
+
+async def settle(engine: InferenceEngine, *in_flight: Live) -> None:
+    """Let everything that is on its way arrive: until the engine holds each request that has not come back."""
+    held = unfinished = 0
+    try:
+        async with bounded("a request that the engine has lost"):
+            while True:
+                for _ in range(5):
+                    await asyncio.sleep(0)
+                stats = await engine.stats()
+                held, unfinished = stats.running + stats.waiting, sum(not live.done for live in in_flight)
+                if held >= unfinished:
+                    return
+                await asyncio.sleep(0.001)
+    except Hangs:
+        raise Hangs(f"{unfinished} requests in flight have not come back, and the engine holds {held}") from None
+
+
+async def proceed(*streams: Live, tokens: int) -> None:
+    """Wait until each of these running streams has brought so many more tokens, or has ended."""
+    goals = [(live, live.seen + tokens) for live in streams]
+    async with bounded(f"the next {tokens} tokens of a stream"):
+        while any(live.seen < goal and not live.done for live, goal in goals):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+async def look(
+    engine: InferenceEngine,
+    *,
+    state: str,
+    version: str,
+    paused: bool,
+    running: Sequence[Live] = (),
+    frozen: Sequence[Live] = (),
+    waiting: Sequence[Live] = (),
+) -> None:
+    """The engine says that it is in this state, and requests that stand still do so."""
+    assert engine.state.value == state, f"the engine is {engine.state.value}, where it must be {state}"
+    assert engine.is_paused is paused, f"is_paused is {engine.is_paused}, where it must be {paused}"
+    found = engine.get_weight_version()
+    assert found == version, f"the weight version is {found!r}, where it must be {version!r}"
+    for live in running:
+        live.mark = None
+    for live in waiting:
+        assert not live.done, "a request that waits has ended"
+        assert live.seen == 0, f"a request that waits has made {live.seen} tokens"
+    for live in frozen:
+        assert not live.done, "a frozen request has ended"
+        live.mark = live.seen if live.mark is None else live.mark
+        assert live.seen <= live.mark + _IN_THE_PIPE, f"a frozen request made {live.seen - live.mark} tokens"
+    # A frozen request that goes on all the same needs a moment to show it.
+    await asyncio.sleep(0.002 if frozen or waiting else 0)
+
+
+# Ends ----------------------------------------------------------------------------------------------------------------
+
+
+async def ended(
+    live: Live,
+    answers: Answers,
+    tokens: int,
+    end: End,
+    versions: Sequence[str],
+    stale: Sequence[str] = (),
+    *,
+    samples: int = 1,
+    fields: Fields | None = None,
+    least: int = 0,
+    by_now: bool = False,
+) -> list[Completion]:
+    """A request comes back, each of its samples as it must.
+
+    Args:
+        live: The request.
+        answers: What it is held against.
+        tokens: How many tokens were asked for.
+        end: How it must have ended.
+        versions: Weight versions under which it ran, in order.
+        stale: Those under which its cache was of older weights.
+        samples: How many completions it has.
+        fields: What else was asked for.
+        least: How many tokens each must have at least.
+        by_now: It has come back already.
+    """
+    if by_now:
+        assert live.done, "a request that must have run to its end has not come back"
+    completions = await live.result()
+    assert [completion.sample_index for completion in completions] == list(range(samples))
+    for completion in completions:
+        answers.check(completion, tokens, end, versions, stale, fields)
+        assert len(completion.token_ids) >= least, f"it had made a token, and came back with {completion.token_ids}"
+    return completions
+
+
+# Weight updates ------------------------------------------------------------------------------------------------------
+
+
+def from_disk(folder: Path, version: str, mode: PauseMode | str) -> WeightUpdateRequest:
+    """An update from a checkpoint folder."""
+    return WeightUpdateRequest(version=version, source=DiskSource(path=str(folder)), mode=PauseMode(mode))
+
+
+async def load(update: WeightTransaction, begin: float = 0.0, end: float = 1.0, *, order: int = 0) -> None:
+    """Load a share of an update's buckets, one by one, in an order that ``order`` fixes."""
+    indices = shuffled(range(update.buckets), order)
+    for index in indices[round(begin * len(indices)) : round(end * len(indices))]:
+        await update.load([index])
+
+
+async def push(
+    engine: InferenceEngine, folder: Path, version: str, mode: PauseMode | str, *, plan: WeightPlanChoice
+) -> None:
+    """Update from tensors of this process, in whichever way is the fastest that the engine claims."""
+    tensors = await asyncio.to_thread(_tensors, folder)
+    source = {name: tensors[name] for name in shuffled(sorted(tensors), plan.order)}
+    size = plan.bucket_bytes
+    async with WeightSync.connect(source, engine, mode=PauseMode(mode), bucket_bytes=size, cast=True) as sync:
+        await sync.push(version=version)
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def shuffled(items: Sequence[_T], order: int) -> list[_T]:
+    """The items in an order that ``order`` fixes; 0 is as they are."""
+    found = list(items)
+    if order:
+        random.Random(order).shuffle(found)
+    return found

@@ -1,0 +1,273 @@
+"""What a hypothesis test of an engine draws from: prompts, sampling params, batches, weight plans, abort points.
+
+Every drawn value is a valid one that an engine with the given capabilities must honour. Values shrink towards the
+plain ones: fewer prompts, shorter ones, greedy sampling, no field set.
+
+    @given(batches(ordinary_ids(engine), engine.capabilities))
+    def holds(batch: Batch) -> None: ...
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+
+from drivetrain.engine.validation import MODE_CAPABILITY
+from drivetrain.types.capability import Capability
+from drivetrain.types.prompts import ChatPrompt, Message, Prompt, TextPrompt, TokenPrompt
+from drivetrain.types.sampling import (
+    ActionMask,
+    DisallowedTokens,
+    EbnfGrammar,
+    JsonSchema,
+    LogitProcessor,
+    RegexGrammar,
+    SamplingParams,
+    StructuredOutput,
+    TemperatureSchedule,
+)
+
+_T = TypeVar("_T")
+
+# Prompts -------------------------------------------------------------------------------------------------------------
+
+_CHARACTERS: Final = "aeiou nst ABC 0129 .,;:!?\n\t'\"<>{}[]()/\\|-_ éßñ Ωж 漢字 نص עב 🙂👩‍🚀🇫🇷 ́ ﬁ ½"
+"""Characters of one to four bytes; some combine with the one before, some are more than one code point."""
+
+
+def token_prompts(ids: Sequence[int], max_length: int = 24) -> SearchStrategy[TokenPrompt]:
+    """Prompts of these token ids."""
+    return st.lists(st.sampled_from(ids), min_size=1, max_size=max_length).map(
+        lambda chosen: TokenPrompt(token_ids=tuple(chosen))
+    )
+
+
+def texts(max_length: int = 24) -> SearchStrategy[str]:
+    """Texts that begin with a letter, which any tokenizer has a token for; multi-byte characters follow."""
+    characters = st.sampled_from(_CHARACTERS) | st.characters(exclude_categories=("Cs", "Cc", "Cn", "Co"))
+    return st.builds(
+        lambda first, rest: first + rest, st.sampled_from("abcxyz"), st.text(characters, max_size=max_length)
+    )
+
+
+def text_prompts(max_length: int = 24) -> SearchStrategy[TextPrompt]:
+    """Prompts of text."""
+    return st.builds(TextPrompt, text=texts(max_length), add_special_tokens=st.booleans())
+
+
+def chat_prompts(max_turns: int = 3, max_length: int = 16) -> SearchStrategy[ChatPrompt]:
+    """Conversations in which user and assistant take turns, and the user has the last word."""
+
+    def conversation(contents: list[str]) -> ChatPrompt:
+        contents = contents if len(contents) % 2 else contents[:-1]
+        turns = [Message(role=("user", "assistant")[i % 2], content=content) for i, content in enumerate(contents)]
+        return ChatPrompt(messages=tuple(turns))
+
+    return st.lists(texts(max_length), min_size=1, max_size=max_turns).map(conversation)
+
+
+def prompts(ids: Sequence[int], *, chat: bool) -> SearchStrategy[Prompt]:
+    """Prompts of every kind; chat messages only if the model's tokenizer has a template for them."""
+    kinds: list[SearchStrategy[Any]] = [token_prompts(ids), text_prompts()]
+    if chat:
+        kinds.append(chat_prompts())
+    return st.one_of(kinds)
+
+
+# Sampling params -----------------------------------------------------------------------------------------------------
+
+_STOP_PATTERNS: Final = (r"[0-9]", r"[aeiou]", r"[A-Z]", r"[\x80-\u07ff]", r"[a-zA-Z][ -@]", r"a+b|[c-z]")
+"""None matches the sign of broken UTF-8: what is shown for half a character is taken back when the rest comes."""
+_SCHEMA: Final = json.dumps(
+    {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
+)
+_EBNF: Final = 'root ::= ("yes" | "no") digit\ndigit ::= [0-9]'
+EBNF_AS_REGEX: Final = "(yes|no)[0-9]"
+"""What the grammar of drawn params allows."""
+_GRAMMARS: Final[tuple[tuple[Capability, StructuredOutput], ...]] = (
+    (Capability.STRUCTURED_REGEX, RegexGrammar(regex=r"[ab]{1,3}[0-9]")),
+    (Capability.STRUCTURED_EBNF, EbnfGrammar(ebnf=_EBNF)),
+    (Capability.STRUCTURED_JSON, JsonSchema(json_schema=_SCHEMA)),
+)
+
+
+def sampling_params(
+    vocabulary: Sequence[int],
+    capabilities: frozenset[Capability],
+    *,
+    max_tokens: int = 16,
+    max_samples: int = 3,
+    stops: Sequence[str] = tuple("aeiou 012"),
+) -> SearchStrategy[SamplingParams]:
+    """Params with any of the fields that the capabilities allow.
+
+    Args:
+        vocabulary: Token ids that fields may name.
+        capabilities: What the engine claims. A field that needs another is never set.
+        max_tokens: Most tokens that are asked for.
+        max_samples: Most completions of one prompt.
+        stops: What stop strings are made of: best what the model is likely to write.
+    """
+    return _sampling_params(vocabulary, capabilities, max_tokens, max_samples, stops)
+
+
+@st.composite
+def _sampling_params(
+    draw: DrawFn,
+    vocabulary: Sequence[int],
+    capabilities: frozenset[Capability],
+    max_tokens: int,
+    max_samples: int,
+    stops: Sequence[str],
+) -> SamplingParams:
+    ids = st.sampled_from(vocabulary)
+    fields: dict[str, object] = {}
+
+    def always(field: str, values: SearchStrategy[Any], *needed: Capability) -> bool:
+        """Set a field, if the engine claims what it needs."""
+        if not capabilities.issuperset(needed):
+            return False
+        fields[field] = draw(values)
+        return True
+
+    def maybe(field: str, values: SearchStrategy[Any], *needed: Capability) -> bool:
+        """The same in one of four draws."""
+        chosen: bool = draw(st.sampled_from((False, False, False, True)))
+        return chosen and always(field, values, *needed)
+
+    maybe("prompt_logprobs", st.integers(0, 3), Capability.PROMPT_LOGPROBS)
+    if Capability.SCORE_TOKENS in capabilities and draw(st.integers(0, 15)) == 15:
+        return SamplingParams.model_validate({**fields, "max_new_tokens": 0})
+    fields["max_new_tokens"] = most = draw(st.integers(1, max_tokens) | st.just(max_tokens))
+    fields["n"] = draw(st.integers(1, max_samples))
+    fields["temperature"] = temperature = draw(st.just(0.0) | st.floats(0.25, 2.0, width=16))
+    maybe("skip_special_tokens", st.just(False))
+    modes = [mode for mode, capability in MODE_CAPABILITY.items() if capability in capabilities]
+    wants_logprobs: bool = draw(st.booleans())
+    if modes and wants_logprobs:
+        fields["logprobs"] = draw(st.integers(0, 4 if Capability.TOP_LOGPROBS in capabilities else 0))
+        fields["logprobs_mode"] = draw(st.sampled_from(modes))
+    maybe("return_hidden_states", st.just(True), Capability.HIDDEN_STATES)
+    maybe("return_routed_experts", st.just(True), Capability.ROUTED_EXPERTS)
+    maybe("seed", st.integers(0, 2**63 - 1) | st.integers(0, 3), Capability.SEED)
+    maybe("top_k", st.integers(1, 8), Capability.TOP_K)
+    maybe("top_p", st.floats(0.0625, 1.0, width=16), Capability.TOP_P)
+    maybe("min_p", st.floats(0.0, 1.0, width=16), Capability.MIN_P)
+    # A grammar says itself where the output ends and what may be drawn: what contradicts it has no right outcome.
+    grammars = [grammar for capability, grammar in _GRAMMARS if capability in capabilities]
+    if grammars and maybe("structured_output", st.sampled_from(grammars)):
+        return SamplingParams.model_validate(fields)
+    maybe("min_new_tokens", st.integers(0, most), Capability.MIN_NEW_TOKENS)
+    maybe("ignore_eos", st.just(True), Capability.IGNORE_EOS)
+    maybe("repetition_penalty", st.floats(0.5, 2.0, width=16), Capability.REPETITION_PENALTY)
+    maybe("frequency_penalty", st.floats(-2.0, 2.0, width=16), Capability.FREQUENCY_PENALTY)
+    maybe("presence_penalty", st.floats(-2.0, 2.0, width=16), Capability.PRESENCE_PENALTY)
+    maybe("logit_bias", st.dictionaries(ids, st.floats(-8, 8, width=16), max_size=3), Capability.LOGIT_BIAS)
+    maybe("stop_token_ids", _few(ids), Capability.STOP_TOKEN_IDS)
+    strings = st.sampled_from(stops) | st.lists(st.sampled_from(stops), min_size=2, max_size=3).map("".join)
+    either: str = draw(st.sampled_from(("", "", "", "strings", "expressions", "both")))
+    stop = either in ("strings", "both") and always("stop", _few(strings), Capability.STOP_STRINGS)
+    expressions = _few(st.sampled_from(_STOP_PATTERNS))
+    stop_regex = either in ("expressions", "both") and always("stop_regex", expressions, Capability.STOP_REGEX)
+    if stop or stop_regex:
+        fields["include_stop_str_in_output"] = draw(st.booleans())
+    maybe("logit_processors", _processors(ids, heated=temperature > 0), Capability.LOGIT_PROCESSORS)
+    return SamplingParams.model_validate(fields)
+
+
+def _few(items: SearchStrategy[_T]) -> SearchStrategy[tuple[_T, ...]]:
+    return st.lists(items, min_size=1, max_size=6, unique=True).map(tuple)
+
+
+def _processors(ids: SearchStrategy[int], *, heated: bool) -> SearchStrategy[tuple[LogitProcessor, ...]]:
+    """A mask or a list of ids that may not be drawn, never both: they may leave nothing."""
+    masks: SearchStrategy[Any] = st.builds(ActionMask, allowed_token_ids=_few(ids)) | st.builds(
+        DisallowedTokens, token_ids=_few(ids)
+    )
+    if not heated:
+        return masks.map(lambda mask: (mask,))
+    temperatures = st.floats(0.25, 2.0, width=16)
+    schedules = st.builds(TemperatureSchedule, start=temperatures, end=temperatures, steps=st.integers(1, 8))
+    both = st.tuples(masks, schedules)
+    return masks.map(lambda mask: (mask,)) | schedules.map(lambda schedule: (schedule,)) | both
+
+
+# Batches -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One call: prompts, and the params of each."""
+
+    prompts: tuple[Prompt, ...]
+    params: tuple[SamplingParams, ...]
+
+
+def batches(
+    ids: Sequence[int],
+    capabilities: frozenset[Capability],
+    *,
+    chat: bool,
+    max_prompts: int = 4,
+    max_tokens: int = 16,
+    stops: Sequence[str] = tuple("aeiou 012"),
+) -> SearchStrategy[Batch]:
+    """Calls of several prompts of any kind, each with params of its own; see :func:`sampling_params`."""
+    params = sampling_params(ids, capabilities, max_tokens=max_tokens, stops=stops)
+    pairs = st.lists(st.tuples(prompts(ids, chat=chat), params), min_size=1, max_size=max_prompts)
+    return pairs.map(lambda drawn: Batch(tuple(prompt for prompt, _ in drawn), tuple(one for _, one in drawn)))
+
+
+# Weight updates ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPlanChoice:
+    """How the tensors of one push are cut into buckets and ordered."""
+
+    bucket_bytes: int
+    order: int = 0
+    """Fixes the order of the tensors, or of the buckets: 0 as they are, otherwise a shuffle (``replay.shuffled``)."""
+
+
+def weight_plans(total_bytes: int) -> SearchStrategy[WeightPlanChoice]:
+    """Buckets from a single byte (a layer always travels whole) to all of ``total_bytes`` at once, in any order."""
+    sizes = st.sampled_from([total_bytes, max(1, total_bytes // 3), 1]) | st.integers(1, total_bytes)
+    return st.builds(WeightPlanChoice, bucket_bytes=sizes, order=st.integers(0, 2**16))
+
+
+# Aborts --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AbortPoint:
+    """When a request is aborted."""
+
+    tokens: int | None
+    """At once (0), after so many tokens, or after its end (None)."""
+
+
+def abort_points(max_tokens: int) -> SearchStrategy[AbortPoint]:
+    """At once, after up to ``max_tokens`` tokens, or after the end."""
+    return st.builds(AbortPoint, st.just(0) | st.integers(1, max_tokens) | st.none())
+
+
+__all__ = [
+    "AbortPoint",
+    "Batch",
+    "WeightPlanChoice",
+    "abort_points",
+    "batches",
+    "chat_prompts",
+    "prompts",
+    "sampling_params",
+    "text_prompts",
+    "texts",
+    "token_prompts",
+    "weight_plans",
+]

@@ -1,0 +1,190 @@
+"""Settings that are taken and have no effect, or a smaller one; and counts that are too high."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from drivetrain.backend.base import Backend, EngineStats, GenerateRequest, GenerateResult
+from drivetrain.types.capability import Capability
+from drivetrain.types.config import EngineConfig, Task
+from drivetrain.types.weights import CommitUpdate, WeightMessage, WeightReply
+from drivetrain_conformance.mutants.registry import spoiled_backend
+from drivetrain_conformance.mutants.spoil import SoundBackend, mixed
+
+# Settings ------------------------------------------------------------------------------------------------------------
+
+
+def _configured(backend: type[Backend], change: Callable[[EngineConfig], Mapping[str, object]]) -> type[Backend]:
+    """A backend that reads another configuration than it was given."""
+
+    class Wrong(SoundBackend):
+        """Changes its configuration."""
+
+        def __init__(self, config: EngineConfig) -> None:
+            super().__init__(config.model_copy(update=dict(change(config))))
+
+    return mixed(backend, Wrong)
+
+
+@spoiled_backend(caught_by="lifecycle/a_life", says="context_length=701 was asked for, and it is 512")
+def caps_the_context_length(backend: type[Backend]) -> type[Backend]:
+    """A context_length above 512 is taken as 512."""
+    return _configured(
+        backend, lambda config: {"context_length": config.context_length and min(config.context_length, 512)}
+    )
+
+
+@spoiled_backend(caught_by="lifecycle/a_life", says="context_length=701 was asked for, and it is 1024")
+def drops_the_context_length(backend: type[Backend]) -> type[Backend]:
+    """The context length is the model's own, whatever is asked for."""
+    return _configured(backend, lambda _: {"context_length": None})
+
+
+@spoiled_backend(caught_by="lifecycle/a_life", says="dtype=bfloat16 was asked for")
+def drops_the_dtype(backend: type[Backend]) -> type[Backend]:
+    """Weights keep the checkpoint's type, whatever is asked for."""
+    return _configured(backend, lambda _: {"dtype": "auto"})
+
+
+@spoiled_backend(caught_by="lifecycle/a_life", says="nats")
+def reads_the_last_chunk_of_a_prompt(backend: type[Backend]) -> type[Backend]:
+    """Of a prompt longer than max_num_batched_tokens only the last step's tokens are seen."""
+
+    class Wrong(SoundBackend):
+        """Forgets the steps before the last."""
+
+        async def generate(self, request: GenerateRequest) -> GenerateResult:
+            step, prompt = self.config.max_num_batched_tokens, request.prompt_token_ids
+            if step is not None and len(prompt) > step:
+                seen = prompt[(len(prompt) - 1) // step * step :]
+                rest = [prompt[0]] * (len(prompt) - len(seen))
+                request = dataclasses.replace(request, prompt_token_ids=rest + seen)
+            return await super().generate(request)
+
+    return mixed(backend, Wrong)
+
+
+@spoiled_backend(caught_by="lifecycle/a_life", says="requests ran at once, where max_num_seqs is 2")
+def drops_max_num_seqs(backend: type[Backend]) -> type[Backend]:
+    """As many requests run at once as there are."""
+    return _configured(backend, lambda _: {"max_num_seqs": None})
+
+
+@spoiled_backend(caught_by="lifecycle/a_life", says="streams made their first tokens at once, where max_num_seqs is 2")
+def says_that_others_wait(backend: type[Backend]) -> type[Backend]:
+    """As many requests run at once as there are, and stats() says that some of them wait."""
+
+    class Wrong(SoundBackend):
+        """Has its own idea of what runs."""
+
+        def __init__(self, config: EngineConfig) -> None:
+            super().__init__(config.model_copy(update={"max_num_seqs": None}))
+            self._most = config.max_num_seqs
+
+        async def stats(self) -> EngineStats:
+            stats = await super().stats()
+            running = min(stats.running, self._most or stats.running)
+            return dataclasses.replace(stats, running=running, waiting=stats.waiting + stats.running - running)
+
+    return mixed(backend, Wrong)
+
+
+@spoiled_backend(caught_by="lifecycle/a_life", says="the first tokens carry")
+def drops_the_first_version(backend: type[Backend]) -> type[Backend]:
+    """The first weights carry a version of the engine's own, whatever the configuration calls them."""
+    return _configured(backend, lambda _: {"weight_version": "initial"})
+
+
+# Counts --------------------------------------------------------------------------------------------------------------
+
+
+@spoiled_backend(caught_by="pause/in_place_freezes_requests_in_flight", says="frozen requests it counts")
+def counts_requests_twice(backend: type[Backend]) -> type[Backend]:
+    """A request in the batch is also counted as one that waits."""
+
+    class Wrong(SoundBackend):
+        """Adds the queue up from all that were submitted."""
+
+        async def stats(self) -> EngineStats:
+            stats = await super().stats()
+            return dataclasses.replace(stats, waiting=stats.waiting + stats.running)
+
+    return mixed(backend, Wrong)
+
+
+@spoiled_backend(caught_by="sleep/the_memory_of_weights_comes_back", says="awake, the engine says that it holds")
+def counts_weights_twice(backend: type[Backend]) -> type[Backend]:
+    """It says that its weights take twice the memory that they take."""
+
+    class Wrong(SoundBackend):
+        """Counts in the wrong unit."""
+
+        async def stats(self) -> EngineStats:
+            stats = await super().stats()
+            return dataclasses.replace(stats, weight_bytes=2 * stats.weight_bytes)
+
+    return mixed(backend, Wrong)
+
+
+@spoiled_backend(
+    caught_by="weight_sync/many_pushes_in_process_leave_nothing_behind", says="left behind: threads: ['MainThread'"
+)
+def leaves_threads_of_a_common_name(backend: type[Backend]) -> type[Backend]:
+    """Each update leaves a thread, whose name another thread of the process has too."""
+
+    class Wrong(SoundBackend):
+        """Starts a thread and does not end it."""
+
+        async def receive_weights(self, message: WeightMessage) -> WeightReply:
+            if isinstance(message, CommitUpdate):
+                name = threading.main_thread().name
+                threading.Thread(target=threading.Event().wait, name=name, daemon=True).start()
+            return await super().receive_weights(message)
+
+    return mixed(backend, Wrong)
+
+
+# Embeddings ----------------------------------------------------------------------------------------------------------
+
+
+class _Embedding(SoundBackend):
+    """A backend that embeds by itself: the engine below need not."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config.model_copy(update={"task": Task.GENERATE}))
+
+    @classmethod
+    def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
+        without_task = config.model_copy(update={"task": Task.GENERATE})
+        return (super().capabilities(without_task) - {Capability.WEIGHTS_DISK}) | {Capability.EMBED}
+
+    async def embed(self, prompts: list[list[int]], dimensions: int | None) -> list[list[float]]:
+        return await asyncio.to_thread(lambda: [self.pooled(prompt)[:dimensions] for prompt in prompts])
+
+    def pooled(self, prompt: list[int]) -> list[float]:
+        """The vector of one prompt."""
+        import torch
+        from transformers import AutoModel
+
+        model = AutoModel.from_pretrained(self.config.model, dtype=torch.float32)
+        with torch.no_grad():
+            states = model(input_ids=torch.tensor([prompt]), use_cache=False)[0][0]
+        return [float(value) for value in np.asarray(self.pool(states.double().numpy()))]
+
+    @staticmethod
+    def pool(states: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> object:
+        """Make one vector of the states of all tokens."""
+        return states.mean(axis=0)
+
+
+@spoiled_backend(caught_by="embeddings/each_prompt_has_a_vector", says="cosines with the last tokens' states are")
+def embeds_by_the_mean(backend: type[Backend]) -> type[Backend]:
+    """A prompt's vector is the mean of its tokens' states, for a model whose folder says nothing of that."""
+    made = mixed(backend, _Embedding)
+    made.config_names = {**backend.config_names, "task": "its own"}
+    return made

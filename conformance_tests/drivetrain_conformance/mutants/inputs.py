@@ -1,0 +1,145 @@
+"""Inputs that no engine can honour, taken: numbers beyond float32, names that are none, files outside a folder."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from drivetrain import openai
+from drivetrain.engine.engine import InferenceEngine
+from drivetrain.types import arguments
+from drivetrain.types.modes import PauseMode
+from drivetrain_conformance.mutants.registry import spoiled_engine
+from drivetrain_conformance.mutants.spoil import mixed, taking
+
+
+@spoiled_engine(
+    caught_by="errors/no_sampling_param_takes_a_wrong_value",
+    says="expected InvalidRequest for sampling_params.temperature, but nothing was raised",
+)
+def takes_what_float32_cannot_hold(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+    """Numbers that float32 takes for 0 are taken, and count as 0."""
+
+    def change(params: Mapping[str, object]) -> Mapping[str, object]:
+        temperature = params.get("temperature")
+        is_tiny = isinstance(temperature, float) and 0 < temperature < 1e-37
+        return {**params, "temperature": 0} if is_tiny else params
+
+    return taking(engine, change)
+
+
+@spoiled_engine(
+    caught_by="errors/no_sampling_param_takes_a_wrong_value",
+    says="expected InvalidRequest for sampling_params.top_k, but nothing was raised",
+)
+def takes_what_int32_cannot_hold(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+    """A top_k of any size is taken, and cut to what a kernel holds."""
+
+    def change(params: Mapping[str, object]) -> Mapping[str, object]:
+        top_k = params.get("top_k")
+        return {**params, "top_k": min(top_k, 2**31 - 1)} if type(top_k) is int else params
+
+    return taking(engine, change)
+
+
+@spoiled_engine(
+    caught_by="errors/no_sampling_param_takes_a_wrong_value",
+    says="expected InvalidRequest for sampling_params.logit_bias, but nothing was raised",
+)
+def takes_biases_that_become_infinite(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+    """A finite bias beyond float32 is taken, and held to its largest number."""
+
+    def change(params: Mapping[str, object]) -> Mapping[str, object]:
+        biases = params.get("logit_bias")
+        if not isinstance(biases, dict):
+            return params
+        is_large = any(isinstance(bias, float) and 1e30 < abs(bias) < 1e300 for bias in biases.values())
+        return {**params, "logit_bias": dict.fromkeys(biases, 1e30)} if is_large else params
+
+    return taking(engine, change)
+
+
+@spoiled_engine(
+    caught_by="structured_output/a_regex_that_does_not_compile_is_refused",
+    says="expected InvalidRequest for sampling_params.structured_output, but nothing was raised",
+)
+def generates_freely_by_an_empty_regex(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+    """An empty regular expression is taken for none."""
+
+    def change(params: Mapping[str, object]) -> Mapping[str, object]:
+        grammar = params.get("structured_output")
+        is_empty = isinstance(grammar, dict) and grammar.get("regex") == ""
+        return {**params, "structured_output": None} if is_empty else params
+
+    return taking(engine, change)
+
+
+@spoiled_engine(
+    caught_by="errors/other_arguments_of_a_wrong_type_are_refused", says="abort(request_id=3): AttributeError"
+)
+def looks_at_no_argument(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+    """Methods look at no argument before they use it, so that junk raises whatever its first use does."""
+    unchecked = {
+        name: inspect.unwrap(method)
+        for name, method in inspect.getmembers(engine, inspect.isfunction)
+        if method.__code__.co_filename == arguments.__file__
+    }
+    return mixed(engine, type("Wrong", (InferenceEngine,), {"__doc__": "Checks nothing.", **unchecked}))
+
+
+@spoiled_engine(caught_by="abort/an_id_that_begins_another_aborts_only_its_own", says="abort(None) was taken")
+def takes_no_id_for_all(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+    """Aborting None, such as the id that a trainer has lost, ends every request."""
+
+    class Wrong(InferenceEngine):
+        """Has one method for both."""
+
+        async def abort(self, request_id: str) -> None:
+            await (self.abort_generation() if request_id is None else super().abort(request_id))
+
+    return mixed(engine, Wrong)
+
+
+@spoiled_engine(
+    caught_by="openai/what_is_not_honoured_is_refused_by_name", says="'chat_template_kwargs': {'chat_template': '{% for"
+)
+def drops_the_template_of_a_request(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+    """A chat template among the variables of a request is taken, and has no effect."""
+
+    class Wrong(InferenceEngine):
+        """Takes a template for a variable that no template uses."""
+
+        async def chat_completion(
+            self, payload: Mapping[str, object], *, timeout: float | None = None
+        ) -> openai.ChatCompletion:
+            variables = payload.get("chat_template_kwargs")
+            if isinstance(variables, dict) and "chat_template" in variables:
+                payload = {**payload, "chat_template_kwargs": {}}
+            return await super().chat_completion(payload, timeout=timeout)
+
+    return mixed(engine, Wrong)
+
+
+@spoiled_engine(
+    caught_by="weight_sync/a_bad_folder_is_refused_and_the_engine_serves_on",
+    says="an index that names a file outside its folder was accepted",
+)
+def reads_files_outside_the_folder(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+    """Files that a checkpoint's index names are read wherever they lie."""
+
+    class Wrong(InferenceEngine):
+        """Joins paths, and looks no further."""
+
+        async def load_weights_from_disk(
+            self, path: str | os.PathLike[str], version: str, *, mode: PauseMode | str = PauseMode.RETRACT
+        ) -> None:
+            index = Path(path) / "model.safetensors.index.json"
+            if index.is_file():
+                named = next(iter(json.loads(index.read_text())["weight_map"].values()))
+                path = (Path(path) / named).parent
+            await super().load_weights_from_disk(path, version, mode=mode)
+
+    return mixed(engine, Wrong)

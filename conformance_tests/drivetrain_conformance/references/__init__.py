@@ -1,0 +1,1 @@
+"""Independent computations that an engine's answers are compared with."""

@@ -1,0 +1,254 @@
+"""What the engine under test is compared with: the model's logits, computed in a way that bypasses the engine."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drivetrain.backend.toolkit.progress_bars import no_progress_bars
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Logits = NDArray[np.float64]
+
+
+class Oracle(Protocol):
+    """An independent source of a model's logits."""
+
+    def logits(self, token_ids: Sequence[int]) -> Logits:
+        """Return logits of shape (tokens, vocabulary); row i is the distribution of token i + 1."""
+        ...
+
+
+@runtime_checkable
+class HiddenStatesOracle(Oracle, Protocol):
+    """One that also knows what the language model's head is given."""
+
+    def hidden_states(self, token_ids: Sequence[int]) -> Logits:
+        """Return the last layer's states after the final norm, shape (tokens, hidden size)."""
+        ...
+
+
+@runtime_checkable
+class CacheOracle(Oracle, Protocol):
+    """One that can go on from the KV cache of another."""
+
+    def logits_on_the_cache_of(self, earlier: Oracle, token_ids: Sequence[int], cached: int) -> Logits:
+        """Return the logits of the tokens after the first ``cached`` ones, which ``earlier`` computed."""
+        ...
+
+
+@runtime_checkable
+class RoundingOracle(Oracle, Protocol):
+    """One that also knows how far rounding moves its logits, which is far where a router picks among experts."""
+
+    def rounded_logits(self, token_ids: Sequence[int], unit: float) -> Iterator[Logits]:
+        """Yield the logits again and again, each time with every weight off by about ``unit`` of its value."""
+        ...
+
+
+@runtime_checkable
+class ImagesOracle(Oracle, Protocol):
+    """One that also sees images."""
+
+    def logits_beside(self, token_ids: Sequence[int], images: Sequence[bytes]) -> Logits:
+        """Return logits of token ids among which each image stands as often as the model takes it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Film:
+    """A video as it was before it was a file."""
+
+    frames: NDArray[np.uint8]
+    """Shape (frames, height, width, 3): red, green, blue."""
+    per_second: float
+
+
+@runtime_checkable
+class VideosOracle(ImagesOracle, Protocol):
+    """One that also sees videos."""
+
+    def logits_beside_videos(self, token_ids: Sequence[int], images: Sequence[bytes], videos: Sequence[Film]) -> Logits:
+        """Return logits of token ids among which each image and video stands as often as the model takes it."""
+        ...
+
+
+class TransformersOracle:
+    """A transformers forward pass in float32 on the CPU: no cache, no batch, no padding."""
+
+    def __init__(self, model: Path) -> None:
+        self._path = model
+
+    @cached_property
+    def _model(self) -> PreTrainedModel:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+        sees = hasattr(AutoConfig.from_pretrained(self._path), "vision_config")
+        kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        with no_progress_bars():
+            model: PreTrainedModel = kind.from_pretrained(self._path, dtype=torch.float32)
+        model.requires_grad_(False)
+        model.eval()
+        return model
+
+    def logits(self, token_ids: Sequence[int]) -> Logits:
+        """Run the model over the whole sequence."""
+        return _logits(self._model, token_ids)
+
+    def logits_on_the_cache_of(self, earlier: Oracle, token_ids: Sequence[int], cached: int) -> Logits:
+        """Run the earlier model over the first tokens, and this one over the rest with what it left."""
+        import torch
+        from transformers import DynamicCache
+
+        assert isinstance(earlier, TransformersOracle), (
+            f"the cache of a {type(earlier).__name__} cannot be gone on from"
+        )
+        ids, cache = torch.tensor([list(token_ids)]), DynamicCache()
+        with torch.no_grad():
+            earlier._model(input_ids=ids[:, :cached], past_key_values=cache, use_cache=True)
+            logits = self._model(input_ids=ids[:, cached:], past_key_values=cache, use_cache=True).logits[0]
+        return np.asarray(logits.double().numpy())
+
+    def rounded_logits(self, token_ids: Sequence[int], unit: float) -> Iterator[Logits]:
+        """Yield those of eight copies of the model."""
+        import torch
+
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(8):
+            other = copy.deepcopy(self._model)
+            for parameter in other.parameters():
+                parameter.mul_(1 + unit * torch.randn(parameter.shape, generator=generator))
+            yield _logits(other, token_ids)
+
+    @cached_property
+    def _image_processor(self) -> Any:
+        from transformers import AutoImageProcessor
+
+        return AutoImageProcessor.from_pretrained(self._path)
+
+    def logits_beside(self, token_ids: Sequence[int], images: Sequence[bytes]) -> Logits:
+        """Run the model over the whole sequence and the images."""
+        import torch
+
+        ids = torch.tensor([list(token_ids)])
+        places = (ids == self._model.config.image_token_id).int()
+        with torch.no_grad():
+            logits = self._model(
+                input_ids=ids, mm_token_type_ids=places, use_cache=False, **self._of_images(images)
+            ).logits[0]
+        return np.asarray(logits.double().numpy())
+
+    def _of_images(self, images: Sequence[bytes]) -> dict[str, Any]:
+        from PIL import Image
+
+        opened = [Image.open(BytesIO(image)).convert("RGB") for image in images]
+        return dict(self._image_processor(images=opened, return_tensors="pt"))
+
+    @cached_property
+    def _video_processor(self) -> Any:
+        from transformers import AutoVideoProcessor
+
+        return AutoVideoProcessor.from_pretrained(self._path)
+
+    def logits_beside_videos(self, token_ids: Sequence[int], images: Sequence[bytes], videos: Sequence[Film]) -> Logits:
+        """Run the model over the whole sequence, the images and the videos, at positions that are counted here."""
+        import torch
+
+        config, processor = self._model.config, self._video_processor
+        inputs: dict[str, Any] = self._of_images(images) if images else {}
+        grids = {
+            config.image_token_id: [(*grid, 1.0) for grid in inputs.get("image_grid_thw", torch.empty(0)).tolist()]
+        }
+        if videos:
+            made = processor(
+                videos=[film.frames for film in videos],
+                video_metadata=[{"total_num_frames": len(film.frames), "fps": film.per_second} for film in videos],
+                return_metadata=True,
+                return_tensors="pt",
+            )
+            # Qwen2-VL counts the grids of a video, Qwen2.5-VL its seconds.
+            a_second = getattr(config.vision_config, "tokens_per_second", None)
+            steps = [
+                1.0 if a_second is None else a_second * processor.temporal_patch_size / metadata.sampled_fps
+                for metadata in made.pop("video_metadata")
+            ]
+            grids[config.video_token_id] = [
+                (*grid, step) for grid, step in zip(made["video_grid_thw"].tolist(), steps, strict=True)
+            ]
+            inputs |= made
+        positions = _positions(token_ids, grids, config.vision_config.spatial_merge_size)
+        with torch.no_grad():
+            logits = self._model(
+                input_ids=torch.tensor([list(token_ids)]),
+                position_ids=torch.from_numpy(positions)[:, None],
+                use_cache=False,
+                **inputs,
+            ).logits[0]
+        return np.asarray(logits.double().numpy())
+
+    def hidden_states(self, token_ids: Sequence[int]) -> Logits:
+        """Run the model without its head over the whole sequence."""
+        import torch
+
+        with torch.no_grad():
+            states = self._model.base_model(input_ids=torch.tensor([list(token_ids)]), use_cache=False)[0][0]
+        return np.asarray(states.double().numpy())
+
+
+def _positions(
+    token_ids: Sequence[int], grids: dict[int, list[tuple[int, int, int, float]]], merged: int
+) -> NDArray[np.int64]:
+    """Time, row and column of each token, as the authors of Qwen2-VL count them.
+
+    What follows an image or video is one after the largest position in it, as in their code
+    (https://github.com/huggingface/transformers/pull/35569). transformers 5.19 has it after the rows or columns alone.
+
+    Args:
+        token_ids: The prompt, and what follows it.
+        grids: For each token id that stands for images or videos: of each, pairs of frames, rows, columns, and how far
+            the time of one pair is from that of the next.
+        merged: Patches along a side of a token.
+    """
+    left = {token: iter(of_token) for token, of_token in grids.items()}
+    found: list[NDArray[np.int64]] = []
+    begin = 0
+    for token, run in itertools.groupby(token_ids):
+        length = len(list(run))
+        medium = next(left[token], None) if token in left else None
+        if medium is None:
+            part = np.broadcast_to(np.arange(length), (3, length))
+        else:
+            frames, rows, columns, step = medium
+            times = np.floor(np.arange(frames) * step + 1e-6).astype(np.int64)
+            sides = np.arange(rows // merged), np.arange(columns // merged)
+            part = np.stack(np.meshgrid(times, *sides, indexing="ij")).reshape(3, -1)
+            assert part.shape[1] == length, f"{length} tokens stand for a grid of {medium}"
+        found.append(part + begin)
+        begin = int(found[-1].max()) + 1
+    return np.concatenate(found, axis=1)
+
+
+def _logits(model: PreTrainedModel, token_ids: Sequence[int]) -> Logits:
+    import torch
+
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([list(token_ids)]), use_cache=False).logits[0]
+    return np.asarray(logits.double().numpy())
+
+
+def log_softmax(logits: Logits) -> Logits:
+    """Logprobs along the last axis."""
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))

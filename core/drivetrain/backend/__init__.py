@@ -1,0 +1,25 @@
+"""What a plugin author reads: the ``Backend`` page, the hook, and how plugins are found."""
+
+from __future__ import annotations
+
+from drivetrain.backend.base import (
+    Backend,
+    EngineStats,
+    GenerateRequest,
+    GenerateResult,
+    ModelInfo,
+    ReadMedium,
+    StopKind,
+    TokenDelta,
+)
+
+__all__ = [
+    "Backend",
+    "EngineStats",
+    "GenerateRequest",
+    "GenerateResult",
+    "ModelInfo",
+    "ReadMedium",
+    "StopKind",
+    "TokenDelta",
+]

@@ -1,0 +1,304 @@
+"""The plugin seam: which backends there are, and how one is loaded by its name.
+
+A plugin is an entry point of the group ``drivetrain``: its name is the backend's, its value a module with a
+``drivetrain_backends`` hook (see ``drivetrain.backend.hookspecs``). Only the plugin that was asked for is imported, so
+a broken one is in nobody's way; whoever asks for it is told what broke.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata
+import os
+import re
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from drivetrain.backend.base import Backend
+from drivetrain.backend.plugin_classes import backend_classes, describe_error
+from drivetrain.checks.safe_repr import shown
+from drivetrain.errors import (
+    BackendError,
+    BackendLoadError,
+    BackendUnavailable,
+    DuplicateBackend,
+    UnknownBackend,
+)
+from drivetrain.types.arguments import checked
+
+GROUP: Final = "drivetrain"
+"""The entry-point group of plugins."""
+DISABLE_VARIABLE: Final = "DRIVETRAIN_DISABLED_PLUGINS"
+"""Environment variable with the names of backends, or of distributions, that are switched off; separated by commas."""
+
+
+class BackendStatus(Enum):
+    """Whether a backend can be used here."""
+
+    AVAILABLE = "available"
+    BROKEN = "broken"
+    """Its plugin does not load; ``reason`` has the error."""
+    DISABLED = "disabled"
+    """``DRIVETRAIN_DISABLED_PLUGINS`` switches it off."""
+    ENGINE_MISSING = "engine missing"
+    """Its plugin loads, but the engine that it adapts is not installed."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackendInfo:
+    """What is known of one backend without starting it."""
+
+    name: str
+    distribution: str | None
+    """Distribution that brings the plugin; None: registered by this program."""
+    version: str | None
+    """Version of that distribution."""
+    engine_distribution: str | None
+    """Distribution of the engine; None when the plugin does not load."""
+    engine_version: str | None
+    """Installed version of the engine; None when it is not installed."""
+    status: BackendStatus
+    reason: str = ""
+    """Why it is not available, and what to do; empty when it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    backend: type[Backend]
+    origin: _Origin
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """Where a backend comes from: a distribution's entry point, or a call of :func:`register`."""
+
+    module: str
+    distribution: str | None = None
+    version: str | None = None
+
+    def __str__(self) -> str:
+        if self.distribution is None:
+            return f"{self.module} (registered by this program)"
+        return f"{self.module} of the distribution {self.distribution!r} {self.version}"
+
+
+_loaded: dict[str, _Loaded] = {}
+_registered: dict[str, tuple[object, _Loaded]] = {}
+
+
+@checked
+def load_backend(name: str) -> type[Backend]:
+    """Return the class of the backend ``name``, importing its plugin and no other.
+
+    The engine that it adapts need not be installed; see :func:`require_engine`.
+
+    Raises:
+        UnknownBackend: no plugin provides it; the message lists those that are there and what state they are in.
+        DuplicateBackend: two distributions provide it; the message names both.
+        BackendLoadError: its plugin does not load; the original error is the ``__cause__``.
+        BackendError: it is switched off by ``DRIVETRAIN_DISABLED_PLUGINS``.
+    """
+    if name in _registered:
+        _refuse_disabled(name, [_registered[name][1].origin])
+        return _registered[name][1].backend
+    if name in _loaded:
+        _refuse_disabled(name, [_loaded[name].origin])
+        return _loaded[name].backend
+    entries = _entry_points().get(name)
+    if not entries:
+        raise UnknownBackend(_unknown(name))
+    entry = _only(name, entries)
+    origin = _origin(entry)
+    try:
+        plugin = entry.load()
+    except (Exception, SystemExit) as error:  # a plugin that exits while it is imported must not end this program
+        raise BackendLoadError(
+            f"cannot load the backend {name!r} from {origin}: {describe_error(error)}; "
+            f"mend or uninstall the plugin, or switch it off with {DISABLE_VARIABLE}={name}"
+        ) from error
+    backends = {cls.name: cls for cls in backend_classes(plugin, str(origin))}
+    if name not in backends:
+        found = ", ".join(map(repr, backends)) or "none"
+        raise BackendLoadError(
+            f"the hook of {origin} returned no backend with name = {name!r} (it returned: {found}); "
+            "the entry point's name must be the name of the class"
+        )
+    _loaded[name] = _Loaded(backends[name], origin)
+    return backends[name]
+
+
+def require_engine(backend: type[Backend]) -> str:
+    """Return the version of the engine that ``backend`` adapts, as installed in this environment.
+
+    Raises:
+        BackendUnavailable: it is not installed here; the message says how to install it.
+    """
+    try:
+        return importlib.metadata.version(backend.engine_distribution)
+    except importlib.metadata.PackageNotFoundError:
+        raise BackendUnavailable(
+            f"the {backend.name} backend needs the package {backend.engine_distribution!r}, which is not installed "
+            f"in this environment; run: pip install {_requirement(backend)}"
+        ) from None
+
+
+def list_backends() -> list[BackendInfo]:
+    """Describe every backend, by name, loading each plugin that is not switched off; starts no engine."""
+    names = sorted({*_entry_points(), *_registered})
+    return [_describe(name) for name in names]
+
+
+def disabled_plugins() -> frozenset[str]:
+    """The names that ``DRIVETRAIN_DISABLED_PLUGINS`` switches off."""
+    return frozenset(part.strip() for part in os.environ.get(DISABLE_VARIABLE, "").split(",") if part.strip())
+
+
+def register(plugin: object) -> None:
+    """Add the backends of ``plugin``, a module or object with the hook, to this program alone.
+
+    An engine in a host process of its own does not see them: there a backend is found through its entry point.
+
+    Raises:
+        BackendLoadError: the plugin has no hook, or one that returns something other than concrete backend classes.
+        DuplicateBackend: there is a backend of that name already; nothing was added.
+    """
+    origin = _Origin(getattr(plugin, "__name__", None) or type(plugin).__qualname__)
+    backends = backend_classes(plugin, str(origin))
+    if not backends:
+        raise BackendLoadError(f"the hook of {origin} returned no backend")
+    installed = _entry_points()
+    for backend in backends:
+        others = [_registered[backend.name][1].origin] if backend.name in _registered else []
+        others += [_origin(entry) for entry in installed.get(backend.name, [])]
+        if others:
+            raise _duplicate(backend.name, [origin, *others])
+    _registered.update({backend.name: (plugin, _Loaded(backend, origin)) for backend in backends})
+
+
+def unregister(plugin: object) -> None:
+    """Take away what :func:`register` added.
+
+    Raises:
+        BackendError: the plugin is not registered.
+    """
+    names = [name for name, (owner, _) in _registered.items() if owner is plugin]
+    if not names:
+        raise BackendError(
+            f"{shown(plugin)} is not registered; registered backends: {', '.join(_registered) or 'none'}"
+        )
+    for name in names:
+        del _registered[name]
+
+
+# Finding -------------------------------------------------------------------------------------------------------------
+
+
+def _entry_points() -> dict[str, list[importlib.metadata.EntryPoint]]:
+    """Entry points by name; importlib counts a distribution that is on sys.path twice once."""
+    found: dict[str, list[importlib.metadata.EntryPoint]] = {}
+    for entry in importlib.metadata.entry_points(group=GROUP):
+        found.setdefault(entry.name, []).append(entry)
+    return found
+
+
+def _origin(entry: importlib.metadata.EntryPoint) -> _Origin:
+    if entry.dist is None:
+        return _Origin(entry.value, "unknown", "unknown")
+    return _Origin(entry.value, entry.dist.name, entry.dist.version)
+
+
+def _only(name: str, entries: list[importlib.metadata.EntryPoint]) -> importlib.metadata.EntryPoint:
+    enabled = [entry for entry in entries if not _disabled_by(name, _origin(entry))]
+    if not enabled:
+        _refuse_disabled(name, [_origin(entry) for entry in entries])
+    if len(enabled) > 1:
+        raise _duplicate(name, [_origin(entry) for entry in enabled])
+    return enabled[0]
+
+
+def _duplicate(name: str, origins: list[_Origin]) -> DuplicateBackend:
+    return DuplicateBackend(
+        f"{len(origins)} plugins provide a backend named {name!r}: {'; '.join(map(str, origins))}. "
+        f"Uninstall one, or switch it off by its distribution's name in {DISABLE_VARIABLE}"
+    )
+
+
+def _disabled_by(name: str, origin: _Origin) -> str | None:
+    """The word in the environment variable that switches this one off."""
+    if name in disabled_plugins():
+        return name
+    if origin.distribution is None:
+        return None
+    return next((word for word in disabled_plugins() if _normal(word) == _normal(origin.distribution)), None)
+
+
+def _normal(distribution: str) -> str:
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+def _refuse_disabled(name: str, origins: list[_Origin]) -> None:
+    words = [word for origin in origins if (word := _disabled_by(name, origin)) is not None]
+    if words and len(words) == len(origins):
+        raise BackendError(
+            f"the backend {name!r} is switched off by {DISABLE_VARIABLE}={os.environ[DISABLE_VARIABLE]!r}; "
+            f"take {' and '.join(repr(word) for word in dict.fromkeys(words))} out of it to use this backend"
+        )
+
+
+# Describing ----------------------------------------------------------------------------------------------------------
+
+
+def _describe(name: str) -> BackendInfo:
+    origins = [_origin(entry) for entry in _entry_points().get(name, [])]
+    if name in _registered:
+        origins = [_registered[name][1].origin]
+    one = origins[0] if len(origins) == 1 else None
+    distribution = one.distribution if one else ", ".join(str(origin.distribution) for origin in origins)
+    version = one.version if one else None
+    try:
+        backend = load_backend(name)
+    except BackendError as error:
+        off = all(_disabled_by(name, origin) for origin in origins)
+        status = BackendStatus.DISABLED if off else BackendStatus.BROKEN
+        return BackendInfo(name, distribution, version, None, None, status, str(error))
+    try:
+        engine_version = require_engine(backend)
+    except BackendUnavailable as error:
+        status, reason, engine_version = BackendStatus.ENGINE_MISSING, str(error), None
+    else:
+        status, reason = BackendStatus.AVAILABLE, ""
+    return BackendInfo(name, distribution, version, backend.engine_distribution, engine_version, status, reason)
+
+
+def _requirement(backend: type[Backend]) -> str:
+    """What to install: the extra of the plugin's distribution that is named like the backend, else the engine."""
+    loaded = _loaded.get(backend.name)
+    if loaded is not None and loaded.origin.distribution is not None:
+        extras = importlib.metadata.metadata(loaded.origin.distribution).get_all("Provides-Extra") or []
+        if backend.name in extras:
+            return f"'{loaded.origin.distribution}[{backend.name}]'"
+    return backend.engine_distribution
+
+
+def _unknown(name: str) -> str:
+    backends = list_backends()
+    close = difflib.get_close_matches(name.lower(), [info.name for info in backends], n=1)
+    lines = [f"there is no backend named {shown(name)}" + (f"; did you mean {close[0]!r}?" if close else "")]
+    lines.append("known backends:" if backends else f"no plugin of the entry-point group {GROUP!r} is installed")
+    for info in backends:
+        ready = f"{info.engine_distribution} {info.engine_version}" if not info.reason else info.reason
+        lines.append(f"  {info.name}: {info.status.value} ({ready})")
+    return "\n".join(lines)
+
+
+__all__ = [
+    "BackendInfo",
+    "BackendStatus",
+    "disabled_plugins",
+    "list_backends",
+    "load_backend",
+    "register",
+    "require_engine",
+    "unregister",
+]

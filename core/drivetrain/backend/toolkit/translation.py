@@ -1,0 +1,174 @@
+"""What backends have in common when they translate to and from an engine's words. Pure functions over plain values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+from drivetrain.backend.base import GenerateRequest
+from drivetrain.errors import InvalidConfig, InvalidRequest, NonFiniteLogits, NoTokenAllowed
+from drivetrain.types.config import EngineConfig
+from drivetrain.types.outputs import VersionSpan
+
+_NONE: Final[Mapping[str, str]] = MappingProxyType({})
+
+
+def with_engine_kwargs(
+    config: EngineConfig,
+    relied_on: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    without_effect: Mapping[str, str] = _NONE,
+) -> dict[str, Any]:
+    """The engine's arguments: the backend's defaults, what ``engine_kwargs`` says instead, and what is relied on.
+
+    Args:
+        config: The configuration.
+        relied_on: Arguments that the backend sets itself.
+        defaults: Arguments that ``engine_kwargs`` may replace.
+        without_effect: Arguments that the engine takes and would not use here, and what to do instead.
+
+    Raises:
+        InvalidConfig: ``engine_kwargs`` sets what the configuration has a field for, what the backend relies on, or
+            what would have no effect.
+    """
+    for name in sorted(without_effect.keys() & config.engine_kwargs.keys()):
+        raise InvalidConfig(
+            f"engine_kwargs holds {name}, which would have no effect: {without_effect[name]}", field="engine_kwargs"
+        )
+    both = sorted(relied_on.keys() & config.engine_kwargs.keys())
+    if both:
+        raise InvalidConfig(
+            f"engine_kwargs holds {', '.join(both)}, which the backend sets itself; use the fields of the "
+            "configuration, or leave it out",
+            field="engine_kwargs",
+        )
+    return {**defaults, **relied_on, **config.engine_kwargs}
+
+
+def spreads_experts(config: EngineConfig) -> bool:
+    """Whether each rank of the engine is to hold whole experts, where it would hold a part of each.
+
+    Raises:
+        InvalidConfig: they are to be spread over some of the ranks only.
+    """
+    experts, ranks = config.expert_parallel_size, config.tensor_parallel_size
+    if experts not in (1, ranks):
+        raise InvalidConfig(
+            f"expert_parallel_size={experts} with tensor_parallel_size={ranks}: experts are spread over all ranks of "
+            "the engine or over none; give both the same size, or leave it out",
+            field="expert_parallel_size",
+        )
+    return experts > 1
+
+
+def require_experts(config: EngineConfig, fields: Iterable[str]) -> None:
+    """Raise :class:`InvalidConfig` if experts are to be spread over ranks and the model has none.
+
+    Args:
+        config: The configuration.
+        fields: Names of the fields of the model's own ``config.json``; a mixture's say how many experts there are.
+    """
+    if config.expert_parallel_size > 1 and not any("expert" in field for field in fields):
+        raise InvalidConfig(
+            f"expert_parallel_size={config.expert_parallel_size}: the model has no experts to spread; leave it out",
+            field="expert_parallel_size",
+        )
+
+
+def context_length_of(own: int, configured: int | None) -> int:
+    """Most tokens of prompt and output together: the configured limit, or the model's own.
+
+    Raises:
+        InvalidConfig: more is asked for than the model has.
+    """
+    if configured is None:
+        return own
+    if configured > own:
+        raise InvalidConfig(
+            f"context_length={configured} is more than the model's {own}; lower it or leave it out",
+            field="context_length",
+        )
+    return configured
+
+
+def eos_token_ids(*sources: object) -> tuple[int, ...]:
+    """The EOS ids that any of these names as its ``eos_token_id``: a model's configurations, or its tokenizer."""
+    found: dict[int, None] = {}
+    for source in sources:
+        named = getattr(source, "eos_token_id", None)
+        for token_id in named if isinstance(named, list | tuple) else [named]:
+            if token_id is not None:
+                found[int(token_id)] = None
+    return tuple(found)
+
+
+def version_spans(ends: Iterable[tuple[str, float]], count: int) -> list[VersionSpan]:
+    """The spans of a sample of ``count`` tokens, of versions and how many tokens there were at the end of each."""
+    found: list[VersionSpan] = []
+    for version, replaced in ends:
+        begin, end = found[-1].end if found else 0, int(min(replaced, count))
+        if end <= begin:
+            continue
+        if found and found[-1].version == version:
+            begin = found.pop().start
+        found.append(VersionSpan(version, begin, end))
+    return found
+
+
+def shortened(vector: list[float], dimensions: int) -> list[float]:
+    """The first numbers of an embedding, at length 1 again, as Matryoshka models are used.
+
+    Raises:
+        InvalidRequest: it has fewer.
+    """
+    if dimensions > len(vector):
+        raise InvalidRequest(
+            f"dimensions={dimensions} is more than the model's {len(vector)}; ask for fewer", field="dimensions"
+        )
+    kept = vector[:dimensions]
+    norm = math.sqrt(math.fsum(value * value for value in kept)) or 1.0
+    return [value / norm for value in kept]
+
+
+def non_finite_logits(request: GenerateRequest, token: int | None = None) -> NonFiniteLogits:
+    """The error of a request for which the model gave NaN or infinite logits.
+
+    Args:
+        request: The request.
+        token: Which of its output tokens they were for, counted from 0; None: for its prompt's tokens.
+    """
+    where = "its prompt" if token is None else f"output token {token}"
+    whose = "the weights" if request.lora is None else f"the weights or the adapter {request.lora!r}"
+    return NonFiniteLogits(
+        f"request {request.request_id}: the model gave NaN or infinite logits for {where}. Either {whose} diverged: "
+        "push good ones; or a type such as float16 does not hold the model's activations"
+    )
+
+
+def no_token_allowed(request: GenerateRequest, token: int) -> NoTokenAllowed:
+    """The error of a request whose own fields left nothing to draw as its output token ``token``, counted from 0."""
+    params = request.params
+    used = {
+        "structured_output": params.structured_output is not None,
+        "logit_processors": bool(params.logit_processors),
+        "min_new_tokens": token < params.min_new_tokens,
+    }
+    names = [f"sampling_params.{name}" for name, is_used in used.items() if is_used]
+    leave = "leaves" if len(names) == 1 else "together leave"
+    return NoTokenAllowed(
+        f"request {request.request_id}: {' and '.join(names) or 'its sampling_params'} {leave} no token to draw "
+        f"as output token {token}; loosen one of them",
+        field=", ".join(names),
+    )
+
+
+def require_numbers(values: Iterable[float], what: str) -> None:
+    """Raise :class:`NonFiniteLogits` for the first value that is NaN or infinite; ``what`` says what they are."""
+    for index, value in enumerate(values):
+        if not math.isfinite(value):
+            raise NonFiniteLogits(
+                f"prompts[{index}]: the model gave {what} that holds NaN or infinite numbers. Its weights diverged, or "
+                "its type does not hold its activations"
+            )

@@ -1,0 +1,1 @@
+"""Checks of single values, and how errors word what was wrong. Imports nothing but the errors."""

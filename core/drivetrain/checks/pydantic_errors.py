@@ -1,0 +1,87 @@
+"""Pydantic's complaints about a mapping of fields, as one sentence: the field, the value, the remedy."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, get_args
+
+from pydantic import BaseModel
+
+from drivetrain.checks.safe_repr import is_secret, shown
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+
+def describe_validation_error(error: ValidationError, model: type[BaseModel], prefix: str = "") -> tuple[str, str]:
+    """Return (dotted field, sentence) for pydantic's first complaint.
+
+    A class variable ``other_names`` of the model maps names that users of other libraries give to what is meant here;
+    ``other_values`` does so for values: (field, value) → what is meant.
+    """
+    first = error.errors(include_url=False)[0]
+    loc, value = first["loc"], first["input"]
+    where = ".".join(shown_name(str(part)) for part in loc)
+    field = f"{prefix}{where}" if where else (prefix.rstrip(".") or model.__name__)
+    if first["type"] == "extra_forbidden":
+        # The value is not shown: under a mistyped name it may be a key.
+        return shown_name(
+            field
+        ), f"{shown_name(field)}: there is no such field; {_hint(_model_at(model, loc[:-1]), loc)}"
+    if first["type"] == "missing":
+        return field, f"{field} is missing; it is required"
+    message = _shortened(first["msg"].removeprefix("Value error, "), 1000)
+    if not where:
+        return field, f"{field}: {message}"
+    meant = _meant(_model_at(model, loc[:-1]), str(loc[-1]), value)
+    if any(is_secret(str(part)) for part in loc) or _is_hidden(model, str(loc[0])):
+        return field, f"{field}: {message}"
+    return field, f"{field}={shown(value)}: {message}{meant}"
+
+
+def shown_name(name: str) -> str:
+    """Return the name of a field as errors show it: shortened."""
+    return _shortened(name, 100)
+
+
+def _shortened(text: str, longest: int) -> str:
+    half = longest // 2
+    return text if len(text) <= longest else f"{text[:half]}…{text[-half:]}"
+
+
+def _hint(model: type[BaseModel], loc: tuple[int | str, ...]) -> str:
+    name = str(loc[-1])
+    other: Mapping[str, str] = getattr(model, "other_names", {})
+    if name in other:
+        return other[name]
+    known = [field.alias or own for own, field in model.model_fields.items()]
+    close = difflib.get_close_matches(name[:100], known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known fields: {', '.join(known)}"
+
+
+def _meant(model: type[BaseModel], name: str, value: object) -> str:
+    """What a value stands for elsewhere, and how it is said here; "" if nothing is known of it."""
+    if not isinstance(value, int | float | str | None):
+        return ""
+    other: Mapping[tuple[str, object], str] = getattr(model, "other_values", {})
+    if (name, value) in other:
+        return f"; {other[name, value]}"
+    field = model.model_fields.get(name)
+    if value is None and field is not None and not field.is_required():
+        return f"; leave it out for the default, {shown(field.get_default(call_default_factory=True))}"
+    return ""
+
+
+def _is_hidden(model: type[BaseModel], name: str) -> bool:
+    """Whether a field is one whose value errors do not repeat."""
+    return name in getattr(model, "hidden_fields", ())
+
+
+def _model_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> type[BaseModel]:
+    """The model that a complaint is about: ``model``, or one in its fields."""
+    for part in loc:
+        field = model.model_fields.get(str(part))
+        kinds = (field.annotation, *get_args(field.annotation)) if field else ()
+        model = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), model)
+    return model

@@ -1,0 +1,74 @@
+"""Values as error texts show them: short, and without secrets."""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from collections.abc import Mapping
+from typing import Final
+
+_LONGEST: Final = 200
+"""Characters of a string or of any other single value; the middle of a longer one is left out."""
+_SECRET_NAME: Final = re.compile(
+    r"(?:api|auth|access|admin|private|secret)[_-]?key|secret|passw(?:or)?d|credential|authorization"
+    r"|(?:^|[_-])(?:hf|hub|api|auth|access|admin|bearer)[_-]?token$|^token$",
+    re.IGNORECASE,
+)
+HIDDEN: Final = "**********"
+"""Stands for a secret."""
+
+
+def is_secret(name: str) -> bool:
+    """Whether a field of this name holds a key, a password or the like."""
+    return _SECRET_NAME.search(name) is not None
+
+
+def without_secrets(value: object) -> object:
+    """Return nested mappings and lists with :data:`HIDDEN` in place of what is kept under a secret's name."""
+    if isinstance(value, Mapping):
+        return {
+            key: HIDDEN if isinstance(key, str) and is_secret(key) and item is not None else without_secrets(item)
+            for key, item in value.items()
+        }
+    return [without_secrets(item) for item in value] if isinstance(value, list) else value
+
+
+def shown(value: object) -> str:
+    """Return the ``repr`` of a value, shortened, with secrets hidden; it never raises."""
+    try:
+        return _short.repr(value)
+    except Exception:  # a value's own repr may raise anything, and what is said of the value is an error's text
+        return f"<{type(value).__name__}>"
+
+
+class _Short(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = _LONGEST
+        self.maxlong = 40
+        self.maxdict = self.maxlist = self.maxtuple = 6
+        self.maxlevel = 4
+        self.fillvalue = "…"
+
+    def repr_dict(self, x: Mapping[object, object], level: int) -> str:
+        if level <= 0:
+            return "{…}" if x else "{}"
+        parts: list[str] = []
+        for key, value in x.items():
+            if len(parts) == self.maxdict:
+                parts.append("…")
+                break
+            item = repr(HIDDEN) if isinstance(key, str) and is_secret(key) else self.repr1(value, level - 1)
+            parts.append(f"{self.repr1(key, level - 1)}: {item}")
+        return f"{{{', '.join(parts)}}}"
+
+    def repr_bytes(self, x: bytes, level: int) -> str:
+        return repr(x) if len(x) <= _LONGEST else f"<{len(x)} bytes>"
+
+    repr_bytearray = repr_bytes
+
+    def repr_int(self, x: int, level: int) -> str:
+        return f"<an integer of {x.bit_length()} bits>" if x.bit_length() > 256 else repr(x)
+
+
+_short: Final = _Short()

@@ -1,0 +1,150 @@
+"""From what a backend returns to a completion, checked."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from drivetrain.backend.base import GenerateRequest, GenerateResult
+from drivetrain.backend.toolkit.translation import non_finite_logits
+from drivetrain.engine.samples import Sample
+from drivetrain.errors import EngineInternalError
+from drivetrain.text.stops import StopMatcher
+from drivetrain.text.tokenizer import Tokenizer
+from drivetrain.types.outputs import Completion, FinishReason, VersionSpan, make_text_later
+
+
+def aborted_before_start(sample: Sample) -> GenerateResult:
+    """The result of a request that was aborted while it waited."""
+    request = sample.request
+    wants = request.params.logprobs is not None
+    return GenerateResult(
+        token_ids=[],
+        finish_reason=FinishReason.ABORT,
+        weight_versions=[],
+        logprobs=[] if wants else None,
+        top_logprobs=[] if request.params.logprobs else None,
+    )
+
+
+def to_completion(sample: Sample, result: GenerateResult, tokenizer: Tokenizer) -> Completion:
+    """Cut a result at its first stop match and check that nothing is out of line; it is decoded when that is asked for.
+
+    Raises:
+        EngineInternalError: the engine returned ids outside the vocabulary, or logprobs or versions that do not line
+            up with its ids.
+        NonFiniteLogits: the engine returned logprobs that are no numbers.
+    """
+    request, params = sample.request, sample.request.params
+    check_sampled_ids(sample, result.token_ids)
+    _check_aligned(request, result)
+    _check_numbers(request, result)
+    ids = result.token_ids
+    matched: int | str | None = result.matched_stop
+    text = ""
+    later: list[int] = []
+    if StopMatcher.needed(params):
+        match = None
+        matcher = StopMatcher(params, tokenizer)
+        shown = ids[:-1] if result.matched_stop is not None else ids
+        for token_id in shown:
+            if (match := matcher.push(token_id)) is not None:
+                break
+        match = match or matcher.finish()
+        if match is not None:
+            result = _cut(result, match.token_count)
+            ids, matched, text = result.token_ids, match.matched, match.text
+        else:
+            text = matcher.text
+    else:
+        later = ids[:-1] if result.matched_stop is not None else ids[:]  # the caller may change its list
+    wants_logprobs = params.logprobs is not None
+    completion = Completion(
+        request_id=request.request_id,
+        prompt_index=sample.prompt_index,
+        sample_index=sample.sample_index,
+        prompt_token_ids=request.prompt_token_ids,
+        token_ids=ids,
+        text=text,
+        finish_reason=FinishReason.STOP if matched is not None else result.finish_reason,
+        matched_stop=matched,
+        logprobs=result.logprobs,
+        logprobs_mode=request.logprobs_mode if wants_logprobs else None,
+        top_logprobs=result.top_logprobs,
+        prompt_logprobs=result.prompt_logprobs,
+        prompt_top_logprobs=result.prompt_top_logprobs,
+        weight_versions=tuple(result.weight_versions),
+        cached_tokens=result.cached_tokens,
+        hidden_states=result.hidden_states,
+        routed_experts=result.routed_experts,
+    )
+    if not later:
+        return completion
+    return make_text_later(
+        completion, functools.partial(tokenizer, later, skip_special_tokens=params.skip_special_tokens)
+    )
+
+
+async def completed(sample: Sample, result: GenerateResult, tokenizer: Tokenizer) -> Completion:
+    """Do as :func:`to_completion`, in a thread where stop regexes are looked for in more than a few tokens."""
+    if sample.request.params.stop_regex and len(result.token_ids) > 16:
+        return await asyncio.to_thread(to_completion, sample, result, tokenizer)
+    return to_completion(sample, result, tokenizer)
+
+
+def _cut(result: GenerateResult, count: int) -> GenerateResult:
+    spans = [
+        VersionSpan(span.version, span.start, min(span.end, count))
+        for span in result.weight_versions
+        if span.start < count
+    ]
+    return replace(
+        result,
+        token_ids=result.token_ids[:count],
+        weight_versions=spans,
+        logprobs=result.logprobs[:count] if result.logprobs is not None else None,
+        top_logprobs=result.top_logprobs[:count] if result.top_logprobs is not None else None,
+        hidden_states=result.hidden_states[:count] if result.hidden_states is not None else None,
+        routed_experts=result.routed_experts[:count] if result.routed_experts is not None else None,
+    )
+
+
+def check_sampled_ids(sample: Sample, token_ids: Sequence[int]) -> None:
+    """Raise :class:`EngineInternalError` for ids that the model has not; no text or logprob belongs to them."""
+    if token_ids and not (0 <= min(token_ids) and max(token_ids) < sample.samples.vocab_size):
+        bad = next(token_id for token_id in token_ids if not 0 <= token_id < sample.samples.vocab_size)
+        raise EngineInternalError(
+            f"request {sample.request.request_id}: the engine returned the token id {bad}, which is outside the "
+            f"vocabulary of {sample.samples.vocab_size} ids; this is a fault of the engine or its backend"
+        )
+
+
+def _check_numbers(request: GenerateRequest, result: GenerateResult) -> None:
+    # A sum is NaN if one of its terms is: logprobs are at most 0, so that no infinities cancel out.
+    if result.logprobs and math.isnan(sum(result.logprobs)):
+        raise non_finite_logits(request, next(at for at, value in enumerate(result.logprobs) if math.isnan(value)))
+    if result.prompt_logprobs and math.isnan(sum(value for value in result.prompt_logprobs if value is not None)):
+        raise non_finite_logits(request)
+
+
+def _check_aligned(request: GenerateRequest, result: GenerateResult) -> None:
+    count = len(result.token_ids)
+    wants = request.params.logprobs
+    if wants is not None and (result.logprobs is None or len(result.logprobs) != count):
+        got = "none" if result.logprobs is None else str(len(result.logprobs))
+        raise EngineInternalError(f"request {request.request_id}: the engine returned {count} ids and {got} logprobs")
+    if wants and (result.top_logprobs is None or len(result.top_logprobs) != count):
+        got = "none" if result.top_logprobs is None else str(len(result.top_logprobs))
+        raise EngineInternalError(
+            f"request {request.request_id}: the engine returned {count} ids and {got} top logprobs"
+        )
+    at = 0
+    for span in result.weight_versions:
+        if span.start != at or span.end <= span.start:
+            raise EngineInternalError(f"request {request.request_id}: version spans have a gap at token {at}: {span}")
+        at = span.end
+    if at != count and result.weight_versions:
+        raise EngineInternalError(f"request {request.request_id}: version spans cover {at} of {count} tokens")

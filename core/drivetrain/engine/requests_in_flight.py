@@ -1,0 +1,391 @@
+"""The requests of one engine: admitted or held at the gate, in flight, aborted, drained."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from drivetrain.backend.base import Backend, GenerateRequest, GenerateResult, StopKind, TokenDelta
+from drivetrain.checks.limits import SAMPLES_AT_ONCE, SAMPLES_UNDER_WAY, TOKENS_AT_ONCE
+from drivetrain.engine.completions import aborted_before_start, check_sampled_ids, to_completion
+from drivetrain.engine.samples import Sample, Samples
+from drivetrain.errors import EngineDied, EngineError, EngineInternalError, EngineOutOfMemory, InvalidRequest
+from drivetrain.text.stops import StopMatcher
+from drivetrain.text.tokenizer import Tokenizer
+from drivetrain.types.outputs import CompletionChunk, TopLogprobs
+
+_T = TypeVar("_T")
+
+OUT_OF_MEMORY_DELAYS = (0.5, 1.0, 2.0)
+"""Seconds to wait before each retry of a request that ran the engine out of memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedLora:
+    """An adapter that the backend has."""
+
+    backend_name: str
+    """By which the backend knows it; another one after each update of the adapter."""
+    pinned: bool
+
+
+class RequestsInFlight:
+    """Takes samples from the gate to their result, and knows which are under way."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        tokenizer: Tokenizer,
+        is_held: Callable[[], bool],
+        loras: Mapping[str, LoadedLora],
+        on_death: Callable[[EngineDied], None],
+    ) -> None:
+        self._backend = backend
+        self._on_death = on_death
+        self._tokenizer = tokenizer
+        self._is_held = is_held
+        self._loras = loras
+        self._at_gate: dict[asyncio.Future[None], None] = {}
+        """Who waits there, in the order in which they came."""
+        self._drained = asyncio.Event()
+        self._known: dict[str, Samples] = {}
+        self._like_samples: set[str] = set()
+        """Ids among the known that could be those of another prompt's samples."""
+        self._running: dict[str, Sample] = {}
+        self._lost: EngineError | None = None
+        """Why nothing comes of any sample any more."""
+
+    # The gate ----------------------------------------------------------------------------------------------------
+
+    def changed(self) -> None:
+        """Let samples at the gate look again: the engine's state changed, or some were aborted."""
+        waiting, self._at_gate = list(self._at_gate), {}
+        _wake(waiting)
+
+    async def _change(self) -> None:
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._at_gate[waiter] = None
+        try:
+            await waiter
+        finally:
+            self._at_gate.pop(waiter, None)
+
+    @property
+    def running(self) -> int:
+        """Samples that the backend has."""
+        return len(self._running)
+
+    def using_lora(self, lora_name: str) -> int:
+        """Samples under way that use the adapter."""
+        return sum(samples.count for samples in self._known.values() if samples.request.lora == lora_name)
+
+    def running_with_lora(self, lora_name: str) -> int:
+        """Samples that use the adapter and that the backend has."""
+        return sum(sample.request.lora == lora_name for sample in self._running.values())
+
+    async def drained(self) -> None:
+        """Wait until the backend has no sample. Nobody enters meanwhile if the gate is shut."""
+        while self._running:
+            self._drained.clear()
+            await self._drained.wait()
+
+    @contextmanager
+    def under_way(self, prompts: Sequence[Samples]) -> Generator[None, None, None]:
+        """Know the samples of a call while it lasts.
+
+        Raises:
+            InvalidRequest: an id is already under way, or two samples of the call have the same.
+        """
+        new: list[str] = []
+        try:
+            for samples in prompts:
+                request_id = samples.request.request_id
+                if request_id in self._known or self._clashes(samples):
+                    raise InvalidRequest(
+                        f"request id {request_id!r} is already under way; ids must differ", field="request_ids"
+                    )
+                self._known[request_id] = samples
+                new.append(request_id)
+                if "/" in request_id:
+                    self._like_samples.add(request_id)
+            yield
+        finally:
+            for request_id in new:
+                del self._known[request_id]
+            self._like_samples.difference_update(new)
+
+    def _clashes(self, samples: Samples) -> bool:
+        """Whether a sample has an id of a prompt under way, or a prompt that of a sample."""
+        if any(samples.index_of(other) is not None for other in self._like_samples):
+            return True
+        found = self._sample(samples.request.request_id)
+        return found is not None
+
+    def _sample(self, request_id: str) -> tuple[Samples, int] | None:
+        """The sample under way with this id, if it is one of several of its prompt."""
+        samples = self._known.get(request_id.rpartition("/")[0])
+        index = None if samples is None else samples.index_of(request_id)
+        return None if samples is None or index is None else (samples, index)
+
+    # Ending early ------------------------------------------------------------------------------------------------
+
+    async def abort(self, request_id: str | None) -> None:
+        """End one request (all its samples), or all of them; those at the gate come back with no token."""
+        if request_id is None:
+            for samples in self._known.values():
+                samples.aborted = True
+        elif request_id in self._known:
+            self._known[request_id].aborted = True
+        elif (found := self._sample(request_id)) is not None:
+            found[0].aborted_samples.add(found[1])
+        self.changed()
+        await self._abort_running(
+            known
+            for known, sample in self._running.items()
+            if request_id in (None, known, sample.samples.request.request_id)
+        )
+
+    async def abort_running(self) -> None:
+        """End what the backend has; what waits at the gate goes on waiting."""
+        for sample in self._running.values():
+            sample.samples.aborted_samples.add(sample.sample_index)
+        await self._abort_running(self._running)
+
+    async def _abort_running(self, request_ids: Iterable[str]) -> None:
+        if chosen := list(request_ids):
+            await self._backend.abort(chosen)
+
+    # Running -----------------------------------------------------------------------------------------------------
+
+    async def _admitted(self, sample: Sample) -> bool:
+        """Wait at the gate; False if the request was aborted there."""
+        while not sample.aborted and self._is_held():
+            await self._change()
+        return not sample.aborted
+
+    def fail(self, error: EngineError) -> None:
+        """End what the backend has with this error: the engine is dead, and nothing of it waits for its requests."""
+        self._lost = error
+        for sample in self._running.values():
+            if sample.task is not None:
+                sample.task.cancel()
+
+    def _enter(self, sample: Sample) -> None:
+        sample.task = asyncio.current_task()
+        self._running[sample.request.request_id] = sample
+
+    def _left(self, sample: Sample) -> None:
+        self._running.pop(sample.request.request_id, None)
+        if not self._running:
+            self._drained.set()
+
+    async def run(self, sample: Sample) -> GenerateResult:
+        """Take one sample to its result."""
+        for delay in OUT_OF_MEMORY_DELAYS:
+            try:
+                return await self._run_once(sample)
+            except EngineOutOfMemory:
+                await asyncio.sleep(delay)
+        try:
+            return await self._run_once(sample)
+        except EngineOutOfMemory as error:
+            raise self._out_of_memory(error) from error
+
+    def _out_of_memory(self, error: EngineOutOfMemory, shown: int = 0) -> EngineOutOfMemory:
+        """The error of a request that is not tried again; a stream had ``shown`` chunks by then."""
+        batch_size = max(error.batch_size, self.running + 1)
+        tried = (
+            f"after {shown} chunks of a stream, which cannot be generated twice"
+            if shown
+            else f"also after {len(OUT_OF_MEMORY_DELAYS)} retries"
+        )
+        return EngineOutOfMemory(
+            f"out of memory with {batch_size} requests in flight, {tried}; "
+            f"run fewer at once (max_num_seqs) or shorter ones: {error}",
+            batch_size=batch_size,
+        )
+
+    async def _run_once(self, sample: Sample) -> GenerateResult:
+        if not await self._admitted(sample):
+            return aborted_before_start(sample)
+        if not self._must_watch_text(sample):
+            self._enter(sample)
+            try:
+                return await self._backend.generate(self._for_backend(sample.request))
+            except asyncio.CancelledError as error:
+                raise self._lost or error from None
+            finally:
+                self._left(sample)
+        result: GenerateResult | None = None
+        async for delta, _ in self._watched(sample):
+            result = delta.result
+        return _whole(sample, result)
+
+    def _for_backend(self, request: GenerateRequest) -> GenerateRequest:
+        """The request with the name that its adapter has in the backend now."""
+        if request.lora is None:
+            return request
+        return replace(request, lora=self._loras[request.lora].backend_name)
+
+    def _must_watch_text(self, sample: Sample) -> bool:
+        params, native = sample.request.params, self._backend.native_stops
+        return bool(
+            (params.stop and StopKind.STRING not in native) or (params.stop_regex and StopKind.REGEX not in native)
+        )
+
+    async def _watched(self, sample: Sample) -> AsyncGenerator[tuple[TokenDelta, StopMatcher], None]:
+        """Stream a sample, following its text; at the first match the rest is aborted and not shown."""
+        matcher = StopMatcher(sample.request.params, self._tokenizer)
+        matched = False
+        self._enter(sample)
+        try:
+            async with aclosing(self._backend.stream(self._for_backend(sample.request))) as deltas:
+                async for delta in deltas:
+                    check_sampled_ids(sample, delta.token_ids)
+                    for token_id in () if matched else delta.token_ids:
+                        if matcher.push(token_id) is not None:
+                            matched = True
+                            await self._backend.abort([sample.request.request_id])
+                            break
+                    if delta.result is not None or not matched:
+                        yield delta, matcher
+        except EngineDied as error:
+            self._on_death(error)
+            raise
+        except asyncio.CancelledError as error:
+            raise self._lost or error from None
+        finally:
+            self._left(sample)
+
+    async def stream(self, sample: Sample) -> AsyncGenerator[CompletionChunk, None]:
+        """Stream one sample; the chunks' ids and texts put together are exactly the completion's.
+
+        Out of memory, it begins again as in :meth:`run`, unless a chunk was shown.
+        """
+        for delay in (*OUT_OF_MEMORY_DELAYS, None):
+            shown = 0
+            try:
+                async with aclosing(self._stream_once(sample)) as chunks:
+                    async for chunk in chunks:
+                        shown += 1
+                        yield chunk
+                return
+            except EngineOutOfMemory as error:
+                if shown or delay is None:
+                    raise self._out_of_memory(error, shown) from error
+                await asyncio.sleep(delay)
+
+    async def _stream_once(self, sample: Sample) -> AsyncGenerator[CompletionChunk, None]:
+        if not await self._admitted(sample):
+            yield _last_chunk(sample, aborted_before_start(sample), self._tokenizer, 0, 0)
+            return
+        shown_text = shown_ids = 0
+        ids: list[int] = []
+        logprobs: list[float] = []
+        top_logprobs: list[TopLogprobs] = []
+        async with aclosing(self._watched(sample)) as deltas:
+            async for delta, matcher in deltas:
+                if delta.result is not None:
+                    yield _last_chunk(sample, delta.result, self._tokenizer, shown_ids, shown_text)
+                    return
+                ids += delta.token_ids
+                logprobs += delta.logprobs or []
+                top_logprobs += delta.top_logprobs or []
+                if ids and ids[-1] in sample.request.stop_token_ids:
+                    continue  # Its text is not part of the completion's: the result follows.
+                text_to, ids_to = matcher.releasable()
+                if ids_to > shown_ids or text_to > shown_text:
+                    params = sample.request.params
+                    yield CompletionChunk(
+                        request_id=sample.request.request_id,
+                        prompt_index=sample.prompt_index,
+                        sample_index=sample.sample_index,
+                        token_ids=ids[shown_ids:ids_to],
+                        text=matcher.text[shown_text:text_to],
+                        logprobs=logprobs[shown_ids:ids_to] if params.logprobs is not None else None,
+                        top_logprobs=top_logprobs[shown_ids:ids_to] if params.logprobs else None,
+                    )
+                    shown_text, shown_ids = text_to, ids_to
+        raise _ended_without_result(sample)
+
+
+async def run_each(
+    prompts: Sequence[Samples],
+    run: Callable[[Sample], Coroutine[object, object, _T]],
+    started: list[asyncio.Task[_T]],
+) -> None:
+    """Await ``run`` for every sample, its task in ``started``, prompt by prompt; the first error ends the wait.
+
+    The event loop gets turns in between, and a large call's samples are made as earlier ones end.
+    """
+    under_way = 0
+    failed: asyncio.Task[_T] | None = None
+    changed = asyncio.Event()
+
+    def ended(task: asyncio.Task[_T]) -> None:
+        nonlocal under_way, failed
+        under_way -= 1
+        broke = task.cancelled() or task.exception() is not None  # asked of each, or asyncio logs those not asked
+        if broke and failed is None:
+            failed = task
+        changed.set()
+
+    async def room(most: int) -> None:
+        while under_way >= most and failed is None:
+            changed.clear()
+            await changed.wait()
+        if failed is not None:
+            failed.result()
+
+    since_turn = tokens = 0
+    for samples in prompts:
+        for index in range(samples.count):
+            if since_turn == SAMPLES_AT_ONCE or tokens > TOKENS_AT_ONCE:
+                since_turn = tokens = 0
+                await asyncio.sleep(0)
+            await room(SAMPLES_UNDER_WAY)
+            task = asyncio.ensure_future(run(samples.sample(index)))
+            task.add_done_callback(ended)
+            started.append(task)
+            under_way += 1
+            since_turn += 1
+            tokens += len(samples.request.prompt_token_ids)
+    await room(1)
+
+
+def _wake(waiting: Sequence[asyncio.Future[None]]) -> None:
+    """Wake who waits, some at each turn of the event loop: all of them would take its time together."""
+    for waiter in waiting[:SAMPLES_AT_ONCE]:
+        if not waiter.done():
+            waiter.set_result(None)
+    if len(waiting) > SAMPLES_AT_ONCE:
+        asyncio.get_running_loop().call_soon(_wake, waiting[SAMPLES_AT_ONCE:])
+
+
+def _ended_without_result(sample: Sample) -> EngineInternalError:
+    return EngineInternalError(f"request {sample.request.request_id}: the engine's stream ended without a result")
+
+
+def _whole(sample: Sample, result: GenerateResult | None) -> GenerateResult:
+    if result is None:
+        raise _ended_without_result(sample)
+    return result
+
+
+def _last_chunk(
+    sample: Sample, result: GenerateResult, tokenizer: Tokenizer, shown_ids: int, shown_text: int
+) -> CompletionChunk:
+    completion = to_completion(sample, result, tokenizer)
+    return CompletionChunk(
+        request_id=completion.request_id,
+        prompt_index=completion.prompt_index,
+        sample_index=completion.sample_index,
+        token_ids=completion.token_ids[shown_ids:],
+        text=completion.text[shown_text:],
+        logprobs=completion.logprobs[shown_ids:] if completion.logprobs is not None else None,
+        top_logprobs=completion.top_logprobs[shown_ids:] if completion.top_logprobs is not None else None,
+        completion=completion,
+    )

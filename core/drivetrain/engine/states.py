@@ -1,0 +1,218 @@
+"""The state machine of one engine: pure values, no I/O.
+
+    STARTING → READY ⇄ PAUSED
+               READY ⇄ ASLEEP(tags)
+               READY | PAUSED | ASLEEP | DIRTY → UPDATING → (where it was) | DIRTY
+               any → FAILED        any → CLOSED
+
+Three things can hold at once — paused, asleep, weights not to be served — so a status keeps them apart, and
+``state`` names the one that matters most. There is no ``DIRTY → READY`` but through a complete, committed
+update: an engine whose weights are half old and half new, or that slept and lost them, would answer with
+gibberish that looks like an answer. There is no ``FAILED → READY`` at all: what is left of a dead engine is
+not known to anyone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from drivetrain.errors import EngineStateError
+from drivetrain.types.modes import MemoryTag, PauseMode
+
+
+class EngineState(Enum):
+    """The state of an engine, as its name is shown in errors."""
+
+    CREATED = "created"
+    STARTING = "starting"
+    READY = "ready"
+    PAUSED = "paused"
+    ASLEEP = "asleep"
+    UPDATING = "updating"
+    DIRTY = "dirty"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+class _Life(Enum):
+    CREATED = "created"
+    STARTING = "starting"
+    OPEN = "open"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+class WeightState(Enum):
+    """Whether the weights may be served."""
+
+    CLEAN = "clean"
+    UPDATING = "updating"
+    DIRTY = "dirty"
+    """An update began and was not committed, or the weights slept and were not kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """Everything that decides what an engine may do. Each method returns the next status or raises."""
+
+    life: _Life = _Life.CREATED
+    paused: PauseMode | None = None
+    asleep: frozenset[MemoryTag] = frozenset()
+    weights: WeightState = WeightState.CLEAN
+    why: str = ""
+    """Why the engine is dirty or failed."""
+
+    @property
+    def state(self) -> EngineState:
+        """The state that matters most."""
+        if self.life is not _Life.OPEN:
+            return EngineState(self.life.value)
+        if self.weights is WeightState.UPDATING:
+            return EngineState.UPDATING
+        if self.asleep:
+            return EngineState.ASLEEP
+        if self.weights is WeightState.DIRTY:
+            return EngineState.DIRTY
+        return EngineState.PAUSED if self.paused else EngineState.READY
+
+    def describe(self) -> str:
+        """The state with its details, such as ``asleep (kv_cache)``."""
+        state = self.state
+        if state is EngineState.ASLEEP:
+            tags = ", ".join(sorted(tag.value for tag in self.asleep))
+            return f"{state.value} ({tags})" + (", weights dirty" if self.weights is WeightState.DIRTY else "")
+        if state in (EngineState.DIRTY, EngineState.FAILED) and self.why:
+            return f"{state.value} ({self.why})"
+        value: str = state.value
+        return value
+
+    # What may be asked -------------------------------------------------------------------------------------------
+
+    def require_open(self, action: str) -> None:
+        """Raise unless the engine was started and neither failed nor was closed."""
+        if self.life is _Life.CREATED:
+            raise self._refuse(action, "start it first: 'await engine.start()' or 'async with engine:'")
+        if self.life is _Life.STARTING:
+            raise self._refuse(action, "wait until start() has returned")
+        if self.life is _Life.FAILED:
+            raise self._refuse(action, "create a new engine; a failed one does not come back")
+        if self.life is _Life.CLOSED:
+            raise self._refuse(action, "create a new engine")
+
+    def require_admission(self, action: str) -> None:
+        """Raise unless a request that arrives now can be served, or may wait until a pause or an update ends.
+
+        A pause says that arrivals wait, so they wait through a sleep within it; asleep and not paused refuses.
+        """
+        self.require_open(action)
+        if self.asleep:
+            if self.paused is not None:
+                return
+            tags = ", ".join(f"MemoryTag.{tag.name}" for tag in sorted(self.asleep, key=lambda tag: tag.value))
+            raise self._refuse(action, f"wake it up first: 'await engine.wake_up([{tags}])'")
+        if self.weights is WeightState.DIRTY:
+            raise self._refuse(action, "push a complete weight update; until one is committed nothing is served")
+
+    @property
+    def holds_requests(self) -> bool:
+        """Requests that were admitted wait."""
+        return self.paused is not None or self.weights is not WeightState.CLEAN or bool(self.asleep)
+
+    # Transitions -------------------------------------------------------------------------------------------------
+
+    def start(self) -> EngineStatus:
+        """CREATED → STARTING."""
+        if self.life is not _Life.CREATED:
+            raise self._refuse("start()", "an engine starts once; create a new one")
+        return replace(self, life=_Life.STARTING)
+
+    def started(self) -> EngineStatus:
+        """STARTING → READY."""
+        if self.life is not _Life.STARTING:
+            raise self._refuse("ready", "start() was not under way")
+        return replace(self, life=_Life.OPEN)
+
+    def fail(self, why: str) -> EngineStatus:
+        """Any → FAILED, but CLOSED stays closed."""
+        return self if self.life is _Life.CLOSED else replace(self, life=_Life.FAILED, why=why)
+
+    def close(self) -> EngineStatus:
+        """Any → CLOSED."""
+        return replace(self, life=_Life.CLOSED)
+
+    def pause(self, mode: PauseMode) -> EngineStatus:
+        """READY → PAUSED; idempotent. A paused engine can be paused again in another mode.
+
+        Frozen requests whose cache was released stay so: ``in_place`` after ``retract`` is ``retract``.
+        """
+        self.require_open(f"pause_generation({mode.value!r})")
+        self._not_updating(f"pause_generation({mode.value!r})")
+        if self.paused is PauseMode.RETRACT and mode is PauseMode.IN_PLACE:
+            return self
+        return replace(self, paused=mode)
+
+    def resume(self) -> EngineStatus:
+        """PAUSED → READY; idempotent. Refused while the weights may not be served."""
+        self.require_open("continue_generation()")
+        self._not_updating("continue_generation()")
+        if self.weights is WeightState.DIRTY:
+            raise self._refuse("continue_generation()", "push a complete weight update first")
+        return replace(self, paused=None)
+
+    def sleep(self, tags: frozenset[MemoryTag], *, keeps_weights: bool) -> EngineStatus:
+        """→ ASLEEP with ``tags`` added; idempotent. Weights that are not kept become DIRTY."""
+        self.require_open("sleep()")
+        self._not_updating("sleep()")
+        status = replace(self, asleep=self.asleep | tags)
+        if MemoryTag.WEIGHTS in tags - self.asleep and not keeps_weights:
+            status = replace(status, weights=WeightState.DIRTY, why="the weights slept and were not kept")
+        return status
+
+    def wake(self, tags: frozenset[MemoryTag]) -> EngineStatus:
+        """ASLEEP → fewer tags asleep; idempotent."""
+        self.require_open("wake_up()")
+        self._not_updating("wake_up()")
+        return replace(self, asleep=self.asleep - tags)
+
+    def require_updatable(self) -> None:
+        """Raise unless a weight update may begin."""
+        self.begin_update()
+
+    def begin_update(self) -> EngineStatus:
+        """→ UPDATING. Refused while the weights' memory is given back: there is nowhere to put them."""
+        self.require_open("a weight update")
+        self._not_updating("a weight update")
+        if MemoryTag.WEIGHTS in self.asleep:
+            raise self._refuse(
+                "a weight update", "wake the weights up first: 'await engine.wake_up([MemoryTag.WEIGHTS])'"
+            )
+        return replace(self, weights=WeightState.UPDATING)
+
+    def require_weights(self, action: str) -> None:
+        """Raise unless the weights are in memory, and are those of a committed version."""
+        self.require_open(action)
+        self._not_updating(action)
+        if MemoryTag.WEIGHTS in self.asleep:
+            raise self._refuse(action, "wake the weights up first: 'await engine.wake_up([MemoryTag.WEIGHTS])'")
+        if self.weights is WeightState.DIRTY:
+            raise self._refuse(action, "push a complete weight update first")
+
+    def commit_update(self) -> EngineStatus:
+        """UPDATING → clean weights; the only way out of DIRTY."""
+        if self.life is not _Life.OPEN or self.weights is not WeightState.UPDATING:
+            raise self._refuse("commit", "no weight update is under way")
+        return replace(self, weights=WeightState.CLEAN, why="")
+
+    def dirty(self, why: str) -> EngineStatus:
+        """UPDATING → DIRTY."""
+        return replace(self, weights=WeightState.DIRTY, why=why) if self.life is _Life.OPEN else self
+
+    def _not_updating(self, action: str) -> None:
+        if self.weights is WeightState.UPDATING:
+            raise self._refuse(action, "wait until the weight update under way has ended")
+
+    def _refuse(self, action: str, remedy: str) -> EngineStateError:
+        return EngineStateError(
+            f"{action} is refused: the engine is {self.describe()}; {remedy}", state=self.state.value
+        )

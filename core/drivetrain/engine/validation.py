@@ -1,0 +1,488 @@
+"""Checks of a request against its schema, the model and the engine's capabilities, before any work."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from drivetrain.backend.base import ModelInfo
+from drivetrain.checks import simple_values
+from drivetrain.checks.limits import MOST_SAMPLES_OF_A_CALL
+from drivetrain.checks.pydantic_errors import describe_validation_error
+from drivetrain.checks.safe_repr import shown
+from drivetrain.errors import InvalidConfig, InvalidRequest, UnsupportedCapability
+from drivetrain.types.capability import Capability
+from drivetrain.types.config import EngineConfig, Task
+from drivetrain.types.prompts import (
+    AudioInput,
+    ChatPrompt,
+    ImageInput,
+    MediaInput,
+    Prompt,
+    PromptLike,
+    TextPrompt,
+    TokenPrompt,
+    VideoInput,
+)
+from drivetrain.types.sampling import (
+    ActionMask,
+    DisallowedTokens,
+    EbnfGrammar,
+    JsonSchema,
+    LogprobsMode,
+    RegexGrammar,
+    SamplingParams,
+    TemperatureSchedule,
+)
+
+MODE_CAPABILITY: Final[Mapping[LogprobsMode, Capability]] = {
+    LogprobsMode.RAW: Capability.LOGPROBS_RAW,
+    LogprobsMode.TEMPERATURE: Capability.LOGPROBS_TEMPERATURE,
+    LogprobsMode.PROCESSED: Capability.LOGPROBS_PROCESSED,
+}
+
+_GRAMMAR_CAPABILITY: Final[Mapping[type[BaseModel], Capability]] = {
+    JsonSchema: Capability.STRUCTURED_JSON,
+    RegexGrammar: Capability.STRUCTURED_REGEX,
+    EbnfGrammar: Capability.STRUCTURED_EBNF,
+}
+
+_NEEDS: Final[tuple[tuple[str, Callable[[SamplingParams], bool], Capability], ...]] = (
+    ("stop", lambda p: bool(p.stop), Capability.STOP_STRINGS),
+    ("stop_regex", lambda p: bool(p.stop_regex), Capability.STOP_REGEX),
+    ("stop_token_ids", lambda p: bool(p.stop_token_ids), Capability.STOP_TOKEN_IDS),
+    ("ignore_eos", lambda p: p.ignore_eos, Capability.IGNORE_EOS),
+    ("min_new_tokens", lambda p: p.min_new_tokens > 0, Capability.MIN_NEW_TOKENS),
+    ("max_new_tokens", lambda p: p.max_new_tokens == 0, Capability.SCORE_TOKENS),
+    ("top_k", lambda p: p.top_k > 0, Capability.TOP_K),
+    ("top_p", lambda p: p.top_p < 1, Capability.TOP_P),
+    ("min_p", lambda p: p.min_p > 0, Capability.MIN_P),
+    ("repetition_penalty", lambda p: p.repetition_penalty != 1, Capability.REPETITION_PENALTY),
+    ("frequency_penalty", lambda p: p.frequency_penalty != 0, Capability.FREQUENCY_PENALTY),
+    ("presence_penalty", lambda p: p.presence_penalty != 0, Capability.PRESENCE_PENALTY),
+    ("logit_bias", lambda p: bool(p.logit_bias), Capability.LOGIT_BIAS),
+    ("seed", lambda p: p.seed is not None, Capability.SEED),
+    ("logprobs", lambda p: bool(p.logprobs), Capability.TOP_LOGPROBS),
+    ("prompt_logprobs", lambda p: p.prompt_logprobs is not None, Capability.PROMPT_LOGPROBS),
+    ("logit_processors", lambda p: bool(p.logit_processors), Capability.LOGIT_PROCESSORS),
+    ("return_hidden_states", lambda p: p.return_hidden_states, Capability.HIDDEN_STATES),
+    ("return_routed_experts", lambda p: p.return_routed_experts, Capability.ROUTED_EXPERTS),
+)
+
+_MEDIA_CAPABILITY: Final[tuple[tuple[type[MediaInput], Capability], ...]] = (
+    (ImageInput, Capability.IMAGES),
+    (VideoInput, Capability.VIDEO),
+    (AudioInput, Capability.AUDIO),
+)
+
+_TOKENS: Final = TypeAdapter(TokenPrompt)
+_CHAT: Final = TypeAdapter(ChatPrompt)
+
+
+def require(capabilities: frozenset[Capability], capability: Capability, what: str, backend: str) -> None:
+    """Raise :class:`UnsupportedCapability` unless ``capability`` is claimed."""
+    if capability not in capabilities:
+        raise UnsupportedCapability(
+            f"{what} needs the capability {capability.value!r}, which this {backend} engine does not claim "
+            f"({capability.meaning} 'engine.capabilities' lists what it can do.)",
+            capability=capability.value,
+        )
+
+
+def check_seconds(value: float | None, default: float, field: str = "timeout") -> float:
+    """Return ``value``, or ``default`` where none is given.
+
+    Raises:
+        InvalidRequest: it is no number above 0.
+    """
+    return default if value is None else simple_values.check_seconds(field, value)
+
+
+def absolute_path(value: object, field: str = "path") -> str:
+    """Return a path as this process means it: ``~`` and what is relative to its working directory resolved.
+
+    Raises:
+        InvalidRequest: it is no path.
+    """
+    text = simple_values.check_path(field, value)
+    try:
+        return str(Path(text).expanduser().absolute())
+    except RuntimeError as error:  # a home that nobody has
+        raise InvalidRequest(f"{field}={shown(value)}: {error}", field=field) from error
+
+
+def check_url(value: object, field: str = "url") -> str:
+    """Return a URL that names its protocol.
+
+    Raises:
+        InvalidRequest: it does not.
+    """
+    if not isinstance(value, str) or not all(value.partition("://")):
+        raise InvalidRequest(f"{field}={shown(value)}: expected a URL such as 's3://bucket/folder'", field=field)
+    return value
+
+
+def check_sampling_params(value: object) -> SamplingParams:
+    """Return validated params; a mapping is validated, None is the defaults.
+
+    Raises:
+        InvalidRequest: naming the field, the value and the remedy.
+    """
+    if value is None:
+        return SamplingParams()
+    if isinstance(value, SamplingParams):
+        return value
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(
+            f"sampling_params is a {type(value).__name__}; expected SamplingParams or a mapping of its fields",
+            field="sampling_params",
+        )
+    try:
+        return SamplingParams.model_validate(dict(value))
+    except ValidationError as error:
+        field, message = describe_validation_error(error, SamplingParams, prefix="sampling_params.")
+        raise InvalidRequest(message, field=field) from None
+    except RecursionError as error:
+        raise InvalidRequest(
+            "sampling_params is nested too deeply to be read; flatten the schema", field="sampling_params"
+        ) from error
+
+
+def check_params_supported(params: SamplingParams, config: EngineConfig, capabilities: frozenset[Capability]) -> None:
+    """Raise :class:`UnsupportedCapability` for the first field that this engine cannot honour."""
+    for field, is_used, capability in _NEEDS:
+        if is_used(params):
+            require(
+                capabilities, capability, f"sampling_params.{field}={shown(getattr(params, field))}", config.backend
+            )
+    if params.logprobs is not None:
+        mode = params.logprobs_mode or config.logprobs_mode
+        require(capabilities, MODE_CAPABILITY[mode], f"logprobs in mode {mode.value!r}", config.backend)
+    if params.structured_output is not None:
+        capability = _GRAMMAR_CAPABILITY[type(params.structured_output)]
+        require(capabilities, capability, "sampling_params.structured_output", config.backend)
+
+
+def check_params_fit(params: SamplingParams, model: ModelInfo, special_tokens: frozenset[str]) -> None:
+    """Raise :class:`InvalidRequest` for ids outside the vocabulary and stop strings that can never match."""
+    vocabulary = model.vocab_size
+    _check_ids("sampling_params.stop_token_ids", params.stop_token_ids, vocabulary)
+    _check_ids("sampling_params.logit_bias", params.logit_bias, vocabulary)
+    for processor in params.logit_processors:
+        match processor:
+            case ActionMask():
+                _check_ids("sampling_params.logit_processors", processor.allowed_token_ids, vocabulary)
+            case DisallowedTokens():
+                _check_ids("sampling_params.logit_processors", processor.token_ids, vocabulary)
+            case TemperatureSchedule():
+                pass
+    for field, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if count is not None and count > vocabulary:
+            raise InvalidRequest(
+                f"sampling_params.{field}={count} is more than the vocabulary's {vocabulary} tokens",
+                field=f"sampling_params.{field}",
+            )
+    if params.skip_special_tokens:
+        for stop in params.stop:
+            if stop in special_tokens:
+                raise InvalidRequest(
+                    f"sampling_params.stop={shown(stop)} is a special token, which skip_special_tokens=True leaves out "
+                    "of the text, so it could never match; give its id in stop_token_ids",
+                    field="sampling_params.stop",
+                )
+
+
+def check_some_token_is_left(params: SamplingParams, stop_token_ids: Sequence[int], model: ModelInfo) -> None:
+    """Raise :class:`InvalidRequest` if masks leave no token at all, or none while ``min_new_tokens`` forbids stops."""
+    if not params.logit_processors:
+        return
+    allowed, banned = params.allowed_token_ids, params.disallowed_token_ids
+    left = set(allowed) if allowed is not None else None
+    if left is None and len(banned) + len(stop_token_ids) >= model.vocab_size:
+        left = set(range(model.vocab_size)) - banned
+    if left is None:
+        return
+    if not left:
+        raise InvalidRequest(
+            "sampling_params.logit_processors: disallowed_tokens hold the whole vocabulary, which leaves no token",
+            field="sampling_params.logit_processors",
+        )
+    if params.min_new_tokens and left <= set(stop_token_ids):
+        raise InvalidRequest(
+            f"sampling_params.logit_processors leave only tokens that end generation ({shown(sorted(left))}), and "
+            f"sampling_params.min_new_tokens={params.min_new_tokens} forbids those at first; allow others, or leave "
+            "min_new_tokens out",
+            field="sampling_params.logit_processors",
+        )
+
+
+def _check_ids(field: str, ids: Iterable[int], vocabulary: int) -> None:
+    greatest = max(ids, default=0)
+    if greatest >= vocabulary:
+        raise InvalidRequest(
+            f"{field}: token id {greatest} is outside the vocabulary of {vocabulary} ids (0 to {vocabulary - 1})",
+            field=field,
+        )
+
+
+def as_prompts(value: PromptLike | Sequence[PromptLike], context_length: int | None = None) -> tuple[Prompt, ...]:
+    """Return the prompts that ``value`` stands for: one prompt, or a sequence of them.
+
+    A string, a list of integers and a list of messages are one prompt each; a list of those is several.
+
+    Args:
+        value: The prompts.
+        context_length: Most token ids of a prompt. Longer ones are refused before any of their ids is looked at.
+
+    Raises:
+        InvalidRequest: naming the prompt and what is wrong with it.
+    """
+    return tuple(as_prompt(one, where, context_length) for where, one in given_prompts(value))
+
+
+def given_prompts(value: PromptLike | Sequence[PromptLike]) -> list[tuple[str, object]]:
+    """Return each prompt as it was given, beside how errors call it; looks at none of them.
+
+    Raises:
+        InvalidRequest: there are none, or too many, or it is something else.
+    """
+    if _is_one(value):
+        return [("prompts", value)]
+    if not isinstance(value, Sequence):
+        raise InvalidRequest(
+            f"prompts is a {type(value).__name__}; expected text, token ids, chat messages, or a list of those",
+            field="prompts",
+        )
+    if not value:
+        raise InvalidRequest("prompts is empty; give at least one prompt", field="prompts")
+    if len(value) > MOST_SAMPLES_OF_A_CALL:
+        raise InvalidRequest(
+            f"prompts has {len(value)} entries; expected at most {MOST_SAMPLES_OF_A_CALL} in one call, so make several",
+            field="prompts",
+        )
+    return [(f"prompts[{index}]", item) for index, item in enumerate(value)]
+
+
+def _is_one(value: object) -> bool:
+    if isinstance(value, str | TokenPrompt | TextPrompt | ChatPrompt):
+        return True
+    if not isinstance(value, Sequence) or not value:
+        return False
+    first = value[0]
+    return isinstance(first, int) or hasattr(first, "role") or (isinstance(first, Mapping) and "role" in first)
+
+
+def as_prompt(value: object, where: str, context_length: int | None = None) -> Prompt:
+    """Return one prompt; see :func:`as_prompts`."""
+    match value:
+        case TokenPrompt() | TextPrompt() | ChatPrompt():
+            return value
+        case str():
+            return TextPrompt(text=value)
+        case Sequence() if not value:
+            raise InvalidRequest(f"{where} is empty; a prompt needs at least one token", field=where)
+        case Sequence() if isinstance(value[0], int):
+            check_prompt_length(len(value), where, context_length)
+            try:
+                return _TOKENS.validate_python({"token_ids": value})
+            except ValidationError as error:
+                bad = error.errors(include_url=False)[0]["input"]
+                raise InvalidRequest(
+                    f"{where}: {shown(bad)} is no token id; expected integers of at least 0", field=where
+                ) from None
+        case Sequence() if not isinstance(value, bytes | bytearray):
+            try:
+                return _CHAT.validate_python({"messages": value})
+            except ValidationError as error:
+                field, message = describe_validation_error(error, ChatPrompt, prefix=f"{where}.")
+                raise InvalidRequest(message, field=field) from None
+        case _:
+            raise InvalidRequest(
+                f"{where} is a {type(value).__name__}; expected text, token ids or chat messages", field=where
+            )
+
+
+def check_prompt_ids(ids: list[int], where: str, model: ModelInfo) -> None:
+    """Raise :class:`InvalidRequest` for a prompt that is empty, out of vocabulary or too long."""
+    check_prompt_length(len(ids), where, model.context_length)
+    if not ids:
+        raise InvalidRequest(f"{where} is empty; a prompt needs at least one token", field=where)
+    if max(ids) >= model.vocab_size:
+        raise InvalidRequest(
+            f"{where}: token id {max(ids)} is outside the vocabulary of {model.vocab_size} ids "
+            f"(0 to {model.vocab_size - 1})",
+            field=where,
+        )
+
+
+def check_prompt_length(tokens: int, where: str, context_length: int | None) -> None:
+    """Raise :class:`InvalidRequest` for a prompt of more tokens than the context holds."""
+    if context_length is not None and tokens > context_length:
+        raise InvalidRequest(
+            f"{where} has {tokens} tokens, more than the context length of {context_length}; shorten it", field=where
+        )
+
+
+def resolve_max_new_tokens(params: SamplingParams, prompt_length: int, where: str, model: ModelInfo) -> int:
+    """Return how many tokens may be generated.
+
+    Raises:
+        InvalidRequest: prompt and ``max_new_tokens`` do not fit the context together.
+    """
+    room = model.context_length - prompt_length
+    if params.max_new_tokens is None:
+        if room < max(1, params.min_new_tokens):
+            raise InvalidRequest(
+                f"{where} has {prompt_length} tokens and leaves room for {room} in the context length of "
+                f"{model.context_length}; shorten it",
+                field=where,
+            )
+        return room
+    if params.max_new_tokens > room:
+        raise InvalidRequest(
+            f"sampling_params.max_new_tokens={params.max_new_tokens} and the {prompt_length} tokens of {where} are "
+            f"more than the context length of {model.context_length}; ask for at most {room}, or None for what fits",
+            field="sampling_params.max_new_tokens",
+        )
+    return params.max_new_tokens
+
+
+def check_media(prompt: Prompt, where: str, config: EngineConfig, capabilities: frozenset[Capability]) -> None:
+    """Look at what lies beside a prompt, before any of it is read.
+
+    Raises:
+        UnsupportedCapability: the engine takes no such media.
+        InvalidRequest: there are more bytes of it than the configuration allows.
+    """
+    most = config.media.max_bytes
+    size = sum(len(item.data) for item in prompt.media if item.data is not None)
+    if size > most:
+        raise InvalidRequest(
+            f"{where} holds {size} bytes of images, videos and sounds; expected at most {most} (media.max_bytes of the "
+            "engine's configuration); give fewer or smaller ones, or raise the bound",
+            field="prompts",
+        )
+    for item in prompt.media:
+        for kind, capability in _MEDIA_CAPABILITY:
+            if isinstance(item, kind):
+                what = f"{where} with {capability.value}{_lacking(capability)}"
+                require(capabilities, capability, what, config.backend)
+
+
+def _lacking(capability: Capability) -> str:
+    if capability is Capability.VIDEO and importlib.util.find_spec("av") is None:
+        return " (PyAV, which reads it, is not installed here: pip install 'drivetrain[video]')"
+    return ""
+
+
+def check_folders(config: EngineConfig) -> None:
+    """Raise :class:`InvalidConfig` for a model or tokenizer that can only be a folder and is not there."""
+    for field, value in (("model", config.model), ("tokenizer", config.tokenizer)):
+        if value is None or _is_folder(field, value):
+            continue
+        # A hub id is a name, or an organisation and a name.
+        if value.startswith((".", "~", "/")) or value.count("/") > 1:
+            raise InvalidConfig(
+                f"{field}={shown(value)}: there is no such folder; give one that holds a model, or a hub id such as "
+                "'organisation/name'",
+                field=field,
+            )
+
+
+def _is_folder(field: str, value: str) -> bool:
+    try:
+        return Path(value).expanduser().is_dir()
+    except (RuntimeError, OSError, ValueError) as error:  # a home that nobody has, a name too long for a file, NUL
+        raise InvalidConfig(f"{field}={shown(value)}: {error}; give a folder or a hub id", field=field) from error
+
+
+_CORE_FIELDS: Final = frozenset(
+    {
+        "backend",
+        "model",
+        "tokenizer",
+        "tool_call_parser",
+        "engine_kwargs",
+        "isolation",
+        "python",
+        "timeouts",
+        "logprobs_mode",
+    }
+    | {"weight_version", "seed"}
+)
+"""Fields that the engine page itself honours, whatever the backend."""
+
+_CONFIG_NEEDS: Final[tuple[tuple[str, Callable[[EngineConfig], bool], Capability], ...]] = (
+    ("tensor_parallel_size", lambda c: c.tensor_parallel_size > 1, Capability.TENSOR_PARALLEL),
+    ("pipeline_parallel_size", lambda c: c.pipeline_parallel_size > 1, Capability.PIPELINE_PARALLEL),
+    ("data_parallel_size", lambda c: c.data_parallel_size > 1, Capability.DATA_PARALLEL),
+    ("expert_parallel_size", lambda c: c.expert_parallel_size > 1, Capability.EXPERT_PARALLEL),
+    ("task", lambda c: c.task is Task.EMBED, Capability.EMBED),
+    ("task", lambda c: c.task is Task.REWARD, Capability.REWARD_SCORE),
+    ("enable_lora", lambda c: c.enable_lora, Capability.LORA),
+    ("deterministic", lambda c: c.deterministic, Capability.DETERMINISTIC),
+    ("sleep_keeps_weights", lambda c: c.sleep_keeps_weights, Capability.SLEEP_KEEPS_WEIGHTS),
+)
+
+_ANYWAY: Final[Mapping[str, Callable[[EngineConfig, frozenset[Capability]], bool]]] = {
+    "enable_prefix_caching": lambda c, can: not c.enable_prefix_caching and Capability.PREFIX_CACHE not in can,
+    "enable_sleep": lambda c, can: not c.enable_sleep,
+    "max_loras": lambda c, can: not c.enable_lora,
+    "max_lora_rank": lambda c, can: not c.enable_lora,
+    "media": lambda c, can: can.isdisjoint(capability for _, capability in _MEDIA_CAPABILITY),
+}
+"""When a field asks for what every engine does, so that one configuration fits all: no cache where there is none."""
+
+
+def _experts(config: EngineConfig) -> str:
+    """The field of a model folder's ``config.json`` that counts its experts, with its value; "" if it has none."""
+    path = Path(config.model).expanduser() / "config.json"
+    try:
+        fields: object = json.loads(path.read_bytes()) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError):
+        return ""  # no model that could be read: the engine says so when it starts
+    text = fields.get("text_config") if isinstance(fields, dict) else None
+    for level in (fields, text):
+        if not isinstance(level, dict):
+            continue
+        for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
+            if isinstance(level.get(name), int) and level[name] > 1:
+                return f"{name}={level[name]}"
+    return ""
+
+
+def check_config(config: EngineConfig, config_names: Mapping[str, str], capabilities: frozenset[Capability]) -> None:
+    """Raise for a configured field that the backend cannot honour: nothing is dropped in silence.
+
+    Raises:
+        UnsupportedCapability: the field needs a capability that is not claimed.
+        InvalidConfig: the backend has no equivalent for the field.
+    """
+    for field, is_used, capability in _CONFIG_NEEDS:
+        if is_used(config):
+            require(capabilities, capability, f"{field}={shown(getattr(config, field))}", config.backend)
+    if Capability.MOE not in capabilities and (experts := _experts(config)):
+        what = f"model={shown(config.model)}: a mixture of experts ({experts})"
+        require(capabilities, Capability.MOE, what, config.backend)
+    if "logprobs_mode" in config.model_fields_set:
+        mode = config.logprobs_mode
+        require(capabilities, MODE_CAPABILITY[mode], f"logprobs_mode={mode.value!r}", config.backend)
+    if config.seed is not None and "seed" not in config_names:
+        # The engine page seeds each request; a backend that names the field seeds its engine instead.
+        require(capabilities, Capability.SEED, f"seed={config.seed}", config.backend)
+    handled = _CORE_FIELDS | {field for field, _, _ in _CONFIG_NEEDS} | set(config_names)
+    for field in sorted(config.model_fields_set - handled):
+        value = getattr(config, field)
+        if field in _ANYWAY and _ANYWAY[field](config, capabilities):
+            continue
+        if value != EngineConfig.model_fields[field].get_default(call_default_factory=True):
+            raise InvalidConfig(
+                f"{field}={shown(value)}: the {config.backend} backend has no equivalent; leave it out"
+                f" (it honours: {', '.join(sorted(config_names))})",
+                field=field,
+            )

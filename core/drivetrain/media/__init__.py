@@ -1,0 +1,1 @@
+"""Images and videos beside a prompt: their bytes, their frames, their patches."""

@@ -1,0 +1,357 @@
+"""Images and videos as Qwen's vision models take them: read, decoded, cut into patches.
+
+For backends, in the engine's process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib.util
+import json
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Final
+
+from drivetrain.backend.base import ReadMedium
+from drivetrain.errors import DeadlineExceeded, InvalidRequest, UnsupportedCapability
+from drivetrain.media.inputs import named, read_bytes, unreadable
+from drivetrain.media.video_frames import Bounds, decoded
+from drivetrain.types.capability import Capability
+from drivetrain.types.config import EngineConfig, Task
+from drivetrain.types.prompts import ImageInput, MediaInput, VideoInput
+
+IMAGE_MODELS: Final = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
+"""Types of models whose images were seen to come out as transformers has them."""
+
+VIDEO_MODELS: Final = frozenset({"qwen2_vl", "qwen2_5_vl"})
+"""The same of videos. Qwen3-VL's prompts hold the time of each frame in words, which no single token stands for."""
+
+TIMED_MODELS: Final = frozenset({"qwen2_5_vl"})
+"""Those that are told how many seconds of a video one of its grids spans."""
+
+HELD_BYTES: Final = 1 << 29
+"""Most memory that patches take which may be asked for again: by the other samples of a prompt, or its next turn."""
+
+IMAGE_FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
+"""Those that Pillow decodes by itself: to read EPS it runs Ghostscript."""
+
+MOST_SCANS: Final = 500
+"""Of a JPEG; usual ones have ten."""
+
+_SCAN: Final = b"\xff\xda"
+
+ENGINE_FETCHES: Final = (
+    "drivetrain reads media itself; use media={'allow_private_hosts': False}, or check URLs and paths before you pass "
+    "them"
+)
+"""Why backends refuse their engine's arguments about the hosts and folders that media may come from."""
+
+ENGINE_BOUNDS: Final = "drivetrain reads media itself; use the configuration's field media"
+"""Why they refuse arguments about the size of media."""
+
+ENGINE_PREPARES: Final = (
+    "drivetrain prepares images and videos as the model folder's preprocessor_config.json says; change that file, or "
+    "leave the argument out"
+)
+"""Why they refuse arguments about resizing, normalising and caching media."""
+
+_FETCHES: Final = 16
+"""Most media that are read at a time."""
+
+_IMAGES: Final = 8
+"""Most images that are decoded at a time."""
+
+_VIDEOS: Final = 2
+"""Most videos that are decoded at a time: each may take gigabytes, and several threads of FFmpeg's."""
+
+
+def vision_capabilities(config: EngineConfig) -> frozenset[Capability]:
+    """What the configured model takes beside text, with the packages that are here.
+
+    Reads its ``config.json``, nothing else. Videos need PyAV, and torchvision for transformers' video processors.
+    """
+    model_type = _model_type(config)
+    claimed: set[Capability] = set()
+    if model_type in IMAGE_MODELS:
+        claimed.add(Capability.IMAGES)
+    if model_type in VIDEO_MODELS and all(importlib.util.find_spec(name) for name in ("av", "torchvision")):
+        claimed.add(Capability.VIDEO)
+    return frozenset(claimed)
+
+
+def _model_type(config: EngineConfig) -> str | None:
+    if config.task is not Task.GENERATE:
+        return None
+    try:
+        file = Path(config.model).expanduser() / "config.json"
+        if not file.parent.is_dir():
+            from huggingface_hub import hf_hub_download
+
+            file = Path(hf_hub_download(config.model, "config.json", revision=config.revision))
+        return str(json.loads(file.read_text(encoding="utf-8")).get("model_type"))
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None  # what has no configuration does not start, which says why
+
+
+@dataclass(frozen=True, slots=True)
+class Patches:
+    """One image or video."""
+
+    name: str
+    """Of its kind and its file's bytes: another image or video has another."""
+    pixels: Any
+    """Tensor of shape (patches, values of a patch)."""
+    grid: tuple[int, int, int]
+    """Pairs of frames, rows and columns of patches."""
+    count: int
+    """Tokens."""
+    seconds: float | None = None
+    """From one pair of frames to the next; None of an image, and to models that are not told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What lies beside a prompt, each kind in its order."""
+
+    images: tuple[Patches, ...]
+    videos: tuple[Patches, ...]
+
+
+class VisionReader:
+    """Reads images and videos with the processors that the model's folder names, within ``config.media``.
+
+    Its methods keep the event loop free. Cancelling the caller ends its fetch or decoding.
+
+    Which frames of a video the model sees is up to its video processor: all of them, as Qwen's are configured, or those
+    that it picks by the video's frames per second where the folder's ``video_preprocessor_config.json`` says
+    ``do_sample_frames`` with ``fps`` or ``num_frames``.
+    """
+
+    def __init__(self, config: EngineConfig, model_config: Any, context_length: int) -> None:
+        self._config = config
+        self._context_length = context_length
+        self.image_token_id = int(model_config.image_token_id)
+        """What stands in a prompt where an image is, as often as it has tokens."""
+        self.video_token_id = int(model_config.video_token_id)
+        """The same of a video."""
+        self._around = int(model_config.vision_start_token_id), int(model_config.vision_end_token_id)
+        self._takes_videos = model_config.model_type in VIDEO_MODELS
+        self._is_timed = model_config.model_type in TIMED_MODELS
+        self._held: OrderedDict[str, Patches] = OrderedDict()
+        self._lock = threading.Lock()
+        self._fetching = asyncio.Semaphore(_FETCHES)
+        self._images = ThreadPoolExecutor(min(_IMAGES, os.cpu_count() or 1), "drivetrain-images")
+        self._videos = ThreadPoolExecutor(_VIDEOS, "drivetrain-videos")
+
+    @cached_property
+    def _image_processor(self) -> Any:
+        from transformers import AutoImageProcessor
+
+        config = self._config
+        return AutoImageProcessor.from_pretrained(
+            config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+
+    @cached_property
+    def _video_processor(self) -> Any:
+        from transformers import AutoVideoProcessor
+
+        config = self._config
+        return AutoVideoProcessor.from_pretrained(
+            config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+
+    async def read(self, media: Sequence[MediaInput]) -> list[ReadMedium]:
+        """Fetch and decode what lies beside one prompt.
+
+        Raises:
+            InvalidRequest: one is no image or video, cannot be had, or is too large; or all are, together.
+            DeadlineExceeded: one took longer than ``config.timeouts.media``.
+        """
+        found: list[ReadMedium] = []
+        size = tokens = 0
+        for medium in media:
+            self._check_kind(medium)
+            async with self._fetching:
+                data = await read_bytes(medium, self._config)
+            size += len(data)
+            if size > self._config.media.max_bytes:
+                raise InvalidRequest(
+                    f"the images and videos beside a prompt have more than {self._config.media.max_bytes} bytes "
+                    "together (media.max_bytes); give fewer or smaller ones",
+                    field="prompts",
+                )
+            count = (await self._patches(medium, data)).count
+            tokens += count
+            if tokens > self._context_length:
+                raise InvalidRequest(
+                    f"{len(found) + 1} images and videos beside a prompt take {tokens} tokens; the context holds "
+                    f"{self._context_length}, so give fewer or smaller ones",
+                    field="prompts",
+                )
+            looked_for = None if medium.data is not None else data
+            token_id = self.video_token_id if isinstance(medium, VideoInput) else self.image_token_id
+            found.append(ReadMedium(token_id, count, looked_for, follows=self._around[0]))
+        return found
+
+    async def example(self, size: tuple[int, int]) -> tuple[list[int], tuple[MediaInput, ...]]:
+        """A prompt of one black image, and the image, of this width and height in pixels."""
+        from PIL import Image
+
+        media = (ImageInput.from_pil(Image.new("RGB", size)),)
+        (image,) = await self.read(media)
+        start, end = self._around
+        return [start, *[self.image_token_id] * image.count, end], media
+
+    async def patches(self, media: Sequence[MediaInput]) -> Seen:
+        """Return what the model is to see of each image and video.
+
+        Raises:
+            InvalidRequest: as :meth:`read`.
+        """
+        made: list[tuple[bool, Patches]] = []
+        for medium in media:
+            self._check_kind(medium)
+            data = await read_bytes(medium, self._config)
+            made.append((isinstance(medium, VideoInput), await self._patches(medium, data)))
+        return Seen(
+            tuple(patches for is_video, patches in made if not is_video),
+            tuple(patches for is_video, patches in made if is_video),
+        )
+
+    def _check_kind(self, medium: MediaInput) -> None:
+        if not isinstance(medium, ImageInput) and not (isinstance(medium, VideoInput) and self._takes_videos):
+            kinds = "images and videos" if self._takes_videos else "images"
+            raise InvalidRequest(f"this model takes {kinds}, and no {type(medium).__name__}", field="prompts")
+
+    async def _patches(self, medium: MediaInput, data: bytes) -> Patches:
+        left = threading.Event()
+        threads = self._videos if isinstance(medium, VideoInput) else self._images
+        try:
+            return await asyncio.get_running_loop().run_in_executor(threads, self._held_or_made, medium, data, left)
+        finally:
+            left.set()
+
+    def _held_or_made(self, medium: MediaInput, data: bytes, left: threading.Event) -> Patches:
+        # The same bytes can be an image and a video.
+        kind = type(medium).__name__.encode()
+        name = hashlib.blake2b(data, digest_size=16, person=kind[:16]).hexdigest()
+        with self._lock:
+            held = self._held.get(name)
+            if held is not None:
+                self._held.move_to_end(name)
+                return held
+        made = self._made(medium, data, name, left)
+        with self._lock:
+            self._held[name] = made
+            while len(self._held) > 1 and sum(one.pixels.nbytes for one in self._held.values()) > HELD_BYTES:
+                self._held.popitem(last=False)
+        return made
+
+    def _made(self, medium: MediaInput, data: bytes, name: str, left: threading.Event) -> Patches:
+        seconds = self._config.timeouts.media
+        ends = time.monotonic() + seconds
+
+        def look() -> None:
+            if left.is_set() or time.monotonic() > ends:
+                raise DeadlineExceeded(
+                    f"waited {seconds:g} s for {named(medium)} to be decoded (timeouts.media); it was left off"
+                )
+
+        try:
+            return self._video(data, name, look) if isinstance(medium, VideoInput) else self._image(data, name)
+        except (DeadlineExceeded, UnsupportedCapability):
+            raise
+        except Exception as error:  # decoders raise whatever broken files make them
+            told = type(error) is ValueError and str(error)
+            raise unreadable(medium, told or f"{type(error).__name__}: {error}") from error
+
+    def _image(self, data: bytes, name: str) -> Patches:
+        from PIL import Image, UnidentifiedImageError
+
+        Image.init()
+        known: list[str] = [form for form in IMAGE_FORMATS if form in Image.OPEN]
+        most = self._config.media.max_pixels
+        try:
+            opened = Image.open(BytesIO(data), formats=known)
+        except UnidentifiedImageError:
+            raise ValueError(f"it is none of {', '.join(known)}") from None
+        except Image.DecompressionBombError as error:
+            raise ValueError(f"{error} Expected at most {most} (media.max_pixels); give a smaller one") from None
+        if opened.width * opened.height > most:
+            raise ValueError(
+                f"it has {opened.width} by {opened.height} pixels; expected at most {most} (media.max_pixels); give a "
+                "smaller one, or raise the bound"
+            )
+        if opened.format == "JPEG" and data.count(_SCAN) > MOST_SCANS:
+            raise ValueError(f"it has more than {MOST_SCANS} scans, each of which goes over all of its pixels")
+        made = self._image_processor(images=[opened.convert("RGB")], return_tensors="pt")
+        return _cut(name, made["pixel_values"], made["image_grid_thw"], self._image_processor)
+
+    def _video(self, data: bytes, name: str, look: Callable[[], None]) -> Patches:
+        from transformers.video_utils import VideoMetadata
+
+        processor = self._loaded_video_processor()
+
+        def pick(total: int, per_second: float | None) -> Sequence[int]:
+            indices: Sequence[int] = processor.sample_frames(VideoMetadata(total, per_second)).tolist()
+            return indices
+
+        def fits(frames: int, height: int, width: int) -> None:
+            least = _least_tokens(processor, frames, height, width)
+            if least > self._context_length:
+                raise ValueError(
+                    f"{frames} of its frames take {least} tokens or more; the context holds {self._context_length}, so "
+                    "give a shorter one, or have the video processor sample it"
+                )
+
+        media = self._config.media
+        bounds = Bounds(media.max_video_seconds, media.max_video_pixels, fits, look)
+        frames = decoded(data, bounds, pick if processor.do_sample_frames else None)
+        made = processor(
+            videos=[frames.pixels], do_sample_frames=False, input_data_format="channels_last", return_tensors="pt"
+        )
+        seconds = None
+        if self._is_timed:
+            seen = VideoMetadata(frames.total, frames.per_second, frames_indices=list(frames.indices))
+            seconds = float(processor.temporal_patch_size / seen.sampled_fps)
+        return _cut(name, made["pixel_values_videos"], made["video_grid_thw"], processor, seconds)
+
+    def _loaded_video_processor(self) -> Any:
+        try:
+            import av  # noqa: F401
+
+            return self._video_processor
+        except ImportError as error:
+            raise UnsupportedCapability(
+                f"videos need PyAV (pip install 'drivetrain[video]') and the engine's torchvision: {error}",
+                capability=Capability.VIDEO.value,
+            ) from error
+
+
+def _least_tokens(processor: Any, frames: int, height: int, width: int) -> int:
+    """Fewest tokens that a video processor makes of so many frames of this height and width; 0: it does not say."""
+    count = getattr(processor, "get_num_of_video_patches", None)
+    if count is None:
+        return 0
+    size = {name: processor.size[name] for name in ("shortest_edge", "longest_edge")}
+    if getattr(processor, "cap_pixels_per_frame", True):
+        # Frames of a long video are made smaller than the largest, down to this.
+        size["longest_edge"] = min(size["longest_edge"], int(1.05 * size["shortest_edge"]))
+    patches: int = count(frames, height, width, {"size": size})
+    return patches // int(processor.merge_size) ** 2
+
+
+def _cut(name: str, pixels: Any, grids: Any, processor: Any, seconds: float | None = None) -> Patches:
+    frames, rows, columns = (int(value) for value in grids[0])
+    count = frames * rows * columns // int(processor.merge_size) ** 2
+    return Patches(name, pixels, (frames, rows, columns), count, seconds)

@@ -1,0 +1,149 @@
+"""Answers to chat completion requests, whole and in chunks."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+
+from drivetrain.openai.choices import FINISH_REASON, chat_logprobs, ending, usage
+from drivetrain.openai.payloads import ChatPayload
+from drivetrain.openai.responses import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    FinishReasonName,
+    ToolCall,
+    Usage,
+)
+from drivetrain.openai.token_texts import TokenTexts
+from drivetrain.openai.tool_calls_in_answer import read_calls
+from drivetrain.text.tokenizer import Tokenizer
+from drivetrain.types.outputs import Completion, CompletionChunk, FinishReason
+
+
+class ChatAnswer:
+    """Writes the answer to one request."""
+
+    def __init__(
+        self, asked: ChatPayload, id: str, model: str, tokenizer: Tokenizer, tool_call_parser: str | None = None
+    ) -> None:
+        self._asked = asked
+        self._tokenizer = tokenizer
+        self._parser = tool_call_parser
+        self._id = id
+        self._model = model
+        self._texts = TokenTexts(tokenizer)
+        self._created = int(time.time())
+        self._opened: set[int] = set()
+        self._ended: list[Completion] = []
+
+    def whole(self, completions: Sequence[Completion]) -> ChatCompletion:
+        """Return the answer."""
+        return {
+            "id": self._id,
+            "object": "chat.completion",
+            "created": self._created,
+            "model": self._model,
+            "choices": [self._choice(completion) for completion in completions],
+            "usage": usage(completions),
+            "prompt_token_ids": completions[0].prompt_token_ids,
+        }
+
+    def _choice(self, completion: Completion) -> ChatChoice:
+        content, calls, reason = self._read(completion)
+        message: ChatMessage = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message["tool_calls"] = calls
+        return {
+            "index": completion.sample_index,
+            "message": message,
+            "logprobs": self._logprobs(completion),
+            "finish_reason": reason,
+            "token_ids": completion.token_ids,
+            **ending(completion),
+        }
+
+    def _read(self, completion: Completion) -> tuple[str | None, list[ToolCall], FinishReasonName]:
+        """Return content, tool calls and the reason why it ended."""
+        reason = FINISH_REASON[completion.finish_reason]
+        if not self._asked.shows_tools:
+            return completion.text, [], reason
+        parsed = read_calls(completion, self._asked, self._tokenizer, self._parser)
+        calls: list[ToolCall] = [
+            {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": call} for call in parsed.calls
+        ]
+        if calls and completion.finish_reason is FinishReason.STOP:
+            reason = "tool_calls"
+        return parsed.content if calls else completion.text, calls, reason
+
+    def _logprobs(self, piece: Completion | CompletionChunk) -> ChatLogprobs | None:
+        if piece.logprobs is None:
+            return None
+        return chat_logprobs(self._texts, piece.token_ids, piece.logprobs, piece.top_logprobs)
+
+    # In chunks ---------------------------------------------------------------------------------------------------
+
+    def chunks(self, chunk: CompletionChunk) -> Iterator[ChatCompletionChunk]:
+        """Return the chunks of what is new in one choice: first its role, then its content, then its ending."""
+        index = chunk.sample_index
+        if index not in self._opened:
+            self._opened.add(index)
+            yield self._piece(index, {"role": "assistant", "content": ""})
+        if chunk.token_ids or chunk.text:
+            # What will turn out to be a tool call must not go out as content: with tools, content comes at the end.
+            delta: ChatDelta = {} if self._asked.shows_tools else {"content": chunk.text}
+            yield self._piece(index, delta, logprobs=self._logprobs(chunk), token_ids=chunk.token_ids)
+        if chunk.completion is not None:
+            self._ended.append(chunk.completion)
+            yield from self._ending(chunk.completion)
+
+    def _ending(self, completion: Completion) -> Iterator[ChatCompletionChunk]:
+        index = completion.sample_index
+        content, calls, reason = self._read(completion)
+        if self._asked.shows_tools and content:
+            yield self._piece(index, {"content": content})
+        for position, call in enumerate(calls):
+            yield self._piece(index, {"tool_calls": [{"index": position, **call}]})
+        last: ChatChunkChoice = {
+            "index": index,
+            "delta": {},
+            "logprobs": None,
+            "finish_reason": reason,
+            "token_ids": [],
+            **ending(completion),
+            "prompt_token_ids": completion.prompt_token_ids,
+        }
+        yield self._chunk([last], None)
+
+    def usage_chunk(self) -> ChatCompletionChunk:
+        """Return the chunk after the last, with the usage and without choices."""
+        return self._chunk([], usage(self._ended))
+
+    def _piece(
+        self, index: int, delta: ChatDelta, *, logprobs: ChatLogprobs | None = None, token_ids: Sequence[int] = ()
+    ) -> ChatCompletionChunk:
+        choice: ChatChunkChoice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": None,
+            "token_ids": list(token_ids),
+        }
+        return self._chunk([choice], None)
+
+    def _chunk(self, choices: list[ChatChunkChoice], used: Usage | None) -> ChatCompletionChunk:
+        chunk: ChatCompletionChunk = {
+            "id": self._id,
+            "object": "chat.completion.chunk",
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+        if self._asked.include_usage:
+            chunk["usage"] = used
+        return chunk

@@ -1,0 +1,134 @@
+"""Answers to completion requests, whole and in chunks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from drivetrain.openai.choices import FINISH_REASON, completion_logprobs, ending, usage
+from drivetrain.openai.payloads import CompletionPayload
+from drivetrain.openai.responses import (
+    CompletionChoice,
+    CompletionChunkChoice,
+    CompletionLogprobs,
+    TextCompletion,
+    TextCompletionChunk,
+    Usage,
+)
+from drivetrain.openai.token_texts import TextOffsets, TokenTexts
+from drivetrain.text.tokenizer import Tokenizer
+from drivetrain.types.outputs import Completion, CompletionChunk, TopLogprobs
+
+
+class CompletionAnswer:
+    """Writes the answer to one request."""
+
+    def __init__(self, asked: CompletionPayload, id: str, model: str, tokenizer: Tokenizer) -> None:
+        self._asked = asked
+        self._id = id
+        self._model = model
+        self._tokenizer = tokenizer
+        self._skip = asked.skip_special_tokens is not False
+        self._texts = TokenTexts(tokenizer)
+        self._created = int(time.time())
+        self._offsets: dict[int, TextOffsets] = {}
+        self._ended: list[Completion] = []
+
+    def whole(self, completions: Sequence[Completion]) -> TextCompletion:
+        """Return the answer."""
+        return {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._model,
+            "choices": [self._choice(completion) for completion in completions],
+            "usage": usage(completions),
+        }
+
+    def _choice(self, completion: Completion) -> CompletionChoice:
+        shown = self._prompt_text(completion) if self._asked.echo else ""
+        return {
+            "index": self._index(completion),
+            "text": shown + completion.text,
+            "logprobs": self._echoed(completion, shown) if self._asked.echo else self._logprobs(completion),
+            "finish_reason": FINISH_REASON[completion.finish_reason],
+            "token_ids": completion.token_ids,
+            **ending(completion),
+            "prompt_token_ids": completion.prompt_token_ids,
+        }
+
+    def _index(self, piece: Completion | CompletionChunk) -> int:
+        return piece.prompt_index * (self._asked.n or 1) + piece.sample_index
+
+    def _logprobs(self, piece: Completion | CompletionChunk) -> CompletionLogprobs | None:
+        if piece.logprobs is None:
+            return None
+        offsets = self._offsets.setdefault(self._index(piece), self._text_offsets(0)).push(piece.token_ids)
+        return completion_logprobs(self._texts, piece.token_ids, piece.logprobs, piece.top_logprobs, offsets)
+
+    def _text_offsets(self, start: int) -> TextOffsets:
+        return TextOffsets(self._tokenizer, skip_special_tokens=self._skip, start=start)
+
+    # With the prompt ---------------------------------------------------------------------------------------------
+
+    def _prompt_text(self, completion: Completion) -> str:
+        """The prompt as the model saw it, decoded."""
+        return self._tokenizer(completion.prompt_token_ids, skip_special_tokens=self._skip)
+
+    def _echoed(self, completion: Completion, shown: str) -> CompletionLogprobs | None:
+        if completion.logprobs is None or completion.prompt_logprobs is None:
+            return None
+        prompt_ids = completion.prompt_token_ids
+        offsets = self._text_offsets(0).push(prompt_ids) + self._text_offsets(len(shown)).push(completion.token_ids)
+        top: list[TopLogprobs | None] | None = None
+        if completion.top_logprobs is not None:
+            top = [*(completion.prompt_top_logprobs or [None] * len(prompt_ids)), *completion.top_logprobs]
+        return completion_logprobs(
+            self._texts,
+            [*prompt_ids, *completion.token_ids],
+            [*completion.prompt_logprobs, *completion.logprobs],
+            top,
+            offsets,
+        )
+
+    # In chunks ---------------------------------------------------------------------------------------------------
+
+    def chunks(self, chunk: CompletionChunk) -> Iterator[TextCompletionChunk]:
+        """Return the chunks of what is new in one choice: its text, then its ending."""
+        choice: CompletionChunkChoice = {
+            "index": self._index(chunk),
+            "text": chunk.text,
+            "logprobs": self._logprobs(chunk),
+            "finish_reason": None,
+            "token_ids": chunk.token_ids,
+        }
+        if chunk.token_ids or chunk.text:
+            yield self._chunk([choice], None)
+        if (completion := chunk.completion) is not None:
+            self._ended.append(completion)
+            last: CompletionChunkChoice = {
+                "index": choice["index"],
+                "text": "",
+                "logprobs": None,
+                "finish_reason": FINISH_REASON[completion.finish_reason],
+                "token_ids": [],
+                **ending(completion),
+                "prompt_token_ids": completion.prompt_token_ids,
+            }
+            yield self._chunk([last], None)
+
+    def usage_chunk(self) -> TextCompletionChunk:
+        """Return the chunk after the last, with the usage and without choices."""
+        return self._chunk([], usage(self._ended))
+
+    def _chunk(self, choices: list[CompletionChunkChoice], used: Usage | None) -> TextCompletionChunk:
+        chunk: TextCompletionChunk = {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+        if self._asked.include_usage:
+            chunk["usage"] = used
+        return chunk

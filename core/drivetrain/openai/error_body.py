@@ -1,0 +1,44 @@
+"""Errors as the OpenAI API writes them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from drivetrain.errors import (
+    DeadlineExceeded,
+    DrivetrainError,
+    EngineBusy,
+    EngineDied,
+    EngineOutOfMemory,
+    EngineStateError,
+    InvalidRequest,
+    UnsupportedCapability,
+)
+from drivetrain.openai.responses import ErrorBody
+
+_REQUEST: Final = "invalid_request_error"
+_SERVER: Final = "server_error"
+
+_TABLE: Final[tuple[tuple[type[DrivetrainError], int, str, str | None], ...]] = (
+    (InvalidRequest, 400, _REQUEST, None),
+    (UnsupportedCapability, 400, _REQUEST, "unsupported_capability"),
+    (EngineBusy, 409, _SERVER, "engine_busy"),
+    (EngineStateError, 503, _SERVER, "engine_state"),
+    (EngineOutOfMemory, 503, _SERVER, "out_of_memory"),
+    (EngineDied, 500, _SERVER, "engine_died"),
+    (DeadlineExceeded, 504, _SERVER, "timeout"),
+)
+
+
+def error_body(error: DrivetrainError) -> tuple[int, ErrorBody]:
+    """Return the HTTP status and the body of an error, in the shape that clients of the OpenAI API read.
+
+    ``param`` is the field that is wrong. A model that is not served is 404, as there.
+    """
+    status, kind, code = next(
+        ((status, kind, code) for cls, status, kind, code in _TABLE if isinstance(error, cls)), (500, _SERVER, None)
+    )
+    param = error.field or None if isinstance(error, InvalidRequest) else None
+    if param == "model":
+        status, code = 404, "model_not_found"
+    return status, {"error": {"message": str(error), "type": kind, "param": param, "code": code}}

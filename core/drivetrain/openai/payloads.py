@@ -1,0 +1,317 @@
+"""What the OpenAI REST API takes, as types: chat completions and completions, and the extras that RL asks for.
+
+A field is honoured or refused; there is no field that is read and then dropped. Ranges are
+:class:`~drivetrain.types.sampling.SamplingParams`'s to check. As in the API itself, null stands for an absent field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Annotated, ClassVar, Literal, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    JsonValue,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from drivetrain.checks.enum_fields import BY_NAME
+from drivetrain.checks.name_hints import PAYLOAD_NAMES
+from drivetrain.checks.pydantic_errors import describe_validation_error, shown_name
+from drivetrain.checks.safe_repr import shown
+from drivetrain.errors import InvalidRequest
+from drivetrain.types.prompts import Message, TextPrompt, TokenPrompt
+from drivetrain.types.sampling import LogitProcessor, LogprobsMode, StructuredOutput, TokenId
+
+_T = TypeVar("_T")
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class StreamOptions(_Frozen):
+    """Options of a stream."""
+
+    include_usage: StrictBool = Field(default=False, description="End with a chunk that holds the usage.")
+    include_obfuscation: Literal[False] = Field(default=False, description="Nothing pads the chunks.")
+
+
+class NamedSchema(_Frozen):
+    """A JSON schema and its name."""
+
+    name: StrictStr = Field(default="", description="A label.")
+    json_schema: dict[str, JsonValue] = Field(alias="schema", description="The schema.")
+    strict: StrictBool = Field(default=True, description="Output is held to the schema either way.")
+
+
+class ResponseFormat(_Frozen):
+    """The form of the output: ``text``, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"] = Field(description="Which form.")
+    json_schema: NamedSchema | None = Field(default=None, description="The schema, for ``json_schema``.")
+
+    @model_validator(mode="after")
+    def _schema_where_it_belongs(self) -> ResponseFormat:
+        if (self.type == "json_schema") is (self.json_schema is None):
+            raise ValueError("json_schema goes with type='json_schema'; give both or neither")
+        return self
+
+
+def _one_is_a_tuple_of_one(value: object) -> object:
+    return (value,) if isinstance(value, str | int) else value
+
+
+def _ids_from_json(value: object) -> object:
+    """Keys of JSON objects are strings: ``{"42": 1.5}``."""
+    if not isinstance(value, Mapping):
+        return value
+    biases = {int(key) if isinstance(key, str) and key.isdecimal() else key: bias for key, bias in value.items()}
+    if len(biases) < len(value):
+        raise ValueError("a token id is given twice")
+    return biases
+
+
+def _prompts(value: object) -> object:
+    """One prompt or a list of them, each text or token ids."""
+    if isinstance(value, str) or (isinstance(value, Sequence) and value and isinstance(value[0], int)):
+        value = [value]
+    if not isinstance(value, Sequence) or not value:
+        raise ValueError("expected text, a list of token ids, or a list of those that is not empty")
+    return tuple(_prompt(item) for item in value)
+
+
+def _prompt(value: object) -> TextPrompt | TokenPrompt:
+    if isinstance(value, str):
+        return TextPrompt(text=value)
+    if isinstance(value, Sequence) and all(type(item) is int and item >= 0 for item in value):
+        return TokenPrompt(token_ids=tuple(value))
+    raise ValueError(f"{shown(value)} is no prompt; expected text or a list of token ids")
+
+
+def _tool(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """Checked, and otherwise left as it is: the chat template writes it out, key by key."""
+    function = value.get("function")
+    if value.get("type") != "function" or not isinstance(function, dict) or len(value) > 2:
+        raise ValueError("expected {'type': 'function', 'function': {'name': …, 'parameters': …}}")
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise ValueError("the function has no name")
+    if not isinstance(function.get("parameters", {}), dict):
+        raise ValueError("parameters is no JSON schema")
+    unknown = function.keys() - {"name", "description", "parameters", "strict"}
+    if unknown:
+        raise ValueError(f"a function has no {', '.join(sorted(unknown))}")
+    if function.get("strict"):
+        raise ValueError("strict: calls are not held to the schema; leave it out, or use response_format")
+    return value
+
+
+class _Payload(_Frozen):
+    """The fields that both requests have."""
+
+    other_names: ClassVar = PAYLOAD_NAMES
+    refused: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Fields of the OpenAI API that no engine here can honour, and what to do instead."""
+
+    model: StrictStr | None = Field(default=None, description="The served model; None: whichever it is.")
+    n: StrictInt | None = Field(default=None, description="Choices per prompt; 1 if not given.")
+    temperature: FiniteFloat | None = Field(default=None, description="1 if not given; 0 is greedy.")
+    top_p: FiniteFloat | None = Field(default=None, description="Nucleus probability.")
+    frequency_penalty: FiniteFloat | None = Field(default=None, description="For each time a token was generated.")
+    presence_penalty: FiniteFloat | None = Field(default=None, description="Once a token was generated.")
+    logit_bias: Annotated[dict[TokenId, FiniteFloat], BeforeValidator(_ids_from_json)] | None = Field(
+        default=None, description="Token id → value added to its logit."
+    )
+    seed: StrictInt | None = Field(default=None, description="Choice i of a prompt uses seed + i.")
+    stop: Annotated[tuple[StrictStr, ...], BeforeValidator(_one_is_a_tuple_of_one)] | None = Field(
+        default=None, description="A string or several that end generation."
+    )
+    max_tokens: StrictInt | None = Field(default=None, description="Most tokens to generate.")
+    response_format: ResponseFormat | None = Field(default=None, description="Hold the output to JSON.")
+    stream: StrictBool | None = Field(default=None, description="Must fit the method that is called.")
+    stream_options: StreamOptions | None = Field(default=None, description="Only for a stream.")
+    user: StrictStr | None = Field(default=None, description="A label of the caller's; nothing depends on it.")
+    metadata: dict[str, str] | None = Field(default=None, description="Labels too.")
+    # Not in the OpenAI API
+    top_k: StrictInt | None = Field(default=None, description="Number of candidate tokens; 0 is off.")
+    min_p: FiniteFloat | None = Field(default=None, description="Share of the top probability.")
+    repetition_penalty: FiniteFloat | None = Field(default=None, description="1 is off.")
+    min_tokens: StrictInt | None = Field(default=None, description="No stop before this many tokens.")
+    stop_token_ids: tuple[TokenId, ...] | None = Field(default=None, description="Ids that end generation.")
+    stop_regex: Annotated[tuple[StrictStr, ...], BeforeValidator(_one_is_a_tuple_of_one)] | None = Field(
+        default=None, description="An expression or several whose match ends generation."
+    )
+    include_stop_str_in_output: StrictBool | None = Field(default=None, description="Keep the matched stop.")
+    ignore_eos: StrictBool | None = Field(default=None, description="Go on past EOS.")
+    skip_special_tokens: StrictBool | None = Field(default=None, description="Leave them out of the text.")
+    logprobs_mode: Annotated[LogprobsMode, BY_NAME] | None = Field(
+        default=None, description="Which distribution; the engine's own."
+    )
+    structured_output: StructuredOutput | None = Field(default=None, description="A grammar; see SamplingParams.")
+    logit_processors: tuple[LogitProcessor, ...] | None = Field(default=None, description="See SamplingParams.")
+    lora: StrictStr | None = Field(default=None, description="Name of a loaded adapter.")
+    priority: StrictInt | None = Field(default=None, description="Higher is sooner.")
+    request_id: StrictStr | None = Field(
+        default=None, min_length=1, description="The response's id, and the id to abort by."
+    )
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class ChatPayload(_Payload):
+    """A request to ``/v1/chat/completions``."""
+
+    refused = MappingProxyType(
+        {
+            "audio": "only text is generated",
+            "function_call": "use tool_choice",
+            "functions": "use tools",
+            "prediction": "predicted output is not taken",
+            "prompt_cache_key": "prompts that begin alike share their cache by themselves",
+            "prompt_cache_retention": "prompts that begin alike share their cache by themselves",
+            "reasoning_effort": "what a model's chat template knows goes into chat_template_kwargs",
+            "verbosity": "what a model's chat template knows goes into chat_template_kwargs",
+            "web_search_options": "nothing is searched",
+        }
+    )
+
+    messages: tuple[Message, ...] = Field(min_length=1, description="The conversation so far.")
+    max_completion_tokens: StrictInt | None = Field(default=None, description="The newer name of max_tokens.")
+    logprobs: StrictBool = Field(default=False, description="Return logprobs.")
+    top_logprobs: StrictInt | None = Field(default=None, description="Also of the k most likely; wants logprobs.")
+    tools: tuple[Annotated[dict[str, JsonValue], AfterValidator(_tool)], ...] = Field(
+        default=(), description="Functions that the model may call."
+    )
+    tool_choice: Literal["auto", "none"] | None = Field(
+        default=None, description="auto: show the tools to the model and parse its calls; none: neither."
+    )
+    safety_identifier: StrictStr | None = Field(default=None, description="A label of the caller's.")
+    # Accepted only as what they are anyway
+    modalities: tuple[Literal["text"], ...] | None = Field(default=None, description="Only text is generated.")
+    parallel_tool_calls: Literal[True] | None = Field(default=None, description="Calls are as many as were made.")
+    service_tier: Literal["auto", "default"] | None = Field(default=None, description="There is one.")
+    store: Literal[False] | None = Field(default=None, description="Nothing is stored.")
+    # Not in the OpenAI API
+    chat_template_kwargs: dict[str, JsonValue] = Field(
+        default_factory=dict, description="Further variables of the chat template."
+    )
+    add_generation_prompt: StrictBool = Field(default=True, description="End with the assistant's opening.")
+    continue_final_message: StrictBool = Field(default=False, description="Go on with the last message instead.")
+
+    @field_validator("max_completion_tokens", "top_logprobs", "tool_choice")
+    @classmethod
+    def _goes_with_others(cls, value: _T, info: ValidationInfo) -> _T:
+        match info.field_name:
+            case "max_completion_tokens" if info.data.get("max_tokens") not in (None, value):
+                raise ValueError(f"max_tokens={info.data['max_tokens']} says otherwise; give one of them")
+            case "top_logprobs" if not info.data.get("logprobs"):
+                raise ValueError("it wants logprobs=True")
+            case "tool_choice" if value != "none" and not info.data.get("tools"):
+                raise ValueError("there are no tools to choose from; give tools, or leave it out")
+        return value
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the model is shown tools, and its calls are parsed."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+
+class CompletionPayload(_Payload):
+    """A request to ``/v1/completions``."""
+
+    refused = MappingProxyType(
+        {
+            "best_of": "ask for n choices and take the one you want; each comes with its logprobs",
+            "suffix": "text is generated only after the prompt",
+        }
+    )
+
+    prompt: Annotated[tuple[TextPrompt | TokenPrompt, ...], BeforeValidator(_prompts)] = Field(
+        description="Text, token ids, or a list of either."
+    )
+    max_tokens: StrictInt | None = Field(default=16, description="Most tokens to generate.")
+    logprobs: StrictInt | None = Field(default=None, description="Return logprobs, also of the k most likely.")
+    echo: StrictBool = Field(default=False, description="Begin each choice's text (and logprobs) with the prompt's.")
+    # Not in the OpenAI API
+    add_special_tokens: StrictBool = Field(default=True, description="Let the tokenizer add its BOS and the like.")
+
+
+_P = TypeVar("_P", bound=_Payload)
+Payload = ChatPayload | CompletionPayload
+
+
+def parse(kind: type[_P], payload: object, *, stream: bool) -> _P:
+    """Validate a request.
+
+    Args:
+        kind: What it should be.
+        payload: A mapping as it comes out of JSON.
+        stream: Whether the answer will be streamed.
+
+    Raises:
+        InvalidRequest: naming the field, its value and the remedy.
+    """
+    if not isinstance(payload, Mapping):
+        raise InvalidRequest(f"the payload is a {type(payload).__name__}; expected a mapping, as the OpenAI API takes")
+    known = kind.model_fields.keys() | kind.refused.keys()
+    given = {name: value for name, value in payload.items() if value is not None or name not in known}
+    for name, remedy in kind.refused.items():
+        if name in given:
+            raise InvalidRequest(f"{name}={shown(given[name])} is not supported: {remedy}", field=name)
+    try:
+        asked = kind.model_validate(given)
+    except ValidationError as error:
+        raise _refusal(error, kind, given) from None
+    except RecursionError as error:
+        raise InvalidRequest("the payload is nested too deeply to be read; flatten it") from error
+    _check_stream(asked, stream)
+    return asked
+
+
+def _check_stream(asked: _Payload, stream: bool) -> None:
+    if asked.stream is not None and asked.stream is not stream:
+        here, there = ("streams", "the method without _stream") if stream else ("does not stream", "the _stream method")
+        raise InvalidRequest(f"stream={asked.stream}: this call {here}; use {there}", field="stream")
+    if asked.stream_options is not None and not stream:
+        raise InvalidRequest("stream_options is only for a stream; leave it out", field="stream_options")
+    if isinstance(asked, CompletionPayload) and asked.echo and stream:
+        raise InvalidRequest("echo=True is not streamed; ask for it in a call that does not stream", field="echo")
+
+
+def _refusal(error: ValidationError, kind: type[_Payload], given: Mapping[str, object]) -> InvalidRequest:
+    shown, message = describe_validation_error(error, kind)
+    first = error.errors(include_url=False)[0]
+    if not first["loc"]:
+        return InvalidRequest(message)
+    path = _path(first["loc"], given, is_missing=first["type"] == "missing")
+    field = ".".join(map(shown_name, path))
+    return InvalidRequest(field + message.removeprefix(shown), field=field)
+
+
+def _path(loc: tuple[int | str, ...], value: object, *, is_missing: bool) -> list[str]:
+    """Where in the payload an error is; branches of unions, which pydantic names too, are no part of the payload."""
+    path: list[str] = []
+    for part in loc:
+        if isinstance(value, Mapping) and part in value:
+            value = value[part]
+        elif isinstance(value, Sequence) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        else:
+            continue
+        path.append(str(part))
+    return [*path, str(loc[-1])] if is_missing else path

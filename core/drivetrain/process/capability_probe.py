@@ -1,0 +1,167 @@
+"""Asking another environment's Python what its engine can do, without starting it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
+
+import msgspec
+
+from drivetrain.backend.base import StopKind
+from drivetrain.errors import DeadlineExceeded, EngineStartError, WireError
+from drivetrain.process.handshake import check_version, drivetrain_version, installed, portable
+from drivetrain.process.host_python import cannot_run, command, why_not
+from drivetrain.process.process_tree import MARK, ending, kill_family
+from drivetrain.process.wire import WIRE_VERSION, Failure
+from drivetrain.process.wire_errors import exception, failure
+from drivetrain.types.capability import Capability
+from drivetrain.types.config import EngineConfig, Isolation
+
+_DEADLINE_S: Final = 120.0
+_LINES_SHOWN: Final = 30
+
+
+class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a backend says of itself in its own environment."""
+
+    backend: str
+    capabilities: frozenset[Capability]
+    native_stops: frozenset[StopKind]
+    config_names: Mapping[str, str]
+    """See :attr:`drivetrain.Backend.config_names`."""
+    default_isolation: Isolation
+    engine_distribution: str
+    engine_version: str
+    """Installed version of that distribution, or ``"not installed"``."""
+    drivetrain_version: str
+    python_version: str
+    seen_working: tuple[str, str] | None = None
+    """See :attr:`drivetrain.Backend.seen_working`."""
+
+
+class _Described(msgspec.Struct):
+    error: str
+    message: str
+    fields: dict[str, object]
+
+
+class _Version(msgspec.Struct):
+    """How the answer of any version begins."""
+
+    wire_version: int
+    drivetrain: str
+
+
+class _Answer(_Version):
+    """One JSON object on stdout; one of the two is given."""
+
+    result: ProbeResult | None = None
+    failure: _Described | None = None
+
+
+def probe(config: EngineConfig, python: str | None = None, *, deadline: float = _DEADLINE_S) -> ProbeResult:
+    """Ask the environment of ``python`` what the configured backend can do there. Blocks; starts no engine.
+
+    Args:
+        config: The engine's configuration, which capabilities may depend on.
+        python: Python executable of the environment; None: ``config.python``, or this environment's.
+        deadline: In seconds; importing an engine from a cold disk takes a while.
+
+    Raises:
+        EngineStartError: the interpreter cannot be run, or its environment lacks drivetrain.
+        WireError: its drivetrain speaks another version of the wire protocol.
+        DeadlineExceeded: it did not answer in time.
+        BackendError: the backend is unknown or unavailable there; also any other error that describing it raised.
+    """
+    python = python or config.python
+    mark = uuid.uuid4().hex
+    try:
+        process = subprocess.Popen(
+            command(python, "--probe"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, MARK: mark},
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise cannot_run(python, error) from error
+    shown = python or sys.executable
+    with process:
+        try:
+            answered, said = process.communicate(msgspec.json.encode(portable(config)), timeout=deadline)
+        except subprocess.TimeoutExpired:
+            raise DeadlineExceeded(
+                f"waited {deadline:g} s for {shown!r} to say what its {config.backend} backend can do; it did not"
+            ) from None
+        finally:
+            kill_family(process.pid, mark)
+    log = tuple(said.decode(errors="replace").splitlines())
+    if process.returncode != 0:
+        tail = "\n".join(log[-_LINES_SHOWN:])
+        remedy = why_not(python, log) or f"the probe of the {config.backend} backend with {shown!r}"
+        raise EngineStartError(f"{remedy}; it {ending(process.returncode)} and said:\n{tail}")
+    return _understand(answered, shown)
+
+
+def _understand(answered: bytes, shown: str) -> ProbeResult:
+    try:
+        version = msgspec.json.decode(answered, type=_Version)
+        check_version(repr(shown), version.wire_version, version.drivetrain)
+        answer = msgspec.json.decode(answered, type=_Answer)
+    except msgspec.MsgspecError as error:
+        raise WireError(f"{shown!r} answered the probe with {answered[:200]!r}: {error}") from error
+    if answer.failure is not None:
+        raise exception(Failure(0, answer.failure.error, answer.failure.message, answer.failure.fields))
+    if answer.result is None:
+        raise WireError(f"{shown!r} answered the probe with neither a result nor a failure")
+    return answer.result
+
+
+def answer() -> int:
+    """The probed side: a configuration on stdin, one JSON object on stdout. Returns the exit code."""
+    with _stdout_kept() as write:
+        reply = _Answer(WIRE_VERSION, drivetrain_version())
+        try:
+            reply.result = _describe(EngineConfig.model_validate_json(sys.stdin.buffer.read()))
+        except Exception as error:  # whatever describing the backend raises is what the asker wants to know
+            told = failure(0, error)
+            reply.failure = _Described(told.error, told.message, told.fields)
+        write(msgspec.json.encode(reply))
+    return 0
+
+
+def _describe(config: EngineConfig) -> ProbeResult:
+    from drivetrain.backend.registry import load_backend
+
+    backend = load_backend(config.backend)
+    return ProbeResult(
+        backend=backend.name,
+        capabilities=backend.capabilities(config),
+        native_stops=backend.native_stops,
+        config_names=backend.config_names,
+        default_isolation=backend.default_isolation,
+        engine_distribution=backend.engine_distribution,
+        engine_version=installed(backend.engine_distribution),
+        drivetrain_version=drivetrain_version(),
+        python_version=platform.python_version(),
+        seen_working=backend.seen_working,
+    )
+
+
+@contextlib.contextmanager
+def _stdout_kept() -> Iterator[Callable[[bytes], object]]:
+    """Keep stdout for the answer: what engines print while they are imported goes to stderr."""
+    kept = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    with kept:
+        yield kept.write
+
+
+__all__ = ["ProbeResult", "answer", "probe"]

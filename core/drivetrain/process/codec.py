@@ -1,0 +1,255 @@
+"""Typed values to msgpack and back, for whatever types the ``Backend`` page uses.
+
+msgspec handles builtins, enums and dataclasses; pydantic models cross as maps and are validated by their own
+model on arrival. What msgspec cannot tell apart, a union of several classes, crosses as (class name, value).
+"""
+
+from __future__ import annotations
+
+import types
+from abc import ABC, abstractmethod
+from typing import Final, Union, get_args, get_origin
+
+import msgspec
+from pydantic import BaseModel
+
+from drivetrain.backend.base import GenerateRequest
+from drivetrain.errors import WireError
+from drivetrain.types.prompts import MediaInput
+from drivetrain.types.sampling import LogprobsMode, SamplingParams
+
+
+class Codec(ABC):
+    """How values of one type cross."""
+
+    @abstractmethod
+    def encode(self, value: object) -> msgspec.Raw:
+        """Return the value as msgpack.
+
+        Raises:
+            WireError: it holds something that is not of the annotated type and cannot cross.
+        """
+
+    @abstractmethod
+    def decode(self, data: msgspec.Raw) -> object:
+        """Return the value.
+
+        Raises:
+            WireError: the bytes are no such value.
+        """
+
+
+def codec_for(annotation: object) -> Codec:
+    """Return the codec of an annotation.
+
+    Raises:
+        TypeError: values of that type cannot cross; keep such types out of the ``Backend`` page.
+    """
+    if annotation is GenerateRequest:
+        return _requests
+    members = get_args(annotation)
+    if get_origin(annotation) is tuple and len(members) == 2 and members[1] is Ellipsis:
+        member = codec_for(members[0])
+        if isinstance(member, _OneOf):
+            return _Several(member)
+    if get_origin(annotation) in (Union, types.UnionType) and sum(_is_model(member) for member in members) > 1:
+        return _OneOf(members)
+    return _Typed(annotation)
+
+
+def _is_model(annotation: object) -> bool:
+    return isinstance(annotation, type) and (
+        issubclass(annotation, BaseModel) or hasattr(annotation, "__dataclass_fields__")
+    )
+
+
+def _dump(value: object) -> object:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="python")
+    raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} cannot cross the wire")
+
+
+def _load(expected: type, value: object) -> object:
+    if issubclass(expected, BaseModel):
+        return expected.model_validate(value)
+    raise TypeError(f"{expected!r} is no type that crosses the wire")
+
+
+_encode: Final = msgspec.msgpack.Encoder(enc_hook=_dump).encode
+
+
+def _to_wire(value: object) -> msgspec.Raw:
+    try:
+        return msgspec.Raw(_encode(value))
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise WireError(f"a {type(value).__name__} cannot cross the wire: {error}") from error
+
+
+class _Typed(Codec):
+    def __init__(self, annotation: object) -> None:
+        self._decoder: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(annotation, dec_hook=_load)
+
+    def encode(self, value: object) -> msgspec.Raw:
+        return _to_wire(value)
+
+    def decode(self, data: msgspec.Raw) -> object:
+        try:
+            return self._decoder.decode(data)
+        except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
+            raise WireError(str(error)) from error
+
+
+class _Named(msgspec.Struct, array_like=True, frozen=True):
+    name: str
+    value: msgspec.Raw
+
+
+_named: Final = msgspec.msgpack.Decoder(_Named)
+
+
+class _OneOf(Codec):
+    def __init__(self, members: tuple[object, ...]) -> None:
+        self._members = {member.__name__: codec_for(member) for member in members if isinstance(member, type)}
+        if len(self._members) != len(members):
+            raise TypeError(f"every member of a union that crosses the wire must be a class of its own name: {members}")
+
+    def encode(self, value: object) -> msgspec.Raw:
+        name = type(value).__name__
+        if name not in self._members:
+            raise WireError(f"a {name} cannot cross here; expected one of: {', '.join(self._members)}")
+        return _to_wire(_Named(name, self._members[name].encode(value)))
+
+    def decode(self, data: msgspec.Raw) -> object:
+        try:
+            named = _named.decode(data)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise WireError(str(error)) from error
+        if named.name not in self._members:
+            raise WireError(f"got a {named.name!r}; expected one of: {', '.join(self._members)}")
+        return self._members[named.name].decode(named.value)
+
+
+_items: Final = msgspec.msgpack.Decoder(tuple[msgspec.Raw, ...])
+
+
+class _Several(Codec):
+    """A tuple of any length of what one codec takes."""
+
+    def __init__(self, member: Codec) -> None:
+        self._member = member
+
+    def encode(self, value: object) -> msgspec.Raw:
+        if not isinstance(value, tuple):
+            raise WireError(f"a {type(value).__name__} cannot cross here; expected a tuple")
+        return _to_wire(tuple(map(self._member.encode, value)))
+
+    def decode(self, data: msgspec.Raw) -> object:
+        try:
+            items = _items.decode(data)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise WireError(str(error)) from error
+        return tuple(map(self._member.decode, items))
+
+
+# The hot one ---------------------------------------------------------------------------------------------------------
+
+
+class _Request(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """``GenerateRequest`` in transit: its fields in order, params and media still packed."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: msgspec.Raw
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...]
+    logprobs_mode: LogprobsMode
+    seed: int | None
+    lora: str | None
+    priority: int
+    media: tuple[msgspec.Raw, ...]
+
+
+_request: Final = msgspec.msgpack.Decoder(_Request)
+_params: Final = _Typed(SamplingParams)
+_media: Final = _OneOf(get_args(MediaInput))
+_PARAMS_HELD: Final = 1024
+
+
+class _RequestCodec(Codec):
+    """The requests of a batch mostly share one ``SamplingParams``, so it is packed once and validated once.
+
+    Packed params are remembered by identity, so only until :func:`forget_params`: a params object's dictionaries can
+    be changed in place. Arrived ones are remembered by their bytes.
+    """
+
+    def __init__(self) -> None:
+        self._packed: dict[int, tuple[SamplingParams, msgspec.Raw]] = {}
+        self._arrived: dict[bytes, SamplingParams] = {}
+
+    def forget_packed(self) -> None:
+        self._packed.clear()
+
+    def encode(self, value: object) -> msgspec.Raw:
+        if not isinstance(value, GenerateRequest):
+            raise WireError(f"a {type(value).__name__} cannot cross here; expected a GenerateRequest")
+        params = value.params
+        held = self._packed.get(id(params))
+        if held is None:
+            held = self._packed[id(params)] = (params, _params.encode(params))
+        return _to_wire(
+            _Request(
+                value.request_id,
+                value.prompt_token_ids,
+                held[1],
+                value.max_new_tokens,
+                value.stop_token_ids,
+                value.logprobs_mode,
+                value.seed,
+                value.lora,
+                value.priority,
+                tuple(map(_media.encode, value.media)) if value.media else (),
+            )
+        )
+
+    def decode(self, data: msgspec.Raw) -> GenerateRequest:
+        try:
+            request = _request.decode(data)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise WireError(str(error)) from error
+        packed = bytes(request.params)
+        params = self._arrived.get(packed)
+        if params is None:
+            decoded = _params.decode(request.params)
+            assert isinstance(decoded, SamplingParams)
+            if len(self._arrived) >= _PARAMS_HELD:
+                self._arrived.clear()
+            params = self._arrived[packed] = decoded
+        return GenerateRequest(
+            request.request_id,
+            request.prompt_token_ids,
+            params,
+            request.max_new_tokens,
+            request.stop_token_ids,
+            request.logprobs_mode,
+            request.seed,
+            request.lora,
+            request.priority,
+            tuple(_decode_media(item) for item in request.media),
+        )
+
+
+def _decode_media(data: msgspec.Raw) -> MediaInput:
+    media = _media.decode(data)
+    assert isinstance(media, MediaInput)
+    return media
+
+
+_requests: Final = _RequestCodec()
+
+
+def forget_params() -> None:
+    """Pack sampling params anew from here on; called after each write to a socket."""
+    _requests.forget_packed()
+
+
+__all__ = ["Codec", "codec_for", "forget_params"]

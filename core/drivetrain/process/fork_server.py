@@ -1,0 +1,210 @@
+"""A process that has imported an engine, from which hosts are forked: importing takes longer than most starts.
+
+For runs that start many engines, as the conformance suite does. Not where there is a GPU, which no fork survives.
+"""
+
+from __future__ import annotations
+
+import array
+import gc
+import io
+import json
+import os
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from drivetrain.errors import EngineStartError
+from drivetrain.process.host_python import cannot_run, command
+
+_MESSAGE: Final = 1 << 17
+_STATUS: Final = "i"
+_running: Final[dict[str, ForkServer]] = {}
+
+
+class ForkServer:
+    """While this context is open, hosts on ``python`` are forked.
+
+    Args:
+        backend: Name of the backend that the hosts will serve; its ``preload`` is what is done once.
+        python: The environment's Python; None: this one.
+
+    Raises:
+        EngineStartError: it does not start, or what it imports starts threads, of which a fork would have none.
+    """
+
+    def __init__(self, backend: str, python: str | None = None) -> None:
+        self._python = python or sys.executable
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        arguments = command(python, "--fork-server", str(theirs.fileno()), "--backend", backend)
+        try:
+            self._process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),))
+        except OSError as error:
+            self._socket.close()
+            raise cannot_run(python, error) from error
+        finally:
+            theirs.close()
+        self.pid: int = self._process.pid
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        said = self._socket.recv(_MESSAGE).decode()
+        if said != "ready":
+            self.close()
+            raise EngineStartError(f"no fork server: {said or f'exit code {self._process.returncode}'}")
+        _running[self._python] = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End it; hosts that still run end with it."""
+        _running.pop(self._python, None)
+        self._socket.close()
+        self._process.wait()
+
+    def start(self, arguments: Sequence[str], environment: Mapping[str, str], fds: Sequence[int]) -> ForkedHost:
+        """Fork a host.
+
+        Args:
+            arguments: As after ``python -m drivetrain.process``; ``{0}`` stands for the first of ``fds``, and so on.
+            environment: All of its environment.
+            fds: Files that it gets.
+
+        Raises:
+            OSError: this server has ended.
+        """
+        ours, stdout = os.pipe()
+        status, ended = os.pipe()
+        message = json.dumps([list(arguments), dict(environment)]).encode()
+        try:
+            with self._lock:
+                socket.send_fds(self._socket, [message], [stdout, ended, *fds])
+                answer = self._socket.recv(_MESSAGE)
+            if not answer:
+                raise BrokenPipeError("the fork server has ended")
+        except OSError:
+            os.close(ours)
+            os.close(status)
+            raise
+        finally:
+            os.close(stdout)
+            os.close(ended)
+        return ForkedHost(int(answer), ours, status)
+
+
+class ForkedHost:
+    """What ``subprocess.Popen`` is to a child, for a child of the fork server."""
+
+    def __init__(self, pid: int, stdout: int, status: int) -> None:
+        self.pid = pid
+        self.stdout = io.FileIO(stdout, "rb")
+        self._status = status
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return its exit code as ``subprocess`` gives it, None while it runs."""
+        return self._wait(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end, at most ``timeout`` seconds; raises ``subprocess.TimeoutExpired`` after that."""
+        code = self._wait(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired("drivetrain.process", timeout or 0)
+        return code
+
+    def _wait(self, timeout: float | None) -> int | None:
+        if self.returncode is None and select.select([self._status], [], [], timeout)[0]:
+            said = array.array(_STATUS, os.read(self._status, array.array(_STATUS).itemsize))
+            # Nothing is said if the server was killed: its hosts end themselves then.
+            self.returncode = said[0] if said else -signal.SIGKILL
+            os.close(self._status)
+        return self.returncode
+
+
+def running(python: str | None) -> ForkServer | None:
+    """The fork server of this Python, if there is one."""
+    return _running.get(python or sys.executable)
+
+
+# In the server -------------------------------------------------------------------------------------------------------
+
+
+def serve_forks(fd: int, preload: Callable[[], None], main: Callable[[list[str]], int]) -> int:
+    """Run ``preload``, then fork a process that runs ``main`` for each message on ``fd``, until it closes."""
+    connection = socket.socket(fileno=fd)
+    os.set_inheritable(fd, False)
+    try:
+        preload()
+    except Exception as error:
+        connection.send(f"{type(error).__name__}: {error}".encode()[:_MESSAGE])
+        return 1
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    if threads > 1:
+        running = f"the imports left {threads - 1} threads running"
+        connection.send(f"{running}; with OMP_NUM_THREADS=1 there may be none".encode())
+        return 1
+    gc.collect()
+    gc.freeze()
+    connection.send(b"ready")
+    ends: dict[int, tuple[int, int]] = {}
+    """Of each child by its pidfd: its pid, and where its exit code goes."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(connection, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fd in ends:
+                    selector.unregister(key.fd)
+                    _reap(key.fd, *ends.pop(key.fd))
+                    continue
+                message, fds, _, _ = socket.recv_fds(connection, _MESSAGE, 16)
+                if not message:
+                    return 0
+                stdout, ended, *given = fds
+                pid = os.fork()
+                if pid == 0:
+                    for other in (ended, *ends, *(end for _, end in ends.values())):
+                        os.close(other)
+                    selector.close()
+                    connection.close()
+                    return _be_host(message, stdout, given, main)
+                for each in (stdout, *given):
+                    os.close(each)
+                pidfd = os.pidfd_open(pid)
+                ends[pidfd] = pid, ended
+                selector.register(pidfd, selectors.EVENT_READ)
+                connection.send(str(pid).encode())
+
+
+def _reap(pidfd: int, pid: int, ended: int) -> None:
+    _, status = os.waitpid(pid, 0)
+    os.write(ended, array.array(_STATUS, [os.waitstatus_to_exitcode(status)]).tobytes())
+    os.close(ended)
+    os.close(pidfd)
+
+
+def _be_host(message: bytes, stdout: int, fds: list[int], main: Callable[[list[str]], int]) -> int:
+    arguments, environment = json.loads(message)
+    os.setsid()
+    for fd in (1, 2):
+        os.dup2(stdout, fd)
+    os.close(stdout)
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None  # the host has one of its own
+    return main([argument.format(*fds) for argument in arguments])
+
+
+__all__ = ["ForkServer", "ForkedHost", "running", "serve_forks"]

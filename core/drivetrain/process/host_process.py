@@ -1,0 +1,267 @@
+"""The trainer's side of a host process: start it, forward its log, watch it, end it.
+
+One thread per host does all of that, so that a trainer whose event loop is busy with a training step neither
+misses a death nor takes a healthy host for dead.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import getpass
+import logging
+import os
+import selectors
+import shutil
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from drivetrain.errors import WireError
+from drivetrain.process import fork_server
+from drivetrain.process.fork_server import ForkedHost
+from drivetrain.process.host_python import cannot_run, command
+from drivetrain.process.process_tree import MARK, SCRATCH, ending, family, kill_family, shared_memory_of
+from drivetrain.process.wire import Fatal, FrameReader, from_watch, read
+from drivetrain.types.config import Timeouts
+
+_logger = logging.getLogger("drivetrain.host")
+_TICK_S: Final = 0.25
+_LOG_LINES: Final = 100
+_LINE_LIMIT: Final = 16 * 1024
+_GRACE_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a host process ended."""
+
+    reason: str
+    """Completes "the host process 123 …", such as "was killed by SIGKILL"."""
+    log: tuple[str, ...]
+    """Its last lines of output, at most 100."""
+
+
+class HostProcess:
+    """A running host process.
+
+    ``on_end`` is called once, from the watching thread, when the process is gone with everything that came of it.
+
+    Raises:
+        EngineStartError: the interpreter ``python`` cannot be run.
+    """
+
+    def __init__(self, python: str | None, timeouts: Timeouts, on_end: Callable[[Ending], None]) -> None:
+        self._timeouts = timeouts
+        self._on_end = on_end
+        self._mark = uuid.uuid4().hex
+        self._started = threading.Event()
+        self._verdict = ""
+        self._lock = threading.Lock()
+        self._over = False
+        self._log: collections.deque[str] = collections.deque(maxlen=_LOG_LINES)
+        self._partial_line = b""
+        self._shared_memory: set[Path] | None = None
+        """Of the engine's processes, once it has started."""
+        self.socket, theirs = socket.socketpair()
+        self._watch_socket, watch_theirs = socket.socketpair()
+        period = min(1.0, timeouts.heartbeat / 4)
+        # Engines leave temporary files behind when they are killed.
+        self._scratch = tempfile.mkdtemp(prefix="drivetrain-host-")
+        arguments = ["--fd", "{0}", "--watch-fd", "{1}", "--period", str(period), "--patience", str(timeouts.heartbeat)]
+        try:
+            self._process = _start(
+                python, arguments, _environment(self._mark, self._scratch), [theirs.fileno(), watch_theirs.fileno()]
+            )
+        except OSError as error:
+            self.socket.close()
+            self._watch_socket.close()
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            raise cannot_run(python, error) from error
+        finally:
+            theirs.close()
+            watch_theirs.close()
+        assert self._process.stdout is not None
+        self._output = self._process.stdout
+        os.set_blocking(self._output.fileno(), False)
+        self.pid: int = self._process.pid
+        _running.add(self)
+        self._thread = threading.Thread(target=self._run, name=f"drivetrain-host-{self.pid}", daemon=True)
+        self._thread.start()
+
+    def started(self) -> None:
+        """Say that ``start`` returned: from here on a silent host is a dead one.
+
+        Before that, loading a library can hold the interpreter for longer than any heartbeat; then only a host
+        that is stopped counts as frozen, and the deadline of the start bounds the rest.
+        """
+        self._started.set()
+
+    def condemn(self, reason: str) -> None:
+        """Kill the host; ``reason`` completes "the host process 123 …". Safe from any thread, at any time."""
+        with self._lock:
+            if not self._over:
+                self._verdict = self._verdict or reason
+                # Wakes the watching thread, which kills the family while the host still shows who belongs to it.
+                self._watch_socket.shutdown(socket.SHUT_RDWR)
+
+    def join(self) -> None:
+        """Wait for the watching thread, which ends right after ``on_end``."""
+        self._thread.join()
+
+    # The watching thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._watch()
+        finally:
+            kill_family(self.pid, self._mark, self._shared_memory or ())
+            returncode = self._process.wait()
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._read_log()
+            with self._lock:
+                self._over = True
+                self._watch_socket.close()
+                self._output.close()
+            _running.discard(self)
+            self._on_end(Ending(self._verdict or ending(returncode), tuple(self._log)))
+
+    def _watch(self) -> None:
+        """Return when the host ended or must be ended; then ``_verdict`` says why, unless it ended by itself."""
+        frames = FrameReader()
+        silent = 0.0
+        now = time.monotonic()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._output, selectors.EVENT_READ)
+            selector.register(self._watch_socket, selectors.EVENT_READ)
+            while True:
+                ready = {key.fileobj for key, _ in selector.select(_TICK_S)}
+                if self._output in ready and not self._read_log():
+                    selector.unregister(self._output)
+                before, now = now, time.monotonic()
+                # A tick counts for no more than two of its length, however late it comes: time in which this
+                # process itself was stopped or starved says nothing of the host's.
+                silent += min(now - before, 2 * _TICK_S)
+                if self._watch_socket in ready:
+                    data = self._watch_socket.recv(65536)
+                    if not data:
+                        self._ended_by_itself()
+                        return
+                    silent = 0.0
+                    self._hear(frames, data)
+                if silent > self._timeouts.heartbeat and (self._started.is_set() or self._is_stopped()):
+                    self._verdict = self._verdict or (
+                        f"was silent for {silent:.1f} s (timeouts.heartbeat={self._timeouts.heartbeat:g})"
+                    )
+                if self._verdict or self._process.poll() is not None:
+                    return
+                if self._shared_memory is None and self._started.is_set():
+                    self._shared_memory = shared_memory_of(family(self.pid, self._mark))
+
+    def _hear(self, frames: FrameReader, data: bytes) -> None:
+        try:
+            messages = [read(from_watch, payload) for payload in frames.feed(data)]
+        except WireError as error:
+            self._verdict = self._verdict or f"sent something else than heartbeats: {error}"
+            return
+        for message in messages:
+            if isinstance(message, Fatal):
+                self._verdict = self._verdict or message.message
+            elif message.loop_lag > self._timeouts.event_loop:
+                self._verdict = self._verdict or (
+                    f"did not run its event loop for {message.loop_lag:.1f} s "
+                    f"(timeouts.event_loop={self._timeouts.event_loop:g}); something in the engine blocks it"
+                )
+
+    def _ended_by_itself(self) -> None:
+        """Its end of the watch socket closed, which a process does by ending; a moment later it can be reaped."""
+        if self._verdict:
+            return
+        try:
+            self._process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._verdict = self._verdict or "closed its watch socket"
+
+    def _is_stopped(self) -> bool:
+        try:
+            return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
+        except psutil.NoSuchProcess:
+            return False
+
+    @property
+    def log(self) -> tuple[str, ...]:
+        """The last lines so far, of what the host and its children printed."""
+        return tuple(self._log)
+
+    def _read_log(self) -> bool:
+        """Forward the output that is there; False at its end."""
+        for _ in range(16):  # not for ever: a host that never stops printing must not keep us from its heartbeats
+            data = self._output.read(65536)
+            if data is None:
+                return True
+            *lines, self._partial_line = (self._partial_line + data).split(b"\n")
+            if len(self._partial_line) > _LINE_LIMIT or not data:
+                lines.append(self._partial_line)
+                self._partial_line = b""
+            for line in lines:
+                text = line.decode(errors="replace").rstrip().rsplit("\r", 1)[-1]
+                if text:
+                    self._log.append(text[:_LINE_LIMIT])
+                    _logger.info("[%d] %s", self.pid, text)
+            if not data:
+                return False
+        return True
+
+
+def _start(
+    python: str | None, arguments: list[str], environment: dict[str, str], fds: list[int]
+) -> subprocess.Popen[bytes] | ForkedHost:
+    server = fork_server.running(python)
+    if server is not None:
+        return server.start(arguments, environment, fds)
+    return subprocess.Popen(
+        command(python, *(argument.format(*fds) for argument in arguments)),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        bufsize=0,
+        env=environment,
+        pass_fds=fds,
+        start_new_session=True,
+    )
+
+
+def _environment(mark: str, scratch: str) -> dict[str, str]:
+    """The host's environment: ours, with a mark and a temporary folder of its own."""
+    # Compiled kernels are kept from one engine to the next.
+    cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+    ours = {"TORCHINDUCTOR_CACHE_DIR": str(cache), **os.environ}
+    return {**ours, MARK: mark, SCRATCH: scratch, "TMPDIR": scratch}
+
+
+_running: Final[set[HostProcess]] = set()
+
+
+def _kill_all() -> None:
+    """At the interpreter's end, hosts that nobody closed."""
+    hosts = list(_running)
+    for host in hosts:
+        host.condemn("was left behind by the trainer, which ended without closing the engine")
+    for host in hosts:
+        host.join()
+
+
+atexit.register(_kill_all)
+# A forked child (a data loader's worker) is not the parent of these processes and must leave them alone.
+os.register_at_fork(after_in_child=_running.clear)
+
+__all__ = ["Ending", "HostProcess"]

@@ -1,0 +1,36 @@
+"""The Python that a host runs on: how it is called, and what it means when that fails."""
+
+from __future__ import annotations
+
+import sys
+
+from drivetrain.errors import EngineStartError
+
+
+def command(python: str | None, *arguments: str) -> list[str]:
+    """Return the command line of a host: unbuffered, without the working folder on its import path."""
+    return [python or sys.executable, "-u", "-P", "-X", "faulthandler", "-m", "drivetrain.process", *arguments]
+
+
+def cannot_run(python: str | None, error: OSError) -> EngineStartError:
+    """Describe an interpreter that cannot be run."""
+    return EngineStartError(
+        f"cannot run {python or sys.executable!r}: {error.strerror or error}; give python= the path of the Python "
+        "executable of the environment that holds the engine"
+    )
+
+
+def why_not(python: str | None, log: tuple[str, ...]) -> str:
+    """Turn what an interpreter said before it could speak the protocol into a remedy; empty if it says nothing."""
+    said = "\n".join(log)
+    for module in ("'drivetrain'", "'drivetrain.process'"):
+        if f"No module named {module}" in said:
+            shown = python or sys.executable
+            return (
+                f"the environment of {shown!r} does not hold this drivetrain; install the same version there: "
+                f"{shown} -m pip install drivetrain"
+            )
+    return ""
+
+
+__all__ = ["cannot_run", "command", "why_not"]

@@ -1,0 +1,281 @@
+"""The trainer's side: a ``Backend`` whose engine lives in a host process."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import nullcontext
+from typing import Final, cast
+
+from drivetrain.backend.base import Backend, EngineStats, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
+from drivetrain.backend.registry import load_backend
+from drivetrain.backend.toolkit.deadlines import deadline
+from drivetrain.errors import (
+    DeadlineExceeded,
+    DrivetrainError,
+    EngineDied,
+    EngineInternalError,
+    EngineStartError,
+    EngineStateError,
+)
+from drivetrain.process.busy_wait import busy_wait
+from drivetrain.process.capability_probe import probe
+from drivetrain.process.connection import Connection
+from drivetrain.process.handshake import check_version, open_for
+from drivetrain.process.host_process import Ending, HostProcess
+from drivetrain.process.host_python import why_not
+from drivetrain.process.rpc_methods import METHODS, Method
+from drivetrain.types.capability import Capability
+from drivetrain.types.config import EngineConfig
+from drivetrain.types.weights import ApplyUpdate, WeightReply
+
+_logger = logging.getLogger("drivetrain.host")
+_GENERATE: Final = METHODS["generate"]
+_STREAM: Final = METHODS["stream"]
+_STATS: Final = METHODS["stats"]
+_APPLY: Final = METHODS["apply_weights"]
+_START: Final = METHODS["start"]
+_CLOSE: Final = METHODS["close"]
+_LINES_SHOWN: Final = 40
+_GRACE_S: Final = 1.0
+
+
+class HostedBackend(Backend):
+    """A backend in a host process of its own; every coroutine of ``Backend`` is called over the wire.
+
+    It is bound to the event loop that ``start`` runs in. Once the host has died, every waiter and every later call
+    gets :class:`EngineDied`, with the reason and the host's last lines, and nothing of the host is left behind.
+    ``native_stops`` is the real backend's once ``start`` returned.
+
+    Args:
+        config: ``python`` names the environment that holds the engine; None: this one. ``timeouts`` bound the watch.
+        backend_name: Name of the real backend, as its plugin provides it in the host's environment.
+    """
+
+    name = "hosted"
+    engine_distribution = "drivetrain"
+
+    def __init__(self, config: EngineConfig, backend_name: str) -> None:
+        super().__init__(config)
+        # Class variables on the Backend page, but this class stands in for any backend.
+        vars(self)["name"] = backend_name
+        self._host: HostProcess | None = None
+        self._link: Connection | None = None
+        self._started = False
+        self._on_gpu = False
+        self._closing: asyncio.Task[None] | None = None
+        self._closed = False
+
+    @classmethod
+    def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
+        if config.python is not None:
+            return probe(config).capabilities
+        return load_backend(config.backend).capabilities(config)
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the host; None before ``start``."""
+        return self._host.pid if self._host is not None else None
+
+    def child_processes(self) -> list[int]:
+        return [] if self._host is None or self._gone.done() else [self._host.pid]
+
+    async def died(self) -> EngineDied:
+        """Return why the host died, when it does; never return while it lives, nor after it was closed as asked.
+
+        Raises:
+            EngineStateError: the engine was not started.
+        """
+        self._linked()
+        return await asyncio.shield(self._died)
+
+    # Calls -----------------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        return cast(GenerateResult, await self._linked().call(_GENERATE, (request,)))
+
+    async def stats(self) -> EngineStats:
+        return cast(EngineStats, await self._linked().call(_STATS, ()))
+
+    async def apply_weights(self, update: ApplyUpdate) -> WeightReply:
+        async with busy_wait() if self._on_gpu else nullcontext():
+            return cast(WeightReply, await self._linked().call(_APPLY, (update,)))
+
+    def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        return cast(AsyncGenerator[TokenDelta, None], self._linked().stream(_STREAM, (request,)))
+
+    def _linked(self) -> Connection:
+        if self._link is None:
+            raise EngineStateError(f"the {self.name} engine was not started", state="starting")
+        return self._link
+
+    # Start -----------------------------------------------------------------------------------------------------------
+
+    async def start(self, report: Callable[[str], None]) -> ModelInfo:
+        """Start the host process and the engine in it.
+
+        Raises:
+            EngineStartError: either did not start; carries how the host ended and its last lines.
+            WireError: the host speaks another version of the protocol.
+            DeadlineExceeded: ``timeouts.start`` seconds went by.
+            DrivetrainError: what the backend's own ``start`` raised.
+        """
+        if self._host is not None:
+            raise EngineStateError(f"the {self.name} engine was started before; make a new one", state="started")
+        self._loop = asyncio.get_running_loop()
+        self._gone: asyncio.Future[Ending] = self._loop.create_future()
+        self._died: asyncio.Future[EngineDied] = self._loop.create_future()
+        self._link = Connection(report, self._trouble, self._last_words)
+        self._host = host = HostProcess(self.config.python, self.config.timeouts, self._on_end)
+        try:
+            await self._loop.create_unix_connection(self._linked, sock=host.socket)
+            async with deadline(self.config.timeouts.start, f"the {self.name} engine to start in its host process"):
+                info = await self._bring_up(host, self._link)
+        except DrivetrainError as error:
+            died = self._gone.done()
+            await self.close()
+            if died or not isinstance(error, EngineStartError | EngineInternalError | DeadlineExceeded):
+                raise
+            kind = DeadlineExceeded if isinstance(error, DeadlineExceeded) else EngineStartError
+            raise kind(f"{error}{_shown((await self._gone).log)}") from error
+        except BaseException:
+            host.condemn("was ended because its start was cancelled")
+            await asyncio.shield(self._gone)
+            host.socket.close()  # a connection that was cancelled while it was made does not own it
+            self._closed = True
+            raise
+        self._started = True
+        self._on_gpu = not info.device.startswith("cpu")
+        host.started()
+        return info
+
+    async def _bring_up(self, host: HostProcess, link: Connection) -> ModelInfo:
+        hello = await link.hello
+        try:
+            check_version(
+                f"the host process ({self.config.python or 'this Python'})", hello.wire_version, hello.drivetrain
+            )
+        except DrivetrainError:
+            host.condemn("speaks another version of the wire protocol")
+            raise
+        link.open(open_for(self.config, self.name))
+        welcome = await link.welcome
+        vars(self)["native_stops"] = welcome.native_stops
+        vars(self)["engine_distribution"] = welcome.engine_distribution
+        return cast(ModelInfo, await link.call(_START, ()))
+
+    # End -------------------------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Close the engine and end its host, killing it after ``timeouts.close`` seconds; idempotent.
+
+        Raises:
+            DrivetrainError: what the backend's own ``close`` raised; the host is gone all the same.
+        """
+        if self._host is None or self._closed:
+            return
+        if asyncio.get_running_loop() is not self._loop:
+            # The loop that serves the link is another, and may be over: all that can be done is to end the process.
+            self._host.condemn("was closed from another event loop than it was started in")
+            self._host.join()
+            self._host.socket.close()
+            self._closed = True
+            return
+        if self._closing is None:
+            self._closing = self._loop.create_task(self._close(self._host, self._linked()))
+        try:
+            await asyncio.shield(self._closing)
+        except asyncio.CancelledError:
+            self._host.condemn("was ended because closing it was cancelled")
+            raise
+
+    async def _close(self, host: HostProcess, link: Connection) -> None:
+        failed: DrivetrainError | None = None
+        try:
+            async with asyncio.timeout(self.config.timeouts.close):
+                if link.welcome.done() and not self._gone.done():
+                    await link.call(_CLOSE, ())
+                link.close()
+                await asyncio.shield(self._gone)
+        except DrivetrainError as error:
+            if self._gone.done():
+                _logger.warning("the host process %d %s before it was closed", host.pid, self._gone.result().reason)
+            else:
+                failed = error
+        except TimeoutError:
+            _logger.warning(
+                "the host process %d did not close within %g s (timeouts.close) and was killed",
+                host.pid,
+                self.config.timeouts.close,
+            )
+        finally:
+            host.condemn("did not close when asked")
+        await asyncio.shield(self._gone)
+        self._closed = True
+        if failed is not None:
+            raise failed
+
+    def _trouble(self, reason: str) -> None:
+        """The call socket is of no use any more. A host that merely ended says better why, so let it be found out."""
+        host = self._host
+        if host is not None:
+            self._loop.call_later(_GRACE_S, host.condemn, reason)
+
+    def _last_words(self) -> str:
+        return "" if self._host is None else _shown(self._host.log)
+
+    def _on_end(self, ending: Ending) -> None:
+        """In the watching thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._ended, ending)
+        except RuntimeError:
+            _logger.debug("the event loop of host process %s was closed before its engine", self.pid)
+
+    def _ended(self, ending: Ending) -> None:
+        error: Callable[[], DrivetrainError]
+        if self._started and self._closing is None:
+            error = functools.partial(EngineDied, self._what_happened(ending, ""))
+            self._died.set_result(EngineDied(self._what_happened(ending, "")))
+        elif self._closing is None:
+            error = functools.partial(EngineStartError, self._what_happened(ending, " while starting"))
+        else:
+            error = functools.partial(EngineStateError, f"the {self.name} engine is closed", state="closed")
+        link, host = self._linked(), self._host
+        assert host is not None
+        link.fail(error)
+        link.abort()
+        host.join()
+        self._gone.set_result(ending)
+
+    def _what_happened(self, ending: Ending, when: str) -> str:
+        remedy = why_not(self.config.python, ending.log)
+        return (
+            f"the host process {self.pid} of the {self.name} engine {ending.reason}{when}"
+            f"{f'; {remedy}' if remedy else ''}{_shown(ending.log)}"
+        )
+
+
+def _shown(log: tuple[str, ...]) -> str:
+    return "\n".join(["\nlast lines of its log:", *log[-_LINES_SHOWN:]]) if log else ""
+
+
+def _remote(method: Method) -> Callable[..., Coroutine[None, None, object]]:
+    async def call(self: HostedBackend, *arguments: object, **named: object) -> object:
+        bound = method.signature.bind(self, *arguments, **named)
+        return await self._linked().call(method, bound.args[1:])
+
+    call.__name__ = method.name
+    call.__qualname__ = f"{HostedBackend.__qualname__}.{method.name}"
+    call.__doc__ = inspect.getdoc(getattr(Backend, method.name))
+    return call
+
+
+# All that HostedBackend does not spell out itself follows from the Backend page, whatever that comes to hold.
+for _method in METHODS.values():
+    if _method.name not in vars(HostedBackend):
+        setattr(HostedBackend, _method.name, _remote(_method))
+
+__all__ = ["HostedBackend"]

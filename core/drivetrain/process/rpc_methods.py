@@ -1,0 +1,91 @@
+"""The methods of the wire protocol, read off the ``Backend`` page."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass
+from types import UnionType
+from typing import Final, Union, get_args, get_origin, get_type_hints
+
+from drivetrain.backend.base import Backend
+from drivetrain.process.codec import Codec, codec_for
+
+_LOCAL: Final = frozenset({"died"})
+"""Answered on each side for itself: the host reports an engine's death as ``Fatal``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One positional argument of a method."""
+
+    name: str
+    annotation: object
+    codec: Codec
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One coroutine of ``Backend``, or the one that yields, as it is called over the wire."""
+
+    name: str
+    arguments: tuple[Argument, ...]
+    annotation: object
+    """Type of the result, or of each item of a stream."""
+    result: Codec
+    streams: bool
+    signature: inspect.Signature
+
+    def __str__(self) -> str:
+        """The method in one line, as ``docs/reference/wire.md`` lists it."""
+        arguments = ", ".join(f"{argument.name}: {_shown(argument.annotation)}" for argument in self.arguments)
+        return f"{self.name}({arguments}) -> {'items of ' if self.streams else ''}{_shown(self.annotation)}"
+
+
+def method_table() -> dict[str, Method]:
+    """Derive every method from the annotations of ``Backend``, by name."""
+    table = {}
+    for name, function in vars(Backend).items():
+        if name.startswith("_") or name in _LOCAL or not inspect.isfunction(function):
+            continue
+        streams = get_origin(get_type_hints(function)["return"]) in (AsyncIterator, AsyncGenerator)
+        if streams or inspect.iscoroutinefunction(function):
+            table[name] = method_of(function)
+    return table
+
+
+def method_of(function: Callable[..., object]) -> Method:
+    """Derive one method from its annotations.
+
+    Callables, such as ``start``'s ``report``, do not cross: what they are called with comes back as ``Progress``.
+    """
+    hints = get_type_hints(function)
+    returned = hints.pop("return")
+    streams = get_origin(returned) in (AsyncIterator, AsyncGenerator)
+    arguments = tuple(
+        Argument(argument, annotation, codec_for(annotation))
+        for argument, annotation in hints.items()
+        if get_origin(annotation) is not Callable
+    )
+    result = get_args(returned)[0] if streams else returned
+    return Method(function.__name__, arguments, result, codec_for(result), streams, inspect.signature(function))
+
+
+def _shown(annotation: object) -> str:
+    if isinstance(annotation, type) and not get_args(annotation):
+        return "None" if annotation is type(None) else annotation.__name__
+    if annotation is Ellipsis:
+        return "..."
+    members = get_args(annotation)
+    if not members:
+        return str(annotation)
+    shown = [_shown(member) for member in members]
+    origin = get_origin(annotation)
+    if origin in (Union, UnionType):
+        return " | ".join(shown)
+    return f"{getattr(origin, '__name__', origin)}[{', '.join(shown)}]"
+
+
+METHODS: Final = method_table()
+
+__all__ = ["METHODS", "Argument", "Method", "method_of", "method_table"]

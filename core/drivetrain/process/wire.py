@@ -1,0 +1,221 @@
+"""Frames and messages: what goes over the sockets between a trainer and an engine's host process.
+
+A frame is the payload's length, four bytes little-endian, then the payload: one message as a msgpack array
+whose first element names its kind. ``docs/reference/wire.md`` is the whole of it.
+"""
+
+from __future__ import annotations
+
+from typing import Final, TypeVar
+
+import msgspec
+
+from drivetrain.backend.base import StopKind
+from drivetrain.errors import WireError
+
+WIRE_VERSION: Final = 1
+"""Changes whenever a message, a method, or a type that a method takes or returns changes."""
+
+HANDSHAKE_LIMIT: Final = 16 * 2**20
+"""Largest payload in bytes until the handshake is done: text that is not this protocol reads as a larger length."""
+FRAME_LIMIT: Final = 2**32 - 1
+"""Largest payload in bytes; what four bytes can say. One tensor read by value must fit."""
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=str.lower):
+    pass
+
+
+# From the host, on the call socket -----------------------------------------------------------------------------------
+
+
+class Hello(_Message, frozen=True):
+    """The first frame of all. Its leading fields never change, so that any two versions can tell each other apart."""
+
+    wire_version: int
+    drivetrain: str
+    python: str
+    pid: int
+
+
+class Welcome(_Message, frozen=True):
+    """The backend that ``Open`` asked for is loaded and configured; calls may follow."""
+
+    backend: str
+    engine_distribution: str
+    engine_version: str
+    native_stops: frozenset[StopKind]
+
+
+class Reply(_Message, frozen=True):
+    """A call's result."""
+
+    id: int
+    result: msgspec.Raw
+
+
+class Failure(_Message, frozen=True):
+    """A call raised, or with id 0 the connection is refused; ``error`` names a class of ``drivetrain.errors``."""
+
+    id: int
+    error: str
+    message: str
+    fields: dict[str, object]
+
+
+class Item(_Message, frozen=True):
+    """One value that a stream yielded."""
+
+    id: int
+    value: msgspec.Raw
+
+
+class End(_Message, frozen=True):
+    """A stream ended by itself."""
+
+    id: int
+
+
+class Progress(_Message, frozen=True):
+    """What the engine is doing while ``start`` runs, in a few words."""
+
+    text: str
+
+
+# From the host, on the watch socket ----------------------------------------------------------------------------------
+
+
+class Heartbeat(_Message, frozen=True):
+    """The host lives; ``loop_lag`` is for how many seconds its event loop has stood still (0 until started)."""
+
+    loop_lag: float
+
+
+class Fatal(_Message, frozen=True):
+    """The engine cannot go on, though its host lives: the trainer ends it."""
+
+    message: str
+
+
+# From the trainer, on the call socket --------------------------------------------------------------------------------
+
+
+class Open(_Message, frozen=True):
+    """Answers ``Hello``: the backend to load, and the fields of its ``EngineConfig`` that are set."""
+
+    wire_version: int
+    drivetrain: str
+    backend: str
+    config: msgspec.Raw
+    import_path: tuple[str, ...]
+    """Folders to look for modules in, after the host's own; empty when the host is another environment's Python."""
+
+
+class Call(_Message, frozen=True):
+    """Call a method of the backend; ids count up from 1."""
+
+    id: int
+    method: str
+    arguments: tuple[msgspec.Raw, ...]
+
+
+class Cancel(_Message, frozen=True):
+    """Nobody waits for this call any more: cancel it; a generation is aborted."""
+
+    id: int
+
+
+FromHost = Hello | Welcome | Reply | Failure | Item | End | Progress
+FromWatch = Heartbeat | Fatal
+FromTrainer = Open | Call | Cancel
+Message = FromHost | FromWatch | FromTrainer
+
+MESSAGES: Final[tuple[type[Message], ...]] = (
+    Hello,
+    Open,
+    Welcome,
+    Call,
+    Reply,
+    Failure,
+    Item,
+    End,
+    Cancel,
+    Progress,
+    Heartbeat,
+    Fatal,
+)
+
+from_host: Final = msgspec.msgpack.Decoder(FromHost)
+from_watch: Final = msgspec.msgpack.Decoder(FromWatch)
+from_trainer: Final = msgspec.msgpack.Decoder(FromTrainer)
+_encode = msgspec.msgpack.Encoder().encode
+
+M = TypeVar("M")
+
+
+def read(decoder: msgspec.msgpack.Decoder[M], payload: memoryview) -> M:
+    """Decode one payload.
+
+    Raises:
+        WireError: it is not a message that may come from that side.
+    """
+    try:
+        return decoder.decode(payload)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        start = bytes(payload[:40])
+        raise WireError(f"not a message of wire version {WIRE_VERSION}: {error}; it begins with {start!r}") from error
+
+
+def frame(message: Message) -> tuple[bytes, bytes]:
+    """Return a message's frame in its two parts, for one ``b"".join`` over many.
+
+    Raises:
+        WireError: the message is larger than :data:`FRAME_LIMIT`.
+    """
+    payload = _encode(message)
+    if len(payload) > FRAME_LIMIT:
+        raise WireError(f"a message of {len(payload)} bytes does not fit a frame, whose limit is {FRAME_LIMIT} bytes")
+    return len(payload).to_bytes(4, "little"), payload
+
+
+class FrameReader:
+    """Cuts received bytes into payloads; ``limit`` bytes is the largest that it takes."""
+
+    def __init__(self, limit: int = HANDSHAKE_LIMIT) -> None:
+        self.limit = limit
+        self._parts: list[bytes] = []
+        self._held = 0
+        self._needed = 0
+
+    def feed(self, data: bytes) -> list[memoryview]:
+        """Take bytes as they came and return every payload that is now whole.
+
+        Raises:
+            WireError: a length is 0 or over the limit, so these are not drivetrain's frames.
+        """
+        if self._parts:
+            self._parts.append(data)
+            self._held += len(data)
+            if self._held < self._needed:
+                return []
+            data = b"".join(self._parts)
+            self._parts.clear()
+        view = memoryview(data)
+        payloads = []
+        position, end, needed = 0, len(data), 4
+        while end - position >= 4:
+            length = int.from_bytes(view[position : position + 4], "little")
+            if not 0 < length <= self.limit:
+                raise WireError(
+                    f"a frame claims {length} bytes, where 1 to {self.limit} may be; the bytes "
+                    f"{data[position : position + 16]!r} are not drivetrain's wire protocol"
+                )
+            if end - position - 4 < length:
+                needed = 4 + length
+                break
+            payloads.append(view[position + 4 : position + 4 + length])
+            position += 4 + length
+        if position < end:
+            self._parts.append(data[position:])
+            self._held, self._needed = end - position, needed
+        return payloads

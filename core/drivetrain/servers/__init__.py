@@ -1,0 +1,1 @@
+"""Clients of engines' own servers, which somebody else launched."""

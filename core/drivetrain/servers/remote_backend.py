@@ -1,0 +1,365 @@
+"""A backend whose engine is a server that somebody else launched: what is the same whatever engine it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+import uuid
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Final, Generic, Protocol, TypeVar
+
+from drivetrain.backend.base import Backend, GenerateRequest, GenerateResult
+from drivetrain.errors import (
+    DrivetrainError,
+    EngineDied,
+    EngineError,
+    EngineInternalError,
+    EngineStartError,
+    InvalidConfig,
+)
+from drivetrain.servers.http_client import ServerClient, ServerKind
+from drivetrain.types.capability import Capability
+from drivetrain.types.config import EngineConfig, Isolation
+from drivetrain.types.outputs import FinishReason
+
+ENDPOINT: Final = "endpoint"
+LOOK_S: Final = 4.0
+"""Within this a server that is up has said what it is."""
+BUSY_S: Final = 60.0
+"""Within this its scheduler has, whatever it is busy with."""
+_CONNECT_S: Final = 4.0
+_POLL_S: Final = 0.5
+_STOOD_STILL_S: Final = 1.0
+"""A loop that is later than this was kept by something else, such as a training step."""
+_ABORT_AGAIN_S: Final = (0.01, 0.1)
+"""An abort is said again after the first of these, then after twice as long each time, up to the second."""
+_LAST_ABORTS: Final = 6
+"""How often an abort is said for a request whose caller went away, each time after twice as long."""
+
+
+class ServerAnswers(Protocol):
+    """What a server says of itself."""
+
+    @property
+    def launch(self) -> object:
+        """Differs between two launches of a server on the same port."""
+        ...
+
+
+@dataclass(slots=True)
+class Sent:
+    """A request that is with the server."""
+
+    name: str
+    """The server's name of it."""
+    ended: bool = False
+    """Whether the server said that it ended, or nobody waits for it any more."""
+
+
+Says = TypeVar("Says", bound=ServerAnswers)
+
+
+class ServerBackend(Backend, Generic[Says]):
+    """Looks at the server before it claims anything, watches it, and ends for good what nobody waits for."""
+
+    kind: ClassVar[ServerKind]
+    alive_path: ClassVar[str]
+    """What a server that is there answers at once, however busy."""
+    engine_distribution: ClassVar[str] = "aiohttp"
+    default_isolation: ClassVar[Isolation] = Isolation.INLINE
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.client = self._client_of(config)
+        self.version = ""
+        """Of the weights that are served."""
+        self._prefix = uuid.uuid4().hex
+        self._numbers = itertools.count()
+        self._cache_epoch = 0
+        self._sent: dict[str, Sent] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._death: asyncio.Future[EngineError] | None = None
+        self._launch: object = None
+
+    # What differs between engines --------------------------------------------------------------------------------
+
+    @classmethod
+    @abstractmethod
+    async def look(cls, client: ServerClient) -> Says:
+        """Ask what it is.
+
+        Raises:
+            EngineStartError: it is no server of this engine.
+        """
+
+    @classmethod
+    async def launch_of(cls, client: ServerClient) -> object:
+        """Ask what differs between two launches, and no more than that takes."""
+        return (await cls.look(client)).launch
+
+    @classmethod
+    @abstractmethod
+    def claims_of(cls, config: EngineConfig, says: Says) -> frozenset[Capability]:
+        """What the server does rightly.
+
+        Raises:
+            EngineStartError: it is none that this backend works with.
+            InvalidConfig: requests do not mean there what they say, or the configuration is not what it is.
+        """
+
+    @abstractmethod
+    async def send_abort(self, names: Sequence[str]) -> None:
+        """End the requests that the server knows by these names; some it may not know yet, or any more."""
+
+    # Before launch -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
+        """Ask the server; this blocks for some seconds at most.
+
+        Raises:
+            InvalidConfig: there is no endpoint, or the configuration is not what the server is.
+            EngineStartError: nobody answers there, or not a server that this works with.
+        """
+        client = cls._client_of(config)
+        with ThreadPoolExecutor(1, thread_name_prefix="drivetrain-server-look") as thread:
+            says = thread.submit(asyncio.run, cls._look_once(client)).result()
+        return cls.claims_of(config, says)
+
+    @classmethod
+    async def _look_once(cls, client: ServerClient) -> Says:
+        await client.open()
+        try:
+            return await cls.look(client)
+        except EngineDied as error:
+            raise EngineStartError(f"{error}; launch one with: {cls.kind.launch}") from error
+        finally:
+            await client.close()
+
+    @classmethod
+    def _client_of(cls, config: EngineConfig) -> ServerClient:
+        if config.endpoint is None:
+            raise InvalidConfig(
+                f"endpoint is missing; give the address of a running {cls.kind.engine} server, such as "
+                f"'http://127.0.0.1:{cls.kind.port}'",
+                field=ENDPOINT,
+            )
+        return ServerClient(config.endpoint, config.endpoint_api_key, cls.kind)
+
+    # Lifecycle ---------------------------------------------------------------------------------------------------
+
+    async def connect(self, report: Callable[[str], None]) -> Says:
+        """Connect, and look once more."""
+        report(f"connecting to {self.client.endpoint}")
+        await self.client.open()
+        says = await self.look(self.client)
+        self.claims_of(self.config, says)
+        self._death = asyncio.get_running_loop().create_future()
+        self._launch = says.launch
+        return says
+
+    def check_same_folder(self, served: str) -> None:
+        """Check that the server serves the model that was configured, as far as both are here.
+
+        A server on another machine, or in a container, has paths of its own.
+
+        Raises:
+            EngineStartError: ``served`` is another folder.
+        """
+        own = Path(self.config.model)
+        if own.is_dir() and Path(served).is_dir() and not own.samefile(served):
+            raise EngineStartError(
+                f"model={self.config.model!r}, but the server at {self.client.endpoint} was launched with {served!r}; "
+                "name the same model"
+            )
+
+    def watch(self) -> None:
+        """Look every now and then whether the server is there; one that is not fails every waiter."""
+        self.spawn(self._watch())
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the engine is started, and the server was not found dead."""
+        return self._death is not None and not self._death.done()
+
+    async def close(self) -> None:
+        """Disconnect; the server goes on."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.client.close()
+
+    async def died(self) -> EngineError:
+        """Return when the server is gone, or is another one."""
+        assert self._death is not None, "died() is called once the engine is started"
+        return await asyncio.shield(self._death)
+
+    async def _watch(self) -> None:
+        # Through a connection of its own, which does not wait its turn behind thousands of requests.
+        watching = self._client_of(self.config)
+        await watching.open()
+        try:
+            why = ""
+            while not why:
+                await asyncio.sleep(_POLL_S)
+                why = await self._is_lost(watching)
+        finally:
+            await watching.close()
+        await self._die(why)
+
+    async def _is_lost(self, watching: ServerClient) -> str:
+        """Why the server is; empty if it answers, or if this loop stood still meanwhile, so that nobody can say."""
+        heartbeat = self.config.timeouts.heartbeat
+        asked = asyncio.create_task(watching.get(self.alive_path, None))
+        reached = asyncio.create_task(watching.reach())
+        begun, waited = time.monotonic(), 0.0
+        try:
+            while not asked.done() and waited < heartbeat:
+                if waited >= _CONNECT_S and not (reached.done() and reached.exception() is None):
+                    break
+                await asyncio.wait({asked}, timeout=_POLL_S)
+                waited += _POLL_S
+            if time.monotonic() - begun > waited + _STOOD_STILL_S:
+                return ""
+            if not asked.done():
+                return f"the {self.kind.engine} server at {self.client.endpoint} did not answer within {waited:g} s"
+            error = asked.exception()
+            return "" if error is None else str(error)
+        finally:
+            asked.cancel()
+            reached.cancel()
+            await asyncio.gather(asked, reached, return_exceptions=True)
+
+    async def _die(self, why: str) -> None:
+        if self.is_there:
+            assert self._death is not None
+            self._death.set_result(EngineDied(why))
+            await self.client.close()
+
+    # Requests ----------------------------------------------------------------------------------------------------
+
+    @property
+    def cache_key(self) -> str:
+        """What a request's cached prefixes are found by, beside their tokens."""
+        return f"{self._prefix}-{self._cache_epoch}"
+
+    def new_name(self) -> str:
+        """A name that no client of the server has given, and that is the beginning of no other."""
+        return f"{self._prefix}-{next(self._numbers)}."
+
+    @contextmanager
+    def sent(self, request_id: str, name: str) -> Iterator[Sent]:
+        """A request that is with the server meanwhile; unless it ended there, it is aborted for good afterwards."""
+        request = self._sent[request_id] = Sent(name)
+        try:
+            yield request
+        finally:
+            del self._sent[request_id]
+            if not request.ended:
+                request.ended = True
+                self.spawn(self._abort_for_good(name))
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """End requests, running or waiting."""
+        known = [self._sent[request_id] for request_id in request_ids if request_id in self._sent]
+        if known:
+            await self.send_abort([request.name for request in known])
+            self.spawn(self._abort_until_ended(known))
+
+    async def _abort_until_ended(self, requests: Sequence[Sent]) -> None:
+        """An abort may have overtaken its request on the way to the server."""
+        pause, longest = _ABORT_AGAIN_S
+        while True:
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, longest)
+            requests = [request for request in requests if not request.ended]
+            if not requests:
+                return
+            await self.send_abort([request.name for request in requests])
+
+    async def _abort_for_good(self, name: str) -> None:
+        for already in range(_LAST_ABORTS):
+            await self.send_abort([name])
+            await asyncio.sleep(_ABORT_AGAIN_S[1] * 2**already)
+
+    @staticmethod
+    def whole(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
+        """Return a sample that ended as it was asked to, and was not cut by the server.
+
+        Raises:
+            EngineInternalError: it was.
+        """
+        if result.finish_reason is FinishReason.LENGTH and len(result.token_ids) < request.max_new_tokens:
+            raise EngineInternalError(
+                f"request {request.request_id}: the server ended it after {len(result.token_ids)} of "
+                f"{request.max_new_tokens} tokens; was it launched with a limit of its own?"
+            )
+        if result.finish_reason is FinishReason.STOP and result.matched_stop is None:
+            raise EngineInternalError(
+                f"request {request.request_id}: the server ended it at id {result.token_ids[-1:]}, which is none of "
+                f"its stops {sorted(request.stop_token_ids)}"
+            )
+        return result
+
+    async def reset_prefix_cache(self) -> None:
+        """Ask for no earlier prefix any more; the server lets go of them when it wants their memory."""
+        self._cache_epoch += 1
+
+    # Calls -------------------------------------------------------------------------------------------------------
+
+    async def call(self, answer: Awaitable[Any]) -> Any:
+        """Await an answer, or the server's death; if the connection breaks, find out which it is."""
+        if self._death is None:
+            return await answer
+        asked = asyncio.ensure_future(answer)
+        try:
+            await asyncio.wait({asked, self._death}, return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done():
+                raise EngineDied(str(self._death.result()))
+            return await self.checked(asked)
+        finally:
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+
+    async def checked(self, answer: Awaitable[Any]) -> Any:
+        """Await what comes through a connection that there is, and breaks when the server dies."""
+        try:
+            return await answer
+        except EngineDied as error:
+            if self._death is None:
+                raise
+            if not self._death.done():
+                try:
+                    launch = await self.launch_of(self.client)
+                except DrivetrainError:
+                    await self._die(str(error))
+                else:
+                    if launch != self._launch:
+                        await self._die(f"the {self.kind.engine} server at {self.client.endpoint} was launched anew")
+            if self._death.done():
+                raise EngineDied(str(self._death.result())) from error
+            raise EngineInternalError(f"{error}; the server itself is up") from error
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run in the background; what fails there because the server is gone is told by :meth:`died`."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+
+        def done(ended: asyncio.Task[None]) -> None:
+            self._tasks.discard(ended)
+            error = None if ended.cancelled() else ended.exception()
+            if error is not None and not isinstance(error, EngineError):
+                asyncio.get_running_loop().call_exception_handler(
+                    {"message": f"a task of the {self.name} backend failed", "exception": error, "task": ended}
+                )
+
+        task.add_done_callback(done)
+
+
+__all__ = ["BUSY_S", "ENDPOINT", "LOOK_S", "Sent", "ServerAnswers", "ServerBackend"]

@@ -1,0 +1,1 @@
+"""Text and token ids: the tokenizer, chat templates, stop conditions on text."""

@@ -1,0 +1,113 @@
+"""Rendering chat messages with the tokenizer's chat template, which is code: what a request sets, and for how long."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from drivetrain.checks.pydantic_errors import shown_name
+from drivetrain.checks.safe_repr import shown
+from drivetrain.errors import DeadlineExceeded, InvalidRequest
+from drivetrain.text.call_timeout import bounded
+from drivetrain.types.prompts import ChatPrompt, Message
+
+if TYPE_CHECKING:
+    from pydantic import JsonValue
+    from transformers import PreTrainedTokenizerBase
+
+LONGEST_S: Final = 20.0
+"""Seconds that one rendering may take; it takes less than a millisecond for most messages."""
+_FIELDS: Final = {
+    "chat_template": "the model's own chat template is used",
+    "messages": "messages are a field of their own",
+    "conversation": "messages are a field of their own",
+    "conversations": "messages are a field of their own",
+    "tools": "tools are a field of their own",
+    "add_generation_prompt": "it is a field of its own",
+    "continue_final_message": "it is a field of its own",
+    "generation_indices": "it is the tokenizer's own",
+    "raise_exception": "it is the tokenizer's own",
+}
+"""Names that are no variables of a request's to set, and why not. So are the arguments of the tokenizer's method."""
+_VARIABLES: Final = frozenset({"documents"})
+"""Arguments of the tokenizer's method that are variables of chat templates all the same."""
+
+
+def render(inner: PreTrainedTokenizerBase, prompt: ChatPrompt) -> str:
+    """Return the text of a chat prompt.
+
+    Raises:
+        InvalidRequest: there is no chat template, it refuses the messages, or it does not read a variable.
+        DeadlineExceeded: it took longer than :data:`LONGEST_S`.
+    """
+    template = template_of(inner, prompt.tools)
+    if template is None:
+        raise InvalidRequest(
+            "chat messages were given, but this model's tokenizer has no chat template; send text or token ids",
+            field="prompts",
+        )
+    _check_variables(inner, prompt.template_kwargs)
+    _check_template_reads(template, prompt)
+    messages = [_as_read(message) for message in prompt.messages]
+    variables: dict[str, Any] = prompt.template_kwargs
+
+    def rendered() -> object:
+        return inner.apply_chat_template(
+            messages,
+            tools=[dict(tool) for tool in prompt.tools] or None,
+            add_generation_prompt=prompt.add_generation_prompt and not prompt.continue_final_message,
+            continue_final_message=prompt.continue_final_message,
+            tokenize=False,
+            **variables,
+        )
+
+    try:
+        text = bounded(rendered, LONGEST_S, "the chat template to render the messages")
+    except DeadlineExceeded:
+        raise
+    except Exception as error:  # a template is a program, and can fail as any other
+        why = str(error) if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: {error}"
+        raise InvalidRequest(f"the chat template refused the messages: {why:.2000}", field="prompts") from error
+    assert isinstance(text, str)
+    return text
+
+
+def template_of(inner: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, JsonValue]]) -> str | None:
+    """Return the template that renders messages beside these tools; None if there is none."""
+    if not inner.chat_template:
+        return None
+    try:
+        return str(inner.get_chat_template(tools=[dict(tool) for tool in tools] or None))
+    except ValueError as error:  # several, and none is the default
+        raise InvalidRequest(f"the tokenizer's chat templates: {error}", field="prompts") from error
+
+
+def _check_variables(inner: PreTrainedTokenizerBase, given: Mapping[str, JsonValue]) -> None:
+    """Variables are data: none of them may replace the template, or an argument of the call that renders it."""
+    if not given:
+        return
+    arguments = inspect.signature(inner.apply_chat_template).parameters.keys() - _VARIABLES
+    for name in given:
+        if name in _FIELDS or name in arguments or name == "self":
+            why = _FIELDS.get(name, "it is an argument of the tokenizer's")
+            raise InvalidRequest(f"{name!r} is no variable of the chat template: {why}", field="template_kwargs")
+
+
+def _check_template_reads(template: str, prompt: ChatPrompt) -> None:
+    """A template says nothing about variables that it does not read; they would be dropped in silence."""
+    given = [("tools", "tools")] if prompt.tools else []
+    for field, name in [*given, *(("template_kwargs", name) for name in prompt.template_kwargs)]:
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            raise InvalidRequest(
+                f"this model's chat template does not read {shown(shown_name(name))}; leave it out", field=field
+            )
+
+
+def _as_read(message: Message) -> dict[str, Any]:
+    """A message as templates read it: many take the mere presence of tool_calls for a turn that has no text."""
+    fields = message.model_dump(exclude_unset=True)
+    if not fields.get("tool_calls", True):
+        del fields["tool_calls"]
+    return fields

@@ -1,0 +1,294 @@
+"""How an engine is configured: one set of names for every backend."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+from urllib.parse import urlsplit
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    SecretStr,
+    StrictInt,
+    ValidationError,
+    field_validator,
+)
+
+from drivetrain.checks.enum_fields import BY_NAME
+from drivetrain.checks.name_hints import CONFIG_NAMES
+from drivetrain.checks.pydantic_errors import describe_validation_error
+from drivetrain.checks.safe_repr import shown, without_secrets
+from drivetrain.checks.simple_values import LONGEST_SECONDS, fault_of_name
+from drivetrain.errors import InvalidConfig
+from drivetrain.types.sampling import INT32_MAX, LogprobsMode
+
+
+def _no_flag(value: object) -> object:
+    """Pydantic would take ``True`` for 1.0."""
+    if isinstance(value, bool):
+        raise ValueError("it is a bool; expected a number")
+    return value
+
+
+Seconds = Annotated[float, Field(gt=0, le=LONGEST_SECONDS), BeforeValidator(_no_flag)]
+Share = Annotated[float, Field(gt=0, le=1), BeforeValidator(_no_flag)]
+Count = Annotated[StrictInt, Field(ge=1, le=INT32_MAX)]
+
+
+class Isolation(Enum):
+    """Where an engine runs."""
+
+    INLINE = "inline"
+    """In this process."""
+    PROCESS = "process"
+    """In a host process of its own, which is watched; the default."""
+
+
+class Task(Enum):
+    """What the engine's model is for."""
+
+    GENERATE = "generate"
+    EMBED = "embed"
+    """Turn texts into vectors: ``encode``."""
+    REWARD = "reward"
+    """Score sequences with a reward model: ``score``."""
+
+
+class Timeouts(BaseModel):
+    """Deadlines, in seconds. Every wait on another process has one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    start: Seconds = Field(default=600.0, description="Until the engine is ready.")
+    generate: Seconds = Field(
+        default=3600.0, description="For one generate call or stream, its wait in a pause included."
+    )
+    control: Seconds = Field(default=120.0, description="For pause, sleep, wake, cache, LoRA and the like.")
+    weight_update: Seconds = Field(
+        default=600.0, description="For each step of a weight update, or those taken in one call; and for a save."
+    )
+    step: Seconds = Field(
+        default=1200.0,
+        description="An engine with requests that makes no step for so long is dead; weight_update if that is longer.",
+    )
+    media: Seconds = Field(
+        default=120.0,
+        description="For fetching one image, video or sound beside a prompt, redirects included; and for decoding it.",
+    )
+    close: Seconds = Field(default=20.0, description="For a clean shutdown, before the host process is killed.")
+    heartbeat: Seconds = Field(default=10.0, description="A host process silent for this long is dead.")
+    event_loop: Seconds = Field(
+        default=120.0, description="A started host whose event loop stands still so long is dead."
+    )
+
+
+class MediaLimits(BaseModel):
+    """Bounds of images, videos and sounds beside prompts. Each is checked before the memory or the time is spent."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_bytes: StrictInt = Field(
+        default=1 << 28, ge=1, description="Most bytes of one file, and of all media beside one prompt."
+    )
+    max_pixels: StrictInt = Field(
+        default=89_478_485,
+        ge=1,
+        le=178_956_970,
+        description="Most pixels of an image. The default is where Pillow warns, the largest value where it refuses.",
+    )
+    max_video_seconds: Seconds = Field(default=3600.0, description="Longest video.")
+    max_video_pixels: StrictInt = Field(
+        default=1 << 28,
+        ge=1,
+        description="Most pixels of the frames kept of one video, together; each takes nine bytes for a while.",
+    )
+    allow_private_hosts: bool = Field(
+        default=True,
+        description="Fetch from loopback, link-local and private addresses too, and through the environment's proxies.",
+    )
+
+
+class EngineConfig(BaseModel):
+    """One engine's configuration. Frozen; unknown fields are refused.
+
+    A field that is set but that the chosen backend has no equivalent for is refused when the engine is
+    created, naming the field: nothing is dropped in silence.
+    """
+
+    # Pydantic's own errors would repeat what was given, such as a key under a mistyped name.
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    other_names: ClassVar = CONFIG_NAMES
+    hidden_fields: ClassVar = ("endpoint", "endpoint_api_key")
+    """Fields whose value may hold a key or a password: errors do not repeat it."""
+
+    backend: str = Field(description="Name of the backend: transformers, or a plugin's.")
+    model: str = Field(description="Folder or hub id of the model.")
+    tokenizer: str | None = Field(default=None, description="Folder or hub id of the tokenizer; None: the model's.")
+    revision: str | None = Field(default=None, description="Revision on the hub.")
+    task: Annotated[Task, BY_NAME] = Field(default=Task.GENERATE, description="What the model is for.")
+    trust_remote_code: bool = Field(default=False, description="Run code that comes with the model.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="Type of the weights; auto: the checkpoint's own."
+    )
+    device: str | None = Field(default=None, description="cpu, cuda, cuda:1, …; None: a GPU when there is one.")
+    tensor_parallel_size: Count = Field(default=1, description="Devices that one layer is split over.")
+    pipeline_parallel_size: Count = Field(default=1, description="Devices that the layers are split over.")
+    data_parallel_size: Count = Field(default=1, description="Replicas of the model.")
+    expert_parallel_size: Count = Field(default=1, description="Devices that the experts are split over.")
+    gpu_memory_utilization: Share | None = Field(
+        default=None, description="Share of the GPU's memory for weights and KV cache; None: the engine's own."
+    )
+    max_num_batched_tokens: Count | None = Field(
+        default=None, description="Most prompt tokens computed in one step; None: the engine's own."
+    )
+    max_num_seqs: Count | None = Field(
+        default=None, description="Most requests that run at once; None: the engine's own."
+    )
+    context_length: Count | None = Field(
+        default=None, description="Most tokens of prompt and output together; None: the model's own."
+    )
+    enable_prefix_caching: bool = Field(default=True, description="Use the cache of prompts that begin alike.")
+    attention_backend: str | None = Field(default=None, description="The engine's own name of an implementation.")
+    enable_lora: bool = Field(default=False, description="Make ready for LoRA adapters.")
+    max_loras: Count | None = Field(default=None, description="Most adapters loaded at once.")
+    max_lora_rank: Count | None = Field(default=None, description="Largest rank of an adapter.")
+    seed: StrictInt | None = Field(
+        default=None, ge=0, lt=2**63, description="Seeds requests that bring no seed; None: not repeatable."
+    )
+    logprobs_mode: Annotated[LogprobsMode, BY_NAME] = Field(
+        default=LogprobsMode.TEMPERATURE, description="Which distribution logprobs belong to unless a request says."
+    )
+    deterministic: bool = Field(default=False, description="Batch-invariant results.")
+    enable_sleep: bool = Field(default=True, description="Make ready for sleep and wake-up.")
+    sleep_keeps_weights: bool = Field(
+        default=False, description="Keep a copy of the weights while they sleep, so that waking needs no update."
+    )
+    weight_version: str = Field(default="initial", description="Version of the weights loaded at start.")
+    tool_call_parser: str | None = Field(
+        default=None,
+        description="Syntax of tool calls that chat_completion reads, by vLLM's or SGLang's name of it (hermes, "
+        "mistral, …); None: the one that the chat template tells.",
+    )
+    engine_kwargs: dict[str, JsonValue] = Field(
+        default_factory=dict, description="Passed to the engine as they are, under its own names."
+    )
+    isolation: Annotated[Isolation, BY_NAME] | None = Field(
+        default=None, description="Where the engine runs; None: the backend's choice."
+    )
+    python: str | None = Field(
+        default=None, description="Python of the environment that holds the engine; None: this one. Implies process."
+    )
+    endpoint: str | None = Field(
+        default=None,
+        description="http://host:port of a running server, for backends that connect to one and start nothing.",
+    )
+    endpoint_api_key: SecretStr | None = Field(
+        default=None, min_length=1, description="The key that the server at endpoint asks for; never shown."
+    )
+    media: MediaLimits = Field(
+        default_factory=MediaLimits, description="Bounds of images, videos and sounds beside prompts."
+    )
+    timeouts: Timeouts = Field(default_factory=Timeouts, description="Deadlines.")
+
+    @field_validator("endpoint")
+    @classmethod
+    def _endpoint_is_a_url(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        try:
+            parts = urlsplit(value)
+            fine = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # a port that is no number
+            raise ValueError("expected http://host:port") from None
+        if not fine or parts.query or parts.fragment:
+            raise ValueError("expected http://host:port")
+        if parts.username is not None or parts.password is not None:
+            raise ValueError("it holds a user or a password; a server's key belongs into endpoint_api_key")
+        return value.rstrip("/")
+
+    @field_validator("tool_call_parser")
+    @classmethod
+    def _parser_known(cls, value: str | None) -> str | None:
+        from drivetrain.tool_calls import DIALECTS
+
+        if value is not None and value not in DIALECTS:
+            raise ValueError(f"there is no such parser; known: {', '.join(sorted(DIALECTS))}")
+        return value
+
+    @field_validator("weight_version")
+    @classmethod
+    def _version_is_a_name(cls, value: str) -> str:
+        if fault := fault_of_name(value):
+            raise ValueError(fault)
+        return value
+
+    @field_validator("model")
+    @classmethod
+    def _model_given(cls, value: str) -> str:
+        if not value.strip():
+            raise ValueError("the model is empty; give a folder or a hub id")
+        return value
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, object]]:
+        return ((name, without_secrets(value)) for name, value in super().__repr_args__())
+
+    def described(self) -> dict[str, object]:
+        """Return the fields that were set, as JSON holds them, with secrets hidden."""
+        fields = self.model_dump(mode="json", exclude_unset=True)
+        return {name: without_secrets(value) for name, value in fields.items()}
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, object]) -> EngineConfig:
+        """Build from a mapping, such as one section of a trainer's configuration.
+
+        Raises:
+            InvalidConfig: naming the first wrong field, its value and what was expected.
+        """
+        if not isinstance(mapping, Mapping):
+            raise InvalidConfig(f"the configuration is a {type(mapping).__name__}; expected a mapping of fields")
+        try:
+            return cls.model_validate(dict(mapping))
+        except ValidationError as error:
+            raise invalid_config(error, cls) from None
+        except RecursionError as error:
+            raise InvalidConfig("the configuration is nested too deeply to be read; flatten it") from error
+
+    @classmethod
+    def from_yaml(cls, path: str | os.PathLike[str]) -> EngineConfig:
+        """Build from a YAML file that holds one mapping.
+
+        Raises:
+            InvalidConfig: the file cannot be read, is not a mapping, or has a wrong field.
+        """
+        import yaml
+
+        try:
+            loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError, TypeError, RecursionError) as error:  # not UTF-8; NUL in the path; no path
+            raise InvalidConfig(f"cannot read the engine configuration {shown(path)}: {error}") from error
+        except yaml.YAMLError as error:
+            # YAML's own text repeats the line, which may hold a key.
+            mark = getattr(error, "problem_mark", None)
+            place = f"line {mark.line + 1}: " if mark is not None else ""
+            why = getattr(error, "problem", None) or type(error).__name__
+            raise InvalidConfig(f"cannot read the engine configuration {os.fspath(path)!r}: {place}{why}") from None
+        if not isinstance(loaded, dict):
+            raise InvalidConfig(
+                f"{os.fspath(path)!r} holds a {type(loaded).__name__}; "
+                "expected a mapping such as 'backend: transformers'"
+            )
+        return cls.from_mapping(loaded)
+
+
+def invalid_config(error: ValidationError, model: type[BaseModel]) -> InvalidConfig:
+    """Turn pydantic's first complaint about a configuration into one typed sentence."""
+    field, message = describe_validation_error(error, model)
+    return InvalidConfig(message, field=field)

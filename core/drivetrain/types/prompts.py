@@ -1,0 +1,117 @@
+"""What a model is asked: token ids, text or chat messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from typing import TYPE_CHECKING, Final, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+
+from drivetrain.checks.limits import MOST_MESSAGES
+from drivetrain.checks.safe_repr import shown
+from drivetrain.errors import InvalidRequest
+from drivetrain.types.sampling import TokenId
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+_OF_PNG: Final = frozenset({"1", "L", "LA", "P", "RGB", "RGBA"})
+"""Modes of PIL's that PNG holds as they are, and every reader reads."""
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class _Media(_Frozen):
+    """Exactly one of its fields is given."""
+
+    url: str | None = Field(default=None, description="http(s) URL or data URL.")
+    path: str | None = Field(default=None, description="File on the engine's host.")
+    data: bytes | None = Field(default=None, description="The file's bytes (PNG, JPEG, MP4, WAV, …).")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        given = [name for name in ("url", "path", "data") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of url, path and data; given: {', '.join(given) or 'none'}")
+        return self
+
+
+class ImageInput(_Media):
+    """An image beside the prompt."""
+
+    @classmethod
+    def from_pil(cls, image: Image) -> Self:
+        """Make one of an image of PIL's, which crosses to the engine as PNG, without loss.
+
+        Raises:
+            InvalidRequest: it is no image of PIL's, or its file cannot be read to its end.
+        """
+        if not callable(getattr(image, "save", None)) or not isinstance(getattr(image, "mode", None), str):
+            raise InvalidRequest(f"image={shown(image)}: expected an image of PIL's", field="image")
+        file = BytesIO()
+        try:
+            (image if image.mode in _OF_PNG else image.convert("RGB")).save(file, "PNG")
+        except (OSError, ValueError) as error:  # PIL reads a file when its pixels are first needed
+            raise InvalidRequest(f"image={shown(image)} cannot be read: {error}", field="image") from error
+        return cls(data=file.getvalue())
+
+
+class VideoInput(_Media):
+    """A video beside the prompt."""
+
+
+class AudioInput(_Media):
+    """A sound beside the prompt."""
+
+
+MediaInput = ImageInput | VideoInput | AudioInput
+
+
+class TokenPrompt(_Frozen):
+    """A prompt as token ids, used exactly as given."""
+
+    token_ids: tuple[TokenId, ...] = Field(
+        description="The ids; no special token is added. Each of media stands once, or as often as the model takes it."
+    )
+    media: tuple[MediaInput, ...] = Field(default=(), description="Images, video or audio beside the prompt.")
+
+
+class TextPrompt(_Frozen):
+    """A prompt as text, tokenised by the engine's tokenizer."""
+
+    text: str = Field(description="The text.")
+    add_special_tokens: bool = Field(default=True, description="Let the tokenizer add its BOS and the like.")
+    media: tuple[MediaInput, ...] = Field(default=(), description="Images, video or audio beside the prompt.")
+
+
+class Message(BaseModel):
+    """One chat message. Extra fields (``tool_calls``, ``name``, …) reach the chat template as they are."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    role: str = Field(description="system, user, assistant, tool or what the model's template knows.")
+    content: str | list[dict[str, JsonValue]] | None = Field(default=None, description="Text or content parts.")
+
+
+class ChatPrompt(_Frozen):
+    """A prompt as chat messages, rendered with the tokenizer's chat template."""
+
+    messages: tuple[Message, ...] = Field(
+        min_length=1, max_length=MOST_MESSAGES, description="The conversation so far."
+    )
+    tools: tuple[dict[str, JsonValue], ...] = Field(default=(), description="Tool schemas for the template.")
+    add_generation_prompt: bool = Field(default=True, description="End with the assistant's opening.")
+    continue_final_message: bool = Field(default=False, description="Go on with the last message instead.")
+    template_kwargs: dict[str, JsonValue] = Field(default_factory=dict, description="Further template variables.")
+    media: tuple[MediaInput, ...] = Field(default=(), description="Images, video or audio beside the prompt.")
+
+
+Prompt = TokenPrompt | TextPrompt | ChatPrompt
+PromptLike = Prompt | str | Sequence[int] | Sequence[Message] | Sequence[Mapping[str, JsonValue]]
+"""Accepted wherever a prompt is: a :data:`Prompt`, text, a list of token ids, or a list of chat messages."""
+
+PromptKind = Literal["tokens", "text", "chat"]

@@ -1,0 +1,282 @@
+"""What a weight update says: which tensors, where they lie, which version they are.
+
+These are only descriptions. Moving the bytes is the work of ``drivetrain_weight_sync``, on both sides.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+
+from drivetrain.checks.enum_fields import BY_NAME
+from drivetrain.types.modes import PauseMode
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, dtype (``"float32"``, ``"bfloat16"``, …) and shape of one tensor."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightManifest:
+    """Every tensor that a complete update must bring, by its checkpoint name."""
+
+    tensors: tuple[TensorSpec, ...]
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Second names of tied tensors, to the name in ``tensors``: ``{"lm_head.weight": "model.embed_tokens.weight"}``."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedTensor:
+    """One tensor at a byte offset of its bucket; offsets are aligned to 256 bytes."""
+
+    spec: TensorSpec
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Tensors that travel together; a layer is never split over two buckets."""
+
+    tensors: tuple[PlacedTensor, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPlan:
+    """What will be sent, and in which geometry; agreed once, then identified by its hash."""
+
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """Every tensor of the plan, in the order in which it travels."""
+        return tuple(placed.spec for bucket in self.buckets for placed in bucket.tensors)
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 over names, dtypes, shapes and geometry."""
+        return hashlib.sha256(msgspec.msgpack.encode(self.buckets)).hexdigest()
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class InProcessSource(_Frozen):
+    """Tensors that live in the engine's own process, registered there under ``key``."""
+
+    kind: Literal["in_process"] = "in_process"
+    key: str = Field(description="Key under which the sender registered them.")
+
+
+class SharedMemorySource(_Frozen):
+    """An arena in shared memory of this host; bucket ``i`` begins at ``bucket_offsets[i]``."""
+
+    kind: Literal["shared_memory"] = "shared_memory"
+    path: str = Field(description="File that maps to the arena, such as /proc/PID/fd/N.")
+    nbytes: int = Field(ge=0, description="Size of the arena in bytes.")
+    bucket_offsets: tuple[int, ...] = Field(description="Where in the arena each bucket of the plan begins, in bytes.")
+
+
+class DiskSource(_Frozen):
+    """A folder that holds a checkpoint; its format is found by looking."""
+
+    kind: Literal["disk"] = "disk"
+    path: str = Field(description="The folder, readable by the engine's process.")
+
+
+class CudaIpcSource(_Frozen):
+    """Memory of GPUs within the engine's reach, owned by another process."""
+
+    kind: Literal["cuda_ipc"] = "cuda_ipc"
+    name: str = Field(description="Of these segments and places, and of no others ever; handles may come again.")
+    gpus: tuple[str, ...] = Field(description="UUIDs of the GPUs on which they lie.")
+    segments: bytes = Field(
+        description="Of each piece of memory, as it was allocated: CUDA's IPC handle (64 bytes), then which of "
+        "``gpus`` it is on and its size in bytes, as little-endian int64."
+    )
+    places: bytes = Field(
+        description="Of each tensor of the plan, in its order: the index of its segment, and where in it the tensor "
+        "begins, in bytes. Little-endian int64 [tensors, 2]."
+    )
+
+
+class BroadcastSource(_Frozen):
+    """A torch.distributed group in which the trainer's rank 0 broadcasts each bucket."""
+
+    kind: Literal["broadcast"] = "broadcast"
+    group_name: str = Field(description="Name given to init_weight_update_communicator.")
+
+
+class LoraSource(_Frozen):
+    """A LoRA adapter in a peft folder."""
+
+    kind: Literal["lora"] = "lora"
+    lora_name: str = Field(description="Name of the adapter.")
+    path: str = Field(description="Folder that holds the adapter.")
+
+
+class PluginSource(_Frozen):
+    """Tensors that a transport of a plugin brings; see ``drivetrain_weight_sync.transports.Transport``."""
+
+    kind: Literal["plugin"] = "plugin"
+    transport: str = Field(min_length=1, description="Name under which the engine's side finds the transport.")
+    data: dict[str, JsonValue] = Field(default_factory=dict, description="What the transport's two ends agree on.")
+
+
+WeightSource = (
+    InProcessSource | SharedMemorySource | DiskSource | CudaIpcSource | BroadcastSource | LoraSource | PluginSource
+)
+
+
+class WeightUpdateRequest(_Frozen):
+    """One complete weight update: what, from where, as which version, and what becomes of requests in flight."""
+
+    version: str = Field(min_length=1, description="Published at commit and nowhere else.")
+    source: WeightSource = Field(discriminator="kind", description="Where the tensors lie.")
+    plan: WeightPlan | None = Field(
+        default=None, description="Required, but for sources that describe themselves (disk)."
+    )
+    digests: dict[str, int] | None = Field(
+        default=None, description="Digest of each tensor, computed where it lies; required with a plan."
+    )
+    mode: Annotated[PauseMode, BY_NAME] = Field(
+        default=PauseMode.RETRACT, description="What becomes of requests in flight while the weights change."
+    )
+    keep_prefix_cache: bool = Field(
+        default=False, strict=True, description="Go on using cache entries that older weights made."
+    )
+
+    @model_validator(mode="after")
+    def _plan_given(self) -> WeightUpdateRequest:
+        if self.source.kind not in ("disk", "lora") and (self.plan is None or self.digests is None):
+            raise ValueError(f"a {self.source.kind} source needs a plan and digests; use WeightSync to make them")
+        if self.source.kind == "lora" and (self.plan, self.digests, self.keep_prefix_cache) != (None, None, False):
+            raise ValueError("an adapter's folder is taken as it is: no plan, no digests, no keep_prefix_cache")
+        return self
+
+
+class CommunicatorSpec(_Frozen):
+    """A torch.distributed group that a trainer and its engines form for weight updates."""
+
+    master_address: str
+    master_port: int = Field(ge=1, le=65535)
+    rank_offset: int = Field(ge=0, description="Rank of the engine's first worker.")
+    world_size: int = Field(ge=2)
+    group_name: str = Field(min_length=1)
+    backend: Literal["nccl", "gloo"] = "nccl"
+    timeout: float = Field(default=60, gt=0, description="Seconds in which it must form, and each broadcast must end.")
+
+
+# What the engine's side of a transfer is told, in order. One update at a time.
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareUpdate:
+    """Open the source and check every tensor against the model. Changes nothing."""
+
+    request: WeightUpdateRequest
+    kept_plan: str | None = None
+    """Hash of the request's plan, which is left out (``WeightPlan(())``): the last one that a reply said is kept."""
+    digests: bytes = b""
+    """Those of the request, which are left out with its plan: in the plan's order, little-endian int64 [tensors]."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeginUpdate:
+    """From here on the weights are neither the old nor the new ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBuckets:
+    """Copy these buckets of the plan into the model."""
+
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyUpdate:
+    """Compare the digest of each tensor in the model with the sender's."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommitUpdate:
+    """Publish ``version``; tokens sampled from here on carry it."""
+
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class AbortUpdate:
+    """Forget the update; the sender will not send more of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseSources:
+    """Let go of memory that senders share, mapped until now for their next update; and forget an update."""
+
+
+WeightMessage = PrepareUpdate | BeginUpdate | LoadBuckets | VerifyUpdate | CommitUpdate | AbortUpdate | ReleaseSources
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyUpdate:
+    """All that follows a PrepareUpdate whose buckets lie ready, from BeginUpdate to CommitUpdate, in one call."""
+
+    version: str
+    buckets: int
+    keep_prefix_cache: bool
+    freeze: PauseMode | None = None
+    """Freeze requests so before it, and let them go on after it; None: there are none, or they are frozen."""
+
+    @property
+    def load(self) -> LoadBuckets:
+        """The message that loads every bucket."""
+        return LoadBuckets(tuple(range(self.buckets)))
+
+
+@dataclass(frozen=True, slots=True)
+class WeightReply:
+    """What a step of an update did."""
+
+    buckets: int = 0
+    """After PrepareUpdate: how many buckets there are to load."""
+    nbytes: int = 0
+    """Bytes copied by this step."""
+    keeps_plan: bool = False
+    """After PrepareUpdate: its plan is remembered, and need not be sent again while no other is."""
+    seconds: float = 0.0
+    """After CommitUpdate, or all steps at once: since BeginUpdate, where the weights are. Meanwhile nothing ran."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorData:
+    """A tensor by value: little-endian, row-major bytes, as ``torch.frombuffer`` reads them."""
+
+    spec: TensorSpec
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class WeightReport:
+    """What ``validate_weights`` found: names of tensors with NaN, with infinity, and of zeros only."""
+
+    checked: int
+    nan: tuple[str, ...] = ()
+    infinite: tuple[str, ...] = ()
+    all_zero: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """No tensor holds a NaN or an infinity; one of zeros only is reported, but may well be right, as a bias."""
+        return not (self.nan or self.infinite)

@@ -1,0 +1,256 @@
+"""Hosts that die, freeze or lose a child: every waiter hears of it in bounded time, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Coroutine
+
+import psutil
+import pytest
+
+from drivetrain import EngineDied, GenerateRequest, GenerateResult
+from drivetrain.process import HostedBackend
+from drivetrain.process.process_tree import shared_memory_of
+
+Ask = Callable[..., GenerateRequest]
+Make = Callable[..., HostedBackend]
+
+pytestmark = pytest.mark.parametrize("hosts", ["spawned", "forked"])
+
+
+def runs(process: psutil.Process) -> bool:
+    """A killed orphan is for the system's first process to bury; until then it is a zombie."""
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+async def started(backend: HostedBackend) -> int:
+    await backend.start(print)
+    assert backend.pid is not None
+    return backend.pid
+
+
+async def dies(backend: HostedBackend, cause: Callable[[], object], within: float, match: str, ask: Ask) -> None:
+    """Check that ``cause`` ends a call, a stream and the host itself, for the reason ``match``, ``within`` seconds."""
+
+    async def read() -> None:
+        async for _ in backend.stream(ask("wait in a stream")):
+            pass
+
+    died = asyncio.create_task(backend.died())
+    waiters: list[Coroutine[None, None, object]] = [
+        backend.generate(ask("wait")),
+        backend.generate(ask("wait")),
+        read(),
+    ]
+    tasks = [asyncio.ensure_future(waiter) for waiter in waiters]
+    await asyncio.sleep(0.2)
+    assert backend.pid is not None
+    process = psutil.Process(backend.pid)
+    family = [process, *process.children(recursive=True)]
+    began = time.monotonic()
+    cause()
+    results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), within + 20)
+    assert time.monotonic() - began < within
+    for result in (*results, await died):
+        assert isinstance(result, EngineDied)
+        assert re.search(match, str(result))
+    assert not any(map(runs, family))
+    assert not process.is_running()
+    began = time.monotonic()
+    with pytest.raises(EngineDied, match=match):
+        await backend.generate(ask())
+    with pytest.raises(EngineDied, match=match):
+        await backend.abort(["r"])
+    with pytest.raises(EngineDied, match=match):
+        await anext(backend.stream(ask()))
+    assert time.monotonic() - began < 0.1
+    await backend.close()
+
+
+async def test_an_engine_that_dies_in_a_living_host_has_said_why(make: Make, ask: Ask) -> None:
+    backend = make()
+    await started(backend)
+    words = r"(?s)^the engine's process ended\nlast lines of its log:.*\nthe last words of the engine$"
+    with pytest.raises(EngineDied, match=words):
+        await backend.generate(ask("engine died"))
+    await backend.close()
+
+
+async def test_a_killed_host(make: Make, ask: Ask) -> None:
+    backend = make()
+    pid = await started(backend)
+    await dies(backend, lambda: os.kill(pid, signal.SIGKILL), 2, rf"host process {pid} .* killed by SIGKILL", ask)
+
+
+async def test_closing_a_host_that_was_killed_this_moment_succeeds(make: Make) -> None:
+    backend = make()
+    os.kill(await started(backend), signal.SIGKILL)
+    await backend.close()
+
+
+async def test_a_host_that_exits_says_with_which_code_and_its_last_lines(make: Make, ask: Ask) -> None:
+    backend = make()
+    await started(backend)
+
+    def exits() -> None:
+        spared.append(asyncio.ensure_future(backend.generate(ask("exit"))))
+
+    spared: list[asyncio.Future[GenerateResult]] = []
+    await dies(backend, exits, 3, r"(?s)ended with exit code 3.*last lines of its log:.*starting with marker", ask)
+    assert isinstance(spared[0].exception(), EngineDied)
+
+
+async def test_a_frozen_host(make: Make, ask: Ask) -> None:
+    backend = make(heartbeat=1.5)
+    pid = await started(backend)
+    await dies(
+        backend, lambda: os.kill(pid, signal.SIGSTOP), 3.5, r"was silent for 1\.\d s .timeouts.heartbeat=1.5", ask
+    )
+
+
+async def test_a_host_whose_engine_holds_the_interpreter(make: Make, ask: Ask) -> None:
+    backend = make(heartbeat=1.0)
+    await started(backend)
+    holding: list[asyncio.Future[GenerateResult]] = []
+
+    def hold() -> None:
+        holding.append(asyncio.ensure_future(backend.generate(ask("hold"))))
+
+    await dies(backend, hold, 3.5, r"was silent for 1\.\d s", ask)
+    assert isinstance(holding[0].exception(), EngineDied)
+
+
+async def test_a_host_that_is_frozen_while_it_starts(make: Make) -> None:
+    backend = make("block start", heartbeat=1.0)
+    reports: asyncio.Queue[str] = asyncio.Queue()
+    starting = asyncio.create_task(backend.start(reports.put_nowait))
+    await asyncio.wait_for(reports.get(), 20)
+    assert backend.pid is not None
+    os.kill(backend.pid, signal.SIGSTOP)
+    with pytest.raises(Exception, match=r"was silent for \d"):
+        await asyncio.wait_for(starting, 5)
+
+
+async def test_a_host_whose_event_loop_stands_still(make: Make, ask: Ask) -> None:
+    backend = make(event_loop=1.0)
+    await started(backend)
+    blocked: list[asyncio.Future[GenerateResult]] = []
+
+    def block() -> None:
+        blocked.append(asyncio.ensure_future(backend.generate(ask("block"))))
+
+    await dies(backend, block, 4, "did not run its event loop for .*timeouts.event_loop=1", ask)
+    assert isinstance(blocked[0].exception(), EngineDied)
+
+
+async def test_an_engine_whose_child_is_killed(make: Make, ask: Ask) -> None:
+    backend = make("child")
+    await started(backend)
+    child = (await backend.stats()).kv_cache_bytes
+    reason = rf"lost a process that its engine needs: process {child} \(sleep\) was killed by SIGKILL"
+    await dies(backend, lambda: os.kill(child, signal.SIGKILL), 2, reason, ask)
+
+
+@pytest.mark.parametrize(("child", "name"), [("child", "sleep"), ("titled child", "engine::rank_1")])
+async def test_an_engine_whose_child_is_frozen(make: Make, ask: Ask, child: str, name: str) -> None:
+    backend = make(child, heartbeat=1.5)
+    await started(backend)
+    pid = (await backend.stats()).kv_cache_bytes
+    reason = rf"lost a process that its engine needs: process {pid} \({name}\) has been stopped for 1\.\d s"
+    await dies(backend, lambda: os.kill(pid, signal.SIGSTOP), 3.5, reason + r" .timeouts.heartbeat=1.5", ask)
+
+
+async def test_an_engine_whose_child_is_frozen_for_a_moment_lives_on(make: Make, ask: Ask) -> None:
+    backend = make("child", heartbeat=1.5)
+    await started(backend)
+    child = (await backend.stats()).kv_cache_bytes
+    for _ in range(3):
+        os.kill(child, signal.SIGSTOP)
+        await asyncio.sleep(0.8)
+        os.kill(child, signal.SIGCONT)
+        await asyncio.sleep(0.4)
+    assert (await backend.generate(ask())).token_ids == [0, 1, 2, 3]
+
+
+async def test_shared_memory_of_a_child_that_was_killed_goes_with_the_host(make: Make) -> None:
+    backend = make("semaphore child")
+    await started(backend)
+    child = psutil.Process((await backend.stats()).kv_cache_bytes)
+    (semaphore,) = shared_memory_of([child])
+    await asyncio.sleep(1)
+    # The first is its resource tracker, which would have removed the semaphore.
+    for process in (*child.children(), child):
+        process.kill()
+    assert "process" in str(await asyncio.wait_for(backend.died(), 5))
+    assert not semaphore.exists()
+
+
+async def test_a_child_that_the_engine_does_not_need_may_end(make: Make, ask: Ask) -> None:
+    backend = make("unneeded child")
+    await started(backend)
+    child = psutil.Process((await backend.stats()).kv_cache_bytes)
+    child.kill()
+    await asyncio.sleep(1)
+    assert (await backend.generate(ask())).token_ids == [0, 1, 2, 3]
+
+
+async def test_an_engine_that_makes_no_step_any_more(make: Make, ask: Ask) -> None:
+    backend = make("no step", step=0.5, weight_update=0.5)
+    await started(backend)
+    await dies(backend, lambda: None, 20, "made no step for 0.5 s, with 3 requests in flight", ask)
+
+
+async def test_an_engine_that_says_that_it_died(make: Make, ask: Ask) -> None:
+    backend = make()
+    await started(backend)
+    last: list[asyncio.Future[GenerateResult]] = []
+
+    def die() -> None:
+        last.append(asyncio.ensure_future(backend.generate(ask("die"))))
+
+    await dies(backend, die, 2, "says that its engine died: its scheduler is gone", ask)
+    assert isinstance(last[0].exception(), EngineDied)
+
+
+async def test_a_child_in_a_session_of_its_own_goes_with_its_killed_host(make: Make, ask: Ask) -> None:
+    backend = make("detached child")
+    pid = await started(backend)
+    assert os.getsid((await backend.stats()).kv_cache_bytes) != pid
+    await dies(backend, lambda: os.kill(pid, signal.SIGKILL), 2, "was killed by SIGKILL", ask)
+
+
+async def test_a_killed_host_is_noticed_though_a_forked_child_holds_its_sockets(make: Make, ask: Ask) -> None:
+    backend = make("forked child")
+    pid = await started(backend)
+    await dies(backend, lambda: os.kill(pid, signal.SIGKILL), 2, "was killed by SIGKILL", ask)
+
+
+async def test_children_end_with_a_close(make: Make) -> None:
+    backend = make("forgotten child")
+    await started(backend)
+    child = psutil.Process((await backend.stats()).kv_cache_bytes)
+    await backend.close()
+    assert not child.is_running()
+
+
+async def test_a_trainer_that_blocks_its_event_loop_keeps_its_engine(make: Make, ask: Ask) -> None:
+    backend = make(heartbeat=0.8, event_loop=0.8)
+    await started(backend)
+    waiting = asyncio.create_task(backend.generate(ask("wait")))
+    await asyncio.sleep(0.05)
+    time.sleep(3)  # noqa: ASYNC251 - a training step
+    assert (await backend.generate(ask())).token_ids == [0, 1, 2, 3]
+    await asyncio.sleep(0.5)
+    assert not waiting.done()
+    waiting.cancel()
+
+
+async def test_an_idle_engine_lives_on(make: Make, ask: Ask) -> None:
+    backend = make(heartbeat=0.5, event_loop=0.5)
+    await started(backend)
+    await asyncio.sleep(3)
+    assert (await backend.generate(ask())).token_ids == [0, 1, 2, 3]

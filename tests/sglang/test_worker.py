@@ -1,0 +1,79 @@
+"""How SGLang's loader is followed where it derives tensors from what it loads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain.types.weights import TensorSpec, WeightManifest
+from drivetrain_sglang.in_engine.worker import Worker
+from drivetrain_weight_sync.tracing.derived_tensors import Derived
+from drivetrain_weight_sync.tracing.traced_target import TracedTarget
+
+MANIFEST = WeightManifest((TensorSpec("kv_b_proj", "float32", (6, 4)), TensorSpec("norm", "float32", (3,))))
+
+
+class Mla(nn.Module):
+    """Loads as SGLang's models with MLA do, in releases from 0.5.17 on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv_b_proj = nn.Parameter(torch.randn(6, 4), requires_grad=False)
+        self.norm = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.w_kc: torch.Tensor | None = None
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        names = [name for name, tensor in weights if self.get_parameter(name).data.copy_(tensor) is not None]
+        self.post_load_weights(weight_names=names)
+
+    def post_load_weights(self, weight_names: list[str] | None = None) -> None:
+        if weight_names is None or "kv_b_proj" in weight_names:
+            half = self.kv_b_proj[:3].T.contiguous().T
+            self.w_kc = half if self.w_kc is None else self.w_kc.copy_(half)
+
+
+class Outer(nn.Module):
+    """A model whose language model loads and derives, as Kimi-VL's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.language_model = Mla()
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.language_model.load_weights(weights)
+
+
+class OfModel(Worker):
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    @property
+    def model(self) -> nn.Module:
+        return self._model
+
+
+@pytest.mark.parametrize("kind", [Mla, Outer])
+def test_what_mla_derives_follows_the_projection_and_stays_where_it_is(kind: type[nn.Module]) -> None:
+    model, fresh = kind(), Mla()
+    inner = model.language_model if isinstance(model, Outer) else model
+    assert isinstance(inner, Mla)
+    first = {"kv_b_proj": torch.randn(6, 4), "norm": torch.randn(3)}
+    inner.load_weights(first.items())
+    worker = OfModel(model)
+    target = TracedTarget(worker.load_weights, MANIFEST, model=model)
+    target.derived = Derived(worker.after_loading(), target.storages)
+    assert not target.converted, "the projection is copied, read back and verified as other tensors are"
+    held = inner.w_kc
+    pushed = {"kv_b_proj": torch.randn(6, 4), "norm": torch.randn(3)}
+    target.begin()
+    target.load(pushed.items())
+    target.finish()
+    fresh.load_weights(pushed.items())
+    assert inner.w_kc is held
+    assert held is not None
+    assert fresh.w_kc is not None
+    assert torch.equal(held, fresh.w_kc)
+    assert "post_load_weights" not in vars(inner), "the model is as it was"

@@ -1,0 +1,221 @@
+"""LoRA adapters are looked at before an engine is given them."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from drivetrain import InvalidRequest, WeightSyncError, WeightUpdateRequest
+from drivetrain.testing import tiny_model
+from drivetrain_weight_sync import LoraSync
+from drivetrain_weight_sync.receiver.lora_adapters import LoraAdapter, read_adapter
+from drivetrain_weight_sync.receiver.plain_adapters import PlainAdapters
+
+SHAPES = {
+    f"model.layers.{layer}.{name}.weight": shape
+    for layer in range(2)
+    for name, shape in [("attn.q_proj", (8, 6)), ("attn.k_proj", (4, 6)), ("attn.v_proj", (4, 6)), ("mlp.up", (3, 6))]
+} | {"model.embed.weight": (20, 6)}
+
+Change = Callable[[dict[str, object], dict[str, torch.Tensor]], object]
+
+
+def written(folder: Path, change: Change = lambda config, tensors: None, modules: tuple[str, ...] = ("q_proj",)) -> str:
+    """Write an adapter of ``SHAPES``, changed by a function of its configuration and its tensors."""
+    config: dict[str, object] = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": list(modules)}
+    tensors = {}
+    for name, (outputs, inputs) in SHAPES.items():
+        module = name.removesuffix(".weight")
+        if module.endswith(modules):
+            tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(2, inputs)
+            tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(outputs, 2)
+    change(config, tensors)
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return str(folder)
+
+
+def added(adapter: LoraAdapter) -> dict[str, torch.Tensor]:
+    """What an adapter adds to each layer's weight."""
+    return {name: module.scale * module.b @ module.a for name, module in adapter.modules.items()}
+
+
+def fields(**values: object) -> Change:
+    return lambda config, tensors: config.update(values)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (fields(peft_type="IA3"), "kind 'IA3'"),
+        (fields(init_lora_weights="pissa_niter_4"), "init_lora_weights='pissa_niter_4'"),
+        (fields(init_lora_weights="olora"), "path_initial_model_for_weight_conversion"),
+        (fields(bias="all"), "train with bias='none'"),
+        (fields(modules_to_save=["norm"]), "modules_to_save"),
+        (fields(trainable_token_indices=[3]), "trainable_token_indices"),
+        (fields(layer_replication=[[0, 1]]), "layer_replication"),
+        (fields(alora_invocation_tokens=[1]), "alora_invocation_tokens"),
+        (fields(use_dora=True), "use_dora"),
+        (fields(lora_bias=True), "lora_bias"),
+        (fields(target_parameters=["experts.down_proj"]), "target_parameters.*stacked experts"),
+        (fields(a_field_of_the_future={"x": 1}), "a_field_of_the_future"),
+        (fields(r=0), "r=0"),
+        (fields(r=4), r"is \[2, 6\], where rank 4"),
+        (fields(lora_alpha=float("inf")), "lora_alpha=inf"),
+        (fields(rank_pattern={"q_proj": -1}), "rank_pattern"),
+        (fields(alpha_pattern={"q_proj": "x"}), "alpha_pattern"),
+        (fields(alpha_pattern={"(": 4}), "no regex"),
+        (fields(target_modules=["q_proj", "k_proj"]), "no tensors for model.layers.0.attn.k_proj"),
+        (fields(layers_to_transform=[1]), "tensors for model.layers.0.attn.q_proj"),
+        (lambda config, tensors: tensors.pop(list(tensors)[-1]), "lora_A of .* without its lora_B"),
+        (lambda config, tensors: [tensors.pop(name) for name in list(tensors)[-2:]], "no tensors for model.layers.1"),
+        (lambda config, tensors: next(iter(tensors.values()))[0].fill_(torch.nan), r"lora_A.weight \(NaN\)"),
+        (
+            lambda config, tensors: tensors.update({"model.layers.9.q_proj.lora_A.weight": torch.zeros(2, 6)}),
+            "no place",
+        ),
+        (lambda config, tensors: tensors.update({"model.embed.weight": torch.zeros(20, 6)}), "save_embedding_layers"),
+        (lambda config, tensors: tensors.clear(), "no tensors of an adapter"),
+    ],
+)
+def test_what_an_engine_would_serve_otherwise_than_peft_is_refused(
+    tmp_path: Path, change: Change, message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        read_adapter(written(tmp_path, change), 8, SHAPES)
+
+
+def test_a_folder_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="cannot be read"):
+        read_adapter(str(tmp_path), 8, {})
+    path = written(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("[" * 100_000, encoding="utf-8")
+    with pytest.raises(InvalidRequest, match="cannot be read"):
+        read_adapter(path, 8, SHAPES)
+
+
+def test_what_peft_writes_of_its_own_is_taken(tmp_path: Path) -> None:
+    LoraConfig(r=2, target_modules=["q_proj"]).save_pretrained(str(tmp_path))
+    defaults = json.loads((tmp_path / "adapter_config.json").read_text(encoding="utf-8"))
+    adapter = read_adapter(written(tmp_path, lambda config, tensors: config.update(defaults)), 8, SHAPES)
+    assert not adapter.unusual
+    assert set(adapter.modules) == {f"model.layers.{layer}.attn.q_proj" for layer in range(2)}
+
+
+def test_a_rank_by_pattern_counts_too(tmp_path: Path) -> None:
+    def larger(config: dict[str, object], tensors: dict[str, torch.Tensor]) -> None:
+        config["rank_pattern"] = {"layers.1.attn.q_proj": 16}
+        tensors["base_model.model.model.layers.1.attn.q_proj.lora_A.weight"] = torch.randn(16, 6)
+        tensors["base_model.model.model.layers.1.attn.q_proj.lora_B.weight"] = torch.randn(8, 16)
+
+    with pytest.raises(InvalidRequest, match=r"rank 16 at model\.layers\.1\.attn\.q_proj, more than max_lora_rank=8"):
+        read_adapter(written(tmp_path, larger), 8, SHAPES)
+
+
+def test_module_names_are_read_off_the_tensors(tmp_path: Path) -> None:
+    path = written(tmp_path, lambda config, tensors: config.pop("target_modules"))
+    plain = PlainAdapters(8)
+    folder = Path(plain.folder_for("a", path, SHAPES))
+    assert json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["target_modules"] == [
+        f"model.layers.{layer}.attn.q_proj" for layer in range(2)
+    ]
+    plain.remove("a")
+    assert not folder.exists()
+
+
+def test_a_plain_adapter_is_served_from_its_own_folder(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    assert PlainAdapters(8).folder_for("a", path, SHAPES) == path
+
+
+def test_an_engine_is_given_whole_fused_layers(tmp_path: Path) -> None:
+    path, needs = written(tmp_path, modules=("v_proj",)), {"v_proj": ("q_proj",)}
+    plain = PlainAdapters(8, needs)
+    tensors = load_file(Path(plain.folder_for("a", path, SHAPES)) / "adapter_model.safetensors")
+    assert tensors["base_model.model.model.layers.0.attn.q_proj.lora_B.weight"].shape == (8, 2)
+    assert not tensors["base_model.model.model.layers.0.attn.q_proj.lora_B.weight"].any()
+    assert not any("k_proj" in name for name in tensors)
+    assert tensors["base_model.model.model.layers.0.attn.v_proj.lora_B.weight"].any()
+    plain.close()
+    with pytest.raises(InvalidRequest, match=r"no tensors for model\.layers\.0\.attn\.q_proj"):
+        PlainAdapters(8, needs, writes=False).folder_for("a", path, SHAPES)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"use_rslora": True},
+        {"rank_pattern": {"layers.0.self_attn.q_proj": 2}},
+        {"alpha_pattern": {"layers.1.self_attn.q_proj": 64}},
+        {"use_rslora": True, "rank_pattern": {"v_proj": 8}, "alpha_pattern": {"q_proj": 3}},
+        {"target_modules": r".*\.1\..*\.(q|up)_proj"},
+    ],
+    ids=str,
+)
+def test_what_is_written_for_an_engine_adds_the_same(tmp_path: Path, kind: dict[str, object]) -> None:
+    model = tiny_model("qwen2")
+    given: dict[str, object] = {"r": 4, "target_modules": ["q_proj", "v_proj"], **kind}
+    policy = get_peft_model(AutoModelForCausalLM.from_pretrained(model), LoraConfig(**given))  # type: ignore[arg-type]
+    shapes = {name: tuple(one.shape) for name, one in AutoModelForCausalLM.from_pretrained(model).named_parameters()}
+    for name, parameter in policy.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter)
+    policy.save_pretrained(str(tmp_path))
+    adapter = read_adapter(str(tmp_path), 8, shapes)
+    expected = added(adapter)
+    plain = PlainAdapters(8)
+    folder = plain.folder_for("a", str(tmp_path), shapes)
+    again = read_adapter(folder, 8, shapes)
+    assert folder != str(tmp_path)
+    assert not again.unusual
+    torch.testing.assert_close(added(again), expected)
+    # The oracle is peft's own merge.
+    merged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), tmp_path).merge_and_unload()
+    base = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    for name, weight in merged.state_dict().items():
+        product = expected.get(name.removesuffix(".weight"), torch.zeros(()))
+        torch.testing.assert_close(weight, base[name] + product, rtol=1e-5, atol=1e-5)
+    plain.close()
+
+
+async def test_a_push_of_an_adapter_for_which_there_is_no_room_changes_nothing(tmp_path: Path) -> None:
+    class Engine:
+        async def update_named_weights(self, request: WeightUpdateRequest) -> None:
+            asked.append(request)
+
+    asked: list[WeightUpdateRequest] = []
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model("qwen2")), LoraConfig(r=4))
+    assert isinstance(model, PeftModel)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    async with LoraSync(model, Engine(), directory=tmp_path) as sync:
+        for most in (0, 3000):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+            try:
+                with pytest.raises(WeightSyncError, match=r"cannot be written to .*nothing was changed\. Make room"):
+                    await sync.push(version="step-1")
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            assert not asked
+            assert not os.listdir(tmp_path)
+        await sync.push(version="step-1")
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(("field", "value"), [("engine", 5), ("adapter", {}), ("lora_name", ""), ("directory", 5)])
+def test_each_argument_of_lora_sync_is_checked_by_name(field: str, value: object) -> None:
+    model = SimpleNamespace(peft_config={"default": LoraConfig()})
+    given = {"model": model, "engine": None, field: value}
+    with pytest.raises(InvalidRequest, match=f"{field}=") as caught:
+        LoraSync(**given)  # type: ignore[arg-type]
+    assert caught.value.field == field

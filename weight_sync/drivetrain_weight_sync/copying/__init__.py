@@ -1,0 +1,1 @@
+"""How tensors are laid out in buckets, copied on a device, and digested."""

@@ -1,0 +1,238 @@
+"""A position-dependent digest of a tensor's raw bits, computed where the tensor lies.
+
+The bits are read as rows of 1024 signed 64-bit words ``x``, the last row padded with zeros. With fixed odd
+pseudo-random weights ``a``, ``b`` (one pair per column) and ``c`` (one per row), modulo 2**64::
+
+    row    = Σ a·x + b·(x >> 32)
+    digest = Σ c·row + K1·nbytes + K2·crc32(dtype)
+
+A changed bit always changes the digest; a permutation of elements, words or rows changes it but for a chance of
+about 2**-31. The second term is there because the first alone cannot see two sign flips in upper halves of
+words: odd weights times 2**63 cancel.
+
+It is integer arithmetic, so that a CPU and a GPU agree on every bit, in whatever order they add.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from drivetrain_weight_sync.tensors.dtypes import dtype_name
+
+COLUMNS: Final = 1024
+"""Words of 64 bits in a row."""
+_ROW_BYTES: Final = 8 * COLUMNS
+_CPU_ROWS: Final = 64
+"""Rows that are folded at a time: what is made of them on the way stays in the cache of a core."""
+_DEVICE_ROWS: Final = (1 << 22) // COLUMNS
+_POOL_ROWS: Final = 1024
+_SMALL_ROWS: Final = 32
+"""Most rows of a tensor that is copied beside others rather than folded where it lies."""
+_PART_ROWS: Final = 1024
+_GROUP_ROWS: Final = 2048
+_MASK: Final = (1 << 64) - 1
+_LENGTH_FACTOR: Final = 0x9E3779B97F4A7C15
+_DTYPE_FACTOR: Final = 0xC2B2AE3D27D4EB4F
+
+
+def digest(tensor: torch.Tensor) -> int:
+    """Return the digest of ``tensor`` (any dtype, shape and device) as a signed 64-bit integer.
+
+    It covers the bits in row-major order, their number and the dtype, not the shape. A tensor that is not
+    contiguous is copied first.
+    """
+    return digests({"": tensor})[""]
+
+
+def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Return :func:`digest` of each tensor, by name: over several threads on a CPU, with few waits on a device."""
+    by_device: dict[torch.device, list[str]] = {}
+    for name, tensor in tensors.items():
+        by_device.setdefault(tensor.device, []).append(name)
+    found: dict[str, int] = {}
+    for names in by_device.values():
+        for group in _groups(names, tensors):
+            sums = _weighted_sums([tensors[name] for name in group]).tolist()
+            found.update((name, finished(value, tensors[name])) for name, value in zip(group, sums, strict=True))
+    return {name: found[name] for name in tensors}
+
+
+def _groups(names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
+    """Cut names into groups that take a bounded amount of memory while they are folded together."""
+    group: list[str] = []
+    rows = 0
+    for name in names:
+        group.append(name)
+        whole = tensors[name].nbytes // _ROW_BYTES
+        rows += 1 + (whole if whole <= _SMALL_ROWS else 0)
+        if rows >= _GROUP_ROWS:
+            yield group
+            group, rows = [], 0
+    if group:
+        yield group
+
+
+def finished(weighted_sum: int, tensor: torch.Tensor) -> int:
+    """The digest of a tensor whose Σ c·row is ``weighted_sum``."""
+    dtype = zlib.crc32(dtype_name(tensor.dtype).encode())
+    return _signed(weighted_sum + tensor.nbytes * _LENGTH_FACTOR + dtype * _DTYPE_FACTOR)
+
+
+@torch.no_grad()
+def _weighted_sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return Σ c·row of each tensor, int64 ``[len(tensors)]``, on the one device that all lie on."""
+    device = tensors[0].device
+    fold = _fold_on_cpu if device.type == "cpu" else fold_on_device
+    whole_rows = [tensor.nbytes // _ROW_BYTES for tensor in tensors]
+    weights = weights_on(device)
+    c = weights.per_row(max(whole_rows) + 1)
+    sums = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+    # Large tensors are folded where they lie, but for the rest that is no whole row. Those rests, and small tensors, of
+    # which most models have many, are put one after another and folded together.
+    in_place = [count if count > _SMALL_ROWS else 0 for count in whole_rows]
+    counts = [whole + 1 - before for whole, before in zip(whole_rows, in_place, strict=True)]
+    begins = list(itertools.accumulate(counts, initial=0))
+    together = torch.zeros(begins[-1], _ROW_BYTES, dtype=torch.uint8, device=device)
+    flat = together.view(-1)
+
+    @torch.no_grad()  # it is of the thread
+    def take(index: int) -> None:
+        raw, count, begin = _raw(tensors[index]), in_place[index], begins[index] * _ROW_BYTES
+        rest = raw[count * _ROW_BYTES :]
+        flat[begin : begin + len(rest)] = rest
+        if count:
+            rows = torch.empty(count, dtype=torch.int64, device=device)
+            fold(raw[: count * _ROW_BYTES].view(torch.int64).view(count, COLUMNS), weights.a, weights.b, rows)
+            torch.sum(rows * c[:count], 0, out=sums[index])
+
+    folded = torch.empty(len(together), dtype=torch.int64, device=device)
+    words = together.view(torch.int64)
+
+    @torch.no_grad()
+    def fold_together(part: int) -> None:
+        own = slice(part * _PART_ROWS, (part + 1) * _PART_ROWS)
+        fold(words[own], weights.a, weights.b, folded[own])
+
+    large = [index for index, count in enumerate(in_place) if count]
+    for index, count in enumerate(in_place):
+        if not count:
+            take(index)  # threads would wait for each other more than they work
+    parts = range(-(-len(together) // _PART_ROWS))
+    threads = min(torch.get_num_threads(), len(large) + len(parts)) if device.type == "cpu" else 1
+    if threads > 1 and sum(in_place) + len(together) >= _POOL_ROWS:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(take, large))
+            list(pool.map(fold_together, parts))
+    else:
+        for index in large:
+            take(index)
+        for part in parts:
+            fold_together(part)
+    size = torch.tensor(counts, device=device)
+    owner = torch.repeat_interleave(torch.arange(len(tensors), device=device), size)
+    begin_of = torch.tensor(begins[:-1], device=device) - torch.tensor(in_place, device=device)
+    row = torch.arange(len(together), device=device) - begin_of[owner]
+    return sums.index_add_(0, owner, folded * c[row])
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()  # words of 64 bits must lie at multiples of 8 bytes
+    return flat.view(torch.uint8)
+
+
+def _fold_on_cpu(words: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    # numpy adds products of integers two to three times as fast as torch.
+    values, of_word, of_upper, sums = _array_over(words), a.numpy(), b.numpy(), out.numpy()
+    upper = np.empty((min(_CPU_ROWS, len(values)), COLUMNS), dtype=np.int64)
+    part = np.empty(len(upper), dtype=np.int64)
+    for begin in range(0, len(values), _CPU_ROWS):
+        block, folded = values[begin : begin + _CPU_ROWS], sums[begin : begin + _CPU_ROWS]
+        n = len(block)
+        np.einsum("ij,j->i", block, of_word, out=folded)
+        np.right_shift(block, 32, out=upper[:n])
+        np.einsum("ij,j->i", upper[:n], of_upper, out=part[:n])
+        folded += part[:n]
+
+
+def _array_over(words: torch.Tensor) -> NDArray[np.int64]:
+    """An array over the memory of a tensor, which must outlive it.
+
+    ``tensor.numpy()`` pins the storage: an engine could not give back the memory of its weights any more.
+    """
+    memory = (ctypes.c_int64 * words.numel()).from_address(words.data_ptr())
+    return np.ctypeslib.as_array(memory).reshape(words.shape)
+
+
+def fold_on_device(words: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """Write Σ a·x + b·(x >> 32) of each row to ``out``, without the matrix product that GPUs lack for integers.
+
+    Args:
+        words: int64 ``[rows, 1024]``.
+        a: int64 ``[1024]``.
+        b: int64 ``[1024]``.
+        out: int64 ``[rows]``.
+    """
+    # The upper half of a little-endian word, as a signed integer of 32 bits, is the word shifted by 32.
+    upper = words.view(torch.int32).view(-1, COLUMNS, 2)[..., 1]
+    for block, block_upper, block_out in zip(
+        torch.split(words, _DEVICE_ROWS), torch.split(upper, _DEVICE_ROWS), torch.split(out, _DEVICE_ROWS), strict=True
+    ):
+        product = torch.mul(block_upper, b).addcmul_(block, a)
+        torch.sum(product, 1, out=block_out)
+
+
+class _Weights:
+    """The weights on one device; those of rows grow with the largest tensor seen."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.a = _pseudo_random(1, COLUMNS).to(device)
+        self.b = _pseudo_random(2, COLUMNS).to(device)
+        self._c = _pseudo_random(3, 1024).to(device)
+
+    def per_row(self, count: int) -> torch.Tensor:
+        """Those of at least ``count`` rows."""
+        c = self._c
+        if len(c) < count:
+            c = self._c = _pseudo_random(3, 1 << (count - 1).bit_length()).to(c.device)
+        return c[:count]
+
+
+_weights: dict[torch.device, _Weights] = {}
+_weights_lock = threading.Lock()
+
+
+def weights_on(device: torch.device) -> _Weights:
+    """The weights a, b and c, on a device; made once."""
+    with _weights_lock:
+        if device not in _weights:
+            _weights[device] = _Weights(device)
+        return _weights[device]
+
+
+def _pseudo_random(stream: int, count: int) -> torch.Tensor:
+    """Return ``count`` odd int64 from SplitMix64 (Steele, Lea, Flood 2014), seeded by ``stream``."""
+    z = torch.arange(1, count + 1, dtype=torch.int64) * _signed(_LENGTH_FACTOR) + _signed(stream << 56)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = (z ^ _logical_shift(z, shift)) * _signed(factor)
+    return (z ^ _logical_shift(z, 31)) | 1
+
+
+def _logical_shift(z: torch.Tensor, shift: int) -> torch.Tensor:
+    return (z >> shift) & ((1 << (64 - shift)) - 1)
+
+
+def _signed(value: int) -> int:
+    value &= _MASK
+    return value - (1 << 64) if value >> 63 else value

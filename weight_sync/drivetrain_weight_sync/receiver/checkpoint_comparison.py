@@ -1,0 +1,95 @@
+"""Whether an engine still holds what it read from a model folder, where it was seen to copy it to."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Final
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from drivetrain.errors import WeightSyncError
+from drivetrain_weight_sync.receiver.target import WeightTarget
+from drivetrain_weight_sync.tensors.names import listed
+from drivetrain_weight_sync.tracing.quantised_parts import held_by
+from drivetrain_weight_sync.tracing.traced_target import TracedTarget
+
+_ROWS: Final = 2
+"""Of each end of a tensor: what was packed, transposed or padded differs there too, and nothing else need be read."""
+
+
+def require_as_stored(target: WeightTarget, folder: Path) -> None:
+    """Compare both ends of every tensor with the safetensors files of the folder that the engine was started from.
+
+    An engine may pack weights after its loader is done: then the copies that the loader made lead to memory that the
+    engine computes nothing with. Called before the first update.
+
+    Raises:
+        WeightSyncError: tensors are not where their copies lead.
+    """
+    known = {*(spec.name for spec in target.manifest().tensors), *target.manifest().aliases}
+    moved: list[str] = []
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as stored:
+            for name in known & set(stored.keys()) - target.converted:
+                held = target.read(name)
+                rows = stored.get_slice(name)
+                if list(held.shape) != rows.get_shape() or held.ndim == 0:
+                    whole = stored.get_tensor(name)
+                    part = target.part_of(name, whole)
+                    pairs = [(held, whole if part is None else part)]
+                else:
+                    pairs = [(held[:_ROWS], rows[:_ROWS]), (held[-_ROWS:], rows[-_ROWS:])]
+                if not all(_same(one, other) for one, other in pairs):
+                    moved.append(name)
+    if moved:
+        raise WeightSyncError(
+            f"the engine keeps {listed(sorted(moved))} otherwise than its loader leaves them, packed or transposed for "
+            "its kernels, which weight sync cannot follow yet; configure it to keep weights as the checkpoint has them"
+        )
+
+
+def require_converted_alike(target: TracedTarget, folder: Path) -> None:
+    """Have one part of each kind that the engine keeps in another form loaded again from the folder's files.
+
+    Raises:
+        WeightSyncError: it does not come to what is there; that is as it was.
+    """
+    kinds: dict[object, nn.Module] = {}
+    for part in target.converted_parts:
+        kinds.setdefault((type(part), *((held.dtype, held.ndim) for held in held_by(part))), part)
+    for part in kinds.values():
+        names = target.converted_parts[part]
+        stored = _stored(folder, names)
+        if stored.keys() != set(names):
+            continue
+        before = [held.clone() for held in held_by(part)]
+        target.load(stored.items())
+        target.finish()
+        if not all(map(_alike, held_by(part), before)):
+            for held, kept in zip(held_by(part), before, strict=True):
+                held.data.copy_(kept)
+            raise WeightSyncError(
+                f"the engine makes something else of {listed(sorted(names))} when it loads them again, which weight "
+                "sync cannot follow; configure it to keep weights as the checkpoint has them"
+            )
+
+
+def _stored(folder: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as stored:
+            found |= {name: stored.get_tensor(name) for name in set(names) & set(stored.keys())}
+    return found
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
+
+
+def _same(held: torch.Tensor, stored: torch.Tensor) -> bool:
+    if held.shape != stored.shape:
+        return False
+    return torch.allclose(held.cpu(), stored.to(held.dtype), rtol=0, atol=0, equal_nan=True)

@@ -1,0 +1,363 @@
+"""LoRA adapters: read, checked field by field and tensor by tensor, before an engine is given them.
+
+Engines ignore fields of ``adapter_config.json`` that they do not know, and serve tensors that do not fit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from drivetrain.errors import InvalidRequest
+from drivetrain_weight_sync.tensors.finite import non_finite
+from drivetrain_weight_sync.tensors.names import listed
+
+_PREFIX: Final = "base_model.model."
+_CONFIG: Final = "adapter_config.json"
+_TENSORS: Final = "adapter_model.safetensors"
+_UNREADABLE: Final = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError)
+
+# peft's fields -----------------------------------------------------------------------------------------------------
+
+_SAYS_NOTHING: Final = frozenset(
+    "peft_type task_type auto_mapping peft_version base_model_name_or_path revision inference_mode lora_dropout "
+    "megatron_core runtime_config qalora_group_size loftq_config eva_config corda_config lora_ga_config".split()
+)
+"""Fields that change nothing of what a trained adapter computes."""
+
+_READ: Final = frozenset(
+    "r lora_alpha use_rslora rank_pattern alpha_pattern target_modules exclude_modules layers_to_transform "
+    "layers_pattern".split()
+)
+"""Fields from which each module's rank and scale follow, on every engine."""
+
+_NEUTRAL: Final[Mapping[str, Sequence[object]]] = {
+    "bias": ("none",),
+    # Others (pissa, olora, corda, loftq, lora_ga) change the base weights when the adapter is made or trained.
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal", "mica"),
+}
+"""Values of other fields that a plain adapter has, beside those that are empty."""
+
+_REMEDIES: Final[Mapping[str, str]] = {
+    "init_lora_weights": "save it as plain LoRA (peft: path_initial_model_for_weight_conversion)",
+    "bias": "train with bias='none'",
+    "target_parameters": "name linear layers in target_modules: stacked experts take no adapter per request",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoraModule:
+    """What an adapter adds to one layer: ``scale * B @ A``, with A ``[rank, inputs]`` and B ``[outputs, rank]``."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    bias: torch.Tensor | None
+    scale: float
+    is_embedding: bool
+
+    @property
+    def rank(self) -> int:
+        """The rank of what it adds."""
+        return int(self.a.shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class LoraAdapter:
+    """A plain LoRA adapter that fits the model."""
+
+    path: Path
+    modules: Mapping[str, LoraModule]
+    """By the layer's name in the model."""
+    rank: int
+    """The largest of its modules' ranks."""
+    scale: float
+    """The scale that most of its modules have; 0 if all have 0."""
+    unusual: Sequence[str]
+    """Fields that an engine has to honour, beyond ``r``, ``lora_alpha`` and a list of ``target_modules``."""
+
+    @property
+    def has_bias(self) -> bool:
+        """True if modules add a bias."""
+        return any(module.bias is not None for module in self.modules.values())
+
+
+def read_adapter(
+    path: str,
+    largest_rank: int | None,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    honours: Collection[str] = (),
+    base: Callable[[str], torch.Tensor] | None = None,
+) -> LoraAdapter:
+    """Read a peft folder, and refuse what the engine would not compute as peft does.
+
+    Args:
+        path: The folder.
+        largest_rank: What the engine has room for; None: any.
+        shapes: Of the model's weights that can have an adapter, as ``[outputs, inputs]``, by checkpoint name.
+        honours: Fields of ``adapter_config.json`` that the engine honours beyond those of plain LoRA.
+        base: Returns one of the engine's weights: what peft copied of the base is accepted if it is equal.
+
+    Raises:
+        InvalidRequest: it holds no such adapter, or none of this model; nothing was loaded.
+    """
+    try:
+        config = json.loads((Path(path) / _CONFIG).read_text(encoding="utf-8"))
+        kind = config.get("peft_type")
+        tensors = _tensors_of(Path(path))
+    except _UNREADABLE as error:
+        raise _wrong(path, f"cannot be read as a peft folder: {type(error).__name__}: {str(error)[:300]}") from error
+    if kind != "LORA":
+        raise _wrong(path, f"holds an adapter of the kind {_brief(kind)}; only LoRA can be chosen per request")
+    _check_fields(path, config, honours)
+    bad = non_finite(tensors)
+    if bad:
+        named = listed([f"{name} ({what})" for name, what in bad.items()])
+        raise _wrong(path, f"holds {len(bad)} tensors with values that are not finite: {named}")
+    parts = _parts(path, tensors, shapes, base)
+    try:
+        _check_layers(path, config, parts, shapes)
+        modules = {name: _module(path, config, name, found, shapes) for name, found in parts.items()}
+    except re.error as error:
+        raise _wrong(path, f"has the pattern {_brief(error.pattern)} in {_CONFIG}, no regex: {error}") from error
+    largest = max(modules, key=lambda name: modules[name].rank)
+    rank = modules[largest].rank
+    if largest_rank is not None and rank > largest_rank:
+        raise _wrong(path, f"has rank {rank} at {largest}, more than max_lora_rank={largest_rank}")
+    scales = Counter(module.scale for module in modules.values() if module.scale).most_common(1)
+    scale = scales[0][0] if scales else 0.0
+    return LoraAdapter(Path(path), modules, rank, scale, _unusual(config, modules, tensors))
+
+
+# Fields ------------------------------------------------------------------------------------------------------------
+
+
+def _check_fields(path: str, config: Mapping[str, object], honours: Collection[str]) -> None:
+    """Refuse each field that has an effect which the engine does not give it."""
+    for field, value in config.items():
+        if field in _SAYS_NOTHING or field in _READ or field in honours:
+            continue
+        if not value or value in _NEUTRAL.get(field, ()) or _is_default(field, value):
+            continue
+        remedy = _REMEDIES.get(field, f"train without {field}")
+        raise _wrong(
+            path,
+            f"has {field}={_brief(value)} in {_CONFIG}, which this engine does not apply per request; {remedy}, or "
+            "merge the adapter and push all weights",
+        )
+    rank, alpha = config.get("r"), config.get("lora_alpha", 8)
+    if not _is_rank(rank):
+        raise _wrong(path, f"has r={_brief(rank)} in {_CONFIG}, where a whole number above 0 was expected")
+    if not _is_finite(alpha):
+        raise _wrong(path, f"has lora_alpha={_brief(alpha)} in {_CONFIG}, where a finite number was expected")
+    for field, is_right in (("rank_pattern", _is_rank), ("alpha_pattern", _is_finite)):
+        pattern = config.get(field) or {}
+        if not isinstance(pattern, dict) or not all(map(is_right, pattern.values())):
+            raise _wrong(path, f"has {field}={_brief(pattern)} in {_CONFIG}, where numbers by module were expected")
+
+
+def _is_default(field: str, value: object) -> bool:
+    """Return True for a value that the installed peft writes though nobody set it, in a field unknown to us."""
+    try:
+        from peft import LoraConfig
+    except ImportError:
+        return False
+    return any(
+        one.name == field and one.default is not MISSING and one.default == value
+        for one in fields(LoraConfig)
+        if field not in _NEUTRAL
+    )
+
+
+def _is_rank(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2.0**63
+
+
+# Tensors -----------------------------------------------------------------------------------------------------------
+
+
+def _tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    file = folder / _TENSORS
+    if not file.is_file() and (folder / "adapter_model.bin").is_file():
+        loaded = torch.load(folder / "adapter_model.bin", map_location="cpu", weights_only=True)
+        return dict(loaded.items())
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no file {_TENSORS}")
+    with safe_open(file, framework="pt") as opened:
+        return {name: opened.get_tensor(name) for name in opened.keys()}
+
+
+def _parts(
+    path: str,
+    tensors: Mapping[str, torch.Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    base: Callable[[str], torch.Tensor] | None,
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the tensors of each module: ``A``, ``B``, ``embedding_A``, ``embedding_B``, ``bias``."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        module, lora, part = name.removeprefix(_PREFIX).rpartition(".lora_")
+        part = {"A.weight": "A", "B.weight": "B", "B.bias": "bias"}.get(part, part)
+        if not lora:
+            _check_copy(path, name, tensor, base)
+        elif f"{module}.weight" not in shapes:
+            raise _wrong(path, f"has {name}, for which the model has no place: it has no layer {module} to adapt")
+        elif part not in ("A", "B", "bias", "embedding_A", "embedding_B"):
+            raise _wrong(path, f"has {name}, which is no tensor of plain LoRA")
+        else:
+            found.setdefault(module, {})[part] = tensor
+    if not found:
+        raise _wrong(path, f"holds no tensors of an adapter in {_TENSORS}")
+    return found
+
+
+def _check_copy(path: str, name: str, tensor: torch.Tensor, base: Callable[[str], torch.Tensor] | None) -> None:
+    """Accept peft's copy of an embedding, which it saves beside an adapter of it, if it is the engine's own."""
+    own = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+    try:
+        weight = base(own).cpu() if base is not None else None
+    except (LookupError, AttributeError):
+        weight = None
+    same = weight is not None and weight.shape == tensor.shape and torch.equal(weight, tensor.to(weight.dtype))
+    if not same:
+        raise _wrong(
+            path,
+            f"has {name}, a weight of the model beside the adapter; save the adapter alone "
+            "(peft: save_pretrained(..., save_embedding_layers=False)), or merge it and push all weights",
+        )
+
+
+def _check_layers(
+    path: str, config: Mapping[str, object], parts: Collection[str], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Check that the modules with tensors are those that ``target_modules`` and its like name."""
+    targets = config.get("target_modules")
+    if not targets or targets in ("all-linear", "all"):
+        return
+    kinds = {_kind(module) for module in parts}
+    named = set()
+    for name in shapes:
+        module = name.removesuffix(".weight")
+        # A checkpoint lists experts one by one, though the trainer's model may hold them stacked.
+        if module != name and (".experts." not in name or _kind(module) in kinds) and _is_target(config, module):
+            named.add(module)
+    missing, surplus = named - set(parts), set(parts) - named
+    if missing:
+        names = listed(sorted(missing), 4)
+        raise _wrong(path, f"holds no tensors for {names}, which target_modules names; save the adapter anew")
+    if surplus:
+        names = listed(sorted(surplus), 4)
+        raise _wrong(path, f"has tensors for {names}, which target_modules and layers_to_transform do not name")
+
+
+def _kind(module: str) -> str:
+    """The module's name without numbers, by which the layers of a model are alike."""
+    return ".".join(part for part in module.split(".") if not part.isdigit())
+
+
+def _is_target(config: Mapping[str, object], module: str) -> bool:
+    """Return True if peft would adapt the module (``check_target_module_exists``)."""
+    if _matches(config.get("exclude_modules"), module):
+        return False
+    targets, layers = config["target_modules"], config.get("layers_to_transform")
+    if not _matches(targets, module):
+        return False
+    if isinstance(targets, str) or layers is None or layers == []:
+        return True
+    patterns = config.get("layers_pattern") or r"[^.]*"
+    for pattern in _strings(patterns):
+        at = re.match(rf"(?:^|.*?\.){pattern}\.(?P<at>\d+)\.", module)
+        if at is not None:
+            return int(at["at"]) in (layers if isinstance(layers, list) else [layers])
+    return False
+
+
+def _matches(targets: object, module: str) -> bool:
+    if isinstance(targets, str):
+        return re.fullmatch(targets, module) is not None
+    return any(module == target or module.endswith(f".{target}") for target in _strings(targets))
+
+
+def _strings(value: object) -> list[str]:
+    """The strings of a field that holds one, several or none."""
+    if isinstance(value, str):
+        return [value]
+    return [one for one in value if isinstance(one, str)] if isinstance(value, Iterable) else []
+
+
+def _module(
+    path: str,
+    config: Mapping[str, object],
+    name: str,
+    parts: Mapping[str, torch.Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> LoraModule:
+    is_embedding = "embedding_A" in parts or "embedding_B" in parts
+    first, second = ("embedding_A", "embedding_B") if is_embedding else ("A", "B")
+    for part, other in ((first, second), (second, first)):
+        if part not in parts:
+            raise _wrong(path, f"has lora_{other} of {name} without its lora_{part}")
+    rank = _by_pattern(config.get("rank_pattern"), name, config["r"])
+    alpha = _by_pattern(config.get("alpha_pattern"), name, config.get("lora_alpha", 8))
+    assert isinstance(rank, int)
+    assert isinstance(alpha, int | float)
+    outputs, inputs = reversed(shapes[f"{name}.weight"]) if is_embedding else shapes[f"{name}.weight"]
+    wanted = {first: [rank, inputs], second: [outputs, rank], "bias": [outputs]}
+    for part, tensor in parts.items():
+        if list(tensor.shape) != wanted.get(part):
+            own = list(shapes[f"{name}.weight"])
+            raise _wrong(
+                path,
+                f"does not fit the model: lora_{part} of {name} is {list(tensor.shape)}, where rank {rank} and the "
+                f"layer's weight {own} want {wanted.get(part)}",
+            )
+    scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+    return LoraModule(parts[first], parts[second], parts.get("bias"), scale, is_embedding)
+
+
+def _by_pattern(patterns: object, module: str, otherwise: object) -> object:
+    """The value of the first pattern that matches the module's name from one of its dots to its end, as in peft."""
+    for pattern, value in (patterns if isinstance(patterns, dict) else {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return otherwise
+
+
+def _unusual(
+    config: Mapping[str, object], modules: Mapping[str, LoraModule], tensors: Collection[str]
+) -> Sequence[str]:
+    rank, alpha = config["r"], config.get("lora_alpha", 8)
+    assert isinstance(rank, int)
+    assert isinstance(alpha, int | float)
+    unusual = []
+    if any(module.rank != rank for module in modules.values()):
+        unusual.append("rank_pattern")
+    if any(module.scale != alpha / module.rank for module in modules.values()):
+        unusual.append("use_rslora" if config.get("use_rslora") else "alpha_pattern")
+    if not isinstance(config.get("target_modules"), list):
+        unusual.append("target_modules")
+    if any(".lora_" not in name for name in tensors):
+        unusual.append("save_embedding_layers")
+    return unusual
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _wrong(path: str, what: str) -> InvalidRequest:
+    return InvalidRequest(f"lora_path={path!r} {what}", field="lora_path")

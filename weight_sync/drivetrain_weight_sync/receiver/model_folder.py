@@ -1,0 +1,66 @@
+"""What a model's folder, or its repository on the hub, says of it: for engines that serve it and say less."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from drivetrain.types.config import EngineConfig
+from drivetrain.types.weights import TensorSpec
+from drivetrain_weight_sync.tensors.dtypes import nbytes_of
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """A model as its files describe it."""
+
+    architecture: str
+    vocab_size: int
+    context_length: int
+    eos_token_ids: tuple[int, ...]
+    configured_eos: tuple[int, ...]
+    """Those of the model's own configuration, which the generation configuration may leave out."""
+    dtype: str
+    """Of the checkpoint, such as ``"bfloat16"``; ``"auto"`` if it does not say."""
+    shapes: dict[str, tuple[int, ...]]
+    """Of the tensors, by checkpoint name."""
+    fields: Mapping[str, object]
+    """Of the model's own configuration, of its text part."""
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters."""
+        return sum(map(math.prod, self.shapes.values()))
+
+    def bytes_as(self, dtype: str) -> int:
+        """How many bytes the tensors take in this type."""
+        return sum(nbytes_of(TensorSpec(name, dtype, shape)) for name, shape in self.shapes.items())
+
+
+def read_model_folder(config: EngineConfig) -> ModelFolder:
+    """Read the configuration files of the configured model; no weights."""
+    from transformers import AutoConfig
+
+    from drivetrain_weight_sync.receiver.checkpoint_manifest import checkpoint_of, eos_of_checkpoint
+
+    whole = AutoConfig.from_pretrained(
+        config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
+    )
+    text = whole.get_text_config()
+    named = getattr(text, "eos_token_id", None)
+    own = named if isinstance(named, list) else [named]
+    checkpoint = checkpoint_of(config.model, config.revision, trust_remote_code=config.trust_remote_code)
+    return ModelFolder(
+        architecture=(whole.architectures or [type(whole).__name__])[0],
+        vocab_size=int(text.vocab_size),
+        context_length=int(getattr(text, "max_position_embeddings", None) or 2**20),
+        eos_token_ids=eos_of_checkpoint(config.model, config.revision, text, whole),
+        configured_eos=tuple(one for one in own if one is not None),
+        dtype=str(getattr(text, "dtype", None) or "auto").removeprefix("torch."),
+        shapes={spec.name: spec.shape for spec in checkpoint.tensors},
+        fields=text.to_dict(),
+    )
+
+
+__all__ = ["ModelFolder", "read_model_folder"]

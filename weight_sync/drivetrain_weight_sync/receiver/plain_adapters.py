@@ -1,0 +1,139 @@
+"""Adapters written so that every engine computes them alike: one rank, one scale, fused layers whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from safetensors.torch import save_file
+
+from drivetrain.errors import InvalidRequest
+from drivetrain_weight_sync.receiver.lora_adapters import LoraAdapter, LoraModule, read_adapter
+from drivetrain_weight_sync.transports.push_folder import PushFolder
+
+
+class PlainAdapters:
+    """Folders of adapters, as an engine is given them that computes plain LoRA alone.
+
+    The folder is the trainer's, or one of ours that lives until :meth:`remove`: engines read an adapter again.
+
+    Args:
+        largest_rank: What the engine has room for.
+        adapted_with: The layers without which the engine, which fuses them, cannot adapt a layer.
+        writes: False if the engine cannot read folders of ours: what they would be needed for is refused.
+    """
+
+    def __init__(
+        self,
+        largest_rank: int,
+        adapted_with: Mapping[str, Sequence[str]] = MappingProxyType({}),
+        *,
+        writes: bool = True,
+    ) -> None:
+        self._largest_rank = largest_rank
+        self._adapted_with = adapted_with
+        self._writes = writes
+        self._written: dict[str, PushFolder] = {}
+
+    def folder_for(self, lora_name: str, path: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        """Check the adapter at ``path``, and return the folder from which the engine is to load it.
+
+        Raises:
+            InvalidRequest: it holds no adapter that the engine can serve.
+        """
+        adapter = read_adapter(path, self._largest_rank, shapes)
+        zeros = _unadapted(adapter, shapes, self._adapted_with)
+        if not zeros and not adapter.unusual:
+            return path
+        if not self._writes:
+            why = ", ".join(adapter.unusual) or f"no tensors for {next(iter(zeros))}"
+            raise InvalidRequest(
+                f"lora_path={path!r} has {why} in its adapter, which this engine does not apply; save it with one "
+                "rank and alpha for all modules, and with all layers that the engine fuses",
+                field="lora_path",
+            )
+        self.remove(lora_name)
+        self._written[lora_name] = PushFolder(None)
+        folder = self._written[lora_name].path
+        write_plain(adapter, folder, zeros)
+        return str(folder)
+
+    def remove(self, lora_name: str) -> None:
+        """Remove what was written for an adapter, if anything was; the engine has unloaded it."""
+        written = self._written.pop(lora_name, None)
+        if written is not None:
+            written.remove()
+
+    def close(self) -> None:
+        """Remove all that was written; the engine is closed."""
+        for name in list(self._written):
+            self.remove(name)
+
+
+def _unadapted(
+    adapter: LoraAdapter, shapes: Mapping[str, tuple[int, ...]], adapted_with: Mapping[str, Sequence[str]]
+) -> dict[str, tuple[int, ...]]:
+    """Return the layers that the adapter leaves out and the engine needs, with the shapes of their weights.
+
+    Args:
+        adapter: The adapter.
+        shapes: Of the model's weights, by checkpoint name.
+        adapted_with: The last parts of the names of layers that each such layer needs.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for name in adapter.modules:
+        parent, _, own = name.rpartition(".")
+        for other in adapted_with.get(own, ()):
+            module = f"{parent}.{other}"
+            if module not in adapter.modules and f"{module}.weight" in shapes:
+                found[module] = shapes[f"{module}.weight"]
+    return found
+
+
+def write_plain(adapter: LoraAdapter, folder: Path, zeros: Mapping[str, tuple[int, ...]]) -> None:
+    """Write an adapter that adds the same, without fields that an engine may ignore.
+
+    Smaller ranks are filled up with zeros, and scales beside the adapter's own are multiplied into B.
+
+    Args:
+        adapter: The adapter, without biases.
+        folder: Where to write.
+        zeros: Shapes of further layers' weights, to which it adds zero.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    some = next(iter(adapter.modules.values())).a
+    for name, module in {**adapter.modules, **_nothing(zeros, adapter, some.dtype)}.items():
+        missing = adapter.rank - module.rank
+        a = torch.nn.functional.pad(module.a, (0, 0, 0, missing))
+        b = torch.nn.functional.pad(module.b, (0, missing))
+        if module.scale != adapter.scale:
+            b = (b.double() * (module.scale / adapter.scale)).to(b.dtype)
+        first, second = ("embedding_A", "embedding_B") if module.is_embedding else ("A.weight", "B.weight")
+        tensors[f"base_model.model.{name}.lora_{first}"] = a.contiguous()
+        tensors[f"base_model.model.{name}.lora_{second}"] = b.contiguous()
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "r": adapter.rank,
+        "lora_alpha": adapter.scale * adapter.rank,
+        "target_modules": [*adapter.modules, *zeros],
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def _nothing(shapes: Mapping[str, tuple[int, ...]], adapter: LoraAdapter, dtype: torch.dtype) -> dict[str, LoraModule]:
+    return {
+        name: LoraModule(
+            torch.zeros(adapter.rank, inputs, dtype=dtype),
+            torch.zeros(outputs, adapter.rank, dtype=dtype),
+            None,
+            adapter.scale,
+            is_embedding=False,
+        )
+        for name, (outputs, inputs) in shapes.items()
+    }

@@ -1,0 +1,468 @@
+"""The engine's side of a weight update, the same in every worker of every engine."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence, Set
+from enum import Enum
+from typing import Final
+
+import torch
+
+from drivetrain.errors import (
+    DrivetrainError,
+    EngineStateError,
+    InvalidRequest,
+    WeightBaseMismatch,
+    WeightSyncError,
+    WeightTransferFailed,
+    WeightVerifyFailed,
+)
+from drivetrain.types.weights import (
+    AbortUpdate,
+    BeginUpdate,
+    CommitUpdate,
+    LoadBuckets,
+    PrepareUpdate,
+    ReleaseSources,
+    VerifyUpdate,
+    WeightManifest,
+    WeightMessage,
+    WeightPlan,
+    WeightReply,
+    WeightUpdateRequest,
+)
+from drivetrain_weight_sync.copying.digest import digest, digests
+from drivetrain_weight_sync.copying.plan import check_geometry, check_plan
+from drivetrain_weight_sync.receiver.target import WeightTarget
+from drivetrain_weight_sync.tensors.names import listed
+from drivetrain_weight_sync.transports.base import Opened, Patch, Reader, hash_of
+from drivetrain_weight_sync.transports.process_groups import Groups
+from drivetrain_weight_sync.transports.readers import Readers
+
+
+class Phase(Enum):
+    """How far an update has come."""
+
+    IDLE = "idle"
+    PREPARED = "prepared"
+    LOADING = "loading"
+    VERIFIED = "verified"
+    BROKEN = "broken"
+    """A step failed after BeginUpdate. Nothing leads to VERIFIED from here but a new update."""
+
+
+_ALLOWED: Final[Mapping[type[WeightMessage], frozenset[Phase]]] = {
+    # Also while an update is open: its sender may have died without withdrawing it, and a full push must recover.
+    PrepareUpdate: frozenset(Phase),
+    BeginUpdate: frozenset({Phase.PREPARED}),
+    LoadBuckets: frozenset({Phase.LOADING}),
+    VerifyUpdate: frozenset({Phase.LOADING}),
+    CommitUpdate: frozenset({Phase.VERIFIED}),
+    AbortUpdate: frozenset(Phase),
+    ReleaseSources: frozenset(Phase),
+}
+
+
+class _Opening:
+    """A source that is being opened, in a thread of its own if that takes long."""
+
+    def __init__(self, reader: Reader, request: WeightUpdateRequest, manifest: WeightManifest) -> None:
+        self.reader = reader
+        self.request = request
+        self._manifest = manifest
+        self._opened: Opened | None = None
+        self._error: Exception | None = None
+        self._given_up = False
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        if reader.takes_long:
+            self._thread = threading.Thread(target=self._open, name="drivetrain-opens-source", daemon=True)
+            self._thread.start()
+        else:
+            self._open()
+
+    def _open(self) -> None:
+        try:
+            opened = self.reader.open(self.request, self._manifest)
+        except Exception as error:
+            self._error = error
+        else:
+            self._opened = opened
+        with self._lock:
+            if self._given_up:
+                self.reader.close()
+
+    @property
+    def under_way(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def result(self) -> Opened:
+        if self._error is not None:
+            raise self._error
+        assert self._opened is not None
+        return self._opened
+
+    def give_up(self) -> bool:
+        """Close the reader as soon as it is done; whether it is not done yet."""
+        with self._lock:
+            self._given_up = self.under_way
+        return self._given_up
+
+
+class Receiver:
+    """Takes one weight update after another into ``target``, message by message, in the engine's own thread."""
+
+    def __init__(self, target: WeightTarget) -> None:
+        self._target = target
+        self.groups = Groups()
+        """In which a trainer broadcasts to this worker."""
+        self._readers = Readers(self.groups)
+        self._phase = Phase.IDLE
+        self._begun = 0.0
+        """When the update under way began, by ``time.perf_counter``."""
+        self._opening: _Opening | None = None
+        self._request: WeightUpdateRequest | None = None
+        self._reader: Reader | None = None
+        self._plan = WeightPlan(())
+        self._checked: tuple[WeightPlan, WeightManifest] | None = None
+        """The last plan that was found to be the model's."""
+        self._checked_hash = ""
+        """Of that plan."""
+        self._checked_names: tuple[str, ...] = ()
+        """Of its tensors."""
+        self._plan_number = 0
+        """Of that plan: one more for each that is another."""
+        self._digests: Mapping[str, int] = {}
+        self._loaded: set[int] = set()
+        self._proved: frozenset[str] = frozenset()
+        """Tensors that were read back after they had been digested on the way, and were what had been sent."""
+        self._split: dict[str, tuple[int, int]] = {}
+        """Of each tensor of which this worker holds a part: digests of the whole that came, and of the part."""
+        self._converted: dict[str, int] = {}
+        """Digests of tensors as they came that the engine keeps in another form."""
+        self._held: dict[str, tuple[int, int | None]] = {}
+        """Of each tensor that the last update brought: its digest, and that of the part, if it is split."""
+        self._base: dict[str, tuple[int, int | None]] = {}
+        """The same, of the weights that this update changes; empty: it brings all of them."""
+
+    @property
+    def phase(self) -> Phase:
+        """How far the update under way has come."""
+        return self._phase
+
+    def handle(self, message: WeightMessage) -> WeightReply:
+        """Take one step of an update.
+
+        Raises:
+            EngineStateError: the message is out of order; nothing is done.
+            WeightPlanMismatch, InvalidWeights, InvalidRequest, UnsupportedCapability: on PrepareUpdate, which then
+                changed nothing.
+            WeightTransferFailed: a step failed after BeginUpdate, or buckets are missing on VerifyUpdate.
+            WeightVerifyFailed: digests of what was loaded are not the sender's.
+        """
+        if self._phase not in _ALLOWED[type(message)]:
+            allowed = " or ".join(sorted(phase.value for phase in _ALLOWED[type(message)]))
+            raise EngineStateError(
+                f"{type(message).__name__} came while the weight update is {self._phase.value}; it must be {allowed}. "
+                "Send AbortUpdate and begin again with PrepareUpdate",
+                state=self._phase.value,
+            )
+        match message:
+            case PrepareUpdate():
+                self.prepare(message)
+                assert self._opening is not None
+                self._opening.wait()
+                reply = self.prepared()
+                assert reply is not None
+                return reply
+            case AbortUpdate():
+                self._withdraw()
+                return WeightReply()
+            case ReleaseSources():
+                self._withdraw()
+                self._readers.close()
+                return WeightReply()
+            case BeginUpdate() | LoadBuckets() | VerifyUpdate() | CommitUpdate():
+                try:
+                    return self._step(message)
+                except Exception as error:
+                    self._phase = Phase.BROKEN
+                    if isinstance(error, DrivetrainError):
+                        raise
+                    raise WeightTransferFailed(
+                        f"{type(message).__name__} failed: {type(error).__name__}: {error}; push all weights again"
+                    ) from error
+
+    def forget_held(self) -> None:
+        """The memory of the weights is given back: a delta has nothing to change until all came again."""
+        self._held = {}
+
+    def close(self) -> None:
+        """Let go of every source, mapped ones included."""
+        self._withdraw()
+        self._readers.close()
+        self.groups.close()
+
+    def prepare(self, message: PrepareUpdate) -> None:
+        """Take a PrepareUpdate without waiting for a source that takes long to open; :meth:`prepared` says when it is.
+
+        Raises:
+            WeightPlanMismatch, InvalidRequest, UnsupportedCapability: as :meth:`handle`, for what is known at once.
+        """
+        self._withdraw()
+        request = message.request
+        if message.kept_plan is not None:
+            request = self._with_plan(request, message.kept_plan, message.digests)
+        reader = self._readers.of(request.source)
+        manifest = self._target.manifest()
+        if request.plan is not None:
+            self._check(request.plan, manifest)
+            if message.kept_plan is None:
+                _check_digests_given(request.plan, request.digests)
+        self._target.check_ready()
+        self._opening = _Opening(reader, request, manifest)
+
+    def prepared(self) -> WeightReply | None:
+        """The reply to the PrepareUpdate that :meth:`prepare` took; None: its source is still being opened.
+
+        Raises:
+            EngineStateError: there is none.
+            DrivetrainError: what is wrong with the source; nothing was changed.
+        """
+        if self._phase is Phase.PREPARED:
+            return self._reply()
+        opening = self._opening
+        if opening is None:
+            raise EngineStateError("no weight update is being prepared; send PrepareUpdate", state=self._phase.value)
+        if opening.under_way:
+            return None
+        self._opening = None
+        reader, request = opening.reader, opening.request
+        try:
+            opened = opening.result()
+            if opened.base is not None:
+                self._require_held(opened.base)
+        except DrivetrainError:
+            reader.release()
+            raise
+        except Exception as error:
+            reader.release()
+            raise WeightSyncError(
+                f"the {request.source.kind} source cannot be read: {type(error).__name__}: {error}; nothing was changed"
+            ) from error
+        self._request, self._reader = request, reader
+        self._plan, self._digests, self._loaded = opened.plan, opened.digests, set()
+        self._split, self._converted = {}, {}
+        self._base = {} if opened.base is None else self._held
+        for name, (whole, part) in self._base.items():
+            if part is not None:
+                self._split[name] = whole, part
+        self._phase = Phase.PREPARED
+        return self._reply()
+
+    def _reply(self) -> WeightReply:
+        assert self._request is not None
+        return WeightReply(buckets=len(self._plan.buckets), keeps_plan=self._request.plan is not None)
+
+    def _with_plan(self, request: WeightUpdateRequest, kept: str, digests: bytes) -> WeightUpdateRequest:
+        """Give a request the plan that it left out, and its digests."""
+        if self._checked is None or self._checked_hash != kept:
+            raise WeightSyncError("the update leaves out a plan that is not kept here; nothing was changed")
+        names = self._checked_names
+        if len(digests) != 8 * len(names):
+            raise InvalidRequest(
+                f"the update has {len(digests)} bytes of digests for {len(names)} tensors; each takes 8",
+                field="digests",
+            )
+        by_name = dict(zip(names, struct.unpack(f"<{len(names)}q", digests), strict=True))
+        return request.model_copy(update={"plan": self._checked[0], "digests": by_name})
+
+    def _check(self, plan: WeightPlan, manifest: WeightManifest) -> None:
+        """Check a plan, unless it is the one that was checked last."""
+        if (plan, manifest) != self._checked:
+            check_plan(plan.tensors, manifest)
+            check_geometry(plan)
+            self._checked, self._checked_hash = (plan, manifest), plan.hash
+            self._checked_names = tuple(spec.name for spec in plan.tensors)
+            self._plan_number += 1
+
+    def _step(self, message: BeginUpdate | LoadBuckets | VerifyUpdate | CommitUpdate) -> WeightReply:
+        match message:
+            case BeginUpdate():
+                self._begun = time.perf_counter()
+                self._phase = Phase.LOADING
+                self._held = {}
+                self._target.begin()
+                return WeightReply()
+            case LoadBuckets(indices):
+                return WeightReply(nbytes=self._load(indices))
+            case VerifyUpdate():
+                self._verify()
+                self._phase = Phase.VERIFIED
+                return WeightReply()
+            case CommitUpdate(version):
+                self._check_version(version)
+                # Else parts may not have been looked at, or cannot be changed by what is new of them.
+                if self._reader is not None and self._reader.place is None and not self._target.converted:
+                    self._held = {
+                        name: (value, self._split[name][1] if name in self._split else None)
+                        for name, value in self._digests.items()
+                    }
+                self._forget()
+                return WeightReply(seconds=time.perf_counter() - self._begun)
+
+    def _load(self, indices: Sequence[int]) -> int:
+        reader = self._reader
+        assert reader is not None
+        for index in indices:
+            if not 0 <= index < len(self._plan.buckets):
+                raise WeightTransferFailed(
+                    f"bucket {index} is not in the plan, which has {len(self._plan.buckets)}, numbered from 0"
+                )
+        for brought in reader.bring(indices):
+            if reader.place is None:
+                for index in brought:
+                    self._target.load(self._noted(reader.tensors(index)))
+                    self._loaded.add(index)
+            else:
+                self._load_in_place(reader, tuple(brought))
+        return sum(placed.nbytes for index in indices for placed in self._plan.buckets[index].tensors)
+
+    def _load_in_place(self, reader: Reader, indices: tuple[int, ...]) -> None:
+        """Load buckets of tensors that lie where they are, by one kernel if that was done before and went well."""
+        place = (self._plan_number, reader.place, indices)
+        done = self._target.load_again(place, self._proved)
+        if len(done) < sum(len(self._plan.buckets[index].tensors) for index in indices):
+            tensors = itertools.chain.from_iterable(reader.tensors(index) for index in indices)
+            rest = ((name, tensor) for name, tensor in tensors if name not in done)
+            self._target.load(self._noted(rest, self._proved), place=None if done else place)
+        self._loaded.update(indices)
+
+    def _noted(
+        self, tensors: Iterator[tuple[str, torch.Tensor | Patch]], proved: Set[str] = frozenset()
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Pass tensors on, with a look at those of which this worker takes a part, unless they are proved."""
+        for name, tensor in tensors:
+            if isinstance(tensor, Patch):
+                yield name, self._patched(name, tensor)
+                continue
+            if name in proved:
+                yield name, tensor
+                continue
+            if name in self._target.converted:
+                # Not what it becomes can be compared, only what it was: and that is what the engine is given.
+                came = tensor.clone(memory_format=torch.contiguous_format)
+                self._converted[name] = digest(came)
+                yield name, came
+                continue
+            part = self._target.part_of(name, tensor)
+            if part is not None:
+                found = digests({"whole": tensor, "part": part})
+                self._split[name] = found["whole"], found["part"]
+            yield name, tensor
+
+    def _patched(self, name: str, patch: Patch) -> torch.Tensor:
+        """Return the tensor with its new values; of a split one only this worker's part is right."""
+        whole = self._target.whole(name)
+        part = self._target.part_of(name, whole)
+        if part is not None:
+            # Whether the whole is right will not be seen here: the base is, and what changes it came as it was sent.
+            if self._base[name][1] != digest(part):
+                raise WeightTransferFailed(
+                    f"{name} is not what the last update brought: something else changed it; push all weights again"
+                )
+            patch.apply(whole)
+            part = self._target.part_of(name, whole)
+            assert part is not None
+            self._split[name] = self._digests[name], digest(part)
+        else:
+            patch.apply(whole)
+        return whole
+
+    def _require_held(self, base: str) -> None:
+        held = {name: value for name, (value, _) in self._held.items()}
+        if not held or hash_of(held) != base:
+            raise WeightBaseMismatch(
+                "the delta changes other weights than those that the last update brought to this engine"
+                f"{'' if held else ', which got none since it started or the last one failed'}; nothing was changed. "
+                "Send every tensor whole"
+            )
+
+    def _verify(self) -> None:
+        absent = [index for index in range(len(self._plan.buckets)) if index not in self._loaded]
+        if absent:
+            raise WeightTransferFailed(
+                f"buckets {absent} of {len(self._plan.buckets)} were not loaded; load every bucket before VerifyUpdate"
+            )
+        # While a GPU copies:
+        on_the_way = self._target.expect(self._digests)
+        # Where a copy leads is not in its digest: what was copied is read back once, and then known to arrive.
+        trusted = self._proved & on_the_way
+        names = [name for name in self._digests if name not in trusted and name not in self._converted]
+        self._target.finish()
+        differ = self._target.differing()
+        found = digests({name: self._target.read(name) for name in names})
+        differ += [name for name, value in found.items() if not self._is_as_sent(name, value)]
+        differ += [name for name, value in self._converted.items() if value != self._digests.get(name, value)]
+        if differ:
+            self._proved = frozenset()
+            wrong = sorted(set(differ))
+            raise WeightVerifyFailed(
+                f"{len(wrong)} of {len(self._plan.tensors)} tensors in the engine are not what was sent: "
+                f"{listed(wrong)}. They changed on the way, or the source was written to during the push; push all "
+                "weights again",
+                tensors=wrong,
+            )
+        self._proved = frozenset(on_the_way)
+
+    def _is_as_sent(self, name: str, held: int) -> bool:
+        if name not in self._split:
+            return held == self._digests[name]
+        # A part has no digest of the sender's: the whole that came has, and the part was cut from it.
+        came, part = self._split[name]
+        return came == self._digests[name] and held == part
+
+    def _check_version(self, version: str) -> None:
+        assert self._request is not None
+        if version != self._request.version:
+            raise WeightTransferFailed(
+                f"CommitUpdate names version {version!r}, but the update was prepared as {self._request.version!r}"
+            )
+
+    def _withdraw(self) -> None:
+        opening, self._opening = self._opening, None
+        if opening is not None:
+            if opening.give_up():
+                self._readers.give_up(opening.reader)
+            else:
+                opening.reader.release()
+        begun = self._phase in (Phase.LOADING, Phase.VERIFIED, Phase.BROKEN)
+        self._forget()
+        if begun:
+            self._target.cancel()
+
+    def _forget(self) -> None:
+        if self._reader is not None:
+            self._reader.release()
+        self._request, self._reader = None, None
+        self._plan, self._digests, self._loaded = WeightPlan(()), {}, set()
+        self._split, self._converted, self._base = {}, {}, {}
+        self._phase = Phase.IDLE
+
+
+def _check_digests_given(plan: WeightPlan, given: Mapping[str, int] | None) -> None:
+    names = {spec.name for spec in plan.tensors}
+    if given is not None and names != given.keys():
+        differ = sorted(names ^ given.keys())
+        raise InvalidRequest(
+            f"digests and plan name different tensors: {listed(differ)}; give one digest per tensor of the plan",
+            field="digests",
+        )

@@ -1,0 +1,347 @@
+"""An engine's weights as a model folder: sharded safetensors beside the files of the folder that it was loaded from."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import tempfile
+import threading
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors.torch import save_file
+
+from drivetrain.errors import DrivetrainError, EngineBusy, EngineInternalError, InvalidRequest, UnsupportedCapability
+from drivetrain.types.capability import Capability
+from drivetrain_weight_sync.receiver.target import WeightTarget
+from drivetrain_weight_sync.tensors.dtypes import nbytes_of
+
+SHARD_BYTES: Final = 5 * 10**9
+"""Largest file, but for a tensor that is larger by itself. So much host memory is used meanwhile."""
+INDEX: Final = "model.safetensors.index.json"
+
+_CONFIG: Final = "config.json"
+_KEPT: Final = frozenset({".json", ".txt", ".jinja", ".model", ".tiktoken", ".py"})
+"""Suffixes of what is copied from the model's folder: configurations, tokenizers, chat templates, code."""
+_POLL_S: Final = 0.05
+
+Write = Callable[[Path], Awaitable[object]]
+"""Begins to write the weights into a folder, and raises EngineBusy until they are all there."""
+
+
+# Where the weights are ----------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Writing:
+    folder: Path
+    thread: threading.Thread | None = None
+    stopped: bool = False
+    errors: list[Exception] = field(default_factory=list)
+
+
+class WeightWriter:
+    """Writes what ``target`` holds in a thread of its own, so that the worker goes on meanwhile.
+
+    Args:
+        target: The model. Whoever is about to change its weights calls :meth:`stop` first.
+        shard_bytes: Largest file.
+    """
+
+    def __init__(self, target: WeightTarget, shard_bytes: int = SHARD_BYTES) -> None:
+        self._target = target
+        self._shard_bytes = shard_bytes
+        self._reading = threading.Lock()
+        self._writing: _Writing | None = None
+
+    def write(self, folder: Path) -> None:
+        """Write shards and index into ``folder`` without waiting: call it again until it no longer raises.
+
+        A folder that is taken away meanwhile ends the writing.
+
+        Raises:
+            EngineBusy: it is still writing.
+            EngineStateError: memory of the weights was given back.
+            EngineInternalError: it could not be written, or the weights changed meanwhile.
+        """
+        writing = self._writing
+        if writing is None:
+            self._target.check_ready()
+            writing = self._writing = _Writing(folder)
+            shards = self._shards()
+            writing.thread = threading.Thread(
+                target=self._run, args=(writing, shards), name="drivetrain-writes-weights", daemon=True
+            )
+            writing.thread.start()
+        assert writing.thread is not None
+        if writing.thread.is_alive():
+            raise EngineBusy(f"the weights are still being written to {writing.folder}")
+        self._writing = None
+        if writing.folder != folder:  # whoever wanted that one went away
+            self.write(folder)
+        elif writing.errors:
+            raise writing.errors[0]
+
+    def stop(self) -> None:
+        """Give up what is being written; from here on no tensor is looked at. Waits for the copy of one at most."""
+        writing = self._writing
+        if writing is not None:
+            writing.stopped = True
+            with self._reading:
+                pass
+
+    def _shards(self) -> dict[str, list[str]]:
+        specs = {spec.name: spec for spec in self._target.manifest().tensors}
+        split = split_state_dict_into_shards_factory(
+            specs,
+            get_storage_size=nbytes_of,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=self._shard_bytes,
+        )
+        return split.filename_to_tensors
+
+    def _run(self, writing: _Writing, shards: dict[str, list[str]]) -> None:
+        try:
+            total = 0
+            for file, names in shards.items():
+                tensors = {name: self._copy(writing, name) for name in names}
+                total += sum(tensor.nbytes for tensor in tensors.values())
+                save_file(tensors, writing.folder / file, metadata={"format": "pt"})
+            places = {name: file for file, names in shards.items() for name in names}
+            index = {"metadata": {"total_size": total}, "weight_map": places}
+            (writing.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        except DrivetrainError as error:
+            writing.errors.append(error)
+        except Exception as error:
+            failed = EngineInternalError(f"the weights could not be written: {type(error).__name__}: {error}")
+            failed.__cause__ = error
+            writing.errors.append(failed)
+
+    @torch.no_grad()
+    def _copy(self, writing: _Writing, name: str) -> torch.Tensor:
+        if not writing.folder.is_dir():
+            raise FileNotFoundError(f"{writing.folder} was taken away")
+        with self._reading:
+            if writing.stopped:
+                raise EngineInternalError("the weights were about to change while they were being saved")
+            # A copy: safetensors refuses tensors that share memory, and pins what it looks at.
+            tensor = self._target.read(name)
+            return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+# What stands beside them --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """Configuration, tokenizer and code of a model, as they lie in its folder."""
+
+    model: str
+    """Folder or hub id."""
+    revision: str | None
+    dtype: str
+    """Of the weights as they are served, such as ``"bfloat16"``; the saved configuration names it."""
+
+    def copy_into(self, folder: Path) -> None:
+        """Copy all but weights; of a model of the hub, what was downloaded of it."""
+        for file in self._folder().iterdir():
+            if file.is_file() and file.suffix in _KEPT and not file.name.endswith(".index.json"):
+                shutil.copyfile(file, folder / file.name)
+        path = folder / _CONFIG
+        path.write_text(json.dumps(self._of_served_dtype(json.loads(path.read_text())), indent=2) + "\n")
+
+    def _folder(self) -> Path:
+        if Path(self.model).is_dir():
+            return Path(self.model)
+        from transformers.utils.hub import cached_file
+
+        config = cached_file(self.model, _CONFIG, revision=self.revision, local_files_only=True)
+        if config is None:
+            raise FileNotFoundError(f"{_CONFIG} of {self.model} is not there any more")
+        return Path(config).parent
+
+    def _of_served_dtype(self, config: dict[str, Any]) -> dict[str, Any]:
+        """The configuration, and those within it, with this dtype wherever one is named."""
+        return {
+            key: self.dtype
+            if key in ("dtype", "torch_dtype") and isinstance(value, str)
+            else self._of_served_dtype(value)
+            if isinstance(value, dict)
+            else value
+            for key, value in config.items()
+        }
+
+
+# Where they are saved -----------------------------------------------------------------------------------------------
+
+
+async def save_sharded(path: str, files: ModelFiles, write: Write, *, named: str = "path") -> None:
+    """Save a model to a folder that is not there yet, or is empty. It appears when it is complete.
+
+    Args:
+        path: Absolute path of the folder; those above it are made.
+        files: What stands beside the weights.
+        write: Writes the weights; asked again while it raises EngineBusy.
+        named: The field that errors name.
+
+    Raises:
+        InvalidRequest: no new folder can be made there; nothing was done.
+        EngineInternalError: it could not be written; nothing is left.
+    """
+    folder = await asyncio.to_thread(_new_folder, path, named)
+    staged = folder.with_name(f".{folder.name}.saving-{uuid.uuid4().hex[:8]}")
+    try:
+        await asyncio.to_thread(_make, staged, path, named)
+        with _failing(path):
+            await asyncio.to_thread(files.copy_into, staged)
+            await _written(write, staged)
+            await asyncio.to_thread(staged.rename, folder)
+    finally:
+        await asyncio.to_thread(_discard, staged)
+
+
+async def save_remote(url: str, files: ModelFiles, write: Write) -> None:
+    """Save a model to an fsspec URL under which there is nothing yet: through a folder in the temporary folder.
+
+    ``config.json`` goes last: without it nobody takes what lies there for a model. For the rest see
+    :func:`save_sharded`.
+
+    Raises:
+        UnsupportedCapability: fsspec is missing.
+        InvalidRequest: there is no such protocol, or nothing can be written there; nothing was done.
+        EngineInternalError: it could not be written; what was is taken away again.
+    """
+    fs, path = await asyncio.to_thread(_filesystem, url)
+    if path is None:
+        await save_sharded(url.partition("://")[2], files, write, named="url")
+        return
+    staged = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="drivetrain-saving-"))
+    given_up = threading.Event()
+    try:
+        with _failing(url):
+            await asyncio.to_thread(files.copy_into, staged)
+            await _written(write, staged)
+            await asyncio.to_thread(_upload, staged, fs, path, given_up)
+    finally:
+        given_up.set()
+        await asyncio.to_thread(_discard, staged)
+
+
+async def _written(write: Write, folder: Path) -> None:
+    while True:
+        try:
+            await write(folder)
+        except EngineBusy:
+            await asyncio.sleep(_POLL_S)
+        else:
+            return
+
+
+@contextmanager
+def _failing(where: str) -> Iterator[None]:
+    try:
+        yield
+    except DrivetrainError:
+        raise
+    except Exception as error:
+        raise EngineInternalError(
+            f"the model could not be saved to {where}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _new_folder(path: str, named: str) -> Path:
+    why = ""
+    try:
+        folder = Path(path).resolve()
+        if folder.is_dir():
+            why = "is a folder that is not empty" if any(folder.iterdir()) else ""
+        elif folder.exists():
+            why = "is not a folder"
+    except (OSError, ValueError) as error:
+        raise _refused(named, path, f"cannot be looked at ({error})") from error
+    if why:
+        raise _refused(named, path, why)
+    return folder
+
+
+def _make(staged: Path, path: str, named: str) -> None:
+    try:
+        staged.mkdir(parents=True)
+    except OSError as error:
+        raise _refused(named, path, f"cannot be made ({error})") from error
+
+
+def _discard(staged: Path) -> None:
+    """Remove a folder, even if somebody is writing to it: under its own name no further file can be made."""
+    if staged.exists():  # else it has its final name, or was never made
+        gone = staged.with_name(f"{staged.name}.gone")
+        staged.rename(gone)
+        shutil.rmtree(gone)
+
+
+def _filesystem(url: str) -> tuple[Any, str | None]:
+    """The file system of a URL and the path on it; no path: it is this machine's own.
+
+    ``Any``: fsspec declares no types.
+    """
+    try:
+        from fsspec.core import url_to_fs
+        from fsspec.implementations.local import LocalFileSystem
+    except ImportError as error:
+        raise UnsupportedCapability(
+            "saving to a URL needs fsspec, which is not installed; run: pip install 'drivetrain[remote]'",
+            capability=Capability.SAVE_REMOTE.value,
+        ) from error
+    try:
+        fs, path = url_to_fs(url)
+    except Exception as error:  # whatever the file system's package raises
+        raise _refused("url", url, f"cannot be opened ({error})") from error
+    if isinstance(fs, LocalFileSystem):
+        if not url.partition("://")[2].startswith("/"):
+            raise _refused("url", url, "has no absolute path; a local one begins with file:///")
+        return fs, None
+    try:
+        there = _entries(fs, path)
+        if not there:
+            fs.makedirs(path, exist_ok=True)
+    except Exception as error:
+        raise _refused("url", url, f"cannot be written to ({type(error).__name__}: {error})") from error
+    if there:
+        raise _refused("url", url, "is not empty")
+    return fs, path
+
+
+def _entries(fs: Any, path: str) -> list[str]:
+    try:
+        found: list[str] = fs.ls(path, detail=False)
+    except FileNotFoundError:
+        return []
+    return found
+
+
+def _upload(folder: Path, fs: Any, path: str, given_up: threading.Event) -> None:
+    try:
+        for file in sorted(folder.iterdir(), key=lambda file: (file.name == _CONFIG, file.name)):
+            if given_up.is_set():
+                raise EngineInternalError("whoever wanted the model saved went away")
+            fs.put_file(str(file), f"{path.rstrip('/')}/{file.name}")
+    except BaseException as error:
+        try:
+            fs.rm(path, recursive=True)
+        except Exception as another:
+            error.add_note(f"and what was written there could not be taken away: {type(another).__name__}: {another}")
+        raise
+
+
+def _refused(named: str, value: str, why: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{named}={value!r} {why}; name a folder that is not there yet, or is empty, and that can be written to",
+        field=named,
+    )

@@ -1,0 +1,1 @@
+"""Facts about single tensors: names, dtypes, storages, values that are not finite."""

@@ -1,0 +1,52 @@
+"""Tensors that come under the names of a transformers model in memory, by those of the engine's checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from drivetrain.types.config import EngineConfig
+from drivetrain.types.weights import WeightManifest
+from drivetrain_weight_sync.tensors.stacked_experts import by_checkpoint_name
+
+_logger = logging.getLogger(__name__)
+
+
+class InMemoryNames:
+    """Reads state dicts and ``named_parameters``, which lack the model that says how they are stored.
+
+    Transformers stacks experts, and gives parts of vision models other names than their checkpoints have. The class
+    of the engine's model knows both.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._model: nn.Module | None = None
+        self._tried = False
+
+    def stored(self, tensors: Mapping[str, torch.Tensor], manifest: WeightManifest) -> Mapping[str, torch.Tensor]:
+        """Return views of ``tensors`` by the engine's names; ``tensors`` if that does not make all of them its own."""
+        known = manifest.aliases.keys() | {spec.name for spec in manifest.tensors}
+        if tensors.keys() <= known:
+            return tensors
+        if not self._tried:
+            self._tried, self._model = True, self._without_weights()
+        if self._model is None:
+            return tensors
+        found = by_checkpoint_name(self._model, tensors)
+        return found if found.keys() <= known else tensors
+
+    def _without_weights(self) -> nn.Module | None:
+        config = self._config
+        try:
+            from drivetrain_weight_sync.tensors.meta_model import without_weights
+
+            return without_weights(
+                config.model, config.revision, trust_remote_code=config.trust_remote_code, local_files_only=True
+            )
+        except (ImportError, OSError, ValueError) as error:
+            _logger.info("the class of %s cannot be asked for the names of its tensors: %s", config.model, error)
+            return None

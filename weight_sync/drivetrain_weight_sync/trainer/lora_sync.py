@@ -1,0 +1,180 @@
+"""The trainer's side where only a LoRA adapter is trained: megabytes travel, the base weights stay where they are."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
+
+import torch
+from safetensors.torch import save_file
+
+from drivetrain.checks.safe_repr import shown
+from drivetrain.errors import InvalidRequest, InvalidWeights, WeightSyncError
+from drivetrain.types.arguments import checked
+from drivetrain.types.modes import PauseMode
+from drivetrain.types.weights import LoraSource, WeightUpdateRequest
+from drivetrain_weight_sync.tensors.finite import non_finite
+from drivetrain_weight_sync.tensors.names import listed
+from drivetrain_weight_sync.transports.push_folder import PushFolder
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+
+@runtime_checkable
+class LoraEngine(Protocol):
+    """What is needed of an :class:`~drivetrain.engine.engine.InferenceEngine`."""
+
+    async def update_named_weights(self, request: WeightUpdateRequest) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSyncResult:
+    """What a push did and how long it took, in seconds."""
+
+    version: str
+    lora_name: str
+    tensors: int
+    nbytes: int
+    """Bytes of the adapter's tensors."""
+    stage_seconds: float
+    """Checking and writing, while the engine serves on."""
+    update_seconds: float
+    """Until the engine had the adapter loaded, and the old one unloaded."""
+    total_seconds: float
+
+
+class LoraSync:
+    """Pushes the adapter of a peft model to an engine with ``enable_lora``, where requests choose it by ``lora_name``.
+
+    The first push loads it, each later one updates it. It goes through a folder; the last one pushed is kept until the
+    next push or :meth:`close`, for engines that read an adapter again.
+
+    Args:
+        model: a ``peft.PeftModel`` with a LoRA adapter.
+        engine: where the adapter goes.
+        lora_name: by which requests choose it.
+        adapter: which of the model's adapters.
+        mode: what becomes of requests in flight that use it: ``wait`` or ``abort``; they cannot go on with another
+            adapter, so with ``retract`` or ``in_place`` a push is refused while there are any.
+        directory: where the folders are made, readable by the engine's process; None: the temporary folder.
+
+    Raises:
+        InvalidRequest: an argument is none of its kind, or the model has no adapter of that name.
+    """
+
+    @checked
+    def __init__(
+        self,
+        model: PeftModel,
+        engine: LoraEngine,
+        lora_name: str = "policy",
+        *,
+        adapter: str = "default",
+        mode: PauseMode = PauseMode.WAIT,
+        directory: Path | None = None,
+    ) -> None:
+        adapters = getattr(model, "peft_config", None)
+        if not isinstance(adapters, dict) or adapter not in adapters:
+            found = ", ".join(adapters) if isinstance(adapters, dict) else "none, and it is no peft model"
+            raise InvalidRequest(f"the model has no adapter {adapter!r}; it has: {found}", field="adapter")
+        if not isinstance(engine, LoraEngine):
+            raise InvalidRequest(f"engine={shown(engine)}: expected an InferenceEngine", field="engine")
+        self._model = model
+        self._engine = engine
+        self._lora_name = lora_name
+        self._adapter = adapter
+        self._mode = mode
+        self._directory = None if directory is None else Path(directory)
+        self._pushed: PushFolder | None = None
+        self._lock = asyncio.Lock()
+        self._closed = False
+
+    @checked
+    async def push(self, *, version: str) -> LoraSyncResult:
+        """Make the engine serve the adapter as it is now, as ``version``; other weights stay. One push at a time.
+
+        If it fails, the engine serves the adapter that it had.
+
+        Raises:
+            InvalidRequest: the version is empty, or the engine takes no such adapter.
+            InvalidWeights: the adapter holds NaN or infinity; the engine was not asked.
+            EngineBusy: requests in flight use the adapter, and ``mode`` would have them go on.
+            WeightSyncError: the sync is closed, or the adapter cannot be written to its folder.
+        """
+        async with self._lock:
+            if self._closed:
+                raise WeightSyncError("this LoraSync is closed; make a new one")
+            begun = time.perf_counter()
+            folder = await asyncio.to_thread(PushFolder, self._directory)
+            try:
+                tensors, nbytes = await asyncio.to_thread(self._write, folder)
+                staged = time.perf_counter()
+                source = LoraSource(lora_name=self._lora_name, path=str(folder.path))
+                await self._engine.update_named_weights(
+                    WeightUpdateRequest(version=version, source=source, mode=self._mode)
+                )
+            except BaseException:
+                folder.remove()
+                raise
+            self._pushed, old = folder, self._pushed
+            if old is not None:
+                old.remove()
+        ended = time.perf_counter()
+        return LoraSyncResult(version, self._lora_name, tensors, nbytes, staged - begun, ended - staged, ended - begun)
+
+    async def close(self) -> None:
+        """Remove the folder, once a push under way has ended; the engine keeps the adapter. Idempotent."""
+        async with self._lock:
+            self._closed = True
+            pushed, self._pushed = self._pushed, None
+            if pushed is not None:
+                pushed.remove()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @torch.no_grad()
+    def _write(self, folder: PushFolder) -> tuple[int, int]:
+        """Write a peft folder; returns how many tensors, and their bytes."""
+        from peft import get_peft_model_state_dict
+
+        # Beside an adapter of an embedding peft would write the embedding, too.
+        state = get_peft_model_state_dict(self._model, adapter_name=self._adapter, save_embedding_layers=False)
+        bad = non_finite(state)
+        if bad:
+            named = listed([f"{name} ({what})" for name, what in bad.items()])
+            raise InvalidWeights(
+                f"{len(bad)} tensors of the adapter hold values that are not finite; nothing was changed: {named}. "
+                "Check the step that made them (loss scale, learning rate, gradient clipping)",
+                tensors=list(bad),
+            )
+        tensors = {name: tensor.to("cpu").contiguous() for name, tensor in state.items()}
+        config = self._model.peft_config[self._adapter]
+        with folder.writing():
+            save_file(tensors, folder.path / "adapter_model.safetensors", metadata={"format": "pt"})
+            config.save_pretrained(str(folder.path))
+            _drop_defaults(folder.path / "adapter_config.json", type(config)().to_dict())
+        return len(tensors), sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _drop_defaults(file: Path, defaults: Mapping[str, object]) -> None:
+    """Leave out fields that nobody set: an engine's environment may know an older peft, or none."""
+    config = json.loads(file.read_text(encoding="utf-8"))
+    kept = {
+        field: value
+        for field, value in config.items()
+        if field in ("peft_type", "r", "lora_alpha") or field not in defaults or value != defaults[field]
+    }
+    file.write_text(json.dumps(kept), encoding="utf-8")

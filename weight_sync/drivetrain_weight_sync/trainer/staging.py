@@ -1,0 +1,371 @@
+"""From a source to a sender: check every tensor, digest it, and put it where the engine will take it."""
+
+from __future__ import annotations
+
+import time
+from asyncio import CancelledError
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import Final
+
+import torch
+
+from drivetrain.errors import InvalidWeights, WeightPlanMismatch
+from drivetrain.types.weights import TensorSpec, WeightManifest, WeightPlan
+from drivetrain_weight_sync.copying.device_copies import DeviceCopy, Looks, Pace, can_look, fits, reaches
+from drivetrain_weight_sync.copying.digest import digest, digests
+from drivetrain_weight_sync.copying.plan import check_plan
+from drivetrain_weight_sync.tensors.dtypes import dtype_of, nbytes_of, rounds, spec_of, widens
+from drivetrain_weight_sync.tensors.finite import non_finite
+from drivetrain_weight_sync.tensors.names import listed
+from drivetrain_weight_sync.tensors.storages import place_of
+from drivetrain_weight_sync.trainer.source import Source, by_name
+from drivetrain_weight_sync.transports.base import Sender
+
+_FORM: Final = attrgetter("dtype", "layout", "shape")
+
+
+@dataclass(slots=True)
+class Staged:
+    """What staging made."""
+
+    digests: dict[str, int] = field(default_factory=dict)
+    """By the names of the plan, of the values as the engine will hold them."""
+    check_seconds: float = 0.0
+    stage_seconds: float = 0.0
+    nbytes: int = 0
+    """Of all tensors of the plan, each counted once."""
+    put_nbytes: int = 0
+    """Of those that were put so far."""
+    _stopped: bool = False
+
+    @property
+    def fraction(self) -> float:
+        """How much was put, from 0 to 1."""
+        return self.put_nbytes / self.nbytes if self.nbytes else 0.0
+
+    def stop(self) -> None:
+        """Make staging end soon, by an error. Safe from any thread."""
+        self._stopped = True
+
+    def put(self, nbytes: int) -> None:
+        """Count a tensor that was put; raises CancelledError if staging was stopped."""
+        self.reached(self.put_nbytes + nbytes)
+
+    def reached(self, nbytes: int) -> None:
+        """So many bytes of all were put; raises CancelledError if staging was stopped."""
+        self.put_nbytes = nbytes
+        if self._stopped:
+            raise CancelledError
+
+    @contextmanager
+    def checking(self) -> Iterator[None]:
+        """Count the time spent within as checking."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.check_seconds += time.perf_counter() - begun
+
+    @contextmanager
+    def staging(self) -> Iterator[None]:
+        """Count the time spent within as staging."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stage_seconds += time.perf_counter() - begun
+
+
+def stage(
+    source: Source,
+    sender: Sender,
+    manifest: WeightManifest,
+    plan: WeightPlan,
+    staged: Staged,
+    stager: Stager,
+    *,
+    cast: bool,
+    gpu_share: float = 1.0,
+) -> None:
+    """Put every tensor of ``source`` into ``sender``, and fill ``staged``.
+
+    The names, dtypes and shapes of a held source are checked before anything is staged; a streamed one is checked as it
+    is read. ``stager`` keeps what can be used again at the next push. ``gpu_share`` of a GPU's time is used, where
+    tensors are copied within one.
+
+    Raises:
+        WeightPlanMismatch: tensors are missing, extra, or of another dtype or shape; or names that the engine ties
+            differ in value.
+        InvalidWeights: tensors hold NaN or infinity.
+    """
+    pace = None if gpu_share >= 1 else Pace(gpu_share, lambda fraction: staged.reached(int(fraction * staged.nbytes)))
+    if not source.held:
+        staged.nbytes = _nbytes(plan)
+        _Streamed(manifest, staged, cast, stager, pace).run(source, sender, plan)
+        return
+    with staged.checking():
+        pairs = source.pairs(manifest)
+    if not stager.put_again(pairs, sender, manifest, plan, staged, pace):
+        staged.nbytes = _nbytes(plan)
+        _Held(manifest, staged, cast, stager, pace).run(pairs, sender, plan)
+
+
+def _nbytes(plan: WeightPlan) -> int:
+    return sum(placed.nbytes for bucket in plan.buckets for placed in bucket.tensors)
+
+
+class _Checks:
+    """Collects what is wrong with a source's tensors, to say all of it at once."""
+
+    def __init__(self, manifest: WeightManifest, staged: Staged, cast: bool, stager: Stager, pace: Pace | None) -> None:
+        self.staged = staged
+        self.nbytes = {spec.name: nbytes_of(spec) for spec in manifest.tensors}
+        self._stager = stager
+        self._pace = pace
+        self._in_one = False
+        """One kernel has looked at all."""
+        self._found: dict[str, int] = {}
+        """Digests, by the first name of each tensor."""
+        self._manifest = manifest
+        self._expected = {spec.name: spec for spec in manifest.tensors}
+        self._cast = cast
+        self._specs: dict[str, TensorSpec] = {}
+        self._repeated: list[TensorSpec] = []
+        self.differ: list[str] = []
+        self.bad: dict[str, str] = {}
+
+    def main_name(self, name: str) -> str:
+        """Return the name in the plan."""
+        return self._manifest.aliases.get(name, name)
+
+    def see(self, name: str, tensor: torch.Tensor) -> bool:
+        """Note a tensor's name, dtype and shape, and return whether the engine wants it."""
+        spec = spec_of(name, tensor)
+        wanted = self._expected.get(self.main_name(name))
+        if wanted is not None and self._casts(tensor, wanted):
+            spec = replace(spec, dtype=wanted.dtype)
+        if name in self._specs:
+            self._repeated.append(spec)
+            return False
+        self._specs[name] = spec
+        return wanted is not None and (spec.dtype, spec.shape) == (wanted.dtype, wanted.shape)
+
+    def sent(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor in the dtype in which it is sent."""
+        return tensor.to(dtype_of(self._specs[name]))
+
+    def require_complete(self) -> None:
+        """Raise if a tensor is missing, extra or mismatched. A second name of a tied tensor is neither."""
+        first_names: dict[str, TensorSpec] = {}
+        surplus: list[TensorSpec] = []
+        for name, spec in self._specs.items():
+            main = self.main_name(name)
+            kept = first_names.setdefault(main, spec)
+            if kept is not spec and main in self._expected and (spec.dtype, spec.shape) != (kept.dtype, kept.shape):
+                surplus.append(spec)
+        check_plan([*first_names.values(), *surplus, *self._repeated], self._manifest)
+
+    def require_sound(self) -> None:
+        """Raise if names that are tied differ, or if values are not finite."""
+        if self.differ:
+            pairs = listed([f"{name} and {self.main_name(name)}" for name in self.differ])
+            raise WeightPlanMismatch(
+                f"{pairs} differ in value, but the engine's model ties them; nothing was changed. Tie them in the "
+                "trainer too, or load the engine with a model that does not tie them",
+                mismatched=self.differ,
+            )
+        if self.bad:
+            named = listed([f"{name} ({what})" for name, what in self.bad.items()])
+            raise InvalidWeights(
+                f"{len(self.bad)} tensors hold values that are not finite; nothing was changed: {named}. Check "
+                "the step that made them (loss scale, learning rate, gradient clipping)",
+                tensors=list(self.bad),
+            )
+
+    def _casts(self, tensor: torch.Tensor, wanted: TensorSpec) -> bool:
+        dtype, engines = tensor.dtype, dtype_of(wanted)
+        return widens(dtype, engines) or (self._cast and rounds(dtype, engines))
+
+
+class Stager:
+    """Stages one push after another; what it found of tensors that stay where they are is used again."""
+
+    def __init__(self) -> None:
+        self.looks = Looks()
+        self.known: _Known | None = None
+
+    def put_again(
+        self,
+        pairs: Sequence[tuple[str, torch.Tensor]],
+        sender: Sender,
+        manifest: WeightManifest,
+        plan: WeightPlan,
+        staged: Staged,
+        pace: Pace | None,
+    ) -> bool:
+        """Do as at the last push, if everything is where it was then, and nothing is wrong with it."""
+        known = self.known
+        with staged.checking():
+            if known is None or (known.plan, known.manifest) != (plan, manifest) or not known.seen.are(pairs):
+                self.known = None
+                return False
+        with staged.staging():
+            sender.begin(plan)
+            if sender.slots() is not known.slots:
+                self.known = None
+                return False
+            staged.nbytes = known.nbytes
+            digests, strange = self.looks.again(pace)
+            for name, value in digests.items():
+                if strange or staged.digests.setdefault(known.mains[name], value) != value:
+                    staged.digests.clear()
+                    self.known = None
+                    return False  # to be told by name
+            if not sender.copies and not sender.keeps:
+                tensors = by_name(pairs)
+                for main, first in known.firsts.items():
+                    sender.put(main, tensors[first], held=True)
+            staged.reached(staged.nbytes)
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A held source of which one kernel looks at all, and puts all that must be put again, as it was seen before."""
+
+    plan: WeightPlan
+    manifest: WeightManifest
+    seen: _Seen
+    """Its tensors."""
+    slots: Mapping[str, torch.Tensor]
+    firsts: Mapping[str, str]
+    """Of each tensor of the plan, the first name under which it came."""
+    mains: Mapping[str, str]
+    """Of each tensor that is digested, its name in the plan."""
+    nbytes: int
+    """Of the plan."""
+
+
+class _Seen:
+    """What tensors were and where they lay; nothing of theirs is kept. There may be thousands, seen at every push."""
+
+    def __init__(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> None:
+        tensors = [tensor for _, tensor in pairs]
+        self._names = [name for name, _ in pairs]
+        self._types = [*map(type, tensors)]
+        self._forms = [*map(_FORM, tensors)]
+        self._addresses = [*map(torch.Tensor.data_ptr, tensors)]
+        self._strides = [*map(torch.Tensor.stride, tensors)]
+
+    def are(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> bool:
+        """Whether these are the same, where they were."""
+        tensors = [tensor for _, tensor in pairs]
+        return (
+            [name for name, _ in pairs] == self._names
+            and [*map(type, tensors)] == self._types
+            and [*map(_FORM, tensors)] == self._forms
+            and [*map(torch.Tensor.data_ptr, tensors)] == self._addresses
+            and [*map(torch.Tensor.stride, tensors)] == self._strides
+        )
+
+
+class _Held(_Checks):
+    def run(self, pairs: Sequence[tuple[str, torch.Tensor]], sender: Sender, plan: WeightPlan) -> None:
+        staged = self.staged
+        with staged.checking():
+            tensors = by_name(pairs)
+            for name, tensor in tensors.items():
+                self.see(name, tensor)
+            self.require_complete()
+        with staged.staging():
+            sender.begin(plan)
+        # Of a tensor that comes under several names, the first is put, and digested unless the others are elsewhere.
+        firsts: dict[str, str] = {}
+        places: dict[Hashable, str] = {}
+        for name, tensor in tensors.items():
+            firsts.setdefault(self.main_name(name), name)
+            places.setdefault(place_of(tensor), name)
+        unique = {name: tensors[name] for name in places.values()}
+        with staged.staging():
+            put = self._look_and_put(unique, {first: main for main, first in firsts.items()}, sender.slots())
+        with staged.checking():
+            self._look({name: tensor for name, tensor in unique.items() if name not in self._found})
+            for name, tensor in tensors.items():
+                value = self._found[places[place_of(tensor)]]
+                if staged.digests.setdefault(self.main_name(name), value) != value:
+                    self.differ.append(name)
+            self.bad = {name: self.bad[name] for name in unique if name in self.bad}
+            self.require_sound()
+        with staged.staging():
+            staged.reached(0)
+            for main, first in firsts.items():
+                if main not in put:
+                    sender.put(main, tensors[first], held=True)
+                staged.put(self.nbytes[main])
+        if self._in_one and (not sender.copies or len(put) == len(firsts)):
+            mains = {name: self.main_name(name) for name in unique}
+            self._stager.known = _Known(
+                plan, self._manifest, _Seen(pairs), sender.slots(), firsts, mains, staged.nbytes
+            )
+
+    def _look_and_put(
+        self, tensors: Mapping[str, torch.Tensor], mains: Mapping[str, str], slots: Mapping[str, torch.Tensor]
+    ) -> set[str]:
+        """Look at what lies on a GPU, and copy it where there are slots, by one kernel; return what was copied."""
+        put: set[str] = set()
+        copies: list[DeviceCopy] = []
+        for name, tensor in tensors.items():
+            if not (reaches(tensor) and can_look(tensor.dtype) and self._is_as_sent(name, tensor)):
+                continue
+            main = mains.get(name)
+            copy = DeviceCopy(tensor, None if main is None else slots.get(main), name)
+            if not fits(copy):
+                copy = replace(copy, destination=None)
+            if fits(copy):
+                copies.append(copy)
+                if copy.destination is not None and main is not None:
+                    put.add(main)
+        if copies:
+            digests, strange = self._stager.looks(copies, self._pace)
+            self._in_one = len(copies) == len(tensors)
+            self._found.update(digests)
+            self.bad.update(non_finite({name: tensors[name] for name in strange}))
+        return put
+
+    def _look(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        as_is = {name: tensor for name, tensor in tensors.items() if self._is_as_sent(name, tensor)}
+        self.bad.update(non_finite(as_is))
+        self._found.update(digests(as_is))
+        for name in tensors.keys() - as_is.keys():
+            converted = self.sent(name, tensors[name])
+            self.bad.update(non_finite({name: converted}))
+            self._found[name] = digest(converted)
+
+    def _is_as_sent(self, name: str, tensor: torch.Tensor) -> bool:
+        return tensor.dtype == dtype_of(self._specs[name])
+
+
+class _Streamed(_Checks):
+    def run(self, source: Source, sender: Sender, plan: WeightPlan) -> None:
+        staged = self.staged
+        sender.begin(plan)
+        for name, tensor in source.stream(self._manifest):
+            with staged.checking():
+                if not self.see(name, tensor):
+                    continue
+                tensor = self.sent(name, tensor)
+                value = digest(tensor)
+                self.bad.update(non_finite({name: tensor}))
+                main = self.main_name(name)
+                first = main not in staged.digests
+                if staged.digests.setdefault(main, value) != value:
+                    self.differ.append(name)
+            if first:
+                with staged.staging():
+                    sender.put(main, tensor, held=False)
+                    staged.put(self.nbytes[main])
+        self.require_complete()
+        self.require_sound()

@@ -1,0 +1,563 @@
+"""The trainer's side: connect a source to an engine once, and push a new version after each step."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Protocol, Self, TypeVar, runtime_checkable
+
+import torch
+
+from drivetrain.checks.safe_repr import shown
+from drivetrain.engine.validation import require
+from drivetrain.engine.weight_transfers import WeightTransferHandle
+from drivetrain.errors import (
+    DrivetrainError,
+    EngineDied,
+    InvalidRequest,
+    WeightBaseMismatch,
+    WeightSyncError,
+)
+from drivetrain.types.arguments import checked
+from drivetrain.types.capability import Capability
+from drivetrain.types.config import EngineConfig, Isolation
+from drivetrain.types.modes import PauseMode
+from drivetrain.types.weights import CommunicatorSpec, WeightManifest, WeightPlan, WeightSource, WeightUpdateRequest
+from drivetrain_weight_sync.copying.plan import DEFAULT_BUCKET_BYTES, make_plan
+from drivetrain_weight_sync.trainer.in_memory_names import InMemoryNames
+from drivetrain_weight_sync.trainer.logprob_probe import LogprobProbe, ScoringEngine
+from drivetrain_weight_sync.trainer.source import Source, WeightInput
+from drivetrain_weight_sync.trainer.staging import Staged, Stager, stage
+from drivetrain_weight_sync.trainer.strategy import Strategy, choose
+from drivetrain_weight_sync.transports.base import Sender
+from drivetrain_weight_sync.transports.broadcast import BroadcastSender
+from drivetrain_weight_sync.transports.cuda_ipc import CudaIpcInPlaceSender, CudaIpcSender, can_map
+from drivetrain_weight_sync.transports.disk import DiskSender
+from drivetrain_weight_sync.transports.in_process import InProcessSender
+from drivetrain_weight_sync.transports.plugins import Transport
+from drivetrain_weight_sync.transports.process_groups import GroupBackend
+from drivetrain_weight_sync.transports.shared_memory import SharedMemorySender
+
+_T = TypeVar("_T")
+_logger = logging.getLogger(__name__)
+_GRACE_S: Final = 1.0
+_LOADED_TOGETHER: Final[Mapping[GroupBackend, int]] = {"gloo": 1 << 30, "nccl": 16 << 30}
+"""Bytes of the buckets that the engine receives in one call: it has a deadline, and between calls nothing travels."""
+
+
+class UpdateUnderWay(Protocol):
+    """What weight sync needs of an update between begin and commit."""
+
+    @property
+    def buckets(self) -> int: ...
+
+    @property
+    def paused_seconds(self) -> float: ...
+
+    async def load(self, indices: Sequence[int]) -> None: ...
+
+
+@runtime_checkable
+class UpdatableEngine(Protocol):
+    """What weight sync needs of an :class:`~drivetrain.engine.engine.InferenceEngine`."""
+
+    @property
+    def isolation(self) -> Isolation: ...
+
+    @property
+    def capabilities(self) -> Set[Capability]: ...
+
+    @property
+    def config(self) -> EngineConfig: ...
+
+    @property
+    def gpus(self) -> Sequence[str]: ...
+
+    async def weight_manifest(self) -> WeightManifest: ...
+
+    async def init_weight_update_communicator(self, spec: CommunicatorSpec) -> None: ...
+
+    async def destroy_weight_update_communicator(self, group_name: str) -> None: ...
+
+    async def prepare_weight_update(self, request: WeightUpdateRequest) -> None: ...
+
+    def weight_update(
+        self, request: WeightUpdateRequest, *, at_once: bool = False
+    ) -> AbstractAsyncContextManager[UpdateUnderWay]: ...
+
+    async def release_weight_sources(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSyncResult:
+    """What a push did and how long it took, in seconds."""
+
+    version: str
+    strategy: Strategy
+    tensors: int
+    buckets: int
+    nbytes: int
+    """Bytes of the tensors, each counted once."""
+    sent_nbytes: int
+    """Bytes that had to travel; fewer where only changes do."""
+    check_seconds: float
+    """Names, dtypes, shapes, NaN and digests, while the engine serves on."""
+    stage_seconds: float
+    """Copying to where the engine takes it from, while the engine serves on."""
+    update_seconds: float
+    """From asking the engine for it to its answer."""
+    paused_seconds: float
+    """Of that, how long the engine generated nothing: from begin to commit, measured where the weights are."""
+    total_seconds: float
+    probe_gap: float | None = None
+    """Largest difference between the engine's logprobs and the trainer's that the probe found, in nats."""
+
+    @property
+    def gb_per_second(self) -> float:
+        """10**9 bytes per second of the whole push."""
+        return self.nbytes / self.total_seconds / 1e9
+
+
+class WeightSync:
+    """Pushes the weights of one source to one engine. Made by :meth:`connect`."""
+
+    def __init__(
+        self, source: Source, engine: UpdatableEngine, strategy: Strategy, sender: Sender, options: _Options
+    ) -> None:
+        self._source = source
+        self._engine = engine
+        self._sender = sender
+        self._options = options
+        self._lock = asyncio.Lock()
+        self._agreed: tuple[WeightManifest, WeightPlan] | None = None
+        self._group_name: str | None = None
+        self._shown = False
+        """The engine was shown what to take, and no update has begun since."""
+        self._mapped = False
+        """The engine was shown memory of this process."""
+        self._closed = False
+        self._stager = Stager()
+        self._open: WeightTransferHandle[WeightSyncResult] | None = None
+        """A transfer that was started, and neither finished nor cancelled."""
+        self.strategy = strategy
+        """How the weights travel; never ``AUTO``."""
+
+    @classmethod
+    @checked
+    def connect(
+        cls,
+        source: WeightInput,
+        engine: UpdatableEngine,
+        strategy: Strategy | str | Transport = Strategy.AUTO,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        cast: bool = False,
+        mode: PauseMode = PauseMode.RETRACT,
+        directory: Path | None = None,
+        group_backend: GroupBackend = "gloo",
+        master_address: str = "127.0.0.1",
+        staging_share: float = 0.1,
+        share_tensors: bool = False,
+        probe: LogprobProbe | None = None,
+    ) -> WeightSync:
+        """Connect a source of tensors to an engine. Nothing is sent, and the engine need not be started.
+
+        Args:
+            source: a torch module, a mapping of names to tensors, (name, tensor) pairs, or a function that returns
+                pairs. Names are those of the checkpoint, or of the transformers model in memory; prefixes of
+                ``torch.compile`` and DDP are dropped.
+            engine: where the weights go. Once it is started it says on which GPUs it is, which ``auto`` goes by.
+            strategy: how they travel; ``auto`` takes the fastest that the engine claims. ``"delta"`` sends what
+                changed since the last push, for slow links. Other transports of plugins go by their name too, or by
+                an object of their class.
+            bucket_bytes: most bytes that travel together; a larger layer travels by itself.
+            cast: round floating-point tensors to the engine's dtype. Otherwise a dtype that must be rounded is refused.
+                Conversions that keep every value, as bfloat16 to float32 does, are always made.
+            mode: what becomes of requests in flight while the weights change.
+            directory: where strategies ``disk`` and ``delta`` make their folders; None: the temporary folder.
+            group_backend: of strategy ``broadcast``: ``"gloo"``, over any network, from CPU memory to CPU memory; or
+                ``"nccl"``, from the GPU of the tensors, or this thread's current one, to others.
+            master_address: of this host, where the engine's ranks reach strategy ``broadcast``.
+            staging_share: how much of the GPU's time :meth:`start_weight_transfer` takes to copy tensors within it,
+                above 0 and at most 1; the rest is left to the engine, which generates meanwhile. :meth:`push` takes
+                all of it.
+            share_tensors: of strategy ``cuda_ipc``: the engine reads the trainer's own tensors where they lie, instead
+                of a copy in an arena: a push takes less time, and no memory. They are a module's or a mapping's,
+                contiguous, of the engine's dtypes, and of memory that CUDA can share, which torch's expandable
+                segments are not. The engine keeps that memory mapped until :meth:`close`, and maps it anew when a
+                tensor has moved.
+            probe: looks at the engine's logprobs after each commit, if it can generate then.
+
+        Raises:
+            InvalidRequest: an argument is none of its kind, or does not go with ``share_tensors``.
+            UnsupportedCapability: the engine cannot take weights that way, or cannot score what the probe asks.
+        """
+        if not isinstance(engine, UpdatableEngine):
+            raise InvalidRequest(f"engine={shown(engine)}: expected an InferenceEngine", field="engine")
+        given = Source(source, InMemoryNames(engine.config))
+        directory = None if directory is None else Path(directory)
+        mapped = can_map(given.gpu, engine.gpus)
+        chosen = choose(strategy, engine.isolation, engine.capabilities, can_map=mapped, directory=directory)
+        if probe is not None:
+            if not isinstance(probe, LogprobProbe):
+                raise InvalidRequest(f"probe={shown(probe)}: expected a LogprobProbe", field="probe")
+            require(frozenset(engine.capabilities), Capability.SCORE_TOKENS, "a logprob probe", engine.config.backend)
+            if not isinstance(engine, ScoringEngine):
+                raise InvalidRequest("a probe needs an engine with compute_logprobs()", field="probe")
+        if share_tensors and (chosen is not Strategy.CUDA_IPC or not given.held):
+            how = f"strategy {chosen.value!r}" if isinstance(chosen, Strategy) else "a plugin's transport"
+            raise InvalidRequest(
+                "share_tensors is for strategy 'cuda_ipc' and the tensors of a module or a mapping; this is "
+                + (how if chosen is not Strategy.CUDA_IPC else "a source that is read anew at every push"),
+                field="share_tensors",
+            )
+        options = _Options(bucket_bytes, cast, mode, group_backend, master_address, staging_share, probe)
+        if isinstance(chosen, Transport):
+            return cls(given, engine, Strategy.PLUGIN, chosen.sender(), options)
+        device = torch.device("cpu")
+        if (group_backend == "nccl" or chosen is Strategy.CUDA_IPC) and torch.cuda.is_available():
+            device = given.gpu or torch.device("cuda", torch.cuda.current_device())
+        return cls(given, engine, chosen, _make_sender(chosen, directory, device, share_tensors), options)
+
+    @checked
+    async def push(self, *, version: str) -> WeightSyncResult:
+        """Make the engine serve the source's weights as ``version``; every push is a full one.
+
+        What the engine must not get is refused before the engine is asked for anything. Tensors must not be
+        written to until this returns. Pushes of one sync wait for each other.
+
+        Raises:
+            InvalidRequest: the version is empty.
+            WeightPlanMismatch: tensors missing, extra, or of another dtype or shape; the engine serves on.
+            InvalidWeights: NaN or infinity in the source; the engine serves on.
+            WeightTransferFailed, WeightVerifyFailed: the engine is dirty; the next push that succeeds mends it.
+            WeightProbeFailed: the weights are served, and the engine's logprobs are not the trainer's.
+            WeightSyncError: the sync is closed, or a generator given as source is spent.
+        """
+        async with self._lock:
+            self._require_open()
+            try:
+                return await self._update(await self._stage(version, Staged(), gpu_share=1.0))
+            finally:
+                await self._let_go()
+
+    @checked
+    async def start_weight_transfer(self, *, version: str) -> WeightTransferHandle[WeightSyncResult]:
+        """Check and stage a push in the background, while the engine serves on; the handle's ``finish`` updates it.
+
+        What :meth:`push` raises, the handle does. Nothing else can be pushed until it was finished or cancelled. Once
+        it is staged, tensors may be written to again if the strategy copied them, as shared_memory, cuda_ipc and disk
+        do; in_process, broadcast and shared tensors are taken only at ``finish``.
+
+        Raises:
+            InvalidRequest: the version is empty.
+            WeightSyncError: the sync is closed, a push is under way, or another transfer was neither finished nor
+                cancelled.
+        """
+        self._require_open()
+        if self._lock.locked():
+            raise WeightSyncError("a push is under way; wait for it before you start a transfer")
+        staged = Staged()
+        self._open = WeightTransferHandle(
+            version,
+            self._stage(version, staged, gpu_share=self._options.staging_share),
+            self._update,
+            self._let_go,
+            lambda: staged.fraction,
+        )
+        return self._open
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise WeightSyncError("this WeightSync is closed; connect a new one")
+        if self._open is not None and not self._open.over:
+            raise WeightSyncError(
+                f"the transfer of {self._open.version!r} was neither finished nor cancelled; do one or the other first"
+            )
+
+    async def _let_go(self) -> None:
+        if self.strategy is Strategy.IN_PROCESS and self._shown:
+            await self._unmap()  # the engine knows the trainer's own tensors, and no update came to forget them
+        if type(self._sender).release is not Sender.release:  # to a thread and back takes as long as to the engine
+            await _in_thread(self._sender.release)
+
+    async def _unmap(self) -> None:
+        """Have the engine let go of memory that the sender will free."""
+        mapped, self._mapped = self._mapped, False
+        if mapped:
+            try:
+                await self._engine.release_weight_sources()
+            except DrivetrainError as error:
+                # An engine that is closed or dead holds nothing.
+                _logger.info("the engine did not let go of the source of its weights: %s", error)
+
+    async def close(self) -> None:
+        """Free the arena and whatever else was made for pushing, once a push under way has ended. Idempotent.
+
+        A transfer that was started and not finished is cancelled.
+        """
+        if self._open is not None and not self._open.over:
+            await self._open.cancel()
+        async with self._lock:
+            self._closed = True
+            await self._dissolve()
+            await self._unmap()
+            await _in_thread(self._sender.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _stage(self, version: str, staged: Staged, *, gpu_share: float) -> _Ready:
+        begun = time.perf_counter()
+        with self._disagreeing_if_it_fails():
+            manifest, plan = await self._agree()
+            sender = self._sender
+            waits = isinstance(sender, BroadcastSender)
+            """For a group, which is formed once the weights are known to be sound."""
+
+            def put() -> WeightSource | None:
+                options = self._options
+                stage(
+                    self._source, sender, manifest, plan, staged, self._stager, cast=options.cast, gpu_share=gpu_share
+                )
+                return None if waits else sender.source()
+
+            source = await _in_thread(put, staged.stop)
+            request = None
+            if source is not None:
+                request = self._request(version, plan, staged, source)
+                self._mapped = True
+                self._shown = True
+                try:
+                    await self._engine.prepare_weight_update(request)
+                except WeightBaseMismatch as error:
+                    _logger.info("every tensor is sent whole: %s", error)
+                    await _in_thread(sender.put_whole)
+                    request = self._request(version, plan, staged, await _in_thread(sender.source))
+                    await self._engine.prepare_weight_update(request)
+        return _Ready(version, plan, staged, time.perf_counter() - begun, request)
+
+    def _request(self, version: str, plan: WeightPlan, staged: Staged, source: WeightSource) -> WeightUpdateRequest:
+        return WeightUpdateRequest(
+            version=version, source=source, plan=plan, digests=staged.digests, mode=self._options.mode
+        )
+
+    async def _update(self, ready: _Ready) -> WeightSyncResult:
+        begun = time.perf_counter()
+        plan, staged = ready.plan, ready.staged
+        with self._disagreeing_if_it_fails():
+            if isinstance(self._sender, BroadcastSender):
+                await self._form(self._sender)
+            request = ready.request or self._request(ready.version, plan, staged, self._sender.source())
+            self._shown = False
+            asked = time.perf_counter()
+            sender = self._sender if isinstance(self._sender, BroadcastSender) else None
+            if sender is None:
+                async with self._engine.weight_update(request, at_once=True) as update:
+                    pass
+            else:
+                calls = list(_together(plan, _LOADED_TOGETHER[self._options.group_backend]))
+                update = await self._broadcast(sender, request, calls)
+        ended = time.perf_counter()
+        self._sender.committed(staged.digests)
+        gap = await self._probe()
+        sent_nbytes = self._sender.sent_nbytes
+        return WeightSyncResult(
+            version=ready.version,
+            strategy=self.strategy,
+            tensors=sum(len(bucket.tensors) for bucket in plan.buckets),
+            buckets=len(plan.buckets),
+            nbytes=staged.nbytes,
+            sent_nbytes=staged.nbytes if sent_nbytes is None else sent_nbytes,
+            check_seconds=staged.check_seconds,
+            stage_seconds=staged.stage_seconds,
+            update_seconds=ended - asked,
+            paused_seconds=update.paused_seconds,
+            total_seconds=ready.seconds + ended - begun,
+            probe_gap=gap,
+        )
+
+    async def _probe(self) -> float | None:
+        probe, engine = self._options.probe, self._engine
+        if probe is None:
+            return None
+        assert isinstance(engine, ScoringEngine)
+        return await probe.gap(engine)
+
+    @contextmanager
+    def _disagreeing_if_it_fails(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            # The engine may hold another model by now, and that may be why it failed.
+            self._agreed = None
+            self._sender.forget()
+            raise
+
+    async def _broadcast(
+        self, sender: BroadcastSender, request: WeightUpdateRequest, calls: list[list[int]]
+    ) -> UpdateUnderWay:
+        """Let the engine take the buckets that are sent in each call; what fits into one is taken at once."""
+        if len(calls) > 1:
+            async with self._engine.weight_update(request) as update:
+                for indices in calls:
+                    await self._while_sent(sender, indices, update.load(indices))
+            return update
+        begun: asyncio.Future[UpdateUnderWay] = asyncio.get_running_loop().create_future()
+
+        async def take() -> None:
+            async with self._engine.weight_update(request, at_once=True) as update:
+                begun.set_result(update)
+
+        await self._while_sent(sender, calls[0] if calls else [], take(), begun)
+        return begun.result()
+
+    async def _while_sent(
+        self,
+        sender: BroadcastSender,
+        indices: Sequence[int],
+        taken: Coroutine[object, object, None],
+        begun: asyncio.Future[UpdateUnderWay] | None = None,
+    ) -> None:
+        """Let the engine take buckets while they are sent; the first of the two that fails ends the other."""
+
+        async def send() -> None:
+            if begun is not None:
+                await asyncio.wait([begun])  # which leaves it alone when this half is cancelled
+            await _in_thread(lambda: sender.send(indices))
+
+        halves = [asyncio.ensure_future(send()), asyncio.ensure_future(taken)]
+        try:
+            done, _ = await asyncio.wait(halves, return_when=asyncio.FIRST_EXCEPTION)
+            for half in done:
+                half.result()
+        except BaseException as error:
+            sender.leave()
+            if isinstance(error, Exception):
+                # A broadcast breaks sooner than it is known that the engine died, which is what a caller must be told.
+                await asyncio.wait(halves[1:], timeout=_GRACE_S)
+            for half in halves:
+                half.cancel()
+            _, of_engine = await asyncio.gather(*halves, return_exceptions=True)
+            if isinstance(of_engine, EngineDied):
+                raise of_engine from error
+            raise
+
+    async def _form(self, sender: BroadcastSender) -> None:
+        """Form a group with the engine, unless that of the last push is there."""
+        if sender.group_name is not None:
+            return
+        await self._dissolve()
+        engine, options = self._engine, self._options
+        ranks = engine.config.tensor_parallel_size * engine.config.pipeline_parallel_size
+        spec, store = sender.offer(
+            options.group_backend, options.master_address, ranks, engine.config.timeouts.weight_update
+        )
+        halves = [
+            asyncio.ensure_future(_in_thread(lambda: sender.join(spec, store))),
+            asyncio.ensure_future(engine.init_weight_update_communicator(spec)),
+        ]
+        try:
+            await asyncio.gather(*halves)
+        except BaseException:
+            sender.leave()
+            halves[1].cancel()
+            await asyncio.gather(*halves, return_exceptions=True)
+            sender.leave()  # it may have formed meanwhile
+            raise
+        self._group_name = spec.group_name
+
+    async def _dissolve(self) -> None:
+        """Let the engine leave the group of earlier pushes."""
+        name, self._group_name = self._group_name, None
+        if name is not None:
+            try:
+                await self._engine.destroy_weight_update_communicator(name)
+            except DrivetrainError as error:
+                # An engine that is closed or dead has left every group.
+                _logger.info("the engine did not leave the group %s: %s", name, error)
+
+    async def _agree(self) -> tuple[WeightManifest, WeightPlan]:
+        if self._agreed is None:
+            manifest = await self._engine.weight_manifest()
+            self._agreed = manifest, make_plan(manifest.tensors, self._options.bucket_bytes)
+        return self._agreed
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    bucket_bytes: int
+    cast: bool
+    mode: PauseMode
+    group_backend: GroupBackend
+    master_address: str
+    staging_share: float
+    probe: LogprobProbe | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A push that is staged."""
+
+    version: str
+    plan: WeightPlan
+    staged: Staged
+    seconds: float
+    request: WeightUpdateRequest | None
+    """That the engine has checked; None: it is told only when it is to take the weights."""
+
+
+def _together(plan: WeightPlan, most: int) -> Iterator[list[int]]:
+    """Which buckets are loaded by one call: of at most so many bytes, unless one has more."""
+    indices: list[int] = []
+    nbytes = 0
+    for index, bucket in enumerate(plan.buckets):
+        if indices and nbytes + bucket.nbytes > most:
+            yield indices
+            indices, nbytes = [], 0
+        indices.append(index)
+        nbytes += bucket.nbytes
+    if indices:
+        yield indices
+
+
+def _make_sender(strategy: Strategy, directory: Path | None, device: torch.device, share_tensors: bool) -> Sender:
+    match strategy:
+        case Strategy.IN_PROCESS:
+            return InProcessSender()
+        case Strategy.SHARED_MEMORY:
+            return SharedMemorySender()
+        case Strategy.DISK:
+            return DiskSender(directory)
+        case Strategy.CUDA_IPC:
+            if not torch.cuda.is_available():
+                raise InvalidRequest("strategy 'cuda_ipc' needs a GPU in the trainer's process", field="strategy")
+            return CudaIpcInPlaceSender() if share_tensors else CudaIpcSender(device)
+        case Strategy.BROADCAST:
+            return BroadcastSender(device)
+        case _:
+            raise AssertionError(strategy)
+
+
+async def _in_thread(work: Callable[[], _T], stop: Callable[[], None] = lambda: None) -> _T:
+    """Run ``work`` in a thread; when cancelled, ``stop`` it and wait until it has: its memory is used again."""
+    task = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        stop()
+        while not task.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait({task})
+        raise

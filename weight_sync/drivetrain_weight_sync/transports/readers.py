@@ -1,0 +1,70 @@
+"""Which transport serves a source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from drivetrain.errors import UnsupportedCapability
+from drivetrain.types.weights import PluginSource, WeightSource
+from drivetrain_weight_sync.transports.base import Reader
+from drivetrain_weight_sync.transports.broadcast import BroadcastReader
+from drivetrain_weight_sync.transports.cuda_ipc import CudaIpcReader
+from drivetrain_weight_sync.transports.disk import DiskReader
+from drivetrain_weight_sync.transports.in_process import InProcessReader
+from drivetrain_weight_sync.transports.plugins import find_transport
+from drivetrain_weight_sync.transports.process_groups import Groups
+from drivetrain_weight_sync.transports.shared_memory import SharedMemoryReader
+
+READERS: Final[dict[str, Callable[[Groups], Reader]]] = {
+    "in_process": lambda _: InProcessReader(),
+    "shared_memory": lambda _: SharedMemoryReader(),
+    "cuda_ipc": lambda _: CudaIpcReader(),
+    "broadcast": BroadcastReader,
+    "disk": lambda _: DiskReader(),
+}
+"""``WeightSource.kind`` → the engine's end of its transport; those of plugins are found by name."""
+
+
+class Readers:
+    """The engine's ends of transports, each made when a source first asks for it.
+
+    Args:
+        groups: In which a trainer broadcasts to this worker.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self._made: dict[str, Reader] = {}
+
+    def of(self, source: WeightSource) -> Reader:
+        """Return the one that reads such a source.
+
+        Raises:
+            UnsupportedCapability: this version has no transport of that kind.
+            InvalidRequest: no plugin brings it.
+        """
+        kind = f"plugin {source.transport}" if isinstance(source, PluginSource) else source.kind
+        if kind not in self._made:
+            self._made[kind] = self._make(source)
+        return self._made[kind]
+
+    def give_up(self, reader: Reader) -> None:
+        """Make another the next time: this one is still busy."""
+        self._made = {kind: made for kind, made in self._made.items() if made is not reader}
+
+    def close(self) -> None:
+        """Let go of every source, mapped ones included."""
+        for reader in self._made.values():
+            reader.close()
+        self._made.clear()
+
+    def _make(self, source: WeightSource) -> Reader:
+        if isinstance(source, PluginSource):
+            return find_transport(source.transport).reader()
+        if source.kind not in READERS:
+            raise UnsupportedCapability(
+                f"weights cannot be taken from a {source.kind} source; this version has {', '.join(READERS)}",
+                capability=f"weights_{source.kind}",
+            )
+        return READERS[source.kind](self._groups)
