@@ -68,11 +68,14 @@ environments: $(READY) ## make every environment that `make test` needs: 20 GB a
 ROOM_FOR = free=$$(df -Pk . | awk 'NR == 2 { print int($$4 / 1000000 * 1.024) }'); (( free >= $(2) )) || \
 	{ echo "installing $(1) takes $(2) GB of disk while it lasts, and $$free GB are free; make room, or move the checkout" >&2; exit 1; }
 
+# One process per core, of one thread each; a file's tests share its engines. One process: ARGS="-n 0".
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
 test-unit: $(READY) ## run the project's own tests
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 test-fast: $(READY) ## run the tests but the slow ones
-	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	@$(PYTEST) -m "not slow" $(ARGS)
 
 # Their settings are those of the environment alone: the project's own ask for plugins that are not there.
 AGAINST_A_SERVER = PYTHONPATH=tests/helpers OMP_NUM_THREADS=1 .venvs/$(1)/bin/python -m pytest -c /dev/null \
