@@ -1,7 +1,7 @@
-"""What an engine can do, as data.
+"""Capabilities: what an engine can do, as data.
 
-A capability is claimed or it is not; there is no third state. Claimed means that it works. A request that
-needs an unclaimed one is refused with :class:`~drivetrain.errors.UnsupportedCapability` before any work.
+A capability is claimed or unclaimed; there is no third state. Claimed means that it works. A request that needs an
+unclaimed one is refused with :class:`~drivetrain.errors.UnsupportedCapability` before any work.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class Capability(Enum):
-    """One thing that an engine can do. The value is the name used in files; ``meaning`` is one sentence."""
+    """One feature of an engine. The value is its name in files; ``meaning`` describes it in one sentence."""
 
     meaning: str
 
@@ -85,7 +85,7 @@ class Capability(Enum):
     READ_WEIGHTS = "read_weights", "A parameter can be read back by its checkpoint name."
     SAVE_SHARDED = "save_sharded", "The engine's weights can be saved to a local folder."
     SAVE_REMOTE = "save_remote", "The engine's weights can be saved to a remote URL."
-    # Models that do not generate
+    # Embedding and reward models
     EMBED = "embed", "Texts can be turned into embeddings."
     REWARD_SCORE = "reward_score", "Outputs can be scored with a reward model."
     # Models

@@ -1,4 +1,4 @@
-"""How an engine is configured: one set of names for every backend."""
+"""Engine configuration: one set of names for every backend."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from drivetrain.types.sampling import INT32_MAX, LogprobsMode
 
 
 def _no_flag(value: object) -> object:
-    """Pydantic would take ``True`` for 1.0."""
+    """Reject booleans, which pydantic would coerce to 1.0 or 0.0."""
     if isinstance(value, bool):
         raise ValueError("it is a bool; expected a number")
     return value
@@ -43,16 +43,16 @@ Count = Annotated[StrictInt, Field(ge=1, le=INT32_MAX)]
 
 
 class Isolation(Enum):
-    """Where an engine runs."""
+    """The process that an engine runs in."""
 
     INLINE = "inline"
-    """In this process."""
+    """The caller's own process."""
     PROCESS = "process"
-    """In a host process of its own, which is watched; the default."""
+    """A separate, supervised host process; the default."""
 
 
 class Task(Enum):
-    """What the engine's model is for."""
+    """The kind of model, and with it the calls that the engine answers."""
 
     GENERATE = "generate"
     EMBED = "embed"
@@ -90,7 +90,7 @@ class Timeouts(BaseModel):
 
 
 class MediaLimits(BaseModel):
-    """Bounds of images, videos and sounds beside prompts. Each is checked before the memory or the time is spent."""
+    """Limits on media that come with prompts. Each is checked before the memory or time is spent."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -116,18 +116,18 @@ class MediaLimits(BaseModel):
 
 
 class EngineConfig(BaseModel):
-    """One engine's configuration. Frozen; unknown fields are refused.
+    """Configuration of one engine. Frozen; unknown fields are refused.
 
-    A field that is set but that the chosen backend has no equivalent for is refused when the engine is
-    created, naming the field: nothing is dropped in silence.
+    If the chosen backend has no equivalent for a field that is set, creating the engine raises an error that names the
+    field: nothing is dropped in silence.
     """
 
-    # Pydantic's own errors would repeat what was given, such as a key under a mistyped name.
+    # Pydantic's errors would repeat the input, for example an API key under a mistyped name.
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     other_names: ClassVar = CONFIG_NAMES
     hidden_fields: ClassVar = ("endpoint", "endpoint_api_key")
-    """Fields whose value may hold a key or a password: errors do not repeat it."""
+    """Fields whose value may hold a key or password; error messages leave it out."""
 
     backend: str = Field(description="Name of the backend: transformers, or a plugin's.")
     model: str = Field(description="Folder or hub id of the model.")
@@ -206,7 +206,7 @@ class EngineConfig(BaseModel):
         try:
             parts = urlsplit(value)
             fine = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:  # a port that is no number
+        except ValueError:  # the port is not a number
             raise ValueError("expected http://host:port") from None
         if not fine or parts.query or parts.fragment:
             raise ValueError("expected http://host:port")
@@ -241,16 +241,16 @@ class EngineConfig(BaseModel):
         return ((name, without_secrets(value)) for name, value in super().__repr_args__())
 
     def described(self) -> dict[str, object]:
-        """Return the fields that were set, as JSON holds them, with secrets hidden."""
+        """Return the fields that were set, as JSON values with secrets hidden."""
         fields = self.model_dump(mode="json", exclude_unset=True)
         return {name: without_secrets(value) for name, value in fields.items()}
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, object]) -> EngineConfig:
-        """Build from a mapping, such as one section of a trainer's configuration.
+        """Build a configuration from a mapping, such as one section of a trainer's own configuration.
 
         Raises:
-            InvalidConfig: naming the first wrong field, its value and what was expected.
+            InvalidConfig: A field is wrong. The message names the first one, its value and what was expected.
         """
         if not isinstance(mapping, Mapping):
             raise InvalidConfig(f"the configuration is a {type(mapping).__name__}; expected a mapping of fields")
@@ -263,19 +263,19 @@ class EngineConfig(BaseModel):
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> EngineConfig:
-        """Build from a YAML file that holds one mapping.
+        """Build a configuration from a YAML file that holds one mapping.
 
         Raises:
-            InvalidConfig: the file cannot be read, is not a mapping, or has a wrong field.
+            InvalidConfig: The file cannot be read, is not a mapping, or has a wrong field.
         """
         import yaml
 
         try:
             loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError, TypeError, RecursionError) as error:  # not UTF-8; NUL in the path; no path
+        except (OSError, ValueError, TypeError, RecursionError) as error:  # not UTF-8; NUL in the path; not a path
             raise InvalidConfig(f"cannot read the engine configuration {shown(path)}: {error}") from error
         except yaml.YAMLError as error:
-            # YAML's own text repeats the line, which may hold a key.
+            # YAML's own message quotes the line, which may hold a key.
             mark = getattr(error, "problem_mark", None)
             place = f"line {mark.line + 1}: " if mark is not None else ""
             why = getattr(error, "problem", None) or type(error).__name__
@@ -289,6 +289,6 @@ class EngineConfig(BaseModel):
 
 
 def invalid_config(error: ValidationError, model: type[BaseModel]) -> InvalidConfig:
-    """Turn pydantic's first complaint about a configuration into one typed sentence."""
+    """Convert pydantic's first error about a configuration to an ``InvalidConfig``."""
     field, message = describe_validation_error(error, model)
     return InvalidConfig(message, field=field)

@@ -1,4 +1,4 @@
-"""What a model is asked: token ids, text or chat messages."""
+"""Prompts: token ids, text or chat messages, with images, videos and sounds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 _OF_PNG: Final = frozenset({"1", "L", "LA", "P", "RGB", "RGBA"})
-"""Modes of PIL's that PNG holds as they are, and every reader reads."""
+"""PIL image modes that PNG stores without conversion and every reader supports."""
 
 
 class _Frozen(BaseModel):
@@ -26,7 +26,7 @@ class _Frozen(BaseModel):
 
 
 class _Media(_Frozen):
-    """Exactly one of its fields is given."""
+    """A media file, given by exactly one of its fields."""
 
     url: str | None = Field(default=None, description="http(s) URL or data URL.")
     path: str | None = Field(default=None, description="File on the engine's host.")
@@ -41,31 +41,31 @@ class _Media(_Frozen):
 
 
 class ImageInput(_Media):
-    """An image beside the prompt."""
+    """An image that comes with the prompt."""
 
     @classmethod
     def from_pil(cls, image: Image) -> Self:
-        """Make one of an image of PIL's, which crosses to the engine as PNG, without loss.
+        """Make an input from a PIL image, which is sent to the engine as PNG, without loss.
 
         Raises:
-            InvalidRequest: it is no image of PIL's, or its file cannot be read to its end.
+            InvalidRequest: ``image`` is not a PIL image, or its file cannot be read completely.
         """
         if not callable(getattr(image, "save", None)) or not isinstance(getattr(image, "mode", None), str):
             raise InvalidRequest(f"image={shown(image)}: expected an image of PIL's", field="image")
         file = BytesIO()
         try:
             (image if image.mode in _OF_PNG else image.convert("RGB")).save(file, "PNG")
-        except (OSError, ValueError) as error:  # PIL reads a file when its pixels are first needed
+        except (OSError, ValueError) as error:  # PIL reads the file only when pixels are needed
             raise InvalidRequest(f"image={shown(image)} cannot be read: {error}", field="image") from error
         return cls(data=file.getvalue())
 
 
 class VideoInput(_Media):
-    """A video beside the prompt."""
+    """A video that comes with the prompt."""
 
 
 class AudioInput(_Media):
-    """A sound beside the prompt."""
+    """A sound that comes with the prompt."""
 
 
 MediaInput = ImageInput | VideoInput | AudioInput
@@ -89,7 +89,7 @@ class TextPrompt(_Frozen):
 
 
 class Message(BaseModel):
-    """One chat message. Extra fields (``tool_calls``, ``name``, …) reach the chat template as they are."""
+    """One chat message. Extra fields (``tool_calls``, ``name``, …) are passed to the chat template unchanged."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -112,6 +112,6 @@ class ChatPrompt(_Frozen):
 
 Prompt = TokenPrompt | TextPrompt | ChatPrompt
 PromptLike = Prompt | str | Sequence[int] | Sequence[Message] | Sequence[Mapping[str, JsonValue]]
-"""Accepted wherever a prompt is: a :data:`Prompt`, text, a list of token ids, or a list of chat messages."""
+"""Types accepted as a prompt: a :data:`Prompt`, text, a list of token ids, or a list of chat messages."""
 
 PromptKind = Literal["tokens", "text", "chat"]
