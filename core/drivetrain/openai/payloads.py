@@ -1,7 +1,7 @@
-"""What the OpenAI REST API takes, as types: chat completions and completions, and the extras that RL asks for.
+"""Requests of the OpenAI REST API: chat completions and completions, with extra fields for RL.
 
-A field is honoured or refused; there is no field that is read and then dropped. Ranges are
-:class:`~drivetrain.types.sampling.SamplingParams`'s to check. As in the API itself, null stands for an absent field.
+Every field is honoured or refused; none is accepted and ignored. :class:`~drivetrain.types.sampling.SamplingParams`
+checks ranges. As in the API itself, null means absent.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class _Frozen(BaseModel):
 
 
 class StreamOptions(_Frozen):
-    """Options of a stream."""
+    """Options of a streamed response."""
 
     include_usage: StrictBool = Field(default=False, description="End with a chunk that holds the usage.")
     include_obfuscation: Literal[False] = Field(default=False, description="Nothing pads the chunks.")
 
 
 class NamedSchema(_Frozen):
-    """A JSON schema and its name."""
+    """A named JSON schema."""
 
     name: StrictStr = Field(default="", description="A label.")
     json_schema: dict[str, JsonValue] = Field(alias="schema", description="The schema.")
@@ -58,7 +58,7 @@ class NamedSchema(_Frozen):
 
 
 class ResponseFormat(_Frozen):
-    """The form of the output: ``text``, any JSON object, or JSON of a schema."""
+    """Output format: ``text``, any JSON object, or JSON that follows a schema."""
 
     type: Literal["text", "json_object", "json_schema"] = Field(description="Which form.")
     json_schema: NamedSchema | None = Field(default=None, description="The schema, for ``json_schema``.")
@@ -75,7 +75,7 @@ def _one_is_a_tuple_of_one(value: object) -> object:
 
 
 def _ids_from_json(value: object) -> object:
-    """Keys of JSON objects are strings: ``{"42": 1.5}``."""
+    """Convert token ids to integers: JSON object keys are strings, as in ``{"42": 1.5}``."""
     if not isinstance(value, Mapping):
         return value
     biases = {int(key) if isinstance(key, str) and key.isdecimal() else key: bias for key, bias in value.items()}
@@ -85,7 +85,7 @@ def _ids_from_json(value: object) -> object:
 
 
 def _prompts(value: object) -> object:
-    """One prompt or a list of them, each text or token ids."""
+    """Convert one prompt or a list of prompts, each text or token ids, to prompt objects."""
     if isinstance(value, str) or (isinstance(value, Sequence) and value and isinstance(value[0], int)):
         value = [value]
     if not isinstance(value, Sequence) or not value:
@@ -102,7 +102,7 @@ def _prompt(value: object) -> TextPrompt | TokenPrompt:
 
 
 def _tool(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Checked, and otherwise left as it is: the chat template writes it out, key by key."""
+    """Check a tool. It is returned unchanged, because the chat template writes out every key."""
     function = value.get("function")
     if value.get("type") != "function" or not isinstance(function, dict) or len(value) > 2:
         raise ValueError("expected {'type': 'function', 'function': {'name': …, 'parameters': …}}")
@@ -119,11 +119,11 @@ def _tool(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 
 class _Payload(_Frozen):
-    """The fields that both requests have."""
+    """Fields of both request types."""
 
     other_names: ClassVar = PAYLOAD_NAMES
     refused: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Fields of the OpenAI API that no engine here can honour, and what to do instead."""
+    """OpenAI fields that no engine here can honour, each with the remedy."""
 
     model: StrictStr | None = Field(default=None, description="The served model; None: whichever it is.")
     n: StrictInt | None = Field(default=None, description="Choices per prompt; 1 if not given.")
@@ -169,7 +169,7 @@ class _Payload(_Frozen):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """True if the stream ends with a usage chunk."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
@@ -201,7 +201,7 @@ class ChatPayload(_Payload):
         default=None, description="auto: show the tools to the model and parse its calls; none: neither."
     )
     safety_identifier: StrictStr | None = Field(default=None, description="A label of the caller's.")
-    # Accepted only as what they are anyway
+    # Accepted only with the value that holds anyway
     modalities: tuple[Literal["text"], ...] | None = Field(default=None, description="Only text is generated.")
     parallel_tool_calls: Literal[True] | None = Field(default=None, description="Calls are as many as were made.")
     service_tier: Literal["auto", "default"] | None = Field(default=None, description="There is one.")
@@ -227,7 +227,7 @@ class ChatPayload(_Payload):
 
     @property
     def shows_tools(self) -> bool:
-        """Whether the model is shown tools, and its calls are parsed."""
+        """True if the prompt includes the tools and the output is parsed for calls."""
         return bool(self.tools) and self.tool_choice != "none"
 
 
@@ -259,12 +259,12 @@ def parse(kind: type[_P], payload: object, *, stream: bool) -> _P:
     """Validate a request.
 
     Args:
-        kind: What it should be.
-        payload: A mapping as it comes out of JSON.
-        stream: Whether the answer will be streamed.
+        kind: The expected request type.
+        payload: A mapping as parsed from JSON.
+        stream: True if the response will be streamed.
 
     Raises:
-        InvalidRequest: naming the field, its value and the remedy.
+        InvalidRequest: A field is wrong; the message names the field, its value and the remedy.
     """
     if not isinstance(payload, Mapping):
         raise InvalidRequest(f"the payload is a {type(payload).__name__}; expected a mapping, as the OpenAI API takes")
@@ -304,7 +304,7 @@ def _refusal(error: ValidationError, kind: type[_Payload], given: Mapping[str, o
 
 
 def _path(loc: tuple[int | str, ...], value: object, *, is_missing: bool) -> list[str]:
-    """Where in the payload an error is; branches of unions, which pydantic names too, are no part of the payload."""
+    """Return the path to an error in the payload, without union branches, which pydantic adds to its location."""
     path: list[str] = []
     for part in loc:
         if isinstance(value, Mapping) and part in value:
