@@ -1,4 +1,4 @@
-"""``drivetrain backends``: which there are, and what one of them can do."""
+"""``drivetrain backends``: lists the backends, or the capabilities of one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def backends(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
-    """List the backends and their state, or the capabilities of one."""
+    """List the backends and their status, or the capabilities of one backend."""
     if name is None:
         if model is not None:
             raise typer.BadParameter("--model needs the name of a backend", param_hint="--model")

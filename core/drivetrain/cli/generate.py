@@ -1,4 +1,4 @@
-"""``drivetrain generate``: a few completions from the command line."""
+"""``drivetrain generate``: generates completions from the command line."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def generate(
     params |= {"seed": seed} if seed is not None else {}
     params |= {"logprobs": logprobs} if logprobs is not None else {}
     engine = create_engine(_configuration(config, settings or [], backend, model, isolation))
-    checked = check_sampling_params(params)  # now, not after a minute of loading the model
+    checked = check_sampling_params(params)  # before the model loads, which may take minutes
     check_params_supported(checked, engine.config, engine.capabilities)
     completions = asyncio.run(_run(engine, wanted, checked, stream))
     if as_json:
