@@ -1,4 +1,4 @@
-"""``python -m drivetrain.process``: what a trainer starts. Not for people."""
+"""``python -m drivetrain.process``: the host process that a trainer starts. Not for people."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 
 def main(given: list[str] | None = None) -> int:
-    """Serve one engine, answer one probe, or fork hosts; returns the exit code."""
+    """Serve one engine, answer one probe, or fork hosts; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m drivetrain.process", description=__doc__)
     parser.add_argument("--fd", type=int, help="socket that carries the calls")
     parser.add_argument("--watch-fd", type=int, help="socket that carries the heartbeats")
