@@ -47,7 +47,7 @@ class ModelInfo:
     context_length: int
     """Maximum number of tokens, prompt and output together."""
     eos_token_ids: tuple[int, ...]
-    """Ids that end generation unless ``ignore_eos``."""
+    """Ids that end generation unless ``ignore_eos`` is set."""
     dtype: str
     """Type of the weights, such as ``"bfloat16"``."""
     architecture: str
@@ -92,7 +92,7 @@ class GenerateRequest:
     """Seed of the random stream; None: the engine's choice."""
     lora: str | None = None
     priority: int = 0
-    """Higher is sooner."""
+    """Requests with a higher priority start sooner."""
     media: tuple[MediaInput, ...] = ()
     """Media of the prompt, with their bytes; placeholders stand in the prompt as :meth:`Backend.read_media` said."""
 

@@ -144,7 +144,7 @@ class ChunkEnding(TypedDict, total=False):
 
 
 class ChatChunkChoice(ChunkEnding):
-    """What is new in one choice."""
+    """New parts of one choice."""
 
     index: int
     delta: ChatDelta
@@ -193,7 +193,7 @@ class TextCompletion(TypedDict):
 
 
 class CompletionChunkChoice(ChunkEnding):
-    """What is new in one choice."""
+    """New parts of one choice."""
 
     index: int
     text: str

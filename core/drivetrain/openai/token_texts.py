@@ -20,7 +20,7 @@ class TokenText:
     """Text and bytes of one token."""
 
     text: str
-    r"""Its text; a part of a character is written as ``bytes:\xe2\x82``."""
+    r"""The token's text; part of a character is written as ``bytes:\xe2\x82``."""
     data: list[int] | None
     """The token's UTF-8 bytes, which concatenate to the bytes of the whole text; None if the tokenizer does not tell
     them."""
