@@ -66,7 +66,7 @@ def _app(settings: _Settings, arguments: Sequence[str]) -> typer.Typer:
 
     @app.callback()
     def options(
-        traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,
+        traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error.")] = False,
         verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show drivetrain's log on stderr.")] = False,
         version: Annotated[
             bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_show_version)

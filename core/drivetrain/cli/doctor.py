@@ -58,8 +58,10 @@ class Check:
 
 
 def doctor(
-    run: Annotated[bool, typer.Option("--run", help="Also generate with a tiny model on each backend.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    run: Annotated[
+        bool, typer.Option("--run", help="Also generate with a tiny model on each available backend.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout.")] = False,
 ) -> None:
     """Check this machine and each backend; exit 1 if a check fails."""
     with progress("doctor") as report:

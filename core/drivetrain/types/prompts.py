@@ -75,17 +75,18 @@ class TokenPrompt(_Frozen):
     """A prompt as token ids, used exactly as given."""
 
     token_ids: tuple[TokenId, ...] = Field(
-        description="The ids; no special token is added. Each of media stands once, or as often as the model takes it."
+        description="The ids; no special token is added. Each medium has one placeholder, or as many as the model "
+        "expects."
     )
-    media: tuple[MediaInput, ...] = Field(default=(), description="Images, video or audio beside the prompt.")
+    media: tuple[MediaInput, ...] = Field(default=(), description="Images, videos and sounds of the prompt, in order.")
 
 
 class TextPrompt(_Frozen):
     """A prompt as text, tokenised by the engine's tokenizer."""
 
     text: str = Field(description="The text.")
-    add_special_tokens: bool = Field(default=True, description="Let the tokenizer add its BOS and the like.")
-    media: tuple[MediaInput, ...] = Field(default=(), description="Images, video or audio beside the prompt.")
+    add_special_tokens: bool = Field(default=True, description="Let the tokenizer add special tokens such as BOS.")
+    media: tuple[MediaInput, ...] = Field(default=(), description="Images, videos and sounds of the prompt, in order.")
 
 
 class Message(BaseModel):
@@ -93,7 +94,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
-    role: str = Field(description="system, user, assistant, tool or what the model's template knows.")
+    role: str = Field(description="system, user, assistant, tool, or another role of the model's template.")
     content: str | list[dict[str, JsonValue]] | None = Field(default=None, description="Text or content parts.")
 
 
@@ -104,10 +105,12 @@ class ChatPrompt(_Frozen):
         min_length=1, max_length=MOST_MESSAGES, description="The conversation so far."
     )
     tools: tuple[dict[str, JsonValue], ...] = Field(default=(), description="Tool schemas for the template.")
-    add_generation_prompt: bool = Field(default=True, description="End with the assistant's opening.")
-    continue_final_message: bool = Field(default=False, description="Go on with the last message instead.")
-    template_kwargs: dict[str, JsonValue] = Field(default_factory=dict, description="Further template variables.")
-    media: tuple[MediaInput, ...] = Field(default=(), description="Images, video or audio beside the prompt.")
+    add_generation_prompt: bool = Field(default=True, description="End the prompt with the assistant's opening.")
+    continue_final_message: bool = Field(
+        default=False, description="Continue the last message instead of beginning a new one."
+    )
+    template_kwargs: dict[str, JsonValue] = Field(default_factory=dict, description="Additional template variables.")
+    media: tuple[MediaInput, ...] = Field(default=(), description="Images, videos and sounds of the prompt, in order.")
 
 
 Prompt = TokenPrompt | TextPrompt | ChatPrompt

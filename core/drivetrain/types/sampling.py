@@ -174,7 +174,7 @@ class ActionMask(_Frozen):
 
     kind: Literal["action_mask"] = "action_mask"
     allowed_token_ids: tuple[TokenId, ...] = Field(
-        min_length=1, max_length=limits.MOST_LISTED_TOKEN_IDS, description="The ids that may be drawn."
+        min_length=1, max_length=limits.MOST_LISTED_TOKEN_IDS, description="The only ids that may be drawn."
     )
 
 
@@ -193,7 +193,7 @@ class TemperatureSchedule(_Frozen):
     kind: Literal["temperature_schedule"] = "temperature_schedule"
     start: Temperature = Field(gt=0, description="Temperature of the first token.")
     end: Temperature = Field(gt=0, description="Temperature from the last scheduled token on.")
-    steps: StrictInt = Field(ge=1, le=INT32_MAX, description="Over how many tokens.")
+    steps: StrictInt = Field(ge=1, le=INT32_MAX, description="Number of tokens over which the temperature changes.")
 
     @field_validator("start", "end", mode="before")
     @classmethod
@@ -218,13 +218,15 @@ class SamplingParams(_Frozen):
         default=1, ge=1, le=limits.MOST_SAMPLES, description=f"Completions per prompt, at most {limits.MOST_SAMPLES}."
     )
     max_new_tokens: StrictInt | None = Field(
-        default=None, ge=0, description="Most tokens to generate; None: up to the context length; 0: score only."
+        default=None, ge=0, description="Maximum tokens to generate; None: up to the context length; 0: score only."
     )
-    min_new_tokens: StrictInt = Field(default=0, ge=0, description="No stop of any kind before this many tokens.")
+    min_new_tokens: StrictInt = Field(default=0, ge=0, description="Minimum tokens before any kind of stop.")
     temperature: Temperature = Field(default=1.0, description="Divides the logits; 0 is greedy, else at least 1e-6.")
     top_p: FiniteFloat = Field(default=1.0, ge=MIN_TOP_P, le=1, description="Nucleus probability; 1 is off.")
     top_k: StrictInt = Field(default=0, ge=0, le=INT32_MAX, description="Number of candidate tokens; 0 is off.")
-    min_p: FiniteFloat = Field(default=0.0, ge=0, le=1, description="Share of the top probability; 0 is off.")
+    min_p: FiniteFloat = Field(
+        default=0.0, ge=0, le=1, description="Minimum probability, as a share of the top token's; 0 is off."
+    )
     repetition_penalty: FiniteFloat = Field(
         default=1.0,
         ge=1 / MAX_REPETITION_PENALTY,
@@ -241,10 +243,11 @@ class SamplingParams(_Frozen):
         default_factory=dict, description="Values added to the logits of token ids."
     )
     seed: Annotated[StrictInt, Field(ge=0, lt=2**63)] | None = Field(
-        default=None, description="Fixes the random stream; sample i of a prompt uses seed + i. None: not repeatable."
+        default=None,
+        description="Seed of the random numbers; sample i of a prompt uses seed + i. None: not repeatable.",
     )
     stop: tuple[_StopText, ...] = Field(
-        default=(), max_length=limits.MOST_STOPS, description="Strings that end generation, also across tokens."
+        default=(), max_length=limits.MOST_STOPS, description="Strings that end generation; a match may span tokens."
     )
     stop_token_ids: tuple[TokenId, ...] = Field(
         default=(), max_length=limits.MOST_STOP_TOKEN_IDS, description="Ids that end generation."
@@ -252,8 +255,8 @@ class SamplingParams(_Frozen):
     stop_regex: tuple[_StopText, ...] = Field(
         default=(),
         max_length=limits.MOST_STOP_REGEXES,
-        description="Expressions (as Python's re) whose match ends generation. One whose search takes longer than "
-        f"{limits.STOP_SEARCH_S:g} s after a token ends its request with InvalidRequest.",
+        description="Regular expressions (as Python's re) whose match ends generation. If matching takes longer than "
+        f"{limits.STOP_SEARCH_S:g} s after one token, the request fails with InvalidRequest.",
     )
     include_stop_str_in_output: bool = Field(
         default=False, strict=True, description="Keep the matched stop string or regex match in ids and text."
@@ -261,21 +264,22 @@ class SamplingParams(_Frozen):
     ignore_eos: bool = Field(
         default=False,
         strict=True,
-        description="Go on past EOS; stop_token_ids still end generation, and EOS ends a grammar.",
+        description="Continue past EOS; stop_token_ids still end generation, and EOS still ends a grammar.",
     )
     skip_special_tokens: bool = Field(default=True, strict=True, description="Leave special tokens out of the text.")
     logprobs: Annotated[StrictInt, Field(ge=0)] | None = Field(
-        default=None, description="None: no logprobs; 0: of the sampled tokens; k: also of the k most likely."
+        default=None,
+        description="None: no logprobs; 0: those of the sampled tokens; k: also those of the k most likely tokens.",
     )
     prompt_logprobs: Annotated[StrictInt, Field(ge=0)] | None = Field(
-        default=None, description="The same for the prompt's tokens; always raw; the first token has none."
+        default=None, description="As logprobs, for the prompt's tokens. Always raw; the first token has none."
     )
     logprobs_mode: Annotated[LogprobsMode, BY_NAME] | None = Field(
-        default=None, description="Which distribution the logprobs belong to; None: the engine's configured mode."
+        default=None, description="Distribution that the logprobs belong to; None: the engine's configured mode."
     )
-    structured_output: StructuredOutput | None = Field(default=None, description="A grammar to hold the output to.")
+    structured_output: StructuredOutput | None = Field(default=None, description="Grammar that constrains the output.")
     logit_processors: tuple[LogitProcessor, ...] = Field(
-        default=(), description="Applied in order to the logits before penalties and temperature."
+        default=(), description="Applied to the logits in this order, before penalties and temperature."
     )
     return_hidden_states: bool = Field(
         default=False, strict=True, description="Return the last layer's hidden state of each output token."

@@ -85,7 +85,7 @@ class SharedMemorySource(_Frozen):
     kind: Literal["shared_memory"] = "shared_memory"
     path: str = Field(description="File that maps to the arena, such as /proc/PID/fd/N.")
     nbytes: int = Field(ge=0, description="Size of the arena in bytes.")
-    bucket_offsets: tuple[int, ...] = Field(description="Where in the arena each bucket of the plan begins, in bytes.")
+    bucket_offsets: tuple[int, ...] = Field(description="Byte offset of each of the plan's buckets in the arena.")
 
 
 class DiskSource(_Frozen):
@@ -99,15 +99,17 @@ class CudaIpcSource(_Frozen):
     """GPU memory of another process, on GPUs that the engine can access."""
 
     kind: Literal["cuda_ipc"] = "cuda_ipc"
-    name: str = Field(description="Of these segments and places, and of no others ever; handles may come again.")
-    gpus: tuple[str, ...] = Field(description="UUIDs of the GPUs on which they lie.")
+    name: str = Field(
+        description="Unique name of this set of segments and places; CUDA may reuse a handle, never this name."
+    )
+    gpus: tuple[str, ...] = Field(description="UUIDs of the GPUs that hold the segments.")
     segments: bytes = Field(
-        description="Of each piece of memory, as it was allocated: CUDA's IPC handle (64 bytes), then which of "
-        "``gpus`` it is on and its size in bytes, as little-endian int64."
+        description="For each memory segment, as allocated: its CUDA IPC handle (64 bytes), index of its GPU in "
+        "``gpus``, and size in bytes, both little-endian int64."
     )
     places: bytes = Field(
-        description="Of each tensor of the plan, in its order: the index of its segment, and where in it the tensor "
-        "begins, in bytes. Little-endian int64 [tensors, 2]."
+        description="For each tensor of the plan, in order: index of its segment, and byte offset in it. "
+        "Little-endian int64 [tensors, 2]."
     )
 
 
@@ -130,8 +132,10 @@ class PluginSource(_Frozen):
     """Tensors delivered by a plugin's transport; see ``drivetrain_weight_sync.transports.Transport``."""
 
     kind: Literal["plugin"] = "plugin"
-    transport: str = Field(min_length=1, description="Name under which the engine's side finds the transport.")
-    data: dict[str, JsonValue] = Field(default_factory=dict, description="What the transport's two ends agree on.")
+    transport: str = Field(
+        min_length=1, description="Name under which the transport is registered on the engine's side."
+    )
+    data: dict[str, JsonValue] = Field(default_factory=dict, description="Data for the transport on the engine's side.")
 
 
 WeightSource = (
@@ -142,19 +146,20 @@ WeightSource = (
 class WeightUpdateRequest(_Frozen):
     """One complete weight update: tensors, source, new version, and how requests in flight are handled."""
 
-    version: str = Field(min_length=1, description="Published at commit and nowhere else.")
-    source: WeightSource = Field(discriminator="kind", description="Where the tensors lie.")
+    version: str = Field(min_length=1, description="New weight version, published at commit.")
+    source: WeightSource = Field(discriminator="kind", description="Source of the tensors.")
     plan: WeightPlan | None = Field(
-        default=None, description="Required, but for sources that describe themselves (disk)."
+        default=None,
+        description="Tensors and their buckets; omitted for sources that describe themselves (disk, lora).",
     )
     digests: dict[str, int] | None = Field(
-        default=None, description="Digest of each tensor, computed where it lies; required with a plan."
+        default=None, description="Digest of each tensor, computed where it is stored; required with a plan."
     )
     mode: Annotated[PauseMode, BY_NAME] = Field(
-        default=PauseMode.RETRACT, description="What becomes of requests in flight while the weights change."
+        default=PauseMode.RETRACT, description="How requests in flight are handled while the weights change."
     )
     keep_prefix_cache: bool = Field(
-        default=False, strict=True, description="Go on using cache entries that older weights made."
+        default=False, strict=True, description="Keep using prefix cache entries computed with older weights."
     )
 
     @model_validator(mode="after")
@@ -175,7 +180,9 @@ class CommunicatorSpec(_Frozen):
     world_size: int = Field(ge=2)
     group_name: str = Field(min_length=1)
     backend: Literal["nccl", "gloo"] = "nccl"
-    timeout: float = Field(default=60, gt=0, description="Seconds in which it must form, and each broadcast must end.")
+    timeout: float = Field(
+        default=60, gt=0, description="Timeout in seconds for forming the group, and for each broadcast."
+    )
 
 
 # Messages to the engine's side of a transfer, in this order. One update at a time.
