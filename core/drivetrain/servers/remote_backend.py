@@ -328,7 +328,10 @@ class ServerBackend(Backend, Generic[Says]):
             await asyncio.gather(asked, return_exceptions=True)
 
     async def checked(self, answer: Awaitable[Any]) -> Any:
-        """Await an answer on an open connection, which breaks when the server dies; raise the matching error."""
+        """Await an answer; if the connection breaks, find out whether the server died and raise the matching error.
+
+        Unlike :meth:`call` it does not watch for the server's death while it waits.
+        """
         try:
             return await answer
         except EngineDied as error:

@@ -16,7 +16,7 @@ class EchoOracle:
         self._vocab_size = vocab_size
 
     def logits(self, token_ids: Sequence[int]) -> Logits:
-        """Return logits whose row i has one peak, at the token three places before token i, or else at the first."""
+        """Return logits; row i peaks at the token three places before token i, or at the first if there is none."""
         padded = np.concatenate([np.repeat(token_ids[:1], 3), token_ids])[: len(token_ids)]
         is_echo = padded[:, None] == np.arange(self._vocab_size)
         return np.log(np.where(is_echo, 1 / 2, 1 / (2 * (self._vocab_size - 1))))
