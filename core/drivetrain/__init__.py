@@ -1,4 +1,7 @@
-"""Names are imported on first use, so ``import drivetrain`` is cheap."""
+"""One interface between an RL trainer and any LLM inference engine.
+
+Names are imported on first use, so ``import drivetrain`` is cheap.
+"""
 
 from __future__ import annotations
 

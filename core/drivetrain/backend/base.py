@@ -340,9 +340,9 @@ class Backend(ABC):
         With ``WEIGHT_STAGING``, generation goes on during a ``PrepareUpdate`` of any size, and a checkpoint's files are
         not needed after it.
 
-        State: PrepareUpdate in READY, PAUSED, DIRTY, or ASLEEP with the weights awake, requests running; ReleaseSources
-        in any open state; BeginUpdate to CommitUpdate in UPDATING, with requests ended or frozen; AbortUpdate after a
-        failed step, also in DIRTY.
+        State: depends on the message. PrepareUpdate comes in READY, PAUSED, DIRTY, or ASLEEP with the weights awake;
+        requests may be running. BeginUpdate to CommitUpdate come in UPDATING; requests have ended or are frozen.
+        AbortUpdate follows a failed step, also in DIRTY. ReleaseSources comes in any open state.
 
         Raises:
             WeightPlanMismatch: PrepareUpdate brings other tensors than the model's.

@@ -16,8 +16,8 @@ _CATCH_UP_S: Final = 1.0
 class Alarm:
     """Call ``ring`` after ``seconds``, unless cancelled.
 
-    If the event loop was blocked at that time, the call is delayed by as long as it was late, at most one second, so
-    that results that arrived meanwhile are processed first.
+    If the event loop is blocked at that time, ``ring`` is called later still: the loop first gets up to a second to
+    process the results that arrived meanwhile.
     """
 
     def __init__(self, seconds: float, ring: Callable[[], object]) -> None:
