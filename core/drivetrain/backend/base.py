@@ -264,7 +264,7 @@ class Backend(ABC):
         :func:`drivetrain.media.inputs.read_bytes` fetches within the limits of ``config.media``. The backend itself
         checks pixel counts and video limits before it decodes.
 
-        State: READY, or PAUSED or UPDATING, whose requests wait at the gate only after this call.
+        State: READY, PAUSED or UPDATING: a request is held by a pause only after this call.
 
         Raises:
             InvalidRequest: A medium cannot be fetched, is of another type than declared, or is too large.
