@@ -132,9 +132,9 @@ class Tokenizer:
 
 
 def _rust_of(inner: PreTrainedTokenizerBase) -> Any:
-    """Return a fast tokenizer's Rust decoder, to call it directly; None if the Python class does more than forward.
+    """Return the Rust tokenizer that decodes for a fast tokenizer; None if a subclass overrides decoding in Python.
 
-    The Python wrapper checks each id, which takes longer than decoding.
+    transformers' Python wrapper adds only a check of each id, which takes longer than decoding.
     """
     from transformers import PreTrainedTokenizerFast as Fast
 
