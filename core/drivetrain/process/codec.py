@@ -1,7 +1,7 @@
-"""Typed values to msgpack and back, for whatever types the ``Backend`` page uses.
+"""Encoding of typed values to msgpack, for all types of the ``Backend`` page.
 
-msgspec handles builtins, enums and dataclasses; pydantic models cross as maps and are validated by their own
-model on arrival. What msgspec cannot tell apart, a union of several classes, crosses as (class name, value).
+msgspec handles builtins, enums and dataclasses. Pydantic models are sent as maps and validated by their model on
+arrival. A union of several classes, which msgspec cannot tell apart, is sent as (class name, value).
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from drivetrain.types.sampling import LogprobsMode, SamplingParams
 
 
 class Codec(ABC):
-    """How values of one type cross."""
+    """Encoder and decoder of one type's values."""
 
     @abstractmethod
     def encode(self, value: object) -> msgspec.Raw:
         """Return the value as msgpack.
 
         Raises:
-            WireError: it holds something that is not of the annotated type and cannot cross.
+            WireError: The value is not of the annotated type and cannot be encoded.
         """
 
     @abstractmethod
     def decode(self, data: msgspec.Raw) -> object:
-        """Return the value.
+        """Return the decoded value.
 
         Raises:
-            WireError: the bytes are no such value.
+            WireError: The bytes do not hold such a value.
         """
 
 
@@ -43,7 +43,7 @@ def codec_for(annotation: object) -> Codec:
     """Return the codec of an annotation.
 
     Raises:
-        TypeError: values of that type cannot cross; keep such types out of the ``Backend`` page.
+        TypeError: Values of that type cannot be encoded; do not use the type on the ``Backend`` page.
     """
     if annotation is GenerateRequest:
         return _requests
@@ -133,7 +133,7 @@ _items: Final = msgspec.msgpack.Decoder(tuple[msgspec.Raw, ...])
 
 
 class _Several(Codec):
-    """A tuple of any length of what one codec takes."""
+    """Codec of a tuple of any length."""
 
     def __init__(self, member: Codec) -> None:
         self._member = member
@@ -155,7 +155,7 @@ class _Several(Codec):
 
 
 class _Request(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """``GenerateRequest`` in transit: its fields in order, params and media still packed."""
+    """``GenerateRequest`` on the wire: its fields in order, params and media still encoded."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -176,10 +176,11 @@ _PARAMS_HELD: Final = 1024
 
 
 class _RequestCodec(Codec):
-    """The requests of a batch mostly share one ``SamplingParams``, so it is packed once and validated once.
+    """Codec of ``GenerateRequest`` that encodes and validates shared ``SamplingParams`` once.
 
-    Packed params are remembered by identity, so only until :func:`forget_params`: a params object's dictionaries can
-    be changed in place. Arrived ones are remembered by their bytes.
+    Most requests of a batch share one ``SamplingParams``. Encoded params are cached by identity, and only until
+    :func:`forget_params`, because the dictionaries in them can be changed in place. Decoded params are cached by their
+    bytes.
     """
 
     def __init__(self) -> None:
@@ -248,7 +249,7 @@ _requests: Final = _RequestCodec()
 
 
 def forget_params() -> None:
-    """Pack sampling params anew from here on; called after each write to a socket."""
+    """Drop the cache of encoded sampling params; called after each write to a socket."""
     _requests.forget_packed()
 
 

@@ -1,4 +1,4 @@
-"""The trainer's end of the call socket: calls that wait, streams that fill, messages that wake them."""
+"""The trainer's end of the call socket: pending calls, open streams, and the messages for them."""
 
 from __future__ import annotations
 
@@ -36,10 +36,12 @@ _LAST_WORDS_S: Final = 0.2
 
 
 class Connection(asyncio.Protocol):
-    """One connection to a host, bound to the event loop that it is made in.
+    """One connection to a host, bound to the event loop in which it is created.
 
-    ``on_trouble`` is called once if the socket closes unasked, or with what made its bytes unreadable. What
-    ``last_words`` returns is added to what the host tells of an engine that died.
+    Args:
+        report: Called with each progress message of the start.
+        on_trouble: Called once, with the reason, if the socket closes unexpectedly or its bytes cannot be decoded.
+        last_words: Returns the end of the host's log, to be appended to the error of an engine that died.
     """
 
     def __init__(
@@ -64,14 +66,14 @@ class Connection(asyncio.Protocol):
     # For HostedBackend -----------------------------------------------------------------------------------------------
 
     def open(self, message: Open) -> None:
-        """Answer the host's hello."""
+        """Answer the host's ``Hello``."""
         self._writes.put(message)
 
     async def call(self, method: Method, arguments: Sequence[object]) -> object:
         """Call a method and return its result; cancelling the wait cancels the call in the host.
 
         Raises:
-            DrivetrainError: what the method raised, or why no reply will come.
+            DrivetrainError: The method's own error, or the reason why no reply will come.
         """
         call_id = self._send(method, arguments)
         reply: asyncio.Future[object] = self._loop.create_future()
@@ -84,7 +86,7 @@ class Connection(asyncio.Protocol):
             raise
 
     async def stream(self, method: Method, arguments: Sequence[object]) -> AsyncGenerator[object, None]:
-        """Call a method that yields; closing the iterator early closes it in the host."""
+        """Call a streaming method; closing the iterator early closes the stream in the host."""
         call_id = self._send(method, arguments)
         stream = self._streams[call_id] = _Stream(method, self._loop)
         try:
@@ -101,7 +103,7 @@ class Connection(asyncio.Protocol):
                 self._writes.put(Cancel(call_id))
 
     def fail(self, error: Callable[[], DrivetrainError]) -> None:
-        """Give every waiter an error of its own, and refuse every later call with the newest such error."""
+        """Fail every pending call with a new instance of the error, and refuse later calls with it."""
         self._refusal = error
         calls, self._calls = self._calls, {}
         streams, self._streams = self._streams, {}
@@ -113,17 +115,17 @@ class Connection(asyncio.Protocol):
         for handshake in (self.hello, self.welcome):
             if not handshake.done():
                 handshake.set_exception(error())
-                handshake.exception()  # marks it as seen: only one of the two has somebody waiting for it
+                handshake.exception()  # retrieved so that asyncio does not log it: only one of the two is awaited
 
     def close(self) -> None:
-        """Close the socket once what was sent is written."""
+        """Close the socket after the pending writes."""
         self._on_trouble = _nobody
         if self._transport is not None:
             self._writes.flush()
             self._transport.close()
 
     def abort(self) -> None:
-        """Close the socket now."""
+        """Close the socket at once."""
         self._on_trouble = _nobody
         if self._transport is not None:
             self._transport.abort()
@@ -163,7 +165,7 @@ class Connection(asyncio.Protocol):
             packed = tuple(
                 argument.codec.encode(value) for argument, value in zip(method.arguments, arguments, strict=True)
             )
-        except WireError as error:  # the same input is refused so where the engine runs in this process
+        except WireError as error:  # inline engines refuse the same input with this error
             raise InvalidRequest(f"an argument of {method.name} cannot be sent to the engine: {error}") from error
         call_id = next(self._ids)
         self._writes.put(Call(call_id, method.name, packed))
@@ -193,7 +195,7 @@ class Connection(asyncio.Protocol):
     def _progress(self, text: str) -> None:
         try:
             self._report(text)
-        except Exception:  # the caller's code; an exception of it here would break the connection
+        except Exception:  # the caller's code must not break the connection
             _logger.exception("the callback for the progress of the engine's start failed on %r", text)
 
     def _reply(self, message: Reply) -> None:
@@ -202,14 +204,14 @@ class Connection(asyncio.Protocol):
             self._writes.put(Cancel(message.id))
             stream.end(WireError(f"the host answered the stream {stream.method.name} with a Reply, not with Items"))
         if method is None or reply is None or reply.done():
-            return  # cancelled while the reply was under way
+            return  # cancelled while the reply was in transit
         try:
             reply.set_result(method.result.decode(message.result))
         except WireError as error:
             reply.set_exception(WireError(f"what the engine's {method.name} returned is not what it says: {error}"))
 
     def _not_for_a_call(self, what: str, call_id: int) -> None:
-        """End a plain call that was answered as a stream is: no reply to it will come."""
+        """Fail a plain call that was answered like a stream, since no reply to it will come."""
         method, reply = self._calls.pop(call_id, (None, None))
         if method is not None and reply is not None and not reply.done():
             self._writes.put(Cancel(call_id))
@@ -219,7 +221,7 @@ class Connection(asyncio.Protocol):
         stream = self._streams.get(message.id)
         if stream is None:
             self._not_for_a_call("an Item", message.id)
-            return  # closed while the item was under way
+            return  # closed while the item was in transit
         try:
             stream.put(stream.method.result.decode(message.value))
         except WireError as error:
@@ -229,7 +231,7 @@ class Connection(asyncio.Protocol):
 
     def _failure(self, message: Failure) -> None:
         if message.error == EngineDied.__name__:
-            # What it printed last comes another way, and may still be on it.
+            # Its last output comes through a pipe and may not have arrived yet.
             self._loop.call_later(_LAST_WORDS_S, self._failed, message)
         else:
             self._failed(message)
@@ -247,7 +249,7 @@ class Connection(asyncio.Protocol):
 
 
 class _Stream:
-    """What a stream brought and nobody has read yet."""
+    """Received items of a stream that are not read yet."""
 
     def __init__(self, method: Method, loop: asyncio.AbstractEventLoop) -> None:
         self.method = method
@@ -275,7 +277,7 @@ class _Stream:
 
 
 def _nobody(reason: str) -> None:
-    """For a socket that was closed on purpose."""
+    """Ignore the end of a socket that was closed on purpose."""
 
 
 __all__ = ["Connection"]

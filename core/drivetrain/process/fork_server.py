@@ -1,6 +1,6 @@
-"""A process that has imported an engine, from which hosts are forked: importing takes longer than most starts.
+"""Fork server: a process that has imported an engine and forks hosts, because imports take most of a start.
 
-For runs that start many engines, as the conformance suite does. Not where there is a GPU, which no fork survives.
+For runs that start many engines, such as the conformance suite. Not for GPUs: CUDA does not survive a fork.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _running: Final[dict[str, ForkServer]] = {}
 
 
 class ForkServer:
-    """While this context is open, hosts on ``python`` are forked.
+    """Context manager: while it is open, hosts on ``python`` are forked instead of spawned.
 
     Args:
-        backend: Name of the backend that the hosts will serve; its ``preload`` is what is done once.
-        python: The environment's Python; None: this one.
+        backend: Name of the backend that the hosts will serve; its ``preload`` runs once.
+        python: Python executable of the environment; None: this one.
 
     Raises:
-        EngineStartError: it does not start, or what it imports starts threads, of which a fork would have none.
+        EngineStartError: The server does not start, or its imports start threads, which a fork would lose.
     """
 
     def __init__(self, backend: str, python: str | None = None) -> None:
@@ -70,7 +70,7 @@ class ForkServer:
         self.close()
 
     def close(self) -> None:
-        """End it; hosts that still run end with it."""
+        """End the server; its running hosts end as well."""
         _running.pop(self._python, None)
         self._socket.close()
         self._process.wait()
@@ -79,12 +79,13 @@ class ForkServer:
         """Fork a host.
 
         Args:
-            arguments: As after ``python -m drivetrain.process``; ``{0}`` stands for the first of ``fds``, and so on.
-            environment: All of its environment.
-            fds: Files that it gets.
+            arguments: Arguments as after ``python -m drivetrain.process``; ``{0}`` stands for the first of ``fds``, and
+                so on.
+            environment: The host's complete environment.
+            fds: File descriptors to pass to the host.
 
         Raises:
-            OSError: this server has ended.
+            OSError: The server has ended.
         """
         ours, stdout = os.pipe()
         status, ended = os.pipe()
@@ -106,7 +107,7 @@ class ForkServer:
 
 
 class ForkedHost:
-    """What ``subprocess.Popen`` is to a child, for a child of the fork server."""
+    """Handle of a forked host, with the interface of ``subprocess.Popen``."""
 
     def __init__(self, pid: int, stdout: int, status: int) -> None:
         self.pid = pid
@@ -115,11 +116,15 @@ class ForkedHost:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Return its exit code as ``subprocess`` gives it, None while it runs."""
+        """Return the exit code in ``subprocess``'s convention; None while the host runs."""
         return self._wait(0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end, at most ``timeout`` seconds; raises ``subprocess.TimeoutExpired`` after that."""
+        """Wait until the host ends and return its exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: The host still runs after ``timeout`` seconds.
+        """
         code = self._wait(timeout)
         if code is None:
             raise subprocess.TimeoutExpired("drivetrain.process", timeout or 0)
@@ -128,14 +133,14 @@ class ForkedHost:
     def _wait(self, timeout: float | None) -> int | None:
         if self.returncode is None and select.select([self._status], [], [], timeout)[0]:
             said = array.array(_STATUS, os.read(self._status, array.array(_STATUS).itemsize))
-            # Nothing is said if the server was killed: its hosts end themselves then.
+            # Empty if the server was killed; its hosts then end themselves.
             self.returncode = said[0] if said else -signal.SIGKILL
             os.close(self._status)
         return self.returncode
 
 
 def running(python: str | None) -> ForkServer | None:
-    """The fork server of this Python, if there is one."""
+    """Return the fork server of this Python; None if there is none."""
     return _running.get(python or sys.executable)
 
 
@@ -160,7 +165,7 @@ def serve_forks(fd: int, preload: Callable[[], None], main: Callable[[list[str]]
     gc.freeze()
     connection.send(b"ready")
     ends: dict[int, tuple[int, int]] = {}
-    """Of each child by its pidfd: its pid, and where its exit code goes."""
+    """Children by pidfd: the pid, and the file descriptor to which the exit code is written."""
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
         while True:
@@ -203,7 +208,7 @@ def _be_host(message: bytes, stdout: int, fds: list[int], main: Callable[[list[s
     os.close(stdout)
     os.environ.clear()
     os.environ.update(environment)
-    tempfile.tempdir = None  # the host has one of its own
+    tempfile.tempdir = None  # the host has its own temporary folder
     return main([argument.format(*fds) for argument in arguments])
 
 

@@ -1,7 +1,7 @@
-"""Calls to a worker inside an engine's own process, as bytes: for a channel to it, or for an engine's own RPC.
+"""Encoded calls to a worker inside an engine's process, over a channel to it or the engine's own RPC.
 
-A call is a method of the ``Backend`` page, or of the worker's own, with its arguments, in the encoding of the wire
-protocol. Nothing that a call raises reaches the engine, which may end by it.
+A call names a method of the ``Backend`` page, or an additional method of the worker, with arguments in the wire
+protocol's encoding. Exceptions are returned as answers and never reach the engine, which could end by them.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _NOTHING: Final = msgspec.Raw(msgspec.msgpack.encode(None))
 
 
 class CallNotTaken(Exception):
-    """The worker could not be called, or did not come back; says what the engine's process saw."""
+    """The worker could not be called, or its answer was lost; the message holds the engine process's error."""
 
 
 class FailedElsewhere(Exception):
-    """Another rank could not do its part of what all do together; it says why."""
+    """Another rank failed in a collective step; the message holds its error."""
 
 
 class Calls:
-    """The methods that can be called: those of the ``Backend`` page, and more.
+    """The callable methods: those of the ``Backend`` page, and additional ones.
 
     Args:
-        more: Methods of the worker that the page does not have, by their functions.
+        more: Functions of the worker's additional methods.
     """
 
     def __init__(self, *more: Callable[..., object]) -> None:
@@ -57,19 +57,19 @@ class Calls:
         }
 
     def ask(self, method: str, arguments: tuple[object, ...], freeze: PauseMode | None = None) -> bytes:
-        """Encode a call, before which requests are to be frozen if ``freeze`` says how."""
+        """Encode a call; ``freeze`` says how to freeze requests before it."""
         codecs = self._methods[method].arguments
         encoded = tuple(argument.codec.encode(value) for argument, value in zip(codecs, arguments, strict=True))
         return msgspec.msgpack.encode(_Question(method, encoded, freeze))
 
     @staticmethod
     def method_of(question: bytes) -> str:
-        """Name of the method that a question calls."""
+        """Return the name of the method that an encoded call names."""
         return _questions.decode(question).method
 
     @staticmethod
     def freeze_of(question: bytes) -> PauseMode | None:
-        """How requests are to be frozen before it is called."""
+        """Return how to freeze requests before the call; None: not at all."""
         return _questions.decode(question).freeze
 
     def serve(
@@ -78,13 +78,13 @@ class Calls:
         question: bytes,
         gather: Callable[[Failure | None], list[Failure | None]] | None = None,
     ) -> bytes:
-        """Call the worker, and encode what it returned, or how it failed.
+        """Call the worker and encode its result or its error.
 
         Args:
-            worker: What has the method.
-            question: What :meth:`ask` returned.
-            gather: Exchanges what went wrong between ranks that take each call together; the first failure is what
-                all answer. None: there is one rank.
+            worker: Object that has the method.
+            question: An encoded call from :meth:`ask`.
+            gather: Exchanges errors between ranks that make each call together; all ranks answer with the first
+                failure. None: there is one rank.
         """
         answer = _Answer(_NOTHING)
         try:
@@ -95,7 +95,7 @@ class Calls:
             ]
             answer = _Answer(method.result.encode(getattr(worker, asked.method)(*arguments)))
         except FailedElsewhere:
-            pass  # the other rank's failure is what all answer
+            pass  # all ranks answer with the other rank's failure
         except Exception as error:
             answer = _Answer(_NOTHING, failure(0, error))
         if gather is not None:
@@ -109,23 +109,23 @@ class Calls:
 
     @staticmethod
     def not_taken(error: Exception) -> bytes:
-        """Answer a call that did not come to its worker, or not back."""
+        """Encode the answer to a call that did not reach its worker, or whose answer was lost."""
         if isinstance(error, DrivetrainError):
             return msgspec.msgpack.encode(_Answer(_NOTHING, failure(0, error)))
         return msgspec.msgpack.encode(_Answer(_NOTHING, None, f"{type(error).__name__}: {error}"))
 
     @staticmethod
     def succeeded(answer: bytes) -> bool:
-        """Whether a call did not fail."""
+        """Return True if the call did not fail."""
         decoded = _answers.decode(answer)
         return decoded.failure is None and decoded.not_taken is None
 
     def result_of(self, method: str, answer: bytes) -> object:
-        """Decode what a call returned.
+        """Decode the result of a call.
 
         Raises:
-            DrivetrainError: what it raised.
-            CallNotTaken: the engine's process could not call the worker.
+            DrivetrainError: The error that the method raised.
+            CallNotTaken: The engine's process could not call the worker.
         """
         decoded = _answers.decode(answer)
         if decoded.not_taken is not None:

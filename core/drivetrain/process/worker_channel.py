@@ -1,7 +1,7 @@
-"""A socket from a host to a process of its engine: calls go past the engine's own queues and threads.
+"""A socket from a host to a process of its engine, for calls that bypass the engine's own queues and threads.
 
-The host listens under a name that nobody else is told, and the process connects. Questions go one way and answers the
-other, in frames of :mod:`drivetrain.process.wire` whose first four bytes say which question it is, or is answered.
+The host listens under a secret name, and the process connects. Questions go one way and answers the other, in frames of
+:mod:`drivetrain.process.wire` whose first four bytes are the question's number.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from drivetrain.process.wire import FRAME_LIMIT, FrameReader
 
 _ENOUGH: Final = 64 * 1024
 _CREDENTIALS: Final = struct.Struct("3i")
-"""Process, user and group of a socket's other end."""
+"""Process, user and group id of a socket's peer."""
 _NUMBERS: Final = 2**32
 _listening: Final[weakref.WeakSet[ChannelListener]] = weakref.WeakSet()
 
 
 class ChannelListener:
-    """Where a process will connect. Of Linux's abstract names, which leave nothing in the file system."""
+    """Listens for a process of the engine, under an abstract Linux socket name, which leaves no file behind."""
 
     def __init__(self) -> None:
         self.name = f"drivetrain-{uuid.uuid4().hex}"
@@ -40,10 +40,14 @@ class ChannelListener:
         _listening.add(self)
 
     async def accept(self, lost: Callable[[], DrivetrainError], patience: float = 60.0) -> Channel:
-        """Wait for the process, which runs; ``lost`` makes the error of who asks when it is gone.
+        """Wait until the engine's running process connects.
+
+        Args:
+            lost: Makes the error for calls once the process is gone.
+            patience: Timeout in seconds.
 
         Raises:
-            EngineStartError: it did not connect within ``patience`` seconds.
+            EngineStartError: The process did not connect in time.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -52,7 +56,7 @@ class ChannelListener:
                     connection, _ = await loop.sock_accept(self._socket)
                     if _user_of(connection) == os.getuid():
                         break
-                    connection.close()  # whoever it is, it found the name in a list
+                    connection.close()  # another user, who found the name in a list of sockets
         except TimeoutError as error:
             raise EngineStartError(
                 f"the engine runs, but its process did not connect within {patience:g} s: drivetrain's plugin is not "
@@ -64,13 +68,13 @@ class ChannelListener:
         return channel
 
     def close(self) -> None:
-        """Listen no more, nor let a process that was forked meanwhile."""
-        with suppress(OSError):  # it may be closed
+        """Stop listening, also in processes that were forked meanwhile."""
+        with suppress(OSError):  # already closed
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def close_copy(self) -> None:
-        """Close this process's copy: the process that it was forked from goes on listening."""
+        """Close this forked process's copy of the socket; the parent goes on listening."""
         self._socket.close()
 
 
@@ -79,12 +83,12 @@ def _close_listeners() -> None:
         listener.close_copy()
 
 
-# A forked process would go on listening after the host has stopped.
+# A forked process would otherwise go on listening after the host has stopped.
 os.register_at_fork(after_in_child=_close_listeners)
 
 
 class Channel(asyncio.Protocol):
-    """The host's end. Made by :class:`ChannelListener`."""
+    """The host's end of a channel. Made by :class:`ChannelListener`."""
 
     def __init__(self, lost: Callable[[], DrivetrainError]) -> None:
         self._lost = lost
@@ -97,7 +101,7 @@ class Channel(asyncio.Protocol):
         """Send a question and wait for its answer.
 
         Raises:
-            DrivetrainError: the process is gone, or the channel closed.
+            DrivetrainError: The process is gone, or the channel is closed.
         """
         if self._transport is None:
             raise self._lost()
@@ -108,7 +112,7 @@ class Channel(asyncio.Protocol):
         return await answer
 
     def close(self) -> None:
-        """Let go of the process; whoever waits gets the error of one that is gone."""
+        """Close the channel; pending questions fail with the error of a lost process."""
         if self._transport is not None:
             self._transport.abort()
             self.connection_lost(None)
@@ -132,28 +136,28 @@ class Channel(asyncio.Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A question that came."""
+    """A received question."""
 
     number: int
     question: bytes
 
 
 class AnswerChannel:
-    """The end of the engine's process. One thread receives."""
+    """The engine process's end of a channel. Only one thread may receive."""
 
     def __init__(self, name: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(f"\0{name}")
         self._frames = FrameReader(FRAME_LIMIT)
         self.open = True
-        """Whether the host is there."""
+        """False once the host is gone."""
 
     def fileno(self) -> int:
-        """For those that wait for several things at once."""
+        """Return the file descriptor, for ``select`` and the like."""
         return self._socket.fileno()
 
     def receive(self, *, wait: bool) -> list[Asked]:
-        """Questions that have come. There may be none unless ``wait``, and are none once the host is gone."""
+        """Return the received questions. The list may be empty without ``wait``, or once the host is gone."""
         while self.open:
             try:
                 data = self._socket.recv(_ENOUGH, 0 if wait else socket.MSG_DONTWAIT)
@@ -171,14 +175,14 @@ class AnswerChannel:
         return []
 
     def answer(self, asked: Asked, answer: bytes) -> None:
-        """Answer a question. From one thread at a time."""
+        """Answer a question. Only one thread may answer at a time."""
         try:
             self._socket.sendall(_frame(asked.number, answer))
         except OSError:
-            self.open = False  # who asked is gone, and the engine will be
+            self.open = False  # the host is gone, and the engine soon will be
 
     def close(self) -> None:
-        """Let go of the host."""
+        """Close the channel."""
         self.open = False
         self._socket.close()
 
