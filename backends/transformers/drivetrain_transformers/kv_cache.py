@@ -4,10 +4,10 @@ Rows are aligned at their newest token, so that one step appends one column for 
 columns to the left of a row's first token are masked. This is the layout of a left-padded batch, which every causal LM
 of transformers handles, so nothing here depends on the architecture.
 
-        start             end
-row 0     . . . a b c d e f
-row 1     . g h i j k l m n        a step writes column `end` and increments it
-row 2     o p q r s t u v w
+            start             end
+    row 0     . . . a b c d e f
+    row 1     . g h i j k l m n        a step writes column `end` and increments it
+    row 2     o p q r s t u v w
 """
 
 from __future__ import annotations
