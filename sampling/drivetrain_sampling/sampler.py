@@ -184,7 +184,7 @@ class Sampler:
         cumulative = weights(processed).cumsum_(-1)
         total = cumulative[:, -1:]
         target = (uniform(self._seeds, self.steps)[:, None] * total).long()
-        # Rounding may reach the total, beyond the last token.
+        # Rounding may give the total itself, which lies beyond the last token.
         target = torch.minimum(target, total - 1)
         # With NaN logits, the search may end beyond the vocabulary.
         drawn = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=cumulative.shape[-1] - 1)

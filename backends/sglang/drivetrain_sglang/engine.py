@@ -455,7 +455,7 @@ class SGLangBackend(WorkerBackend):
             raise EngineInternalError(f"SGLang's scheduler could not take a call: {error}") from error
 
     async def _lost_process(self) -> bool:
-        """Return whether one of SGLang's processes has ended, waiting a moment: a rank may notice that earlier."""
+        """Return whether one of SGLang's processes has ended; waits a moment, as a rank may notice it earlier."""
         ends = asyncio.get_running_loop().time() + _SEEN_S
         while all(runs(process) for process in self._processes):
             if asyncio.get_running_loop().time() > ends:

@@ -149,7 +149,7 @@ CONFIG_NAMES: Final[Mapping[str, str]] = {
     "max_lora_rank": "max_lora_rank",
     **{field: "checked against the server" for field in _AGREES if field != "weight_version"},
 }
-"""EngineConfig field to the part that honours it."""
+"""EngineConfig fields, with the argument or component that honours each."""
 
 
 def check_agreement(config: EngineConfig, says: ServerSays) -> None:

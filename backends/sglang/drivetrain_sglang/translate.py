@@ -52,7 +52,7 @@ CONFIG_NAMES: Final[Mapping[str, str]] = {
     "media": "drivetrain.media.qwen_vision",
     "engine_kwargs": "Engine(**)",
 }
-"""EngineConfig field to the part that honours it."""
+"""EngineConfig fields, with the argument or component that honours each."""
 
 WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "allowed_media_domains": ENGINE_FETCHES,
@@ -477,7 +477,10 @@ class Collected:
         return [*self._replaced, (version, math.inf)]
 
     def _experts(self, count: int) -> list[list[list[int]]]:
-        """Return the experts of the pass that drew each output token; SGLang omits the last token's own pass."""
+        """Return, for each output token, the experts of the pass that it was drawn from.
+
+        SGLang omits the last token's own pass.
+        """
         encoded = self._meta.get("routed_experts")
         if encoded is None or not count:
             return []

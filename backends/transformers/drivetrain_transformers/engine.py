@@ -308,7 +308,7 @@ class TransformersBackend(Backend):
         return await self._running.call(lambda: weights.read(name))
 
     async def validate_weights(self) -> WeightReport:
-        """Check every tensor in place for NaN, infinity and zeros only."""
+        """Check every tensor in place for NaN, infinity, and nothing but zeros."""
         return await self._running.call(self._received.validate)
 
     async def save_sharded(self, path: str) -> None:

@@ -278,7 +278,7 @@ class Scheduler:
     # Ends --------------------------------------------------------------------------------------------------------
 
     def _end_failed(self, ended: list[tuple[int, FinishReason, int | None]], failed: list[tuple[int, int]]) -> None:
-        """End rows without a drawable token, each with its own error, and the rows that ended normally."""
+        """End rows from which no token could be drawn, each with its own error, and rows that ended normally."""
         ends = {row: (reason, matched) for row, reason, matched in ended}
         failures = dict(failed)
         for row in sorted(ends.keys() | failures.keys(), reverse=True):
@@ -295,7 +295,7 @@ class Scheduler:
             self._fail(row, error)
 
     def _fail(self, row: int, error: DrivetrainError) -> None:
-        """End one row with an error, and erase its cache so that nothing of it spreads."""
+        """End one row with an error, and erase its cache, which may hold NaN."""
         self._cache.erase(row)
         self._release(row).sink(error)
 

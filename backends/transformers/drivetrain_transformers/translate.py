@@ -26,7 +26,7 @@ CONFIG_NAMES: Final[Mapping[str, str]] = {
     "max_lora_rank": "largest rank of a peft adapter",
     "engine_kwargs": "from_pretrained(**)",
 }
-"""EngineConfig field to the part of the backend that honours it."""
+"""EngineConfig fields, with the argument or component that honours each."""
 
 DEFAULT_MAX_NUM_SEQS: Final = 256
 DEFAULT_MAX_BATCHED_TOKENS: Final = 8192

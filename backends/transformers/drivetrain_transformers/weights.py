@@ -74,7 +74,7 @@ class Weights:
         return read_weight(self._target, name)
 
     def validate(self) -> WeightReport:
-        """Check every tensor for NaN, infinity and zeros only."""
+        """Check every tensor for NaN, infinity, and nothing but zeros."""
         return validate_weights(self._target)
 
     def write(self, folder: Path) -> None:

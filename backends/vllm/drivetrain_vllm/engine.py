@@ -532,7 +532,7 @@ def _of_a_gpu(config: EngineConfig) -> set[Capability]:
 
 
 def _has_plain_kernels(config: EngineConfig) -> bool:
-    """Return whether determinism was tested: a text-only model, generating with its own weights, on one GPU."""
+    """Return whether determinism was tested for such an engine: text only, generating, its own weights, one GPU."""
     plain = config.task is Task.GENERATE and config.tensor_parallel_size == 1 and not config.enable_lora
     return plain and config.engine_kwargs.get("quantization") is None and not vision_capabilities(config)
 

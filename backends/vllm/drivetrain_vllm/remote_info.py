@@ -227,7 +227,7 @@ CONFIG_NAMES: Final[Mapping[str, str]] = {
     "task": "runner",
     **{field: "checked against the server" for field in _AGREES},
 }
-"""EngineConfig field to the part that honours it."""
+"""EngineConfig fields, with the argument or component that honours each."""
 
 
 def check_agreement(config: EngineConfig, says: ServerSays) -> None:

@@ -49,7 +49,7 @@ CONFIG_NAMES: Final[Mapping[str, str]] = {
     "media": "drivetrain.media.qwen_vision",
     "engine_kwargs": "AsyncEngineArgs(**)",
 }
-"""EngineConfig field to the part that honours it."""
+"""EngineConfig fields, with the argument or component that honours each."""
 
 WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "allowed_media_domains": ENGINE_FETCHES,
@@ -307,7 +307,7 @@ def plain_sampling_params(request: GenerateRequest) -> dict[str, object]:
         "presence_penalty": params.presence_penalty,
     }
     if params.logprobs is not None:
-        # The drawn token takes one of the requested places.
+        # vLLM counts the drawn token among the requested ones.
         native["logprobs"] = params.logprobs and params.logprobs + 1
     if params.prompt_logprobs is not None:
         native["prompt_logprobs"] = params.prompt_logprobs

@@ -17,7 +17,7 @@ from drivetrain_weight_sync.tracing.quantised_parts import held_by
 from drivetrain_weight_sync.tracing.traced_target import TracedTarget
 
 _ROWS: Final = 2
-"""Rows compared at each end of a tensor. Packing, transposing or padding changes them, and little need be read."""
+"""Rows compared at each end of a tensor: packing, transposing or padding would show in these few."""
 
 
 def require_as_stored(target: WeightTarget, folder: Path) -> None:

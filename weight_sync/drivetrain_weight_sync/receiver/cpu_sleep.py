@@ -1,4 +1,4 @@
-"""Sleep for engines on a CPU, which have none: storages free and regain their memory and keep their identity."""
+"""Sleep on a CPU, which engines do not offer: storages give up and regain their memory, and keep their identity."""
 
 from __future__ import annotations
 

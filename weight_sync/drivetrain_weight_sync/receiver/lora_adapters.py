@@ -225,7 +225,7 @@ def _parts(
 
 
 def _check_copy(path: str, name: str, tensor: torch.Tensor, base: Callable[[str], torch.Tensor] | None) -> None:
-    """Accept the base embedding that peft saves beside an adapter of it, if it equals the engine's own."""
+    """Accept the base embedding that peft saves beside an adapter for it, if it equals the engine's own."""
     own = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
     try:
         weight = base(own).cpu() if base is not None else None

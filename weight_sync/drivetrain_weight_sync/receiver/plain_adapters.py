@@ -1,4 +1,4 @@
-"""Rewrite adapters so that every engine computes them alike: one rank, one scale, all layers of a fused one."""
+"""Rewrite adapters so that every engine computes them alike: one rank, one scale, no fused layer adapted in part."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class RankWeights(ABC):
     @property
     @abstractmethod
     def folder(self) -> Path | None:
-        """Folder from which the engine read its weights; None if it made dummy weights."""
+        """Folder from which the engine read its weights; None for dummy weights or a model that is no local folder."""
 
     @property
     @abstractmethod
@@ -213,7 +213,7 @@ class RankWeights(ABC):
         return tensor_data(name, target.assembled(name, pieces))
 
     def validate_weights(self) -> WeightReport:
-        """Check every tensor in place for NaN, infinity and zeros only."""
+        """Check every tensor in place for NaN, infinity, and nothing but zeros."""
         self._have_receiver()
 
         def validate() -> WeightReport:

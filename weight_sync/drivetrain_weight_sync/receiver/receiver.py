@@ -340,7 +340,7 @@ class Receiver:
         return sum(placed.nbytes for index in indices for placed in self._plan.buckets[index].tensors)
 
     def _load_in_place(self, reader: Reader, indices: tuple[int, ...]) -> None:
-        """Load buckets that stay at fixed addresses, by replaying an earlier load that was verified."""
+        """Load buckets at fixed addresses; if an earlier load of them was verified, replay it in one launch."""
         place = (self._plan_number, reader.place, indices)
         done = self._target.load_again(place, self._proved)
         if len(done) < sum(len(self._plan.buckets[index].tensors) for index in indices):
@@ -352,7 +352,7 @@ class Receiver:
     def _noted(
         self, tensors: Iterator[tuple[str, torch.Tensor | Patch]], proved: Set[str] = frozenset()
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pass tensors on, applying patches, and record digests that :meth:`_verify` needs of parts and conversions."""
+        """Pass tensors on: apply patches, and record digests of partial and converted tensors for :meth:`_verify`."""
         for name, tensor in tensors:
             if isinstance(tensor, Patch):
                 yield name, self._patched(name, tensor)
@@ -378,8 +378,8 @@ class Receiver:
         whole = self._target.whole(name)
         part = self._target.part_of(name, whole)
         if part is not None:
-            # The whole cannot be verified here. The part is proved instead: its base matches, and so did the patch in
-            # transit.
+            # The whole cannot be verified here, but the part can: its base matches, and the patch arrived as it was
+            # sent.
             if self._base[name][1] != digest(part):
                 raise WeightTransferFailed(
                     f"{name} is not what the last update brought: something else changed it; push all weights again"
@@ -407,7 +407,7 @@ class Receiver:
             raise WeightTransferFailed(
                 f"buckets {absent} of {len(self._plan.buckets)} were not loaded; load every bucket before VerifyUpdate"
             )
-        # Does not wait for copies on a GPU:
+        # This does not wait for copies on a GPU.
         on_the_way = self._target.expect(self._digests)
         # The digest of a copy does not cover its destination: read each tensor back once, then trust that its copies
         # arrive.

@@ -25,7 +25,7 @@ class Arrivals:
         return number is not None and number // 8 < len(self._bits) and bool(self._bits[number // 8] >> number % 8 & 1)
 
     def tokens(self, request_ids: Iterable[str], live: Mapping[str, int]) -> dict[str, int]:
-        """Return token counts of unfinished requests: ``live`` gives those running, 0 those that have not arrived."""
+        """Return token counts of unfinished requests: from ``live`` if running, 0 if the request has not arrived."""
         tokens: dict[str, int] = {}
         for request_id in request_ids:
             if request_id in live:

@@ -41,9 +41,9 @@ def tensor_data(name: str, tensor: torch.Tensor) -> TensorData:
 
 
 def validate_weights(target: WeightTarget) -> WeightReport:
-    """Check every tensor in place for NaN, infinity and zeros only."""
+    """Check every tensor in place for NaN, infinity, and nothing but zeros."""
     names = [spec.name for spec in target.manifest().tensors]
-    # One at a time: fused tensors are copied apart to be checked.
+    # One at a time: a fused tensor is copied out of its parameter to be checked.
     bad: dict[str, str] = {}
     zero: list[str] = []
     for name in names:

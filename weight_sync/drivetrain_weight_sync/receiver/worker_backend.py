@@ -236,7 +236,7 @@ class WorkerBackend(Backend):
         return cast(TensorData, await self.ask("read_weight", name))
 
     async def validate_weights(self) -> WeightReport:
-        """Check every tensor in place for NaN, infinity and zeros only."""
+        """Check every tensor in place for NaN, infinity, and nothing but zeros."""
         return cast(WeightReport, await self.ask("validate_weights"))
 
     async def save_sharded(self, path: str) -> None:

@@ -80,7 +80,8 @@ class Copy:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    """Arguments of ``torch.as_strided`` for the part of a contiguous checkpoint tensor with a storage of its own."""
+    """Arguments of ``torch.as_strided`` that select the part from a contiguous checkpoint tensor without storage
+    offset."""
 
     def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the copied part of a contiguous tensor that has the checkpoint tensor's shape."""
@@ -191,7 +192,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kept: list[torch.Tensor] = []
         """Keeps storages alive, so that no new one reuses an id."""
         self._fresh: set[int] = set()
-        """Storages made during the trace from anything else."""
+        """Storages made during the trace that hold no given values."""
         self._written: dict[int, list[tuple[frozenset[str], torch.Tensor]]] = {}
         """By storage of the engine: each view that would be written to, and the given tensors whose values it would
         hold."""
@@ -307,7 +308,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _without_memory(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation on the meta device if any of its inputs is there."""
+    """Run an operation on the meta device if any of its inputs is a meta tensor."""
     if any(value.is_meta for value in tensors_in(args, kwargs)):
         args, kwargs = tree_map_only(torch.Tensor, _shape_of, (args, kwargs or {}))
         if kwargs.get("device") is not None:

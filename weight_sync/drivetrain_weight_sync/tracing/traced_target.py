@@ -358,7 +358,7 @@ def _holders(model: nn.Module | None) -> dict[int, nn.Module]:
 
 
 def _at_once(name: str, whole: torch.Tensor, ways: Sequence[Copy]) -> list[DeviceCopy]:
-    """Plan the copies of a tensor for one kernel that also digests the whole; empty if the kernel cannot make them."""
+    """Return a tensor's copies for a kernel launch that also digests the whole; empty if no kernel can make them."""
     parts = [_device_copy(whole, way) for way in ways] or [DeviceCopy(whole)]
     first = parts[0]
     if first.source.nbytes < whole.nbytes and len(ways) == 1:

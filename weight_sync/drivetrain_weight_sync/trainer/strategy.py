@@ -15,7 +15,7 @@ from drivetrain_weight_sync.transports.plugins import Transport, find_transport,
 
 
 class Strategy(Enum):
-    """A transport by which weights travel. The value is the name used in files."""
+    """The transport of a push. The value is the name used in files."""
 
     AUTO = "auto"
     """The fastest that the engine claims."""

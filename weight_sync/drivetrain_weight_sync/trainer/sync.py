@@ -409,7 +409,7 @@ class WeightSync:
     async def _broadcast(
         self, sender: BroadcastSender, request: WeightUpdateRequest, calls: list[list[int]]
     ) -> UpdateUnderWay:
-        """Receive the buckets while they are sent, call by call; if one call holds all, make it the whole update."""
+        """Receive the buckets call by call while they are sent; a single call makes the whole update at once."""
         if len(calls) > 1:
             async with self._engine.weight_update(request) as update:
                 for indices in calls:

@@ -58,7 +58,7 @@ class Sender(ABC):
         raise WeightSyncError(f"a {type(self).__name__} brings every tensor whole already; its reader named a base")
 
     def forget(self) -> None:  # noqa: B027
-        """Drop assumptions about what the engine holds and how far it is. Safe from any thread."""
+        """Drop all assumptions about the engine's weights and progress. Safe from any thread."""
 
     @property
     def sent_nbytes(self) -> int | None:
@@ -66,7 +66,7 @@ class Sender(ABC):
         return None
 
     def release(self) -> None:  # noqa: B027
-        """Free state of the push that ended, well or not. Senders that keep their buffers need not override this."""
+        """Free the state of an ended push, successful or not. Senders that keep buffers need not override this."""
 
     def close(self) -> None:
         """Free everything."""
@@ -136,7 +136,7 @@ class Reader(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Free state of the update that ended, well or not."""
+        """Free the state of an ended update, successful or not."""
 
     def close(self) -> None:
         """Free everything."""

@@ -160,8 +160,7 @@ class BroadcastReader(Reader):
             broadcast.precede()
             yield [index]
             if len(self._under_way) == 1:
-                # Launched work must not be waited for before the broadcasts are known to have ended: a trainer may be
-                # gone.
+                # Make sure that the broadcasts ended before anyone waits for launched work: a trainer may be gone.
                 broadcast.wait()
             self._under_way.popleft()
 

@@ -158,7 +158,7 @@ class CudaIpcInPlaceSender(Sender):
     def _described(self) -> CudaIpcSource:
         segments: list[Segment] = []
         numbers: dict[int, int] = {}
-        """Index of each segment, by its begin."""
+        """Index of each segment, by its first address."""
         places: list[tuple[int, int]] = []
         for spec in self._plan.tensors:
             pointer, device = self._put[spec.name]

@@ -53,12 +53,12 @@ class DeltaTransport(Transport):
     name = "delta"
 
     def sender(self) -> DeltaSender:
-        """Make the trainer's end."""
+        """Return the trainer's end of the transport."""
         return DeltaSender(self.directory)
 
     @classmethod
     def reader(cls) -> DeltaReader:
-        """Make the end of one of the engine's workers."""
+        """Return an engine worker's end of the transport."""
         return DeltaReader()
 
 

@@ -25,7 +25,7 @@ def is_available() -> bool:
 
 
 class DeviceArena:
-    """GPU memory that other processes can map by ``handle``, allocated outside torch's allocator, which moves memory.
+    """GPU memory that other processes can map by ``handle``, apart from torch's allocator, so that it stays in place.
 
     Args:
         nbytes: Its size.

@@ -34,12 +34,12 @@ class Transport(ABC):
 
     @abstractmethod
     def sender(self) -> Sender:
-        """Make the trainer's end."""
+        """Return the trainer's end of the transport."""
 
     @classmethod
     @abstractmethod
     def reader(cls) -> Reader:
-        """Make the end of one of the engine's workers."""
+        """Return an engine worker's end of the transport."""
 
 
 def transport_names() -> list[str]:

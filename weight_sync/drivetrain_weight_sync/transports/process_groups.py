@@ -30,7 +30,7 @@ _POLL_S: Final = (0.00005, 0.0005)
 _NCCL_ERRORS: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _construction: Final = threading.Lock()
 _endings: Final[weakref.WeakSet[threading.Thread]] = weakref.WeakSet()
-"""Threads that end groups which were left."""
+"""Threads that end groups after they were left."""
 _MOMENT_S: Final = 0.2
 """How long leaving a group waits for it to end; with nothing under way it takes less."""
 _LAST_S: Final = 5.0

@@ -83,6 +83,6 @@ def _end(req: Req, failure: int, *, is_cached: bool) -> None:
     req.to_finish = FINISH_ABORT(said.message())
     req.skip_radix_cache_insert = True
     if req.grammar is not None:
-        # A step that was already launched may hold it too.
+        # A step that was already launched may use the grammar, too.
         req.grammar.finished = True
         req.grammar = None

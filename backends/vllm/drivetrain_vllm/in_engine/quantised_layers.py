@@ -86,7 +86,7 @@ def _is_converted(layer: nn.Module) -> bool:
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
-    if hasattr(layer, "impl"):  # attention layers are repeated as derived tensors instead
+    if hasattr(layer, "impl"):  # attention is handled as a derived tensor
         return False
     noted = get_layerwise_info(layer).restore_metadata[0]
     held = {

@@ -114,7 +114,7 @@ class Requests:
         return torch.where(drawable(top)[:, None], token_ids, 0)
 
     def take_checked(self) -> tuple[list[str], torch.Tensor] | None:
-        """Return the values recorded by :meth:`check`, once."""
+        """Return the values recorded by :meth:`check`, and forget them."""
         checked, self.checked = self.checked, None
         return checked
 

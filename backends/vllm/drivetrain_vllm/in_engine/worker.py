@@ -49,7 +49,8 @@ class Worker(RankWeights):
         from vllm.config import set_current_vllm_config
 
         config = self._worker.model_config
-        # For models from transformers, vLLM has patched their class, which needs this configuration.
+        # vLLM patches the class of a model that it runs through transformers; the patched class needs this
+        # configuration.
         with set_current_vllm_config(self._worker.vllm_config):
             return checkpoint_of(config.model, config.revision, trust_remote_code=config.trust_remote_code)
 
