@@ -1,4 +1,4 @@
-"""Transports that plugins bring, by name: an entry point of the group ``drivetrain.weight_transports`` each."""
+"""Plugin transports, found by name in the entry-point group ``drivetrain.weight_transports``."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from drivetrain.errors import InvalidRequest, WeightSyncError
 from drivetrain_weight_sync.transports.base import Reader, Sender
 
 GROUP: Final = "drivetrain.weight_transports"
-"""The entry-point group: its names are those of transports, its values their classes."""
+"""The entry-point group. An entry's name is the transport's name, its value the class."""
 
 
 class Transport(ABC):
-    """A way for weights to travel, with both of its ends.
+    """A transport with both of its ends.
 
-    The trainer's process makes one and asks it for the sender; each of the engine's workers finds the class by its name
-    and asks it for a reader, so the plugin must be installed on both sides. The sender's ``source()`` is a
-    ``PluginSource`` of that name. Whatever brought them, tensors are verified against the sender's digests before the
+    The trainer's process creates an instance and asks it for the sender. Each worker of the engine finds the class by
+    its name and asks it for a reader, so the plugin must be installed on both sides. The sender's ``source()`` is a
+    ``PluginSource`` of that name. Whatever the transport, tensors are verified against the sender's digests before the
     update is committed.
 
     Args:
@@ -27,32 +27,32 @@ class Transport(ABC):
     """
 
     name: ClassVar[str]
-    """By which a trainer chooses it, and which is that of its entry point."""
+    """The name by which a trainer chooses it, and of its entry point."""
 
     def __init__(self, directory: Path | None = None) -> None:
         self.directory = directory
 
     @abstractmethod
     def sender(self) -> Sender:
-        """Make the trainer's end."""
+        """Return the trainer's end of the transport."""
 
     @classmethod
     @abstractmethod
     def reader(cls) -> Reader:
-        """Make the end of one of the engine's workers."""
+        """Return an engine worker's end of the transport."""
 
 
 def transport_names() -> list[str]:
-    """Return the names of those that are installed here; nothing is imported."""
+    """Return the names of the installed transports; nothing is imported."""
     return sorted(importlib.metadata.entry_points(group=GROUP).names)
 
 
 def find_transport(name: str) -> type[Transport]:
-    """Import one.
+    """Import a transport's class.
 
     Raises:
-        InvalidRequest: none of that name is installed here.
-        WeightSyncError: two are, or it does not load.
+        InvalidRequest: no transport of that name is installed here.
+        WeightSyncError: two plugins have the name, or the class does not load.
     """
     entries = importlib.metadata.entry_points(group=GROUP, name=name)
     distributions = {entry.dist.name if entry.dist else entry.value: entry for entry in entries}

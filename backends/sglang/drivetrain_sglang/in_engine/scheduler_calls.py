@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false
-"""The scheduler's side of the backend: what the ``Backend`` page asks for, done between two steps of the batch.
+"""Calls of the backend to the worker, run in SGLang's scheduler between two steps of the batch.
 
-A call comes through a channel of ours to the first rank, and goes on as one of SGLang's own collective RPCs, which
-every rank has at the same time.
+A call reaches the first rank through drivetrain's channel. It is then distributed as one of SGLang's own collective
+RPCs, which every rank receives at the same step.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def _worker(scheduler: Any) -> Worker:
 
 
 class _Process:
-    """What there is once in a scheduler's process."""
+    """State of a scheduler's process."""
 
     channel: AnswerChannel | None = None
-    """Of the first rank."""
+    """The channel, on the first rank only."""
 
 
 def _listen(_: None, scheduler: Any) -> None:
@@ -76,7 +76,7 @@ def _listen(_: None, scheduler: Any) -> None:
 
 
 def _receive(requests: list[Any] | None, _: Any) -> list[Any] | None:
-    """Calls come behind the requests that are there, as if they had come through SGLang's own socket."""
+    """Append calls to the requests that arrived, as if they came through SGLang's own socket."""
     channel = _Process.channel
     if channel is None or requests is None:
         return requests
@@ -118,7 +118,8 @@ def _arrives(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
     worker.arrivals.note(request.rid)
     taken = original(scheduler, request)
     if worker.asleep and not worker.is_paused:
-        # Its caller went away, and this engine fell asleep while it was on its way: there is no memory to run it in.
+        # The engine fell asleep while the request was on its way; its caller is gone, and there is no memory to run it
+        # in.
         from sglang.srt.managers.io_struct import AbortReq
 
         scheduler.abort_request(AbortReq(rid=request.rid))
@@ -139,12 +140,12 @@ def _process(original: Callable[..., Any], scheduler: Any, batch: Any, result: A
 
 
 def _only_our_stops(_: None, scheduler: Any) -> None:
-    # A request names every id that ends it, EOS included unless it goes on past EOS.
+    # A request names every id that ends it, including EOS unless it ignores EOS.
     scheduler.model_config.hf_eos_token_id = set()
 
 
 def _no_invented_bias(_: None, scheduler: Any) -> None:
-    """SGLang's reward models have a bias that checkpoints lack, and leave it as memory happened to be."""
+    """Zero the bias of SGLang's reward models if the checkpoint lacks it: SGLang leaves it uninitialised."""
     model = scheduler.tp_worker.model_runner.model
     bias = dict(model.named_parameters()).get("score.bias")
     if bias is not None:
@@ -153,11 +154,11 @@ def _no_invented_bias(_: None, scheduler: Any) -> None:
 
 
 def _no_snapshots(*_: object, **__: object) -> None:
-    """SGLang's router reads them from a file in shared memory, which outlives the engine."""
+    """Do nothing: the snapshots, for SGLang's router, are in a shared-memory file that would outlive the engine."""
 
 
 def _make_grammars(_: None, manager: Any, scheduler: Any) -> None:
-    """Without a tokenizer in its scheduler, which we leave out to be rid of the detokenizer, SGLang has no grammars."""
+    """Create the grammar backend, which SGLang omits without a tokenizer; there is none so that no detokenizer runs."""
     if manager.grammar_backend is not None or not scheduler.is_generation:
         return
     from sglang.srt.constrained.base_grammar_backend import create_grammar_backend

@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false
-"""The engine core's side of the backend: what the ``Backend`` page asks for, done between two steps of the batch.
+"""Calls of the backend to the engine core and its workers, served between two steps of the batch.
 
-A call comes through a channel of ours, whose thread hands it to the loop of the engine core. What is a scheduler's to
-do is done here; the rest is every worker's.
+A call arrives through drivetrain's channel, whose thread hands it to the engine core's loop. Calls to the scheduler are
+served here; others are forwarded to every worker.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CORE: Final = "_drivetrain_core"
 
 
 class Core:
-    """The scheduler. Methods are named as on the ``Backend`` page and mean the same."""
+    """Calls that need the scheduler. Methods have the names and meanings of those on the ``Backend`` page."""
 
     def __init__(self, core: Any) -> None:
         self._core = core
@@ -46,13 +46,13 @@ class Core:
         return EngineStats(running=running, waiting=waiting, kv_cache_bytes=cache, weight_bytes=weights)
 
     def tokens_so_far(self, request_ids: list[str]) -> dict[str, int]:
-        """How many tokens each of these has; those that are complete are left out."""
+        """Return token counts of unfinished requests; finished ones are left out."""
         requests = [one for one in self._core.scheduler.requests.values() if not one.is_finished()]
         live = {_given(request.request_id): request.num_output_tokens for request in requests}
         return self.arrivals.tokens(request_ids, live)
 
     def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes that no request holds; the backend never asks for the others again."""
+        """Free cached prefixes that no request holds; the backend never asks for the others again."""
         self._core.scheduler.reset_prefix_cache()
 
     def sleep(self, tags: frozenset[MemoryTag]) -> None:
@@ -74,7 +74,7 @@ class Core:
     def apply_weights(self, update: ApplyUpdate) -> WeightReply:
         """Take all steps of an update."""
         reply = cast("WeightReply", self._of_workers("begin_weights", update))
-        # While a GPU copies:
+        # Overlaps with copies on the GPU:
         if not update.keep_prefix_cache:
             self.reset_prefix_cache()
         self._core.reset_encoder_cache()
@@ -87,15 +87,15 @@ class Core:
         return self.apply_weights(update), self.tokens_so_far(request_ids)
 
     def set_weight_version(self, version: str) -> None:
-        """Label the weights."""
+        """Label the weights with a version."""
         failed_requests.trust(self._core.scheduler)
-        # Releases that do not have it give tokens no labels: there the backend counts them.
+        # Releases without this method do not label tokens; the backend counts them instead.
         if hasattr(self._core, "set_weight_version"):
             self._core.set_weight_version(version)
 
 
 def _given(request_id: str) -> str:
-    """The id that the backend gave, to which vLLM has added characters without a dot."""
+    """Return the backend's id of a request, without the suffix that vLLM adds, which has no dot."""
     given, dot, _ = request_id.rpartition(".")
     return given + dot
 
@@ -112,7 +112,7 @@ def _of(core: Any) -> Core:
 
 
 def forward(core: Any, question: bytes) -> bytes:
-    """Ask every worker; all answer the same.
+    """Call every worker; return the first answer, as all are equal.
 
     Raises:
         EngineDied: one of them is gone.
@@ -127,13 +127,13 @@ def forward(core: Any, question: bytes) -> bytes:
 
 
 def _lost_worker(executor: Any) -> bool:
-    """Whether a worker's process is gone: the others fail sooner than vLLM finds out."""
+    """Return whether a worker's process is gone: the other workers fail before vLLM notices."""
     workers = getattr(executor, "workers", None) or ()
     return getattr(executor, "is_failed", False) or any(not worker.proc.is_alive() for worker in workers)
 
 
 def _serve(core: Any, channel: AnswerChannel, asked: Asked) -> None:
-    """Answer a call, now or once no step is under way. Nothing that goes wrong reaches the engine core."""
+    """Answer a call, now or once no step is under way. No error reaches the engine core."""
 
     def answered(said: Future[bytes]) -> None:
         error = said.exception()
@@ -162,7 +162,7 @@ def _answer(core: Any, question: bytes) -> bytes | Future[bytes]:
 
 
 def _answer_frozen(core: Any, question: bytes, mode: PauseMode) -> bytes | Future[bytes]:
-    """Answer once no step is under way; requests go on after it, unless it failed."""
+    """Answer once no step is under way; then resume requests, unless the call failed."""
 
     def answer() -> bytes:
         said = calls.serve(_of(core), question)
@@ -180,7 +180,7 @@ def _answer_frozen(core: Any, question: bytes, mode: PauseMode) -> bytes | Futur
             said.set_result(answer())
         except Exception as error:
             said.set_exception(error)
-        # The loop that found itself idle waits for a message next, and there is work again.
+        # The idle loop is about to wait for a message, though there is work again.
         _wake(core, None)
 
     pausing.add_done_callback(idle)
@@ -200,7 +200,7 @@ def _listen(core: Any, channel: AnswerChannel) -> None:
 
 
 def register() -> None:
-    """Open the channel in the engine core, and give its workers what they need of images."""
+    """Hook the channel into the engine core, and keep media in scheduler outputs."""
     from vllm.v1.core.sched import output
     from vllm.v1.engine import EngineCoreRequestType
     from vllm.v1.engine.core import EngineCoreProc
@@ -223,7 +223,7 @@ def register() -> None:
 
     EngineCoreProc.run_busy_loop = run_busy_loop
     EngineCoreProc._handle_client_request = handle_client_request
-    # Newer releases do not send workers the pixels of an image that a cached prefix covers, and end when the request is
-    # retracted, or preempted, and the image must be seen again.
+    # Newer releases omit an image's pixels if a cached prefix covers it, and crash when the request is retracted or
+    # preempted and the image must be encoded again.
     if hasattr(output, "strip_covered_mm_data"):
         output.strip_covered_mm_data = lambda features, *_, **__: features
