@@ -122,7 +122,7 @@ async def test_few_samples_leave_the_gate_at_each_turn() -> None:
 
 
 async def test_samples_at_the_gate_sleep_on_when_others_end() -> None:
-    """An ending sample must not wake all waiting ones, which would take seconds with thousands of them."""
+    """Each that ends would wake all that wait, which takes seconds where there are thousands."""
     async with opened() as (engine, backend):
         backend.holds = True
         running = call(engine, 1)

@@ -208,7 +208,7 @@ async def test_prompts_are_the_same_whichever_thread_reads_them(engine: Inferenc
 async def test_a_request_is_under_way_while_its_prompt_is_read(
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such a request can be aborted, its id is taken, and its adapter cannot be unloaded."""
+    """It can be aborted, its id is taken, and its adapter cannot be unloaded."""
     chat = [{"role": "user", "content": "a"}]
     async with open_engine(enable_lora=True) as engine:
         monkeypatch.setitem(engine._loras, "mine", LoadedLora("mine", False))
@@ -238,7 +238,7 @@ async def test_a_scheduler_that_does_not_come_back_from_a_step_is_found_out(open
         with pytest.raises(EngineDied, match=r"made no step for 0\.5 s, with 2 requests in flight"):
             await engine.generate([[1, 2], [3, 4]])
         assert engine.state is EngineState.FAILED
-    # The engine was closed though its thread cannot be stopped.
+    # The engine was closed though its thread cannot be ended.
     assert runner._thread.is_alive()
     goes_on.set()
     runner._thread.join(240)
