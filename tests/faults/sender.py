@@ -47,7 +47,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How a push ended, as its caller saw it."""
+    """The outcome of a push, as its caller saw it."""
 
     version: str
     seconds: float

@@ -46,7 +46,7 @@ def config_for() -> Callable[..., EngineConfig]:
 
 @pytest.fixture
 def hosts() -> str:
-    """How host processes are created: "spawned", or "forked" where a test is parametrized so."""
+    """The way host processes are created: "spawned", or "forked" where a test is parametrized so."""
     return "spawned"
 
 

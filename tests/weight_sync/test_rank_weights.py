@@ -139,7 +139,7 @@ class SpreadRank(Rank):
     def checkpoint(self) -> WeightManifest:
         return WeightManifest(tuple(TensorSpec(name, "float32", shape) for name, shape in SHAPES.items()), {})
 
-    # Until Python 3.12 only one thread at a time can create cached properties, but these ranks create theirs together.
+    # Until Python 3.12 a cached property locks its class, so two ranks that create theirs together would deadlock.
 
     @property
     def target(self) -> TracedTarget:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -46,8 +46,8 @@ def ending_prompt(bench: Bench) -> EndingPrompt:
 def agrees_with_reference(bench: Bench, free: Completion, params: SamplingParams, completion: Completion) -> bool:
     """Assert that a completion ended as the reference says; return False if the reference does not apply.
 
-    It does not apply if the completion's tokens differ from those of ``free`` because rounding, which depends on the
-    batch, decided between two equally likely tokens.
+    The reference does not apply if the completion's tokens differ from those of ``free`` because rounding, which
+    depends on the batch, decided between two equally likely tokens.
     """
     asked = params.model_dump(exclude_defaults=True, exclude={"temperature", "max_new_tokens", "logit_bias"})
     if completion.token_ids != free.token_ids[: len(completion.token_ids)]:

@@ -40,8 +40,8 @@ def check_prefix(
 ) -> None:
     """Raise unless ``part``'s tokens begin ``whole``, with the same logprobs where both have them.
 
-    The same token is rounded differently in another batch, which may decide between two equally likely tokens. So from
-    the first difference on, each token of ``part`` must be the oracle's most likely one.
+    The same token is rounded differently in another batch, which may decide between two equally likely tokens. If the
+    tokens differ, each token of ``part`` must therefore be the oracle's most likely one.
     """
     assert part.prompt_token_ids == whole.prompt_token_ids, "these are answers to two prompts"
     if part.token_ids != whole.token_ids[: len(part.token_ids)]:
@@ -79,7 +79,7 @@ def gaps(bench: Bench, completion: Completion, model: Path | None = None) -> Log
 def _least_gaps(bench: Bench, completion: Completion, engine: InferenceEngine | None, model: Path | None) -> Logits:
     """Return the gaps, for each token under the rounding that makes its gap smallest.
 
-    Where a router finds two experts equally good it takes either, and all later tokens depend on the choice.
+    A router that finds two experts equally good takes either, and all later tokens depend on the choice.
     """
     rounded = bench.rounded_output_logits(completion, engine, model)
     return np.asarray(np.min([_gaps(rows, completion) for rows in rounded], axis=0))

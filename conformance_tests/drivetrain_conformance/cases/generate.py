@@ -455,7 +455,7 @@ async def a_timeout_is_a_typed_error_and_the_engine_serves_on(bench: Bench) -> N
 
 @case(Capability.PRIORITY, config={"max_num_seqs": 1})
 async def higher_priority_starts_sooner(bench: Bench) -> None:
-    """Of the waiting requests, one with a higher priority starts and ends before those with a lower one."""
+    """Waiting requests start and end in the order of their priority, highest first."""
     engine, ended = bench.engine, list[int]()
     priorities = (0, 1, 6, -2, 3)
 

@@ -236,7 +236,7 @@ def _by_rank(probabilities: Logits) -> NDArray[np.intp]:
 
 
 def _parts(probabilities: Logits, order: Callable[[Logits], NDArray[np.intp]]) -> NDArray[np.intp]:
-    """Return the eighth of the distribution, in this order, in which the middle of each token's share lies."""
+    """Return, for each token, the eighth of the ordered distribution in which the middle of its share lies."""
     ranked = order(probabilities)
     middles = np.cumsum(probabilities[ranked]) - probabilities[ranked] / 2
     parts = np.empty(len(probabilities), dtype=np.intp)
@@ -257,7 +257,7 @@ async def presence_penalty_sees_what_was_generated(bench: Bench) -> None:
 
 
 async def _check_later_token(bench: Bench, params: SamplingParams) -> None:
-    """Test the last tokens: given the tokens before them, those of different sequences are independent."""
+    """Check the last token of each sequence: given the tokens before them, these are independent draws."""
     params = params.model_copy(update={"n": _SEQUENCES})
     completions = (await bench.engine.generate(bench.prompt(), params)).completions
     tally = Tally(_slack(bench, params))

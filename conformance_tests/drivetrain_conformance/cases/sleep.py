@@ -79,7 +79,7 @@ async def twice_is_as_once(bench: Bench) -> None:
 
 @case(Capability.SLEEP_KV_CACHE)
 async def wrong_tags_are_refused(bench: Bench) -> None:
-    """An unknown tag and an empty list are refused, naming the argument; the engine stays awake, or asleep."""
+    """An unknown tag and an empty list are refused, naming the argument; the engine stays in its state."""
     engine = bench.engine
     await _wrong_tags_are_refused(engine)
     _check_awake(engine)

@@ -1,4 +1,4 @@
-"""Weights from a trainer: what is served after an update, after a failed one, and to requests in flight."""
+"""Weights from a trainer: the weights served after a successful or failed update, and requests in flight."""
 
 from __future__ import annotations
 
@@ -865,7 +865,7 @@ async def a_version_is_published_at_commit(bench: Bench) -> None:
 
 @case(Capability.WEIGHTS_DISK, changes_weights=True)
 async def updates_come_one_after_another(bench: Bench) -> None:
-    """Of two concurrent updates one waits for the other, and both are committed; nested updates are refused."""
+    """Two concurrent updates run one after the other and are both committed; nested updates are refused."""
     engine, first, second = bench.engine, bench.other_weights(1), bench.other_weights(2)
     await asyncio.gather(
         engine.load_weights_from_disk(str(first), "first"),
@@ -1014,7 +1014,7 @@ _SPANS_IN_FLIGHT: Final = (
 
 @case(*_SPANS_IN_FLIGHT, Capability.PAUSE_RETRACT, changes_weights=True)
 async def retracted_requests_go_on_with_the_new_weights(bench: Bench) -> None:
-    """Requests retracted for an update continue as if the new weights had read all their tokens, as spans show."""
+    """Requests retracted for an update continue as if the new weights had read their tokens; spans mark the switch."""
     updated = await update_in_flight(bench, PauseMode.RETRACT)
     for completion in updated.completions:
         check_spans(completion, updated.old, NEW)
@@ -1027,7 +1027,7 @@ async def retracted_requests_go_on_with_the_new_weights(bench: Bench) -> None:
 
 @case(*_SPANS_IN_FLIGHT, Capability.PAUSE_IN_PLACE, changes_weights=True)
 async def frozen_requests_go_on_where_they_were(bench: Bench) -> None:
-    """Requests frozen in place for an update continue on their cache; spans show where the new weights begin."""
+    """Requests frozen in place for an update continue on their cache; spans mark the switch to the new weights."""
     updated = await update_in_flight(bench, PauseMode.IN_PLACE)
     for completion in updated.completions:
         check_spans(completion, updated.old, NEW)

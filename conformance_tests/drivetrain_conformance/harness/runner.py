@@ -66,7 +66,7 @@ class Runner:
         self._oracles: dict[Path, Oracle | None] = {}
         self._hung = False
         self.versions: dict[str, str] = {}
-        """Versions of the engines that were opened, and of the software under them."""
+        """Versions of the opened engines and their packages."""
 
     def __enter__(self) -> Self:
         return self
@@ -148,7 +148,7 @@ class Runner:
         return case.needs - engine.capabilities
 
     def _elsewhere(self, case: Case, wanted: Mapping[str, object]) -> Mapping[str, object] | None:
-        """Return the first configuration of ``suite.elsewhere`` that claims all that the case needs; else None."""
+        """Return the first configuration of ``suite.elsewhere`` that claims everything the case needs; else None."""
         for fields in self.suite.elsewhere:
             other = {**fields, **wanted}
             try:

@@ -39,7 +39,7 @@ class Suite:
     """
 
     isolation: Isolation | None = None
-    """Where engines run; None: the backend's choice."""
+    """The place where engines run; None: the backend's choice."""
     fields: Mapping[str, object] = MappingProxyType({})
     """Configuration fields of every engine, such as ``{"device": "cpu"}``."""
 

@@ -88,7 +88,7 @@ class WakeUp:
 
 
 class Source(Enum):
-    """Where an update's weights come from."""
+    """Source of an update's weights."""
 
     DISK = "disk"
     MEMORY = "memory"
@@ -96,7 +96,7 @@ class Source(Enum):
 
 
 class Meanwhile(Enum):
-    """What happens in the middle of an update from disk."""
+    """An event in the middle of an update from disk."""
 
     NOTHING = "nothing"
     REQUEST = "request"
@@ -129,7 +129,7 @@ Action = Generate | Ask | Proceed | Abort | AbortAll | Pause | Continue | Sleep 
 
 
 class Ending(Enum):
-    """What happens to unfinished requests at the end of a history."""
+    """The fate of unfinished requests at the end of a history."""
 
     FINISH = "finish"
     ABORT = "abort"

@@ -30,17 +30,17 @@ class Fate(Enum):
     WAITING = "waiting"
     """Admitted but not begun; it makes no token until the engine is free."""
     RUNNING = "running"
-    """It makes tokens, and may end by itself at any moment."""
+    """Makes tokens, and may end by itself at any moment."""
     FROZEN = "frozen"
-    """It makes no token and does not end until the engine is free or it is aborted."""
+    """Makes no token and does not end until the engine is free or it is aborted."""
     DONE = "done"
-    """It ended by itself, at the latest when the action returns."""
+    """Ended by itself, at the latest when the action returns."""
     ABORTED = "aborted"
-    """It comes back marked aborted, with its tokens so far."""
+    """Comes back marked aborted, with its tokens so far."""
 
 
 class InFlight(Enum):
-    """How ``sleep`` is told to treat requests in flight."""
+    """The way in which ``sleep`` treats requests in flight."""
 
     LEAVE = "leave"
     """No argument: sleep is refused if there are any."""
@@ -97,7 +97,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Ruling:
-    """What the contract says of one action."""
+    """The contract's answer to one action."""
 
     after: Contract
     """The contract once the engine has accepted; a refusal changes nothing."""

@@ -17,7 +17,7 @@ from drivetrain_conformance.references.reference_sampling import step
 
 
 class End(Enum):
-    """How a request must end."""
+    """The way in which a request must end."""
 
     WHOLE = "whole"
     """By itself, with every token of the answer."""
@@ -30,7 +30,7 @@ class End(Enum):
 
 
 class Style(Enum):
-    """How the tokens of a request are chosen."""
+    """The way in which the tokens of a request are chosen."""
 
     PLAIN = "plain"
     """The most likely token each time."""
@@ -109,7 +109,7 @@ _SAMPLES: Final = {Style.PLAIN: 1, Style.PENALISED: 1, Style.SEEDED: 2}
 class Answers:
     """Expected answers to each prompt, by weights and style: recorded once, and compared with completions.
 
-    Two batches may round differently. So a token that differs from the recorded answer is still accepted if an
+    Two batches may round differently. A token that differs from the recorded answer is therefore accepted if an
     independent forward pass finds no token that is more likely, within ``tolerance``.
     """
 

@@ -1,8 +1,8 @@
 """Random histories: lists of actions, played on one engine and on the contract's model.
 
 A history is drawn whole and then played in one coroutine; it is not a ``RuleBasedStateMachine``. Every action is valid
-in every state, as the contract says if it must be refused. So hypothesis shrinks a failure by leaving out actions and
-needs no engine to draw, and the requests of a history make progress in one run of the event loop.
+in every state, as the contract says if it must be refused. Hypothesis can therefore shrink a failure by leaving out
+actions, and draw without an engine. The requests of a history make progress in one run of the event loop.
 
 The engine is shared. Each history must end with the engine ready and idle, with its initial weights; this is checked. A
 failure carries a script that reproduces it.

@@ -228,7 +228,7 @@ def batches(
 
 @dataclass(frozen=True, slots=True)
 class WeightPlanChoice:
-    """How the tensors of one push are ordered and split into buckets."""
+    """Order of one push's tensors, and their split into buckets."""
 
     bucket_bytes: int
     order: int = 0

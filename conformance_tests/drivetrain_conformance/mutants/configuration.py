@@ -53,7 +53,7 @@ def drops_the_dtype(backend: type[Backend]) -> type[Backend]:
 
 @spoiled_backend(caught_by="lifecycle/a_life", says="nats")
 def reads_the_last_chunk_of_a_prompt(backend: type[Backend]) -> type[Backend]:
-    """Of a prompt longer than max_num_batched_tokens, the model sees only the last step's tokens."""
+    """The model sees only the last step's tokens of a prompt longer than max_num_batched_tokens."""
 
     class Wrong(SoundBackend):
         """Forgets the steps before the last."""

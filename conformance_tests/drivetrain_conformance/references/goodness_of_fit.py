@@ -35,7 +35,7 @@ from scipy.special import lambertw
 FALSE_ALARM: Final = 1e-6
 """Upper bound of the probability that :meth:`Tally.check` fails though the draws are right."""
 _SHARE: Final = FALSE_ALARM / 4
-"""Share for each of the two orders and, within one, for chance and for rounding."""
+"""The false-alarm budget of each of four parts: two orders of the tokens, each with chance and rounding."""
 _BINS: Final = 16
 
 Probabilities = NDArray[np.float64]
