@@ -125,7 +125,7 @@ def matrix(
         ),
     ] = None,
 ) -> None:
-    """Put reports side by side: the capabilities that each backend was seen to have."""
+    """Put reports side by side: which backend was seen to do what."""
     from drivetrain_conformance.reports.matrix import render_html, render_markdown
     from drivetrain_conformance.reports.report import read_report
 
@@ -399,7 +399,7 @@ def _list(cases: list[Case], *, as_json: bool) -> None:
 
 
 def _stale(folder: Path, fresh: Sequence[Path]) -> list[str]:
-    """List, in words, the outdated parts of a folder of kept reports."""
+    """What is not current in a folder of kept reports, in words."""
     from drivetrain_conformance.reports.matrix import differences, render_html, render_markdown
     from drivetrain_conformance.reports.report import read_report
 

@@ -34,7 +34,7 @@ async def ends(listener: ChannelListener) -> AsyncIterator[tuple[Channel, Answer
 
 
 def flags_of(name: str) -> list[str]:
-    """Return the flags of this machine's Unix sockets of that name."""
+    """Of the sockets of this machine that have that name."""
     return [line.split()[3] for line in Path("/proc/net/unix").read_text().splitlines() if name in line]
 
 

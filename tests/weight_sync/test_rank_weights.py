@@ -168,7 +168,7 @@ class Two:
             _ = [rank.receiver for rank in self.ranks]
 
     def ask(self, method: str, *arguments: object) -> list[object]:
-        """Return each rank's answer: a result, or an error."""
+        """What each rank answers: a result, or an error."""
         question = calls.ask(method, arguments)
 
         def serve(rank: Rank) -> object:

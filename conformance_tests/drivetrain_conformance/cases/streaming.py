@@ -175,7 +175,7 @@ async def no_character_is_shown_half(bench: Bench) -> None:
 
 @case(Capability.STREAMING, Capability.STOP_STRINGS)
 async def a_stream_shows_nothing_past_a_stop_string(bench: Bench) -> None:
-    """A stream never shows a stop string or the beginning of one, and ends where generate() does."""
+    """A stream shows no text that may still become a stop string, and ends where generate() does."""
     asked: list[tuple[Completion, Fields]] = []
     for run in await free_samples(bench, 6):
         stop = max(pieces(run.text, 2, 5), key=len)
