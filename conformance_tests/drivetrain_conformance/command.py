@@ -1,4 +1,4 @@
-"""``drivetrain conformance`` and ``drivetrain matrix``."""
+"""The commands ``drivetrain conformance``, ``matrix``, ``combine``, ``record`` and ``parity``."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def conformance(
     if lacking:
         print_error(f"the suite needs {', '.join(lacking)}; run: pip install 'drivetrain[conformance]'")
         raise typer.Exit(2)
-    logging.getLogger("drivetrain").setLevel(logging.CRITICAL)  # cases provoke errors; their verdicts tell of them
+    logging.getLogger("drivetrain").setLevel(logging.CRITICAL)  # cases provoke errors; their verdicts report them
     try:
         if mutants:
             from drivetrain_conformance.mutants.run import run_mutants
@@ -157,7 +157,7 @@ def combine(
     reports: Annotated[list[Path], typer.Argument(help="Reports of 'drivetrain conformance'.")],
     output: Annotated[Path, typer.Option(metavar="FILE", help="Write the one report there.")],
 ) -> None:
-    """Put the reports of parts of the suite together: of groups that were run one by one, or beside each other."""
+    """Combine the reports of parts of the suite, such as groups that were run one by one or in parallel."""
     from drivetrain_conformance.reports.report import combine_reports, read_report, write_report
 
     try:
@@ -181,7 +181,7 @@ def record(
         ),
     ] = None,
 ) -> None:
-    """Ask one backend the requests by which backends are compared."""
+    """Record a backend's answers to the requests by which backends are compared."""
     import asyncio
 
     from drivetrain_conformance.reports import parity
@@ -202,7 +202,7 @@ def parity(
         Path | None, typer.Option(metavar="FILE", help="Fail unless this page is what the recordings give.")
     ] = None,
 ) -> None:
-    """Compare what backends answered to the same requests. Exits with 1 if they differ."""
+    """Compare the recorded answers of backends to the same requests. Exits with 1 if they differ."""
     from drivetrain_conformance.reports.parity import read_recording
     from drivetrain_conformance.reports.parity_page import columns_of, differences, render
 
@@ -285,7 +285,7 @@ def _fields(assignments: Sequence[str]) -> dict[str, object]:
 
 
 def _hosts(runner: Runner, *, forked: bool) -> AbstractContextManager[object]:
-    """How the run's engines get their host processes."""
+    """Return a context in which the run's engines get their host processes."""
     if not forked:
         return nullcontext()
     from drivetrain.process.fork_server import ForkServer
@@ -304,7 +304,7 @@ def _run(runner: Runner, cases: list[Case], *, complete: bool, file: Path | None
     begun = time.monotonic()
     with runner:
         model = runner.models.path(ModelKind.TEXT)
-        # Made before any case, so that a wrong name or a broken plugin is a mistake in the arguments, not 200 failures.
+        # Start with an engine, so that a wrong name or a broken plugin is one usage error instead of 200 failures.
         isolation = runner.suite.open_engine({"model": str(model)}).isolation.value
 
         def made(results: Sequence[CaseResult]) -> Report:
@@ -320,7 +320,7 @@ def _run(runner: Runner, cases: list[Case], *, complete: bool, file: Path | None
         results: list[CaseResult] = []
         for result in _with_progress(runner, cases):
             results.append(result)
-            if file is not None:  # after each case: what a run that is ended has found is not lost
+            if file is not None:  # after each case, so that an interrupted run loses nothing
                 write_report(made(results), file)
         return made(results)
 
@@ -344,7 +344,7 @@ def _with_progress(runner: Runner, cases: list[Case]) -> Iterator[CaseResult]:
 
 
 def _tell(report: Report, *, as_json: bool, require_complete: bool) -> bool:
-    """Print what was found; whether the run passed."""
+    """Print the report's findings; return True if the run passed."""
     from drivetrain_conformance.harness.verdict import Verdict
 
     if as_json:

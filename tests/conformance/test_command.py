@@ -44,7 +44,7 @@ def test_the_report_says_what_was_run_on_what(report: Path) -> None:
 
 
 def test_a_case_that_fails_ends_in_1_and_says_why() -> None:
-    # An engine whose context is too short for the case: the suite has no way to know, so it must fail.
+    # The engine's context is too short for the case; the suite cannot know that, so the case must fail.
     done = drivetrain("conformance", "transformers", "--case", CASE, "--set", "context_length=6")
     assert done.returncode == 1
     assert CASE in done.stdout

@@ -1,4 +1,4 @@
-"""The harness of the mutants: only an engine that fails its case, and for what is wrong with it, counts as caught."""
+"""The harness of the mutants: one is caught only if its engine fails the named case, for the stated reason."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_two_mutants_of_one_name_are_refused() -> None:
     name = all_mutants()[0].name
 
     def again(backend: type[Backend]) -> type[Backend]:
-        """Is there twice."""
+        """A mutant whose name is taken."""
         return backend
 
     again.__name__ = name

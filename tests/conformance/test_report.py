@@ -1,4 +1,4 @@
-"""Reports and the matrix that is made of them."""
+"""Reports, and the matrix that is made from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: results on stdout, the rest on stderr, exit codes that scripts can rely on."""
+"""The command line: results on stdout, the rest on stderr, and exit codes that scripts can rely on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fields of a configuration that an engine has no equivalent for: refused by name, unless they ask for nothing."""
+"""Configuration fields that an engine has no equivalent for are refused by name, unless they ask for nothing."""
 
 from __future__ import annotations
 

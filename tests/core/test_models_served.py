@@ -1,4 +1,4 @@
-"""Which models a backend is started for at all."""
+"""Models that a backend refuses to start for."""
 
 from __future__ import annotations
 

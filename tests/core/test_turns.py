@@ -1,4 +1,4 @@
-"""What a large call does in one turn of the event loop is bounded, counted in samples."""
+"""The work of a large call within one turn of the event loop is bounded, counted in samples."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from drivetrain.checks.limits import MOST_SAMPLES, SAMPLES_AT_ONCE, SAMPLES_UNDE
 from drivetrain.testing import tiny_model
 
 AT_ONCE = 2 * SAMPLES_AT_ONCE
-"""Some may be let go on in the turn in which others are made."""
+"""Twice the limit: some samples may be released in the same turn in which others are created."""
 
 
 class Counting(Backend):
-    """An engine that counts in which turn of the event loop its requests come and end."""
+    """An engine that counts the arrivals and ends of requests in each turn of the event loop."""
 
     name = "counting"
     engine_distribution = "pluggy"
@@ -90,7 +90,7 @@ async def opened() -> AsyncIterator[tuple[InferenceEngine, Counting]]:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    while not holds():  # noqa: ASYNC110 - turns are what is counted
+    while not holds():  # noqa: ASYNC110 - the loop counts turns
         await asyncio.sleep(0)
 
 

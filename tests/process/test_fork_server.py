@@ -1,4 +1,4 @@
-"""Hosts that are forked from a process that has imported the engine. How they die is in test_death.py."""
+"""Hosts forked from a process that has imported the engine. test_death.py tests their deaths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls to a worker inside an engine, as bytes."""
+"""Encoding of calls to a worker inside an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request asks for is bounded: neither memory nor the event loop is taken without end."""
+"""The work of a request is bounded: it cannot use up memory or block the event loop."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_samples_that_are_not_made_yet_are_aborted_with_the_others(engine:
     await engine.pause_generation(PauseMode.ABORT)
     call = asyncio.create_task(engine.generate([1, 2], {"n": count, "max_new_tokens": 1}, request_ids=["many"]))
     await asyncio.sleep(0.1)
-    await engine.abort(f"many/{count - 1}")  # by itself, before it is made
+    await engine.abort(f"many/{count - 1}")  # abort one sample by itself, before it is created
     await engine.abort("many")
     output = await asyncio.wait_for(call, 60)
     assert [one.sample_index for one in output.completions] == list(range(count))
@@ -174,7 +174,7 @@ async def test_a_long_text_is_refused_by_its_beginning(engine: InferenceEngine) 
 async def test_a_chat_template_that_does_not_end_holds_up_nobody(
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Messages for which the model's own template takes for ever wait alone, while others are answered."""
+    """Messages on which the model's own template never ends wait alone, while other requests are answered."""
     monkeypatch.setattr(chat_templates, "LONGEST_S", 10_000.0)
     ends, endless = ([{"role": "user", "content": content}] for content in ("a", "forever"))
     loops = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3

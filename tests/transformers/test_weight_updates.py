@@ -1,4 +1,4 @@
-"""Weight updates: what is served afterwards, what becomes of requests in flight, and what a failure leaves."""
+"""Weight updates: their effect on answers and on requests in flight, and the engine's state after a failure."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SAMPLED = SamplingParams(max_new_tokens=12, logprobs=0, ignore_eos=True, n=2)
 
 
 def trained(model: Path, seed: int) -> PreTrainedModel:
-    """The model after a step that changed every parameter."""
+    """Return the model after a step that changed every parameter."""
     torch.manual_seed(seed)
     policy: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
@@ -56,7 +56,7 @@ def trained(model: Path, seed: int) -> PreTrainedModel:
 
 
 async def assert_serves(engine: InferenceEngine, policy: PreTrainedModel, version: str) -> None:
-    """The engine answers with this policy's logprobs, and says so."""
+    """Check that the engine answers with this policy's logprobs, under this version."""
     output = await engine.generate(["a prompt of some tokens", "b"], SAMPLED)
     for completion in output.completions:
         assert_logprobs(completion, policy)
@@ -71,7 +71,7 @@ def assert_logprobs(completion: Completion, policy: PreTrainedModel) -> None:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def restored(engine: InferenceEngine, model: Path) -> AsyncIterator[None]:
-    """Leave the shared engine with the weights it began with."""
+    """Restore the shared engine's initial weights at the end."""
     yield
     await engine.load_weights_from_disk(str(model), "initial")
 

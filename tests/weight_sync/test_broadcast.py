@@ -1,4 +1,4 @@
-"""Groups that do not form, and groups that fall apart."""
+"""Groups that do not form, and groups that break."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_group_is_joined_behind_a_worker_that_goes_on() -> None:
         except EngineBusy:
             assert time.monotonic() < ends
             time.sleep(0.01)
-    groups.join_behind(offered, 1, CPU)  # a rank that is through is asked again while others are not
+    groups.join_behind(offered, 1, CPU)  # a rank that has joined may be asked again while others have not
     assert groups.get(offered.group_name).spec == offered
     with pytest.raises(InvalidRequest, match="already"):
         groups.join_behind(offered.model_copy(update={"master_port": 1}), 1, CPU)

@@ -1,4 +1,4 @@
-"""What an engine computes from loaded tensors is computed anew after an update, where it is."""
+"""Tensors that an engine derives from loaded ones are recomputed in place after an update."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ SPECS = WeightManifest((TensorSpec("proj", "float32", (4, 3)), TensorSpec("norm"
 
 
 class Backend:
-    """Is no module, and packs weights for its kernel."""
+    """Not a module; packs weights for its kernel."""
 
     packed: torch.Tensor
 
 
 class Mla(nn.Module):
-    """Multiplies by the halves of a projection: a parameter, an attribute, and one of its backend's."""
+    """Derives halves of a projection: a parameter, an attribute, and an attribute of its backend."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def test_the_cache_is_not_copied_to_see_whether_it_changes() -> None:
-    """It is as large as what is left of the memory."""
+    """The KV cache takes up most of the memory."""
     model = Mla()
     model.impl.kv_cache = torch.zeros(8, 4)  # type: ignore[attr-defined]
     storage = model.impl.kv_cache.untyped_storage()  # type: ignore[attr-defined]
@@ -171,7 +171,7 @@ def test_what_has_another_shape_the_next_time_fails() -> None:
 
 
 class Gate(nn.Module):
-    """Keeps its weight in float32 from the first pass on, as GLM-4.5's on SGLang 0.5.17."""
+    """A gate that keeps its weight in float32 from its first forward pass on, as GLM-4.5's in SGLang 0.5.17."""
 
     _weight_fp32: torch.Tensor | None
     table: torch.Tensor

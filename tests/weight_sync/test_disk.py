@@ -1,4 +1,4 @@
-"""A checkpoint folder describes itself, in any of its formats, and is checked before anything changes."""
+"""A checkpoint folder in any format describes itself, and is checked before anything changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LoRA adapters are looked at before an engine is given them."""
+"""LoRA adapters are checked before an engine gets them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Change = Callable[[dict[str, object], dict[str, torch.Tensor]], object]
 
 
 def written(folder: Path, change: Change = lambda config, tensors: None, modules: tuple[str, ...] = ("q_proj",)) -> str:
-    """Write an adapter of ``SHAPES``, changed by a function of its configuration and its tensors."""
+    """Write an adapter of ``SHAPES`` after ``change`` has modified its configuration and tensors."""
     config: dict[str, object] = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": list(modules)}
     tensors = {}
     for name, (outputs, inputs) in SHAPES.items():
@@ -47,7 +47,7 @@ def written(folder: Path, change: Change = lambda config, tensors: None, modules
 
 
 def added(adapter: LoraAdapter) -> dict[str, torch.Tensor]:
-    """What an adapter adds to each layer's weight."""
+    """Return the product that an adapter adds to each layer's weight."""
     return {name: module.scale * module.b @ module.a for name, module in adapter.modules.items()}
 
 

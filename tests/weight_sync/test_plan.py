@@ -1,4 +1,4 @@
-"""Plans keep layers whole and tensors aligned, and say by name what does not fit an engine."""
+"""Plans keep layers whole and tensors aligned, and name the tensors that do not fit an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transports of plugins: found by their names on both sides, refused with a reason where they cannot be used."""
+"""Transports of plugins are found by name on both sides, and refused with a reason if unusable."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ Install = Callable[..., None]
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Installs distributions that bring transports, for this process and those that it starts."""
+    """Installs distributions with transports, for this process and its children."""
     site = tmp_path / "site"
     site.mkdir()
     (site / "pigeon_plugin.py").write_text(PIGEON)

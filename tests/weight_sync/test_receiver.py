@@ -1,4 +1,4 @@
-"""The receiver takes messages in order, and nothing unverified is ever committed."""
+"""The receiver accepts messages in order, and never commits anything unverified."""
 
 from __future__ import annotations
 
@@ -317,7 +317,7 @@ def test_a_source_that_takes_long_is_opened_behind(tmp_path: Path, monkeypatch: 
     assert pair.receiver.prepared() is None
     with pytest.raises(EngineStateError, match="BeginUpdate came while the weight update is idle"):
         pair.send(BeginUpdate())
-    # Another takes its place, and does not get the reader that is still busy.
+    # The next update replaces it, and does not get the reader that is still busy.
     pair.receiver.prepare(PrepareUpdate(pair.request()))
     pair.send(AbortUpdate())
     with pytest.raises(EngineStateError, match="no weight update is being prepared"):
