@@ -40,7 +40,7 @@ TORCHVISION := tests/support/torchvision-without-ops
 VLLM_READY := .venvs/vllm/.ready-$(shell (cat pyproject.toml $(VLLM_SERVER)/* $(TORCHVISION)/*; echo '$(TORCH) $(VLLM)') | sha256sum | cut -c1-16)
 SGLANG_READY := .venvs/sglang/.ready-$(shell (cat pyproject.toml $(SGLANG_PLATFORM)/*; echo '$(SGLANG)') | sha256sum | cut -c1-16)
 
-.PHONY: help setup demo test test-unit test-fast test-sglang-server test-vllm-server faults fuzz conformance conformance-all conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint docs bench clean
+.PHONY: help setup demo test test-unit test-fast test-sglang-server test-vllm-server faults fuzz conformance conformance-all conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint site docs bench clean
 .PHONY: environments environment-transformers environment-echo environment-sglang environment-sglang-server environment-vllm environment-vllm-server
 
 help: ## show this list
@@ -174,14 +174,18 @@ matrix: $(READY) ## keep the reports of build/conformance, and render them into 
 	@cp build/conformance/*.json docs/reference/conformance/
 	@$(BIN)/drivetrain matrix docs/reference/conformance/*.json --output docs/reference/conformance
 
-lint: $(READY) ## ruff, mypy, pyright and the import contracts
+lint: $(READY) ## ruff, mypy, pyright, the import contracts and the documentation site
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy
 	@$(BIN)/pyright
 	@$(BIN)/lint-imports
+	@$(MAKE) --no-print-directory site
 
-docs: $(READY) ## run the code blocks of the docs and follow their links
+site: $(READY) ## build the documentation site into build/site; fails on a dead link or an unknown name
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs: site ## build the site, run the code blocks of the docs and follow their links
 	@$(BIN)/python -m pytest tests/docs $(ARGS)
 
 bench: $(READY) ## measure what drivetrain adds to the bare engine
