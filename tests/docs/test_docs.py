@@ -16,6 +16,7 @@ import drivetrain
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+OUTPUT = re.compile(r'^```text title="output"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 FENCED = re.compile(r"^(```|~~~).*?^\1\s*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)[^)]*\)")
 HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
@@ -62,6 +63,9 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path) 
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    shown = "".join(OUTPUT.findall(page.read_text(encoding="utf-8")))
+    if shown:
+        assert done.stdout == shown
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
