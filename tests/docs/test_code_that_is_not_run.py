@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from drivetrain import (
     Completion,
@@ -34,7 +35,7 @@ VARIABLES: dict[str, type] = {
     "result": WeightSyncResult,
 }
 """What a name stands for in every such block."""
-MODELS = {
+MODELS: dict[str, type[BaseModel]] = {
     "EngineConfig": EngineConfig,
     "SamplingParams": SamplingParams,
     "Timeouts": Timeouts,
