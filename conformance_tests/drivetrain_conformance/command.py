@@ -115,23 +115,29 @@ def conformance(
 
 def matrix(
     reports: Annotated[list[Path] | None, typer.Argument(help="Reports of 'drivetrain conformance'.")] = None,
-    output: Annotated[Path | None, typer.Option(metavar="DIR", help="Write matrix.md and matrix.html there.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write can-i-use-it.md and matrix.svg there.")
+    ] = None,
     check: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Fail unless matrix.md and matrix.html there are what the reports there give, and unless each "
-            "REPORT has the verdicts of the report of the same name there.",
+            help="Fail unless the page and the picture there are those of the kept reports, and unless each REPORT has "
+            "the verdicts of the kept report of the same name.",
         ),
+    ] = None,
+    kept: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="With --check: where reports are kept.", show_default="the checked folder"),
     ] = None,
 ) -> None:
     """Put reports side by side: which backend was seen to do what."""
-    from drivetrain_conformance.reports.matrix import render_html, render_markdown
+    from drivetrain_conformance.reports.matrix import render_markdown
     from drivetrain_conformance.reports.report import read_report
 
     try:
         if check is not None:
-            stale = _stale(check, reports or [])
+            stale = _stale(check, kept or check, reports or [])
             for line in stale:
                 print_error(line, kind="stale")
             if stale:
@@ -148,9 +154,9 @@ def matrix(
         out.print(Text(render_markdown(read)), soft_wrap=True)
         return
     output.mkdir(parents=True, exist_ok=True)
-    (output / "matrix.md").write_text(render_markdown(read), encoding="utf-8")
-    (output / "matrix.html").write_text(render_html(read), encoding="utf-8")
-    out.print(f"wrote {output / 'matrix.md'} and {output / 'matrix.html'}", soft_wrap=True)
+    for name, rendered in _rendered(read).items():
+        (output / name).write_text(rendered, encoding="utf-8")
+        out.print(f"wrote {output / name}", soft_wrap=True)
 
 
 def combine(
@@ -398,22 +404,27 @@ def _list(cases: list[Case], *, as_json: bool) -> None:
     out.print(f"{len(cases)} cases")
 
 
-def _stale(folder: Path, fresh: Sequence[Path]) -> list[str]:
-    """What is not current in a folder of kept reports, in words."""
-    from drivetrain_conformance.reports.matrix import differences, render_html, render_markdown
+def _rendered(reports: Sequence[Report]) -> dict[str, str]:
+    """The page and the picture, by the names of their files."""
+    from drivetrain_conformance.reports.matrix import render_markdown, render_svg
+
+    return {"can-i-use-it.md": render_markdown(reports), "matrix.svg": render_svg(reports)}
+
+
+def _stale(pages: Path, folder: Path, fresh: Sequence[Path]) -> list[str]:
+    """Say what is not current: pages made of the reports kept in ``folder``, or those reports."""
+    from drivetrain_conformance.reports.matrix import differences
     from drivetrain_conformance.reports.report import read_report
 
     kept = {path.stem: read_report(path) for path in sorted(folder.glob("*.json"))}
     if not kept:
-        raise InvalidConfig(f"{folder} holds no reports", field="--check")
+        raise InvalidConfig(f"{folder} holds no reports", field="--kept")
     found: list[str] = []
-    for name, rendered in (
-        ("matrix.md", render_markdown(list(kept.values()))),
-        ("matrix.html", render_html(list(kept.values()))),
-    ):
-        file = folder / name
+    for name, rendered in _rendered(list(kept.values())).items():
+        file = pages / name
         if not file.is_file() or file.read_text(encoding="utf-8") != rendered:
-            found.append(f"{file}: the reports there give another; run: drivetrain matrix {folder}/*.json -o {folder}")
+            remedy = f"drivetrain matrix {folder}/*.json --output {pages}"
+            found.append(f"{file} differs from what the reports in {folder} give; run: {remedy}")
     for path in fresh:
         if path.stem not in kept:
             found.append(f"{folder}/{path.name} is missing; copy {path} there")

@@ -94,10 +94,14 @@ def test_the_matrix_is_written_and_checked(report: Path, tmp_path: Path) -> None
     assert done.returncode == 1
     assert f"{CASE}: passed in the kept report, failed now" in done.stderr
 
-    (kept / "matrix.md").write_text("old")
-    done = drivetrain("matrix", "--check", kept)
-    assert done.returncode == 1
-    assert "matrix.md" in done.stderr
+    pages = tmp_path / "pages"
+    assert drivetrain("matrix", kept / report.name, "--output", pages).returncode == 0
+    assert drivetrain("matrix", "--check", pages, "--kept", kept, report).returncode == 0
+    for page in sorted(pages.iterdir()):
+        page.write_text("old")
+        done = drivetrain("matrix", "--check", pages, "--kept", kept)
+        assert done.returncode == 1
+        assert page.name in done.stderr
 
 
 def test_a_file_that_is_no_report_ends_in_2(tmp_path: Path) -> None:
