@@ -100,7 +100,7 @@ def test_the_engine_reference_names_every_method_and_state() -> None:
     rows = [line for line in read("docs/reference/engine.md").splitlines() if line.startswith("| ")]
     listed = {word for row in rows for word in re.findall(r"`(\w+)`", row)}
     attributes = {"capabilities", "versions", "isolation"}
-    assert {entry for entry in vars(InferenceEngine) if not entry.startswith("_")} | attributes <= listed
+    assert {entry for entry in dir(InferenceEngine) if not entry.startswith("_")} | attributes <= listed
     assert {state.value for state in EngineState} <= listed
 
 

@@ -1,16 +1,19 @@
-"""The requests of one engine: admitted or held at the gate, in flight, aborted, drained."""
+"""The requests of one engine: held at the gate or admitted, run, streamed, aborted, drained."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 from drivetrain.backend.base import Backend, GenerateRequest, GenerateResult, StopKind, TokenDelta
 from drivetrain.checks.limits import SAMPLES_AT_ONCE, SAMPLES_UNDER_WAY, TOKENS_AT_ONCE
 from drivetrain.engine.completions import aborted_before_start, check_sampled_ids, to_completion
+from drivetrain.engine.controller import Controller
+from drivetrain.engine.loaded_adapters import LoadedAdapters
+from drivetrain.engine.model import StartedModel
 from drivetrain.engine.samples import Sample, Samples
 from drivetrain.errors import EngineDied, EngineError, EngineInternalError, EngineOutOfMemory, InvalidRequest
 from drivetrain.text.stops import StopMatcher
@@ -23,40 +26,24 @@ OUT_OF_MEMORY_DELAYS = (0.5, 1.0, 2.0)
 """Seconds to wait before each retry of a request that ran the engine out of memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedLora:
-    """An adapter that the backend has."""
-
-    backend_name: str
-    """By which the backend knows it; another one after each update of the adapter."""
-    pinned: bool
-
-
 class RequestsInFlight:
     """Takes samples from the gate to their result, and knows which are under way."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        tokenizer: Tokenizer,
-        is_held: Callable[[], bool],
-        loras: Mapping[str, LoadedLora],
-        on_death: Callable[[EngineDied], None],
-    ) -> None:
-        self._backend = backend
-        self._on_death = on_death
-        self._tokenizer = tokenizer
-        self._is_held = is_held
-        self._loras = loras
+    def __init__(self, controller: Controller, backend: Backend, model: StartedModel, adapters: LoadedAdapters) -> None:
+        self.controller = controller
+        self.backend = backend
+        self.model = model
+        self.adapters = adapters
         self._at_gate: dict[asyncio.Future[None], None] = {}
-        """Who waits there, in the order in which they came."""
+        """One future per sample that waits there, in order of arrival."""
         self._drained = asyncio.Event()
         self._known: dict[str, Samples] = {}
         self._like_samples: set[str] = set()
-        """Ids among the known that could be those of another prompt's samples."""
-        self._running: dict[str, Sample] = {}
+        """Known ids that could be the ids of another prompt's samples."""
+        self._in_backend: dict[str, Sample] = {}
         self._lost: EngineError | None = None
-        """Why nothing comes of any sample any more."""
+        """Why the engine is dead: every sample ends with this error."""
+        controller.subscribe(self.changed)
 
     # The gate ----------------------------------------------------------------------------------------------------
 
@@ -74,9 +61,14 @@ class RequestsInFlight:
             self._at_gate.pop(waiter, None)
 
     @property
+    def waiting(self) -> int:
+        """How many samples wait at the gate."""
+        return len(self._at_gate)
+
+    @property
     def running(self) -> int:
-        """Samples that the backend has."""
-        return len(self._running)
+        """How many samples the backend has."""
+        return len(self._in_backend)
 
     def using_lora(self, lora_name: str) -> int:
         """Samples under way that use the adapter."""
@@ -84,11 +76,11 @@ class RequestsInFlight:
 
     def running_with_lora(self, lora_name: str) -> int:
         """Samples that use the adapter and that the backend has."""
-        return sum(sample.request.lora == lora_name for sample in self._running.values())
+        return sum(sample.request.lora == lora_name for sample in self._in_backend.values())
 
     async def drained(self) -> None:
         """Wait until the backend has no sample. Nobody enters meanwhile if the gate is shut."""
-        while self._running:
+        while self._in_backend:
             self._drained.clear()
             await self._drained.wait()
 
@@ -142,44 +134,44 @@ class RequestsInFlight:
         elif (found := self._sample(request_id)) is not None:
             found[0].aborted_samples.add(found[1])
         self.changed()
-        await self._abort_running(
+        await self._abort_in_backend(
             known
-            for known, sample in self._running.items()
+            for known, sample in self._in_backend.items()
             if request_id in (None, known, sample.samples.request.request_id)
         )
 
     async def abort_running(self) -> None:
         """End what the backend has; what waits at the gate goes on waiting."""
-        for sample in self._running.values():
+        for sample in self._in_backend.values():
             sample.samples.aborted_samples.add(sample.sample_index)
-        await self._abort_running(self._running)
+        await self._abort_in_backend(self._in_backend)
 
-    async def _abort_running(self, request_ids: Iterable[str]) -> None:
+    async def _abort_in_backend(self, request_ids: Iterable[str]) -> None:
         if chosen := list(request_ids):
-            await self._backend.abort(chosen)
+            await self.backend.abort(chosen)
 
     # Running -----------------------------------------------------------------------------------------------------
 
     async def _admitted(self, sample: Sample) -> bool:
         """Wait at the gate; False if the request was aborted there."""
-        while not sample.aborted and self._is_held():
+        while not sample.aborted and self.controller.holds_requests():
             await self._change()
         return not sample.aborted
 
     def fail(self, error: EngineError) -> None:
         """End what the backend has with this error: the engine is dead, and nothing of it waits for its requests."""
         self._lost = error
-        for sample in self._running.values():
+        for sample in self._in_backend.values():
             if sample.task is not None:
                 sample.task.cancel()
 
     def _enter(self, sample: Sample) -> None:
         sample.task = asyncio.current_task()
-        self._running[sample.request.request_id] = sample
+        self._in_backend[sample.request.request_id] = sample
 
     def _left(self, sample: Sample) -> None:
-        self._running.pop(sample.request.request_id, None)
-        if not self._running:
+        self._in_backend.pop(sample.request.request_id, None)
+        if not self._in_backend:
             self._drained.set()
 
     async def run(self, sample: Sample) -> GenerateResult:
@@ -214,7 +206,7 @@ class RequestsInFlight:
         if not self._must_watch_text(sample):
             self._enter(sample)
             try:
-                return await self._backend.generate(self._for_backend(sample.request))
+                return await self.backend.generate(self._for_backend(sample.request))
             except asyncio.CancelledError as error:
                 raise self._lost or error from None
             finally:
@@ -228,32 +220,32 @@ class RequestsInFlight:
         """The request with the name that its adapter has in the backend now."""
         if request.lora is None:
             return request
-        return replace(request, lora=self._loras[request.lora].backend_name)
+        return replace(request, lora=self.adapters.backend_name(request.lora))
 
     def _must_watch_text(self, sample: Sample) -> bool:
-        params, native = sample.request.params, self._backend.native_stops
+        params, native = sample.request.params, self.backend.native_stops
         return bool(
             (params.stop and StopKind.STRING not in native) or (params.stop_regex and StopKind.REGEX not in native)
         )
 
     async def _watched(self, sample: Sample) -> AsyncGenerator[tuple[TokenDelta, StopMatcher], None]:
         """Stream a sample, following its text; at the first match the rest is aborted and not shown."""
-        matcher = StopMatcher(sample.request.params, self._tokenizer)
+        matcher = StopMatcher(sample.request.params, self.model.tokenizer)
         matched = False
         self._enter(sample)
         try:
-            async with aclosing(self._backend.stream(self._for_backend(sample.request))) as deltas:
+            async with aclosing(self.backend.stream(self._for_backend(sample.request))) as deltas:
                 async for delta in deltas:
                     check_sampled_ids(sample, delta.token_ids)
                     for token_id in () if matched else delta.token_ids:
                         if matcher.push(token_id) is not None:
                             matched = True
-                            await self._backend.abort([sample.request.request_id])
+                            await self.backend.abort([sample.request.request_id])
                             break
                     if delta.result is not None or not matched:
                         yield delta, matcher
         except EngineDied as error:
-            self._on_death(error)
+            self.controller.fail(str(error))
             raise
         except asyncio.CancelledError as error:
             raise self._lost or error from None
@@ -280,7 +272,7 @@ class RequestsInFlight:
 
     async def _stream_once(self, sample: Sample) -> AsyncGenerator[CompletionChunk, None]:
         if not await self._admitted(sample):
-            yield _last_chunk(sample, aborted_before_start(sample), self._tokenizer, 0, 0)
+            yield _last_chunk(sample, aborted_before_start(sample), self.model.tokenizer, 0, 0)
             return
         shown_text = shown_ids = 0
         ids: list[int] = []
@@ -289,7 +281,7 @@ class RequestsInFlight:
         async with aclosing(self._watched(sample)) as deltas:
             async for delta, matcher in deltas:
                 if delta.result is not None:
-                    yield _last_chunk(sample, delta.result, self._tokenizer, shown_ids, shown_text)
+                    yield _last_chunk(sample, delta.result, self.model.tokenizer, shown_ids, shown_text)
                     return
                 ids += delta.token_ids
                 logprobs += delta.logprobs or []
