@@ -48,7 +48,7 @@ class RequestsInFlight:
     # The gate ----------------------------------------------------------------------------------------------------
 
     def changed(self) -> None:
-        """Let samples at the gate look again: the engine's state changed, or some were aborted."""
+        """Wake the samples at the gate to check again: the engine's state changed, or some were aborted."""
         waiting, self._at_gate = list(self._at_gate), {}
         _wake(waiting)
 
@@ -71,22 +71,22 @@ class RequestsInFlight:
         return len(self._in_backend)
 
     def using_lora(self, lora_name: str) -> int:
-        """Samples under way that use the adapter."""
+        """Count the samples under way that use the adapter, those at the gate included."""
         return sum(samples.count for samples in self._known.values() if samples.request.lora == lora_name)
 
     def running_with_lora(self, lora_name: str) -> int:
-        """Samples that use the adapter and that the backend has."""
+        """Count the samples in the backend that use the adapter."""
         return sum(sample.request.lora == lora_name for sample in self._in_backend.values())
 
     async def drained(self) -> None:
-        """Wait until the backend has no sample. Nobody enters meanwhile if the gate is shut."""
+        """Wait until the backend has no sample. Shut the gate first, or new samples may enter meanwhile."""
         while self._in_backend:
             self._drained.clear()
             await self._drained.wait()
 
     @contextmanager
     def under_way(self, prompts: Sequence[Samples]) -> Generator[None, None, None]:
-        """Know the samples of a call while it lasts.
+        """Register the samples of a call for as long as it runs, so that they can be aborted by id.
 
         Raises:
             InvalidRequest: an id is already under way, or two samples of the call have the same.
@@ -110,14 +110,14 @@ class RequestsInFlight:
             self._like_samples.difference_update(new)
 
     def _clashes(self, samples: Samples) -> bool:
-        """Whether a sample has an id of a prompt under way, or a prompt that of a sample."""
+        """Return True if a sample's id equals the id of a prompt under way, or the other way round."""
         if any(samples.index_of(other) is not None for other in self._like_samples):
             return True
         found = self._sample(samples.request.request_id)
         return found is not None
 
     def _sample(self, request_id: str) -> tuple[Samples, int] | None:
-        """The sample under way with this id, if it is one of several of its prompt."""
+        """Find the sample with this id, if its prompt is under way and has several samples."""
         samples = self._known.get(request_id.rpartition("/")[0])
         index = None if samples is None else samples.index_of(request_id)
         return None if samples is None or index is None else (samples, index)
@@ -125,7 +125,7 @@ class RequestsInFlight:
     # Ending early ------------------------------------------------------------------------------------------------
 
     async def abort(self, request_id: str | None) -> None:
-        """End one request (all its samples), or all of them; those at the gate come back with no token."""
+        """End one request with all its samples, or every request; those at the gate come back with no token."""
         if request_id is None:
             for samples in self._known.values():
                 samples.aborted = True
@@ -141,7 +141,7 @@ class RequestsInFlight:
         )
 
     async def abort_running(self) -> None:
-        """End what the backend has; what waits at the gate goes on waiting."""
+        """End the samples in the backend; those at the gate go on waiting."""
         for sample in self._in_backend.values():
             sample.samples.aborted_samples.add(sample.sample_index)
         await self._abort_in_backend(self._in_backend)
@@ -153,13 +153,13 @@ class RequestsInFlight:
     # Running -----------------------------------------------------------------------------------------------------
 
     async def _admitted(self, sample: Sample) -> bool:
-        """Wait at the gate; False if the request was aborted there."""
+        """Wait at the gate; return False if the request was aborted there."""
         while not sample.aborted and self.controller.holds_requests():
             await self._change()
         return not sample.aborted
 
     def fail(self, error: EngineError) -> None:
-        """End what the backend has with this error: the engine is dead, and nothing of it waits for its requests."""
+        """End every sample in the backend with this error: the engine is dead and will not answer."""
         self._lost = error
         for sample in self._in_backend.values():
             if sample.task is not None:
@@ -187,7 +187,7 @@ class RequestsInFlight:
             raise self._out_of_memory(error) from error
 
     def _out_of_memory(self, error: EngineOutOfMemory, shown: int = 0) -> EngineOutOfMemory:
-        """The error of a request that is not tried again; a stream had ``shown`` chunks by then."""
+        """Make the error of a request that is not retried; ``shown`` chunks of its stream were yielded before."""
         batch_size = max(error.batch_size, self.running + 1)
         tried = (
             f"after {shown} chunks of a stream, which cannot be generated twice"
@@ -217,7 +217,7 @@ class RequestsInFlight:
         return _whole(sample, result)
 
     def _for_backend(self, request: GenerateRequest) -> GenerateRequest:
-        """The request with the name that its adapter has in the backend now."""
+        """Return the request with the backend's current name for its adapter."""
         if request.lora is None:
             return request
         return replace(request, lora=self.adapters.backend_name(request.lora))
@@ -229,7 +229,7 @@ class RequestsInFlight:
         )
 
     async def _watched(self, sample: Sample) -> AsyncGenerator[tuple[TokenDelta, StopMatcher], None]:
-        """Stream a sample, following its text; at the first match the rest is aborted and not shown."""
+        """Stream a sample while matching its text; at the first match abort the rest and hide it."""
         matcher = StopMatcher(sample.request.params, self.model.tokenizer)
         matched = False
         self._enter(sample)
@@ -255,7 +255,7 @@ class RequestsInFlight:
     async def stream(self, sample: Sample) -> AsyncGenerator[CompletionChunk, None]:
         """Stream one sample; the chunks' ids and texts put together are exactly the completion's.
 
-        Out of memory, it begins again as in :meth:`run`, unless a chunk was shown.
+        If the engine runs out of memory, the stream is retried as in :meth:`run`, unless a chunk was yielded.
         """
         for delay in (*OUT_OF_MEMORY_DELAYS, None):
             shown = 0
@@ -287,7 +287,7 @@ class RequestsInFlight:
                 logprobs += delta.logprobs or []
                 top_logprobs += delta.top_logprobs or []
                 if ids and ids[-1] in sample.request.stop_token_ids:
-                    continue  # Its text is not part of the completion's: the result follows.
+                    continue  # a stop token's text is not part of the completion; the result follows
                 text_to, ids_to = matcher.releasable()
                 if ids_to > shown_ids or text_to > shown_text:
                     params = sample.request.params
@@ -309,9 +309,9 @@ async def run_each(
     run: Callable[[Sample], Coroutine[object, object, _T]],
     started: list[asyncio.Task[_T]],
 ) -> None:
-    """Await ``run`` for every sample, its task in ``started``, prompt by prompt; the first error ends the wait.
+    """Await ``run`` for every sample, prompt by prompt, and append each task to ``started``; raise the first error.
 
-    The event loop gets turns in between, and a large call's samples are made as earlier ones end.
+    The event loop gets turns in between, and samples of a large call are created only as earlier ones end.
     """
     under_way = 0
     failed: asyncio.Task[_T] | None = None
@@ -320,7 +320,7 @@ async def run_each(
     def ended(task: asyncio.Task[_T]) -> None:
         nonlocal under_way, failed
         under_way -= 1
-        broke = task.cancelled() or task.exception() is not None  # asked of each, or asyncio logs those not asked
+        broke = task.cancelled() or task.exception() is not None  # retrieve every exception, or asyncio logs it
         if broke and failed is None:
             failed = task
         changed.set()
@@ -349,7 +349,7 @@ async def run_each(
 
 
 def _wake(waiting: Sequence[asyncio.Future[None]]) -> None:
-    """Wake who waits, some at each turn of the event loop: all of them would take its time together."""
+    """Wake the waiters a few at each turn of the event loop; waking thousands at once would block it."""
     for waiter in waiting[:SAMPLES_AT_ONCE]:
         if not waiter.done():
             waiter.set_result(None)

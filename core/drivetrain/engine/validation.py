@@ -95,32 +95,32 @@ def require(capabilities: frozenset[Capability], capability: Capability, what: s
 
 
 def check_seconds(value: float | None, default: float, field: str = "timeout") -> float:
-    """Return ``value``, or ``default`` where none is given.
+    """Return ``value``, or ``default`` if it is None.
 
     Raises:
-        InvalidRequest: it is no number above 0.
+        InvalidRequest: it is not a number above 0.
     """
     return default if value is None else simple_values.check_seconds(field, value)
 
 
 def absolute_path(value: object, field: str = "path") -> str:
-    """Return a path as this process means it: ``~`` and what is relative to its working directory resolved.
+    """Return an absolute path: ``~`` is expanded, and a relative path starts at this process's working directory.
 
     Raises:
-        InvalidRequest: it is no path.
+        InvalidRequest: it is not a path.
     """
     text = simple_values.check_path(field, value)
     try:
         return str(Path(text).expanduser().absolute())
-    except RuntimeError as error:  # a home that nobody has
+    except RuntimeError as error:  # ``~name`` of an unknown user
         raise InvalidRequest(f"{field}={shown(value)}: {error}", field=field) from error
 
 
 def check_url(value: object, field: str = "url") -> str:
-    """Return a URL that names its protocol.
+    """Return the URL if it names a protocol.
 
     Raises:
-        InvalidRequest: it does not.
+        InvalidRequest: it names none.
     """
     if not isinstance(value, str) or not all(value.partition("://")):
         raise InvalidRequest(f"{field}={shown(value)}: expected a URL such as 's3://bucket/folder'", field=field)
@@ -128,7 +128,7 @@ def check_url(value: object, field: str = "url") -> str:
 
 
 def check_sampling_params(value: object) -> SamplingParams:
-    """Return validated params; a mapping is validated, None is the defaults.
+    """Return validated params: a mapping is validated, and None means the defaults.
 
     Raises:
         InvalidRequest: naming the field, the value and the remedy.
@@ -198,7 +198,7 @@ def check_params_fit(params: SamplingParams, model: ModelInfo, special_tokens: f
 
 
 def check_some_token_is_left(params: SamplingParams, stop_token_ids: Sequence[int], model: ModelInfo) -> None:
-    """Raise :class:`InvalidRequest` if masks leave no token at all, or none while ``min_new_tokens`` forbids stops."""
+    """Raise :class:`InvalidRequest` if masks and ``min_new_tokens`` together forbid every token."""
     if not params.logit_processors:
         return
     allowed, banned = params.allowed_token_ids, params.disallowed_token_ids
@@ -246,10 +246,10 @@ def as_prompts(value: PromptLike | Sequence[PromptLike], context_length: int | N
 
 
 def given_prompts(value: PromptLike | Sequence[PromptLike]) -> list[tuple[str, object]]:
-    """Return each prompt as it was given, beside how errors call it; looks at none of them.
+    """Return the prompts as they were given, each with the name that errors use for it; validate none of them.
 
     Raises:
-        InvalidRequest: there are none, or too many, or it is something else.
+        InvalidRequest: there are no prompts, too many, or the value is of another type.
     """
     if _is_one(value):
         return [("prompts", value)]
@@ -353,11 +353,11 @@ def resolve_max_new_tokens(params: SamplingParams, prompt_length: int, where: st
 
 
 def check_media(prompt: Prompt, where: str, config: EngineConfig, capabilities: frozenset[Capability]) -> None:
-    """Look at what lies beside a prompt, before any of it is read.
+    """Check the images, videos and sounds of a prompt before any of them is read.
 
     Raises:
-        UnsupportedCapability: the engine takes no such media.
-        InvalidRequest: there are more bytes of it than the configuration allows.
+        UnsupportedCapability: the engine does not claim media of that kind.
+        InvalidRequest: they hold more bytes than the configuration allows.
     """
     most = config.media.max_bytes
     size = sum(len(item.data) for item in prompt.media if item.data is not None)
@@ -381,7 +381,7 @@ def _lacking(capability: Capability) -> str:
 
 
 def check_folders(config: EngineConfig) -> None:
-    """Raise :class:`InvalidConfig` for a model or tokenizer that can only be a folder and is not there."""
+    """Raise :class:`InvalidConfig` for a model or tokenizer that looks like a folder and does not exist."""
     for field, value in (("model", config.model), ("tokenizer", config.tokenizer)):
         if value is None or _is_folder(field, value):
             continue
@@ -397,7 +397,7 @@ def check_folders(config: EngineConfig) -> None:
 def _is_folder(field: str, value: str) -> bool:
     try:
         return Path(value).expanduser().is_dir()
-    except (RuntimeError, OSError, ValueError) as error:  # a home that nobody has, a name too long for a file, NUL
+    except (RuntimeError, OSError, ValueError) as error:  # unknown user in ``~name``, name too long, NUL
         raise InvalidConfig(f"{field}={shown(value)}: {error}; give a folder or a hub id", field=field) from error
 
 
@@ -436,16 +436,18 @@ _ANYWAY: Final[Mapping[str, Callable[[EngineConfig, frozenset[Capability]], bool
     "max_lora_rank": lambda c, can: not c.enable_lora,
     "media": lambda c, can: can.isdisjoint(capability for _, capability in _MEDIA_CAPABILITY),
 }
-"""When a field asks for what every engine does, so that one configuration fits all: no cache where there is none."""
+"""Fields accepted without an equivalent in the backend when their value asks for what every engine does anyway.
+
+One configuration then fits all backends: ``enable_prefix_caching=False`` is fine where there is no cache."""
 
 
 def _experts(config: EngineConfig) -> str:
-    """The field of a model folder's ``config.json`` that counts its experts, with its value; "" if it has none."""
+    """Return the field of ``config.json`` that counts the model's experts, with its value; "" if there is none."""
     path = Path(config.model).expanduser() / "config.json"
     try:
         fields: object = json.loads(path.read_bytes()) if path.is_file() else {}
     except (OSError, ValueError, RecursionError):
-        return ""  # no model that could be read: the engine says so when it starts
+        return ""  # unreadable: starting the engine reports it
     text = fields.get("text_config") if isinstance(fields, dict) else None
     for level in (fields, text):
         if not isinstance(level, dict):
@@ -457,7 +459,7 @@ def _experts(config: EngineConfig) -> str:
 
 
 def check_config(config: EngineConfig, config_names: Mapping[str, str], capabilities: frozenset[Capability]) -> None:
-    """Raise for a configured field that the backend cannot honour: nothing is dropped in silence.
+    """Raise for a configured field that the backend cannot honour; no field is ignored silently.
 
     Raises:
         UnsupportedCapability: the field needs a capability that is not claimed.

@@ -36,7 +36,7 @@ SOURCE_CAPABILITY = {
 
 
 SENT_MEANWHILE = frozenset({"broadcast"})
-"""Sources whose buckets are sent while they are loaded; those of all others lie ready."""
+"""Sources whose buckets arrive during the update; the buckets of all other sources are ready before it."""
 
 
 class WeightTransaction:
@@ -61,7 +61,7 @@ class WeightTransaction:
         self.nbytes = 0
         """Bytes loaded so far."""
         self.paused_seconds = 0.0
-        """From begin to commit, where the weights are; known once it is committed."""
+        """Seconds from begin to commit, measured in the engine; known after commit."""
 
     async def prepare(self) -> None:
         """Let the receiver open the source and check every tensor; changes nothing."""
@@ -80,7 +80,7 @@ class WeightTransaction:
             self._plans.keep(self.request.plan)
 
     async def begin(self) -> None:
-        """From here on the weights are neither the old nor the new ones."""
+        """Begin to overwrite the weights: until commit they are neither the old nor the new ones."""
         await self._send(BeginUpdate(), "the receiver to begin the update")
 
     @checked
@@ -90,7 +90,7 @@ class WeightTransaction:
         Raises:
             InvalidRequest: ``indices`` is no list of indices.
             WeightTransferFailed: the copy failed; leave the transaction, the engine becomes dirty.
-            EngineStateError: the update has ended, or was not begun, because it loads every bucket at once.
+            EngineStateError: the update has ended, or was opened with ``at_once``, which loads every bucket itself.
         """
         if self._ended:
             raise EngineStateError("a bucket came after the end of its update; begin another update", state="idle")
@@ -98,7 +98,7 @@ class WeightTransaction:
         self.nbytes += reply.nbytes
 
     async def apply(self, freeze: PauseMode | None) -> None:
-        """Take every step at once; requests are frozen before, and go on after, if ``freeze`` says how."""
+        """Begin, load, verify and commit in one call; with ``freeze`` requests are frozen for that call."""
         self._ended = True
         update = ApplyUpdate(self.request.version, self.buckets, self._keep_prefix_cache, freeze)
         async with deadline(self._timeout, "the receiver to apply the update"):
@@ -106,7 +106,7 @@ class WeightTransaction:
         self.nbytes, self.paused_seconds = reply.nbytes, reply.seconds
 
     async def finish(self) -> None:
-        """Verify every tensor, forget what older weights cached, publish the version."""
+        """Verify every tensor, reset the prefix cache, and commit the version in the engine."""
         self._ended = True
         await self._send(VerifyUpdate(), "the receiver to verify the update")
         if not self._keep_prefix_cache:
@@ -121,7 +121,7 @@ class WeightTransaction:
 
 
 class KeptPlan:
-    """The plan that a backend has said it remembers, which need not travel again, nor the names of its tensors."""
+    """Remembers which plan the backend keeps, so that the next update need not send it again."""
 
     def __init__(self) -> None:
         self._plan: WeightPlan | None = None
@@ -130,7 +130,10 @@ class KeptPlan:
         self._kept = False
 
     def left_out_of(self, request: WeightUpdateRequest) -> PrepareUpdate:
-        """The message for ``request``; nothing is known to be kept until :meth:`keep` says so again."""
+        """Return the message for ``request``, without the plan if the backend has it.
+
+        Until :meth:`keep` is called again, the plan counts as lost.
+        """
         kept, self._kept = self._kept, False
         digests = request.digests
         if not kept or request.plan is not self._plan or digests is None or len(digests) != len(self._names):
@@ -138,13 +141,13 @@ class KeptPlan:
         try:
             packed = struct.pack(f"<{len(digests)}q", *map(digests.__getitem__, self._names))
         except (KeyError, struct.error):
-            return PrepareUpdate(request)  # which says what is wrong with them
+            return PrepareUpdate(request)  # the receiver says what is wrong with the digests
         return PrepareUpdate(
             request.model_copy(update={"plan": WeightPlan(()), "digests": {}}), kept_plan=self._hash, digests=packed
         )
 
     def keep(self, plan: WeightPlan | None) -> None:
-        """The backend has this one now."""
+        """Take note that the backend keeps this plan."""
         if plan is None:
             return
         if plan is not self._plan:
@@ -154,10 +157,10 @@ class KeptPlan:
 
 
 def failure_reason(version: str, error: BaseException) -> str:
-    """Say in few words why an update left the engine dirty."""
+    """Describe why an update left the engine dirty."""
     return f"the update to {version!r} failed: {type(error).__name__}: {error}"
 
 
 def as_transfer_error(version: str, error: Exception) -> WeightTransferFailed:
-    """Wrap what is not of drivetrain's own error tree."""
+    """Wrap an error that is not a DrivetrainError."""
     return WeightTransferFailed(failure_reason(version, error))
