@@ -8,7 +8,9 @@ from drivetrain.backend.base import Backend
 from drivetrain.checks.safe_repr import shown
 from drivetrain.engine.controller import Controller
 from drivetrain.engine.loaded_adapters import LoadedAdapters, LoadedLora
+from drivetrain.engine.pause_and_sleep import PauseAndSleep
 from drivetrain.engine.requests_in_flight import RequestsInFlight
+from drivetrain.engine.served_weights import ServedWeights
 from drivetrain.engine.weight_updates import WeightUpdates
 from drivetrain.errors import DrivetrainError, EngineBusy, InvalidRequest
 from drivetrain.types.capability import Capability
@@ -25,12 +27,16 @@ class Adapters:
         backend: Backend,
         loaded: LoadedAdapters,
         in_flight: RequestsInFlight,
+        pauses: PauseAndSleep,
+        weights: ServedWeights,
         updates: WeightUpdates,
     ) -> None:
         self.controller = controller
         self.backend = backend
         self.loaded = loaded
         self.in_flight = in_flight
+        self.pauses = pauses
+        self.weights = weights
         self.updates = updates
 
     async def load(self, name: str, path: str, pinned: bool) -> None:
@@ -79,7 +85,7 @@ class Adapters:
             if old is None:
                 self.loaded.require_room()
             self._refuse_users(name, request.mode)
-            self.updates.pauses.refuse_waiting_for_frozen(request.mode)
+            self.pauses.refuse_waiting_for_frozen(request.mode)
             async with controller.bounded(f"the LoRA adapter {name!r} to load"):
                 new = await self._load(name, source.path, old is not None and old.pinned)
             before = controller.status
@@ -89,9 +95,9 @@ class Adapters:
                 self._refuse_users(name, request.mode)  # they may have arrived meanwhile
                 if self.in_flight.running_with_lora(name):
                     await self.updates.quiesce(request.mode)
-                await self.updates.weights.label(request.version)
+                await self.weights.label(request.version)
                 self.loaded.put(name, new)
-                self.updates.weights.publish(request.version)
+                self.weights.publish(request.version)
                 surplus = old
             finally:
                 controller.move_to(before)

@@ -100,7 +100,7 @@ class PartKinds:
             weights=weights,
             updates=updates,
             communicators=self.communicators(controller, backend),
-            adapters=self.adapters(controller, backend, loaded, in_flight, updates),
+            adapters=self.adapters(controller, backend, loaded, in_flight, pauses, weights, updates),
             sessions=sessions,
             generation=self.generation(controller, backend, model, in_flight, loaded, sessions),
             pooling=self.pooling(controller, backend, model),
