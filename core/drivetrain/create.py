@@ -12,8 +12,8 @@ from drivetrain.backend.base import Backend, StopKind
 from drivetrain.backend.registry import load_backend, require_engine
 from drivetrain.backend.toolkit.engine_versions import warn_if_unseen
 from drivetrain.checks.safe_repr import shown
+from drivetrain.engine.config_checks import check_config, check_folders
 from drivetrain.engine.engine import InferenceEngine
-from drivetrain.engine.validation import check_config, check_folders
 from drivetrain.errors import InvalidConfig
 from drivetrain.process.capability_probe import probe
 from drivetrain.process.hosted_backend import HostedBackend

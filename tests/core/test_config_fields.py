@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from drivetrain import Capability, EngineConfig
-from drivetrain.engine.validation import check_config
+from drivetrain.engine.config_checks import check_config
 from drivetrain.errors import InvalidConfig
 
 CACHES = frozenset({Capability.PREFIX_CACHE})

@@ -20,7 +20,7 @@ from drivetrain import (
     TextPrompt,
 )
 from drivetrain.checks.limits import MOST_SAMPLES, SAMPLES_AT_ONCE, SAMPLES_UNDER_WAY
-from drivetrain.engine.requests_in_flight import LoadedLora
+from drivetrain.engine.loaded_adapters import LoadedLora
 from drivetrain.text import chat_templates
 from drivetrain_transformers.engine import TransformersBackend
 from engines import OpenEngine
@@ -205,13 +205,11 @@ async def test_prompts_are_the_same_whichever_thread_reads_them(engine: Inferenc
     assert [one.token_ids for one in again.completions] == [one.token_ids for one in together.completions]
 
 
-async def test_a_request_is_under_way_while_its_prompt_is_read(
-    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_request_is_under_way_while_its_prompt_is_read(open_engine: OpenEngine) -> None:
     """It can be aborted, its id is taken, and its adapter cannot be unloaded."""
     chat = [{"role": "user", "content": "a"}]
     async with open_engine(enable_lora=True) as engine:
-        monkeypatch.setitem(engine._loras, "mine", LoadedLora("mine", False))
+        engine.parts.loaded_adapters.put("mine", LoadedLora("mine", False))
         call = asyncio.create_task(engine.generate(chat, {"n": 2}, request_ids=["chat"], lora="mine"))
         await asyncio.sleep(0)
         with pytest.raises(InvalidRequest, match="'chat' is already under way"):
@@ -231,7 +229,7 @@ async def test_a_scheduler_that_does_not_come_back_from_a_step_is_found_out(open
     goes_on = threading.Event()
     timeouts = {"step": 0.5, "weight_update": 0.5, "close": 0.5}
     async with open_engine(timeouts=timeouts) as engine:
-        backend = engine._backend
+        backend = engine.parts.backend
         assert isinstance(backend, TransformersBackend)
         runner = backend._running
         runner.scheduler.step = goes_on.wait  # type: ignore[assignment,method-assign]

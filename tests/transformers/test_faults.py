@@ -33,7 +33,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 def model_of(engine: InferenceEngine) -> LoadedModel:
-    backend = cast(TransformersBackend, engine._backend)
+    backend = cast(TransformersBackend, engine.parts.backend)
     return backend._running.model
 
 
@@ -187,7 +187,7 @@ async def test_ids_outside_the_vocabulary_reach_nobody(
 ) -> None:
     params = SamplingParams(max_new_tokens=4, ignore_eos=True)
     async with open_engine() as engine:
-        backend = engine._backend
+        backend = engine.parts.backend
         generate, stream = backend.generate, backend.stream
 
         async def answer(request: GenerateRequest) -> GenerateResult:
@@ -220,7 +220,7 @@ async def test_a_thread_that_fails_ends_the_engine_at_once(
         raise RuntimeError("a command that nobody expected to fail")
 
     async with open_engine() as engine:
-        backend = cast(TransformersBackend, engine._backend)
+        backend = cast(TransformersBackend, engine.parts.backend)
         params = SamplingParams(max_new_tokens=900, ignore_eos=True)
         waiting = asyncio.create_task(engine.generate("x", params, request_ids=["r"]))
         await until_running(engine, 1)
@@ -236,7 +236,7 @@ async def test_a_thread_that_fails_ends_the_engine_at_once(
 
 async def test_what_is_asked_while_the_engine_closes_does_not_wait(open_engine: OpenEngine) -> None:
     async with open_engine() as engine:
-        runner = cast(TransformersBackend, engine._backend)._running
+        runner = cast(TransformersBackend, engine.parts.backend)._running
     async with asyncio.timeout(HANGING):
         with pytest.raises(EngineInternalError, match="the engine was closed meanwhile"):
             await runner.call(lambda: None)

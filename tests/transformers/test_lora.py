@@ -245,7 +245,7 @@ async def test_what_reached_its_deadline_can_be_asked_for_again(
     open_engine: OpenEngine, model: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_engine(enable_lora=True, max_loras=2, timeouts={"control": 2}, isolation="inline") as engine:
-        backend = engine._backend
+        backend = engine.parts.backend
         load, unload = backend.load_lora_adapter, backend.unload_lora_adapter
 
         async def slow_load(lora_name: str, lora_path: str, pinned: bool) -> None:
@@ -287,7 +287,7 @@ async def test_an_adapter_that_peft_cannot_put_in_leaves_no_wrapper(
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
     async with open_engine(enable_lora=True, isolation="inline") as engine:
-        module = engine._backend._running.model.module  # type: ignore[attr-defined]
+        module = engine.parts.backend._running.model.module  # type: ignore[attr-defined]
         before = [name for name, _ in module.named_parameters()]
         with pytest.raises(InvalidRequest, match="peft cannot put"):
             await engine.load_lora_adapter("a", str(tmp_path))

@@ -202,14 +202,14 @@ async def test_a_probe_compares_logprobs_after_each_commit(engine: InferenceEngi
 @pytest.mark.usefixtures("restored")
 async def test_a_plan_travels_once(engine: InferenceEngine, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[PrepareUpdate] = []
-    receive = engine._backend.receive_weights
+    receive = engine.parts.backend.receive_weights
 
     async def noting(message: WeightMessage) -> WeightReply:
         if isinstance(message, PrepareUpdate):
             sent.append(message)
         return await receive(message)
 
-    monkeypatch.setattr(engine._backend, "receive_weights", noting)
+    monkeypatch.setattr(engine.parts.backend, "receive_weights", noting)
     async with WeightSync.connect(trained(model, 5), engine) as sync:
         for version in ("one", "two"):
             await sync.push(version=version)
@@ -235,7 +235,7 @@ async def test_requests_stay_frozen_when_an_update_in_one_call_fails(
 
     async with WeightSync.connect(policy, engine, mode=PauseMode.IN_PLACE) as sync:
         with monkeypatch.context() as patch:
-            receive = engine._backend.receive_weights
+            receive = engine.parts.backend.receive_weights
 
             async def spoiling(message: WeightMessage) -> WeightReply:
                 if isinstance(message, PrepareUpdate):
@@ -243,7 +243,7 @@ async def test_requests_stay_frozen_when_an_update_in_one_call_fails(
                     message = replace(message, request=message.request.model_copy(update={"digests": digests}))
                 return await receive(message)
 
-            patch.setattr(engine._backend, "receive_weights", spoiling)
+            patch.setattr(engine.parts.backend, "receive_weights", spoiling)
             with pytest.raises(WeightVerifyFailed):
                 await sync.push(version="bad")
         assert engine.state is EngineState.DIRTY
@@ -403,7 +403,7 @@ async def test_an_unexpected_error_before_an_update_begins_is_typed_and_the_engi
 
     async with open_engine() as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(engine._backend, "receive_weights", broken)
+            patch.setattr(engine.parts.backend, "receive_weights", broken)
             with pytest.raises(WeightSyncError, match="'new' could not be prepared: OSError: no space left"):
                 await engine.load_weights_from_disk(str(model), "new")
         await assert_serves(engine, oracle.load(model), "initial")

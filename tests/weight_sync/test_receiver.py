@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.weight_sync.models import Model, differing, tensors_of
 
-from drivetrain.engine.weight_updates import KeptPlan
+from drivetrain.engine.weight_transaction import KeptPlan
 from drivetrain.errors import (
     EngineStateError,
     InvalidRequest,

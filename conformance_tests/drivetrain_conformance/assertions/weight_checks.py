@@ -14,7 +14,7 @@ import torch
 
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.states import EngineState
-from drivetrain.engine.weight_updates import WeightTransaction
+from drivetrain.engine.weight_transaction import WeightTransaction
 from drivetrain.errors import DrivetrainError, EngineStateError, UnsupportedCapability
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import Completion, VersionSpan

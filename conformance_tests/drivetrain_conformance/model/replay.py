@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from drivetrain.engine.engine import InferenceEngine
-from drivetrain.engine.weight_updates import WeightTransaction
+from drivetrain.engine.weight_transaction import WeightTransaction
 from drivetrain.errors import DrivetrainError, EngineStateError
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import Completion, CompletionChunk, GenerationOutput
