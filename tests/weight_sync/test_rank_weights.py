@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from tests.weight_sync.models import Model, tensors_of
 
 from drivetrain.errors import DrivetrainError, EngineStateError, InvalidRequest, WeightVerifyFailed
-from drivetrain.process.worker_calls import Calls
+from drivetrain.process.worker_calls import WorkerMethods
 from drivetrain.types.modes import MemoryTag
 from drivetrain.types.weights import (
     ApplyUpdate,
@@ -98,7 +98,7 @@ class Rank(RankWeights):
         return replace(reply, seconds=self.commit_weights(update).seconds)
 
 
-calls = Calls(Rank.prepare_weights, Rank.prepared_weights)
+methods = WorkerMethods(Rank.prepare_weights, Rank.prepared_weights)
 
 
 class Experts(torch.nn.Module):
@@ -169,11 +169,11 @@ class Two:
 
     def ask(self, method: str, *arguments: object) -> list[object]:
         """What each rank answers: a result, or an error."""
-        question = calls.ask(method, arguments)
+        payload = methods.call(method, arguments)
 
         def serve(rank: Rank) -> object:
             try:
-                return calls.result_of(method, calls.serve(rank, question, rank.gather))
+                return methods.result_of(method, methods.answer(rank, payload, rank.gather))
             except DrivetrainError as error:
                 return error
 

@@ -37,7 +37,7 @@ from drivetrain.errors import (
 from drivetrain.media.qwen_vision import VisionReader, vision_capabilities
 from drivetrain.process.process_tree import runs, shared_memory_of, unlink
 from drivetrain.process.worker_calls import CallNotTaken
-from drivetrain.process.worker_channel import Channel, ChannelListener
+from drivetrain.process.worker_connection import WorkerConnection, WorkerListener
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.modes import PauseMode
@@ -135,9 +135,9 @@ class SGLangBackend(WorkerBackend):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._engine: Any = None
-        self._listener: ChannelListener | None = None
-        self._channel: Channel | None = None
-        """Channel to the scheduler of the first rank."""
+        self._listener: WorkerListener | None = None
+        self._worker: WorkerConnection | None = None
+        """Connection to the scheduler of the first rank."""
         self._processes: list[psutil.Process] = []
         """SGLang's own processes."""
         self._rids: dict[str, str] = {}
@@ -183,7 +183,7 @@ class SGLangBackend(WorkerBackend):
     async def start(self, report: Callable[[str], None]) -> ModelInfo:
         """Start SGLang, which uses this event loop from here on."""
         report("importing SGLang")
-        self._listener = ChannelListener()
+        self._listener = WorkerListener()
         invite(self._listener.name)
         os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
         # SGLang disables this for its processes, but NCCL forms no group of ranks that differ in it: keep NCCL's
@@ -197,7 +197,7 @@ class SGLangBackend(WorkerBackend):
             raise
         except Exception as error:
             raise EngineStartError(f"SGLang does not start: {type(error).__name__}: {error}") from error
-        self._channel = await self._listener.accept(lambda: EngineDied("SGLang's scheduler is gone"))
+        self._worker = await self._listener.accept(lambda: EngineDied("SGLang's scheduler is gone"))
         report("warming up")
         await self._warm_up()
         return replace(info, gpus=await self.gpus())
@@ -258,11 +258,11 @@ class SGLangBackend(WorkerBackend):
     async def close(self) -> None:
         """End SGLang's processes."""
         engine, self._engine = self._engine, None
-        channel, self._channel = self._channel, None
+        worker, self._worker = self._worker, None
         if self._listener is not None:
             self._listener.close()
-        if channel is not None:
-            channel.close()
+        if worker is not None:
+            worker.close()
         if engine is not None:
             # SGLang kills its processes, including the one that would remove their shared memory.
             this = psutil.Process()
@@ -440,15 +440,14 @@ class SGLangBackend(WorkerBackend):
         """Return the dtype of SGLang's weights."""
         return str(self._manager.model_config.dtype).removeprefix("torch.")
 
-    async def ask(self, method: str, *arguments: object, freeze: PauseMode | None = None) -> object:
+    async def ask(self, method: str, *arguments: object) -> object:
         """Call the worker in the scheduler's process."""
-        from drivetrain_sglang.in_engine.scheduler_calls import calls
+        from drivetrain_sglang.in_engine.scheduler_calls import methods
 
-        if self._channel is None:
+        if self._worker is None:
             raise EngineInternalError("the SGLang backend is not running")
-        answer = await self._channel.ask(calls.ask(method, arguments, freeze))
         try:
-            return calls.result_of(method, answer)
+            return await self._worker.call(methods[method], arguments)
         except CallNotTaken as error:
             if await self._lost_process():
                 raise EngineDied(f"SGLang lost a process of its own: {error}") from error

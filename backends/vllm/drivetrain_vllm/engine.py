@@ -31,7 +31,7 @@ from drivetrain.errors import (
 )
 from drivetrain.media.qwen_vision import VisionReader, vision_capabilities
 from drivetrain.process.worker_calls import CallNotTaken
-from drivetrain.process.worker_channel import Channel, ChannelListener
+from drivetrain.process.worker_connection import WorkerConnection, WorkerListener
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.modes import PauseMode
@@ -140,9 +140,9 @@ class VLLMBackend(WorkerBackend):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._engine: Any = None
-        self._listener: ChannelListener | None = None
-        self._channel: Channel | None = None
-        """Channel to the engine core."""
+        self._listener: WorkerListener | None = None
+        self._worker: WorkerConnection | None = None
+        """Connection to the engine core."""
         self._ids: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         """Shapes of the model's tensors, by checkpoint name."""
@@ -191,7 +191,7 @@ class VLLMBackend(WorkerBackend):
     async def start(self, report: Callable[[str], None]) -> ModelInfo:
         """Start vLLM, which uses this event loop from here on."""
         report("importing vLLM")
-        self._listener = ChannelListener()
+        self._listener = WorkerListener()
         invite(self._listener.name)
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -201,7 +201,7 @@ class VLLMBackend(WorkerBackend):
             raise
         except Exception as error:
             raise EngineStartError(f"vLLM does not start: {type(error).__name__}: {error}") from error
-        self._channel = await self._listener.accept(lambda: EngineDied("vLLM's engine core ended"))
+        self._worker = await self._listener.accept(lambda: EngineDied("vLLM's engine core ended"))
         if Capability.ROUTED_EXPERTS in self.capabilities(self.config):
             self._expert_layers = cast("list[int]", await self.ask("expert_layers"))
         report("warming up")
@@ -299,11 +299,11 @@ class VLLMBackend(WorkerBackend):
     async def close(self) -> None:
         """End vLLM's processes."""
         engine, self._engine = self._engine, None
-        channel, self._channel = self._channel, None
+        worker, self._worker = self._worker, None
         if self._listener is not None:
             self._listener.close()
-        if channel is not None:
-            channel.close()
+        if worker is not None:
+            worker.close()
         if engine is not None:
             await asyncio.to_thread(engine.shutdown)
         self._plain.close()
@@ -505,15 +505,14 @@ class VLLMBackend(WorkerBackend):
         """Return the dtype of vLLM's weights."""
         return str(self._running.model_config.dtype).removeprefix("torch.")
 
-    async def ask(self, method: str, *arguments: object, freeze: PauseMode | None = None) -> object:
+    async def ask(self, method: str, *arguments: object) -> object:
         """Call the engine core, which calls its workers if needed."""
-        from drivetrain_vllm.in_engine.scheduler_calls import calls
+        from drivetrain_vllm.in_engine.scheduler_calls import methods
 
-        if self._channel is None:
+        if self._worker is None:
             raise EngineInternalError("the vLLM backend is not running")
-        answer = await self._channel.ask(calls.ask(method, arguments, freeze))
         try:
-            return calls.result_of(method, answer)
+            return await self._worker.call(methods[method], arguments)
         except CallNotTaken as error:
             raise as_engine_error(error) from error
 

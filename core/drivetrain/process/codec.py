@@ -6,9 +6,11 @@ arrival. A union of several classes, which msgspec cannot tell apart, is sent as
 
 from __future__ import annotations
 
+import dataclasses
+import operator
 import types
 from abc import ABC, abstractmethod
-from typing import Final, Union, get_args, get_origin
+from typing import Any, Final, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 from pydantic import BaseModel
@@ -16,7 +18,7 @@ from pydantic import BaseModel
 from drivetrain.backend.base import GenerateRequest
 from drivetrain.errors import WireError
 from drivetrain.types.prompts import MediaInput
-from drivetrain.types.sampling import LogprobsMode, SamplingParams
+from drivetrain.types.sampling import SamplingParams
 
 
 class Codec(ABC):
@@ -154,21 +156,21 @@ class _Several(Codec):
 # The hot one ---------------------------------------------------------------------------------------------------------
 
 
-class _Request(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """``GenerateRequest`` on the wire: its fields in order, params and media still encoded."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    params: msgspec.Raw
-    max_new_tokens: int
-    stop_token_ids: tuple[int, ...]
-    logprobs_mode: LogprobsMode
-    seed: int | None
-    lora: str | None
-    priority: int
-    media: tuple[msgspec.Raw, ...]
-
-
+_FIELDS: Final = tuple(field.name for field in dataclasses.fields(GenerateRequest))
+_PARAMS: Final = _FIELDS.index("params")
+_MEDIA: Final = _FIELDS.index("media")
+_PACKED: Final = {"params": msgspec.Raw, "media": tuple[msgspec.Raw, ...]}
+"""Fields whose values are encoded before the request is."""
+_hints: Final = get_type_hints(GenerateRequest)
+_Request: Final[Any] = msgspec.defstruct(
+    "_Request",
+    [(name, _PACKED.get(name, _hints[name])) for name in _FIELDS],
+    array_like=True,
+    frozen=True,
+    gc=False,
+)
+"""``GenerateRequest`` on the wire: its fields in order."""
+_values: Final = operator.attrgetter(*_FIELDS)
 _request: Final = msgspec.msgpack.Decoder(_Request)
 _params: Final = _Typed(SamplingParams)
 _media: Final = _OneOf(get_args(MediaInput))
@@ -197,20 +199,10 @@ class _RequestCodec(Codec):
         held = self._packed.get(id(params))
         if held is None:
             held = self._packed[id(params)] = (params, _params.encode(params))
-        return _to_wire(
-            _Request(
-                value.request_id,
-                value.prompt_token_ids,
-                held[1],
-                value.max_new_tokens,
-                value.stop_token_ids,
-                value.logprobs_mode,
-                value.seed,
-                value.lora,
-                value.priority,
-                tuple(map(_media.encode, value.media)) if value.media else (),
-            )
-        )
+        values: list[object] = list(_values(value))
+        values[_PARAMS] = held[1]
+        values[_MEDIA] = tuple(map(_media.encode, value.media))
+        return _to_wire(_Request(*values))
 
     def decode(self, data: msgspec.Raw) -> GenerateRequest:
         try:
@@ -225,18 +217,10 @@ class _RequestCodec(Codec):
             if len(self._arrived) >= _PARAMS_HELD:
                 self._arrived.clear()
             params = self._arrived[packed] = decoded
-        return GenerateRequest(
-            request.request_id,
-            request.prompt_token_ids,
-            params,
-            request.max_new_tokens,
-            request.stop_token_ids,
-            request.logprobs_mode,
-            request.seed,
-            request.lora,
-            request.priority,
-            tuple(_decode_media(item) for item in request.media),
-        )
+        values: list[Any] = list(msgspec.structs.astuple(request))
+        values[_PARAMS] = params
+        values[_MEDIA] = tuple(map(_decode_media, request.media))
+        return GenerateRequest(*values)
 
 
 def _decode_media(data: msgspec.Raw) -> MediaInput:

@@ -175,14 +175,7 @@ class Connection(asyncio.Protocol):
             raise WireError(f"{call.method} was called before Open was answered with Welcome")
         if call.id in self._running:
             raise WireError(f"call {call.id} is still running; every call needs an id of its own")
-        if len(call.arguments) != len(method.arguments):
-            raise WireError(f"{call.method} takes {len(method.arguments)} arguments, not {len(call.arguments)}")
-        try:
-            return method, [
-                argument.codec.decode(data) for argument, data in zip(method.arguments, call.arguments, strict=True)
-            ]
-        except WireError as error:
-            raise WireError(f"cannot read the arguments of {call.method}: {error}") from error
+        return method, method.unpack(call.arguments)
 
     def _cancel(self, call_id: int) -> None:
         running = self._running.pop(call_id, None)

@@ -23,8 +23,8 @@ from drivetrain.errors import (
 )
 from drivetrain.process.busy_wait import busy_wait
 from drivetrain.process.capability_probe import probe
-from drivetrain.process.connection import Connection
 from drivetrain.process.handshake import check_version, open_for
+from drivetrain.process.host_connection import HostConnection
 from drivetrain.process.host_process import Ending, HostProcess
 from drivetrain.process.host_python import why_not
 from drivetrain.process.rpc_methods import METHODS, Method
@@ -63,7 +63,7 @@ class HostedBackend(Backend):
         # A class variable on the Backend page, set per instance here: this class stands in for any backend.
         vars(self)["name"] = backend_name
         self._host: HostProcess | None = None
-        self._link: Connection | None = None
+        self._link: HostConnection | None = None
         self._started = False
         self._on_gpu = False
         self._closing: asyncio.Task[None] | None = None
@@ -107,7 +107,7 @@ class HostedBackend(Backend):
     def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         return cast(AsyncGenerator[TokenDelta, None], self._linked().stream(_STREAM, (request,)))
 
-    def _linked(self) -> Connection:
+    def _linked(self) -> HostConnection:
         if self._link is None:
             raise EngineStateError(f"the {self.name} engine was not started", state="starting")
         return self._link
@@ -129,7 +129,7 @@ class HostedBackend(Backend):
         self._loop = asyncio.get_running_loop()
         self._gone: asyncio.Future[Ending] = self._loop.create_future()
         self._died: asyncio.Future[EngineDied] = self._loop.create_future()
-        self._link = Connection(report, self._trouble, self._last_words)
+        self._link = HostConnection(report, self._trouble, self._last_words)
         self._host = host = HostProcess(self.config.python, self.config.timeouts, self._on_end)
         try:
             await self._loop.create_unix_connection(self._linked, sock=host.socket)
@@ -153,7 +153,7 @@ class HostedBackend(Backend):
         host.started()
         return info
 
-    async def _bring_up(self, host: HostProcess, link: Connection) -> ModelInfo:
+    async def _bring_up(self, host: HostProcess, link: HostConnection) -> ModelInfo:
         hello = await link.hello
         try:
             check_version(
@@ -193,7 +193,7 @@ class HostedBackend(Backend):
             self._host.condemn("was ended because closing it was cancelled")
             raise
 
-    async def _close(self, host: HostProcess, link: Connection) -> None:
+    async def _close(self, host: HostProcess, link: HostConnection) -> None:
         failed: DrivetrainError | None = None
         try:
             async with asyncio.timeout(self.config.timeouts.close):

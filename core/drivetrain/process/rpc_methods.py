@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from types import UnionType
 from typing import Final, Union, get_args, get_origin, get_type_hints
 
+import msgspec
+
 from drivetrain.backend.base import Backend
+from drivetrain.errors import WireError
 from drivetrain.process.codec import Codec, codec_for
 
 _LOCAL: Final = frozenset({"died"})
@@ -35,6 +38,27 @@ class Method:
     result: Codec
     streams: bool
     signature: inspect.Signature
+
+    def pack(self, arguments: Sequence[object]) -> tuple[msgspec.Raw, ...]:
+        """Encode arguments, one each.
+
+        Raises:
+            WireError: one of them cannot cross.
+        """
+        return tuple(argument.codec.encode(value) for argument, value in zip(self.arguments, arguments, strict=True))
+
+    def unpack(self, packed: Sequence[msgspec.Raw]) -> list[object]:
+        """Decode arguments.
+
+        Raises:
+            WireError: there are too few or too many, or one is not what its annotation says.
+        """
+        if len(packed) != len(self.arguments):
+            raise WireError(f"{self.name} takes {len(self.arguments)} arguments, not {len(packed)}")
+        try:
+            return [argument.codec.decode(data) for argument, data in zip(self.arguments, packed, strict=True)]
+        except WireError as error:
+            raise WireError(f"cannot read the arguments of {self.name}: {error}") from error
 
     def __str__(self) -> str:
         """Return the method's signature in one line, as listed in ``docs/reference/wire.md``."""

@@ -148,7 +148,7 @@ MESSAGES: Final[tuple[type[Message], ...]] = (
 from_host: Final = msgspec.msgpack.Decoder(FromHost)
 from_watch: Final = msgspec.msgpack.Decoder(FromWatch)
 from_trainer: Final = msgspec.msgpack.Decoder(FromTrainer)
-_encode = msgspec.msgpack.Encoder().encode
+encode: Final = msgspec.msgpack.Encoder().encode
 
 M = TypeVar("M")
 
@@ -172,7 +172,7 @@ def frame(message: Message) -> tuple[bytes, bytes]:
     Raises:
         WireError: The message is larger than :data:`FRAME_LIMIT`.
     """
-    payload = _encode(message)
+    payload = encode(message)
     if len(payload) > FRAME_LIMIT:
         raise WireError(f"a message of {len(payload)} bytes does not fit a frame, whose limit is {FRAME_LIMIT} bytes")
     return len(payload).to_bytes(4, "little"), payload

@@ -17,7 +17,7 @@ from drivetrain.backend.base import Backend, EngineStats
 from drivetrain.errors import EngineBusy
 from drivetrain.process.busy_wait import busy_wait
 from drivetrain.types.config import EngineConfig
-from drivetrain.types.modes import MemoryTag, PauseMode
+from drivetrain.types.modes import MemoryTag
 from drivetrain.types.weights import (
     ApplyUpdate,
     CommitUpdate,
@@ -33,8 +33,8 @@ from drivetrain_weight_sync.receiver.request_arrivals import request_id
 from drivetrain_weight_sync.receiver.saving import ModelFiles, save_remote, save_sharded
 
 _LAST_STEP_S: Final = 10.0
-_OPENING_S: Final = 0.02
-"""Interval at which a slow source is polled until it is open."""
+_OPENING_S: Final = (0.001, 0.02)
+"""First and longest interval, in seconds, at which a slow source is polled until it is open."""
 
 
 def device_type_of(config: EngineConfig) -> str:
@@ -75,14 +75,11 @@ class WorkerBackend(Backend):
         self._cache_epoch = 0
 
     @abstractmethod
-    async def ask(self, method: str, *arguments: object, freeze: PauseMode | None = None) -> object:
-        """Call the worker.
+    async def ask(self, method: str, *arguments: object) -> object:
+        """Call a method of the worker.
 
-        Args:
-            method: Name of the worker's method.
-            arguments: Arguments of the method.
-            freeze: Freeze requests before the method and resume them after it, unless it fails. All of this is one call
-                to the engine.
+        If an argument is an ``ApplyUpdate`` with a freeze mode, the worker freezes requests before the method and
+        resumes them after it, unless it fails.
         """
 
     @abstractmethod
@@ -167,8 +164,10 @@ class WorkerBackend(Backend):
 
     async def _prepare(self, message: PrepareUpdate) -> WeightReply:
         reply = await self.ask("prepare_weights", message)
+        pause, longest = _OPENING_S
         while reply is None:
-            await asyncio.sleep(_OPENING_S)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, longest)
             reply = await self.ask("prepared_weights")
         return cast(WeightReply, reply)
 
@@ -183,9 +182,9 @@ class WorkerBackend(Backend):
 
     async def _applied(self, update: ApplyUpdate) -> WeightReply:
         if self.labels_tokens():
-            return cast(WeightReply, await self.ask("apply_weights", update, freeze=update.freeze))
+            return cast(WeightReply, await self.ask("apply_weights", update))
         with self._nobody_admitted():
-            counted = await self.ask("apply_weights_counting", update, list(self.in_flight), freeze=update.freeze)
+            counted = await self.ask("apply_weights_counting", update, list(self.in_flight))
             reply, tokens = cast("tuple[WeightReply, dict[str, int]]", counted)
             self._replaced(tokens)
         return reply

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from drivetrain.backend.toolkit.translation import eos_token_ids
-from drivetrain.process.worker_calls import Calls
-from drivetrain.process.worker_channel import AnswerChannel, Asked
+from drivetrain.process.wire import Failure, Reply, encode
+from drivetrain.process.worker_calls import WorkerMethods
+from drivetrain.process.worker_socket import WorkerSocket
 from drivetrain_sglang.in_engine import CHANNEL
 from drivetrain_sglang.in_engine.failed_requests import end_failed
 from drivetrain_sglang.in_engine.worker import Worker
@@ -22,7 +23,7 @@ from drivetrain_sglang.in_engine.worker import Worker
 CALL: Final = "drivetrain"
 """Name of the RPC."""
 
-calls: Final = Calls(
+methods: Final = WorkerMethods(
     Worker.gpus, Worker.tokens_so_far, Worker.apply_weights_counting, Worker.prepare_weights, Worker.prepared_weights
 )
 
@@ -61,55 +62,53 @@ def _worker(scheduler: Any) -> Worker:
 class _Process:
     """State of a scheduler's process."""
 
-    channel: AnswerChannel | None = None
-    """The channel, on the first rank only."""
+    host: WorkerSocket | None = None
+    """Connection to the host, on the first rank only."""
 
 
 def _listen(_: None, scheduler: Any) -> None:
     if scheduler.ipc_channels.recv_from_rpc is None:  # another rank
         return
-    _Process.channel = channel = AnswerChannel(os.environ[CHANNEL])
+    _Process.host = host = WorkerSocket(os.environ[CHANNEL])
     if scheduler.idle_sleeper is not None:
         import zmq
 
-        scheduler.idle_sleeper.poller.register(channel, zmq.POLLIN)
+        scheduler.idle_sleeper.poller.register(host, zmq.POLLIN)
 
 
 def _receive(requests: list[Any] | None, _: Any) -> list[Any] | None:
     """Append calls to the requests that arrived, as if they came through SGLang's own socket."""
-    channel = _Process.channel
-    if channel is None or requests is None:
+    host = _Process.host
+    if host is None or requests is None:
         return requests
     from sglang.srt.managers.io_struct import RpcReqInput
 
-    for asked in channel.receive(wait=False):
-        parameters = {"number": asked.number, "question": asked.question}
-        requests.append(RpcReqInput(method=CALL, parameters=parameters))
+    for payload in host.receive(wait=False):
+        requests.append(RpcReqInput(method=CALL, parameters={"payload": payload}))
     return requests
 
 
 def _rpc(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
     if request.method != CALL:
         return original(scheduler, request)
-    asked = Asked(**request.parameters)
-    answer = _answer(scheduler, asked.question)
-    if _Process.channel is not None:
-        _Process.channel.answer(asked, answer)
+    answer = _answer(scheduler, request.parameters["payload"])
+    if _Process.host is not None:
+        _Process.host.reply(encode(answer))
     return None
 
 
-def _answer(scheduler: Any, question: bytes) -> bytes:
+def _answer(scheduler: Any, payload: bytes) -> Reply | Failure:
     try:
         worker = _worker(scheduler)
         gather = None if worker.group is None else worker.gather
-        freeze = calls.freeze_of(question)
-        if freeze is not None:
-            worker.freeze(freeze)
-        answer = calls.serve(worker, question, gather)
-        if freeze is not None and calls.succeeded(answer):
+        call = methods.read(payload)
+        if call.freeze is not None:
+            worker.freeze(call.freeze)
+        answer = methods.serve(worker, call, gather)
+        if call.freeze is not None and isinstance(answer, Reply):
             worker.unfreeze()
     except Exception as error:
-        return calls.not_taken(error)
+        return methods.not_taken(payload, error)
     return answer
 
 

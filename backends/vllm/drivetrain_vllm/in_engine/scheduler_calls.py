@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false
 """Calls of the backend to the engine core and its workers, served between two steps of the batch.
 
-A call arrives through drivetrain's channel, whose thread hands it to the engine core's loop. Calls to the scheduler are
-served here; others are forwarded to every worker.
+A call arrives through drivetrain's own socket, whose thread hands it to the engine core's loop. Calls to the scheduler
+are served here; others are forwarded to every worker.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any, Final, cast
 
 from drivetrain.backend.base import EngineStats
 from drivetrain.errors import EngineBusy, EngineDied
-from drivetrain.process.worker_calls import Calls
-from drivetrain.process.worker_channel import AnswerChannel, Asked
+from drivetrain.process.wire import Failure, Reply, encode
+from drivetrain.process.worker_calls import WorkerCall, WorkerMethods
+from drivetrain.process.worker_socket import WorkerSocket
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.weights import ApplyUpdate, CommitUpdate, WeightMessage, WeightReply
 from drivetrain_vllm.in_engine import CHANNEL, failed_requests
@@ -37,7 +38,7 @@ class Core:
         self.arrivals = Arrivals()
 
     def _of_workers(self, method: str, *arguments: object) -> object:
-        return calls.result_of(method, forward(self._core, calls.ask(method, arguments)))
+        return methods.result_of(method, forward(self._core, methods.call(method, arguments)))
 
     def stats(self) -> EngineStats:
         """Count requests and memory."""
@@ -100,7 +101,7 @@ def _given(request_id: str) -> str:
     return given + dot
 
 
-calls: Final = Calls(Core.tokens_so_far, Core.apply_weights_counting, *OF_WORKERS)
+methods: Final = WorkerMethods(Core.tokens_so_far, Core.apply_weights_counting, *OF_WORKERS)
 
 
 def _of(core: Any) -> Core:
@@ -111,14 +112,14 @@ def _of(core: Any) -> Core:
     return found
 
 
-def forward(core: Any, question: bytes) -> bytes:
+def forward(core: Any, payload: bytes) -> bytes:
     """Call every worker; return the first answer, as all are equal.
 
     Raises:
         EngineDied: one of them is gone.
     """
     try:
-        answers: list[bytes] = core.collective_rpc(CALL, args=(question,))
+        answers: list[bytes] = core.collective_rpc(CALL, args=(payload,))
     except Exception as error:
         if _lost_worker(core.model_executor):
             raise EngineDied("vLLM lost a worker's process") from error
@@ -132,71 +133,75 @@ def _lost_worker(executor: Any) -> bool:
     return getattr(executor, "is_failed", False) or any(not worker.proc.is_alive() for worker in workers)
 
 
-def _serve(core: Any, channel: AnswerChannel, asked: Asked) -> None:
+class ArrivedCall(bytes):
+    """A call's payload in the engine core's queue, told from vLLM's own messages by its type."""
+
+
+def _serve(core: Any, host: WorkerSocket, payload: bytes) -> None:
     """Answer a call, now or once no step is under way. No error reaches the engine core."""
 
-    def answered(said: Future[bytes]) -> None:
-        error = said.exception()
+    def reply(answered: Future[bytes]) -> None:
+        error = answered.exception()
         if isinstance(error, Exception):
-            channel.answer(asked, calls.not_taken(error))
+            host.reply(encode(methods.not_taken(payload, error)))
         elif error is None:
-            channel.answer(asked, said.result())
+            host.reply(answered.result())
 
     try:
-        answer = _answer(core, asked.question)
+        answer = _answer(core, payload)
     except Exception as error:
-        answer = calls.not_taken(error)
+        answer = encode(methods.not_taken(payload, error))
     if isinstance(answer, bytes):
-        channel.answer(asked, answer)
+        host.reply(answer)
     else:
-        answer.add_done_callback(answered)
+        answer.add_done_callback(reply)
 
 
-def _answer(core: Any, question: bytes) -> bytes | Future[bytes]:
-    freeze = calls.freeze_of(question)
-    if freeze is not None:
-        return _answer_frozen(core, question, freeze)
-    if hasattr(Core, calls.method_of(question)):
-        return calls.serve(_of(core), question)
-    return forward(core, question)
+def _answer(core: Any, payload: bytes) -> bytes | Future[bytes]:
+    if not hasattr(Core, methods.name_of(payload)):
+        return forward(core, payload)
+    call = methods.read(payload)
+    if call.freeze is not None:
+        return _answer_frozen(core, call, call.freeze)
+    return encode(methods.serve(_of(core), call))
 
 
-def _answer_frozen(core: Any, question: bytes, mode: PauseMode) -> bytes | Future[bytes]:
+def _answer_frozen(core: Any, call: WorkerCall, mode: PauseMode) -> bytes | Future[bytes]:
     """Answer once no step is under way; then resume requests, unless the call failed."""
 
     def answer() -> bytes:
-        said = calls.serve(_of(core), question)
-        if calls.succeeded(said):
+        answered: Reply | Failure = methods.serve(_of(core), call)
+        if isinstance(answered, Reply):
             core.resume_scheduler()
-        return said
+        return encode(answered)
 
     pausing: Future[None] | None = core.pause_scheduler(mode="keep", clear_cache=mode is PauseMode.RETRACT)
     if pausing is None:
         return answer()
-    said: Future[bytes] = Future()
+    answered: Future[bytes] = Future()
 
     def idle(_: Future[None]) -> None:
         try:
-            said.set_result(answer())
+            answered.set_result(answer())
         except Exception as error:
-            said.set_exception(error)
+            answered.set_exception(error)
         # The idle loop is about to wait for a message, though there is work again.
         _wake(core, None)
 
     pausing.add_done_callback(idle)
-    return said
+    return answered
 
 
-def _wake(core: Any, request: Asked | None) -> None:
+def _wake(core: Any, request: ArrivedCall | None) -> None:
     from vllm.v1.engine import EngineCoreRequestType
 
     core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, request))
 
 
-def _listen(core: Any, channel: AnswerChannel) -> None:
-    while channel.open:
-        for asked in channel.receive(wait=True):
-            _wake(core, asked)
+def _listen(core: Any, host: WorkerSocket) -> None:
+    while host.open:
+        for payload in host.receive(wait=True):
+            _wake(core, ArrivedCall(payload))
 
 
 def register() -> None:
@@ -209,13 +214,13 @@ def register() -> None:
     handle: Callable[[Any, Any, Any], None] = EngineCoreProc._handle_client_request
 
     def run_busy_loop(core: Any) -> None:
-        core._drivetrain_channel = channel = AnswerChannel(os.environ[CHANNEL])
-        threading.Thread(target=_listen, args=(core, channel), name="drivetrain-calls", daemon=True).start()
+        core._drivetrain_host = host = WorkerSocket(os.environ[CHANNEL])
+        threading.Thread(target=_listen, args=(core, host), name="drivetrain-calls", daemon=True).start()
         run(core)
 
     def handle_client_request(core: Any, kind: Any, request: Any) -> None:
-        if isinstance(request, Asked):
-            _serve(core, core._drivetrain_channel, request)
+        if isinstance(request, ArrivedCall):
+            _serve(core, core._drivetrain_host, request)
             return
         if kind == EngineCoreRequestType.ADD:
             _of(core).arrivals.note(_given(request[0].request_id))

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 
 from drivetrain.errors import EngineStartError, EngineStateError
-from drivetrain.process.worker_calls import Calls
+from drivetrain.process.worker_calls import WorkerMethods
 from drivetrain.types.modes import MemoryTag
 from drivetrain.types.weights import WeightManifest
 from drivetrain_vllm.in_engine.gpu_sleep import DeviceMemory
@@ -183,7 +183,7 @@ OF_WORKERS = (
     Worker.commit_weights,
 )
 """Methods of a worker that are not on the ``Backend`` page."""
-calls = Calls(*OF_WORKERS)
+methods = WorkerMethods(*OF_WORKERS)
 
 
 class Extension:
@@ -191,12 +191,12 @@ class Extension:
 
     _drivetrain_worker: Worker
 
-    def drivetrain(self, question: bytes) -> bytes:
-        """Serve one call; every rank receives the same call at the same time."""
+    def drivetrain(self, payload: bytes) -> bytes:
+        """Answer a call; every rank receives the same call at the same time."""
         worker = self.__dict__.get("_drivetrain_worker")
         if worker is None:
             worker = self._drivetrain_worker = Worker(self)
-        return calls.serve(worker, question, None if worker.group is None else worker.gather)
+        return methods.answer(worker, payload, None if worker.group is None else worker.gather)
 
 
 def _notes_experts(module: Any) -> bool | None:
