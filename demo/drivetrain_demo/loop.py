@@ -241,7 +241,7 @@ def _samples(rollout: _Rollout, n: int) -> list[Sample]:
 
 def _logprobs(completion: Completion) -> Sequence[float]:
     if completion.logprobs is None:
-        raise EngineInternalError(f"completion {completion.request_id} came without the logprobs that were asked for")
+        raise EngineInternalError(f"completion {completion.request_id} has no logprobs, although they were requested")
     return completion.logprobs
 
 

@@ -69,7 +69,7 @@ def _parse(name: str, text: str) -> Iterator[Task]:
         except ValidationError as error:
             _, complaint = describe_validation_error(error, _Line)
             raise InvalidRequest(
-                f'{name}, line {number}: {complaint}; expected such as {{"prompt": "3 + 4 =", "answer": 7}}',
+                f'{name}, line {number}: {complaint}; expected a line such as {{"prompt": "3 + 4 =", "answer": 7}}',
                 field=f"prompts:{number}",
             ) from None
         yield Task(parsed.prompt, parsed.answer)

@@ -289,7 +289,7 @@ async def test_an_adapter_that_peft_cannot_put_in_leaves_no_wrapper(
     async with open_engine(enable_lora=True, isolation="inline") as engine:
         module = engine.parts.backend._running.model.module  # type: ignore[attr-defined]
         before = [name for name, _ in module.named_parameters()]
-        with pytest.raises(InvalidRequest, match="peft cannot put"):
+        with pytest.raises(InvalidRequest, match="peft cannot load"):
             await engine.load_lora_adapter("a", str(tmp_path))
         assert [name for name, _ in module.named_parameters()] == before
         await engine.load_lora_adapter("a", str(adapters["a"]))

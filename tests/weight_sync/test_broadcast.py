@@ -55,7 +55,7 @@ def free_port() -> int:
 
 def test_a_group_of_which_nobody_is_there_ends_by_its_deadline(free_port: int) -> None:
     begun = time.monotonic()
-    with pytest.raises(DeadlineExceeded, match="nobody listened"):
+    with pytest.raises(DeadlineExceeded, match="waiting for rank 0 of the group"):
         Groups().join(spec(free_port, 0.5), 1, CPU)
     assert time.monotonic() - begun < 5
 
@@ -63,7 +63,7 @@ def test_a_group_of_which_nobody_is_there_ends_by_its_deadline(free_port: int) -
 def test_a_trainer_whose_engine_does_not_come_stops_waiting() -> None:
     sender = BroadcastSender(torch.device("cpu"))
     offered, store = sender.offer("gloo", "127.0.0.1", 1, 0.5)
-    with pytest.raises(DeadlineExceeded, match=r"did not form: of its ranks 0 to 1, 1 did not come within 0\.5 s"):
+    with pytest.raises(DeadlineExceeded, match=r"timed out after 0\.5 s waiting for ranks 1 of 2 to join the group"):
         sender.join(offered, store)
 
 

@@ -96,7 +96,7 @@ def test_a_loader_that_comes_to_something_else_again_is_refused(tmp_path: Path) 
         target = target_of(mixer)
         require_as_stored(target, tmp_path)
         if adds:
-            with pytest.raises(WeightSyncError, match="something else of A_log"):
+            with pytest.raises(WeightSyncError, match="converts A_log differently"):
                 require_converted_alike(target, tmp_path)
         else:
             require_converted_alike(target, tmp_path)

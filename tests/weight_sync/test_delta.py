@@ -270,7 +270,7 @@ def test_a_folder_that_is_not_what_was_written_is_refused() -> None:
     wrong: list[tuple[dict[str, object], str]] = [
         ({"folder": "/nowhere"}, "both reach the folder"),
         ({"files": []}, "0 files for a plan of 1"),
-        ({"more": 1}, "data of a delta is not what it should be"),
+        ({"more": 1}, "data of a delta is invalid"),
     ]
     for data, message in wrong:
         with pytest.raises(InvalidRequest, match=message):
@@ -278,7 +278,7 @@ def test_a_folder_that_is_not_what_was_written_is_refused() -> None:
     raw = bytearray(file.read_bytes())
     raw[-1] ^= 1
     file.write_bytes(raw)
-    with pytest.raises(InvalidRequest, match="does not hold what was written"):
+    with pytest.raises(InvalidRequest, match="differs from what was written"):
         receiver.handle(PrepareUpdate(request))
     assert not held.any()
 

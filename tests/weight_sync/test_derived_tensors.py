@@ -134,7 +134,7 @@ def test_what_comes_to_something_else_a_second_time_is_refused() -> None:
         model.upper = model.proj.chunk(2)[1] + model.upper
 
     before = model.upper.clone()
-    with pytest.raises(WeightSyncError, match="in attention once weights are loaded comes to something else"):
+    with pytest.raises(WeightSyncError, match="step of attention gives other values when repeated"):
         target_of(model, packs)
     assert torch.equal(model.upper, before), "the engine serves on"
 
@@ -151,7 +151,7 @@ def test_what_writes_to_weights_is_refused_before_it_does(write: Callable[[torch
         proj, model.proj = model.proj, nn.Parameter(torch.empty(0), requires_grad=False)
         write(proj)
 
-    with pytest.raises(WeightSyncError, match=r"fails a second time .*would write to weights"):
+    with pytest.raises(WeightSyncError, match=r"fails when repeated .*would write to weights"):
         target_of(model, quantises)
     assert torch.equal(model.proj, before)
     assert model.upper is upper, "the engine serves on"
@@ -166,7 +166,7 @@ def test_what_has_another_shape_the_next_time_fails() -> None:
 
     target = target_of(model, cuts)
     rows[0] = 3
-    with pytest.raises(WeightTransferFailed, match="attention holds other tensors"):
+    with pytest.raises(WeightTransferFailed, match="attention has other tensors"):
         update(target)
 
 

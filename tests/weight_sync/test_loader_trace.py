@@ -185,7 +185,7 @@ def test_a_loader_that_must_see_values_is_refused(sees: Callable[[torch.Tensor],
         for _, tensor in weights:
             sees(tensor)
 
-    with pytest.raises(WeightSyncError, match="which weight sync cannot follow"):
+    with pytest.raises(WeightSyncError, match="which weight sync does not support"):
         trace_loader(load, specs("scalar"))
 
 

@@ -58,7 +58,7 @@ def fields(**values: object) -> Change:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (fields(peft_type="IA3"), "kind 'IA3'"),
+        (fields(peft_type="IA3"), "type 'IA3'"),
         (fields(init_lora_weights="pissa_niter_4"), "init_lora_weights='pissa_niter_4'"),
         (fields(init_lora_weights="olora"), "path_initial_model_for_weight_conversion"),
         (fields(bias="all"), "train with bias='none'"),
@@ -75,7 +75,7 @@ def fields(**values: object) -> Change:
         (fields(lora_alpha=float("inf")), "lora_alpha=inf"),
         (fields(rank_pattern={"q_proj": -1}), "rank_pattern"),
         (fields(alpha_pattern={"q_proj": "x"}), "alpha_pattern"),
-        (fields(alpha_pattern={"(": 4}), "no regex"),
+        (fields(alpha_pattern={"(": 4}), "not a valid regex"),
         (fields(target_modules=["q_proj", "k_proj"]), "no tensors for model.layers.0.attn.k_proj"),
         (fields(layers_to_transform=[1]), "tensors for model.layers.0.attn.q_proj"),
         (lambda config, tensors: tensors.pop(list(tensors)[-1]), "lora_A of .* without its lora_B"),
@@ -83,7 +83,7 @@ def fields(**values: object) -> Change:
         (lambda config, tensors: next(iter(tensors.values()))[0].fill_(torch.nan), r"lora_A.weight \(NaN\)"),
         (
             lambda config, tensors: tensors.update({"model.layers.9.q_proj.lora_A.weight": torch.zeros(2, 6)}),
-            "no place",
+            r"the model has no layer model\.layers\.9",
         ),
         (lambda config, tensors: tensors.update({"model.embed.weight": torch.zeros(20, 6)}), "save_embedding_layers"),
         (lambda config, tensors: tensors.clear(), "no tensors of an adapter"),

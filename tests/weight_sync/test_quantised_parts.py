@@ -155,7 +155,7 @@ def test_an_engine_that_comes_to_something_else_again_is_refused(tmp_path: Path)
     require_converted_alike(target, tmp_path)
 
     engine._spoil = 0.5
-    with pytest.raises(WeightSyncError, match="something else of gate, up"):
+    with pytest.raises(WeightSyncError, match="converts gate, up differently"):
         require_converted_alike(target_of(engine), tmp_path)
     assert torch.equal(engine.layer.quantised, kept[0]), "it is as it was"
     assert torch.equal(engine.layer.scale, kept[1])

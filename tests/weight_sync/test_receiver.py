@@ -340,11 +340,11 @@ def test_a_plan_that_is_not_kept_is_refused(pair: Pair) -> None:
     left_out = kept.left_out_of(request)
     assert left_out.request.plan == WeightPlan(())
     assert left_out.request.digests == {}
-    with pytest.raises(WeightSyncError, match="leaves out a plan that is not kept"):
+    with pytest.raises(WeightSyncError, match="refers to a plan that this worker does not hold"):
         pair.send(left_out)
     assert pair.receiver.handle(PrepareUpdate(request)).keeps_plan
     assert pair.receiver.handle(left_out).buckets == len(pair.plan.buckets)
-    with pytest.raises(WeightSyncError, match="leaves out a plan that is not kept"):
+    with pytest.raises(WeightSyncError, match="refers to a plan that this worker does not hold"):
         pair.send(replace(left_out, kept_plan="another"))
     with pytest.raises(InvalidRequest, match="each takes 8"):
         pair.send(replace(left_out, digests=left_out.digests[8:]))

@@ -146,7 +146,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, torch.Tensor]], None], type[Excepti
     "dtype": (
         with_tensor(UP, torch.zeros(72, 24)),
         WeightPlanMismatch,
-        r"float32, which rounds to the engine's bfloat16 \(model\.layers\.1\.up\.weight\).*cast=True",
+        r"float32, which would round to the engine's bfloat16 \(model\.layers\.1\.up\.weight\).*cast=True",
     ),
     "NaN": (with_value(UP, float("nan")), InvalidWeights, r"model\.layers\.1\.up\.weight \(NaN\)"),
     "infinity": (with_value("model.norm.bias", float("-inf")), InvalidWeights, r"model\.norm\.bias \(infinite\)"),
@@ -409,7 +409,7 @@ def test_only_tensors_that_stay_on_a_gpu_are_shared() -> None:
     assert caught.value.field == "share_tensors"
     engine.isolation = Isolation.PROCESS
     engine.capabilities = frozenset({Capability.WEIGHTS_CUDA_IPC})
-    with pytest.raises(InvalidRequest, match="read anew at every push"):
+    with pytest.raises(InvalidRequest, match="read again at every push"):
         WeightSync.connect([], engine, "cuda_ipc", share_tensors=True)
 
 
@@ -824,12 +824,12 @@ def test_the_engine_page_is_what_weight_sync_needs() -> None:
 async def test_a_source_gives_pairs_of_a_name_and_a_tensor(gives: object) -> None:
     for given in (gives, lambda: gives):
         async with WeightSync.connect(given, InlineEngine(Model(0))) as sync:  # type: ignore[arg-type]
-            with pytest.raises(InvalidRequest, match=r"source gives .*expected") as caught:
+            with pytest.raises(InvalidRequest, match=r"source yields .*expected") as caught:
                 await sync.push(version="v")
         assert caught.value.field == "source"
 
 
 async def test_a_function_that_gives_nothing_is_named() -> None:
     async with WeightSync.connect(lambda: None, InlineEngine(Model(0))) as sync:  # type: ignore[arg-type, return-value]
-        with pytest.raises(InvalidRequest, match="source gives None"):
+        with pytest.raises(InvalidRequest, match="source yields None"):
             await sync.push(version="v")

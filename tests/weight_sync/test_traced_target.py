@@ -110,7 +110,7 @@ def test_what_is_computed_into_nothing_that_is_known_is_refused() -> None:
         for _, tensor in weights:
             model.embed[:5].copy_((tensor * 2).round())
 
-    with pytest.raises(WeightSyncError, match="computes something of embed"):
+    with pytest.raises(WeightSyncError, match="computes with embed"):
         TracedTarget(quantise, WeightManifest((TensorSpec("embed", "float32", (5, 3)),)))
 
 

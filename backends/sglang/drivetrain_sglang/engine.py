@@ -196,7 +196,7 @@ class SGLangBackend(WorkerBackend):
         except (InvalidConfig, EngineStartError):
             raise
         except Exception as error:
-            raise EngineStartError(f"SGLang does not start: {type(error).__name__}: {error}") from error
+            raise EngineStartError(f"SGLang failed to start: {type(error).__name__}: {error}") from error
         self._worker = await self._listener.accept(lambda: EngineDied("SGLang's scheduler is gone"))
         report("warming up")
         await self._warm_up()
@@ -470,7 +470,7 @@ def _files_in(directory: Path) -> set[Path]:
 
 def _require_success(field: str, result: Any) -> None:
     if not result.success:
-        raise InvalidRequest(f"SGLang refused it: {result.error_message}", field=field)
+        raise InvalidRequest(f"SGLang refused the adapter: {result.error_message}", field=field)
 
 
 def _engine_class() -> Any:

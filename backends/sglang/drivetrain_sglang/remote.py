@@ -83,7 +83,7 @@ class SGLangServerBackend(ServerBackend[ServerSays]):
         model = await client.get("/model_info", LOOK_S)
         server = await client.get("/server_info", BUSY_S)
         if not isinstance(server, dict) or not isinstance(model, dict) or "max_req_input_len" not in server:
-            raise EngineStartError(f"what answers at {client.endpoint} is no SGLang server")
+            raise EngineStartError(f"the server at {client.endpoint} is not an SGLang server")
         return ServerSays(server, model)
 
     @classmethod

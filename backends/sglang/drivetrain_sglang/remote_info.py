@@ -115,8 +115,8 @@ def check_server(says: ServerSays, endpoint: str) -> None:
     for name, value in _MUST_BE.items():
         if says.server.get(name, value) != value:
             raise InvalidConfig(
-                f"the server at {endpoint} was launched with {name}={says.server[name]!r}, with which requests do not "
-                f"mean what they say; launch it with {name}={value!r}",
+                f"the server at {endpoint} was launched with {name}={says.server[name]!r}, which changes the "
+                f"meaning of requests; launch it with {name}={value!r}",
                 field=ENDPOINT,
             )
 
@@ -163,7 +163,7 @@ def check_agreement(config: EngineConfig, says: ServerSays) -> None:
         if value != own and (field, value) not in _ANY_WILL_DO:
             raise InvalidConfig(
                 f"{field}={value!r}, but the server at {config.endpoint} was launched with {own!r}; leave it out, or "
-                "launch the server so",
+                "launch the server with the configured value",
                 field=field,
             )
     own_rank = int(says.server.get("max_lora_rank") or 0)
@@ -177,7 +177,7 @@ def check_agreement(config: EngineConfig, says: ServerSays) -> None:
         if name not in says.server or says.server[name] != wanted:
             raise InvalidConfig(
                 f"engine_kwargs={shown({name: wanted})}: only the launch of a server can set it, and the one at "
-                f"{config.endpoint} was launched without; leave it out",
+                f"{config.endpoint} was not launched with it; leave it out",
                 field="engine_kwargs",
             )
     if config.task is Task.GENERATE and not says.model.get("is_generation", True):

@@ -274,7 +274,7 @@ def plain_sampling_params(request: GenerateRequest, own_eos: frozenset[int]) -> 
     # min-p after top-p keeps the same tokens as before it: the likeliest token, which it measures by, always stays.
     one_limit = params.model_copy(update={"min_p": 0.0}) if params.top_p < 1 else params
     if not drawn_by_sglang(replace(request, params=one_limit)) or params.structured_output is not None:
-        raise EngineInternalError(f"request {request.request_id}: a plain SGLang does not draw so: {params!r}")
+        raise EngineInternalError(f"request {request.request_id}: a plain SGLang cannot sample by {params!r}")
     by_itself = ending(request, own_eos) is Ending.BY_ITSELF
     return {
         "max_new_tokens": request.max_new_tokens,

@@ -161,8 +161,8 @@ class TransformersBackend(Backend):
         def stop(runner: SchedulerThread, weights: Weights) -> None:
             if not runner.stop(seconds):
                 logger.error(
-                    "the thread of the transformers engine did not end within %g s (timeouts.close): one step does not "
-                    "end; its memory is free when this process ends",
+                    "the thread of the transformers engine did not end within %g s (timeouts.close): a step is still "
+                    "running; its memory is freed when this process ends",
                     seconds,
                 )
                 return

@@ -29,8 +29,8 @@ def choose_factors_by_row(module: PreTrainedModel, short_length: int) -> None:
         rotary.forward = _by_row(rotary, plain, short_length)
     if not found:
         raise EngineStartError(
-            f"{type(module).__name__} has longrope in a form that the transformers backend cannot take row by row; "
-            f"give context_length={short_length} or less, with which one set of factors serves all rows"
+            f"{type(module).__name__} has longrope in a form that the transformers backend cannot apply per row; "
+            f"give context_length={short_length} or less, for which one set of factors serves all rows"
         )
 
 

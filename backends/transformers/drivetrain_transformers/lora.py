@@ -81,7 +81,7 @@ class Adapters:
         except (ValueError, RuntimeError, KeyError, TypeError, AttributeError, NotImplementedError) as error:
             self._remove(name)
             self._unwrap(set(self._wrapped()) - wrapped)
-            raise InvalidRequest(f"peft cannot put {str(adapter.path)!r} in: {error}", field="lora_path") from error
+            raise InvalidRequest(f"peft cannot load {str(adapter.path)!r}: {error}", field="lora_path") from error
         self._module.requires_grad_(False)
         self._module.eval()
         self._loads += 1

@@ -200,7 +200,7 @@ class VLLMBackend(WorkerBackend):
         except (InvalidConfig, EngineStartError, UnsupportedCapability):
             raise
         except Exception as error:
-            raise EngineStartError(f"vLLM does not start: {type(error).__name__}: {error}") from error
+            raise EngineStartError(f"vLLM failed to start: {type(error).__name__}: {error}") from error
         self._worker = await self._listener.accept(lambda: EngineDied("vLLM's engine core ended"))
         if Capability.ROUTED_EXPERTS in self.capabilities(self.config):
             self._expert_layers = cast("list[int]", await self.ask("expert_layers"))
@@ -436,7 +436,7 @@ class VLLMBackend(WorkerBackend):
                 await self._running.pin_lora(number)
         except Exception as error:
             self._plain.remove(lora_name)
-            raise InvalidRequest(f"vLLM refused it: {error}", field="lora_path") from error
+            raise InvalidRequest(f"vLLM refused the adapter: {error}", field="lora_path") from error
         self._adapters[lora_name] = wanted
 
     async def unload_lora_adapter(self, lora_name: str) -> None:
@@ -546,7 +546,7 @@ def _be_batch_invariant() -> None:
 
     if BATCH_INVARIANT not in envs.environment_variables:
         raise UnsupportedCapability(
-            f"this vLLM knows no {BATCH_INVARIANT}: it cannot be deterministic",
+            f"this vLLM release has no {BATCH_INVARIANT}, which deterministic=True needs",
             capability=Capability.DETERMINISTIC.value,
         )
     os.environ[BATCH_INVARIANT] = "1"

@@ -73,7 +73,7 @@ class VLLMServerBackend(ServerBackend[ServerSays]):
         version = await client.get("/version", LOOK_S)
         openapi = await client.get("/openapi.json", BUSY_S)
         if not isinstance(version, dict) or "version" not in version or not isinstance(openapi, dict):
-            raise EngineStartError(f"what answers at {client.endpoint} is no vLLM server")
+            raise EngineStartError(f"the server at {client.endpoint} is not a vLLM server")
         paths, fields = schema_of(openapi)
         check_paths(paths, client.endpoint)
         says = ServerSays(
@@ -116,8 +116,8 @@ class VLLMServerBackend(ServerBackend[ServerSays]):
         if short is not None and says.context_length > short:
             raise InvalidConfig(
                 f"the server at {self.client.endpoint} was launched with --max-model-len {says.context_length}: vLLM "
-                "then takes the long factors of this model's rotary embedding (longrope) for all sequences; answers "
-                f"would be wrong; launch it with --max-model-len {short}",
+                "then uses the long factors of this model's rotary embedding (longrope) for all sequences, which gives "
+                f"wrong output; launch it with --max-model-len {short}",
                 field=ENDPOINT,
             )
         require_plain_rope(model.fields, "rope" in str(says.part("model_config.hf_overrides")), "vLLM")
@@ -197,7 +197,7 @@ class VLLMServerBackend(ServerBackend[ServerSays]):
                     elif ids:
                         yield TokenDelta(ids, logprobs, top)
         if last is None:
-            raise EngineInternalError(f"request {request.request_id}: the server ended it and does not say why")
+            raise EngineInternalError(f"request {request.request_id}: the server ended it without a finish reason")
         yield replace(last, result=self.whole(request, served.result(self.version)))
 
     async def _events(self, body: Mapping[str, object]) -> AsyncGenerator[Mapping[str, Any], None]:

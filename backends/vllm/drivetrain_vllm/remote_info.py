@@ -178,7 +178,7 @@ def check_paths(paths: frozenset[str], endpoint: str) -> None:
             raise EngineStartError(f"the vLLM server at {endpoint} has no {path}; launch it {remedy}")
     if not {GENERATE, POOL} & paths:
         raise EngineStartError(
-            f"the vLLM server at {endpoint} takes no token ids at {GENERATE}; launch it with --enable-scale-out"
+            f"the vLLM server at {endpoint} does not accept token ids at {GENERATE}; launch it with --enable-scale-out"
         )
 
 
@@ -192,13 +192,13 @@ def check_server(says: ServerSays, endpoint: str) -> None:
     for name, values in _MUST_BE.items():
         if says.part(name) not in (*values, None):
             raise InvalidConfig(
-                f"the server at {endpoint} was launched with {name}={says.part(name)!r}, with which requests do not "
-                f"mean what they say, or which was not looked at; launch it with {' or '.join(map(repr, values))}",
+                f"the server at {endpoint} was launched with {name}={says.part(name)!r}, which changes the "
+                f"meaning of requests or was never tested; launch it with {' or '.join(map(repr, values))}",
                 field=ENDPOINT,
             )
     if says.generates and (unknown := PLAIN_FIELDS - says.sampling_fields):
         raise EngineStartError(
-            f"the server at {endpoint} is vLLM {says.version}, which knows nothing of {', '.join(sorted(unknown))}; "
+            f"the server at {endpoint} is vLLM {says.version}, which does not support {', '.join(sorted(unknown))}; "
             "launch a newer one"
         )
 
@@ -248,7 +248,7 @@ def check_agreement(config: EngineConfig, says: ServerSays) -> None:
         if wanted not in held:
             raise InvalidConfig(
                 f"engine_kwargs={shown({name: wanted})}: only the launch of a server can set it, and the one at "
-                f"{config.endpoint} was launched without; leave it out",
+                f"{config.endpoint} was not launched with it; leave it out",
                 field="engine_kwargs",
             )
     if (config.task is Task.GENERATE) is not says.generates:
@@ -263,7 +263,7 @@ def check_agreement(config: EngineConfig, says: ServerSays) -> None:
 def _disagreement(config: EngineConfig, field: str, value: object, own: object) -> InvalidConfig:
     return InvalidConfig(
         f"{field}={value!r}, but the server at {config.endpoint} was launched with {own!r}; leave it out, or launch "
-        "the server so",
+        "the server with the configured value",
         field=field,
     )
 

@@ -192,7 +192,7 @@ def visible_devices(device: str, count: int, visible: Sequence[str]) -> str:
     chosen = list(visible[first : first + count])
     if len(chosen) < count:
         raise InvalidConfig(
-            f"device={device!r} with tensor_parallel_size={count} is more than can be seen: GPUs {', '.join(visible)}",
+            f"device={device!r} with tensor_parallel_size={count} needs more than the GPUs {', '.join(visible)}",
             field="device",
         )
     return ",".join([*chosen, *visible[:first], *visible[first + count :]])
@@ -291,7 +291,7 @@ def plain_sampling_params(request: GenerateRequest) -> dict[str, object]:
     params = request.params
     if params.temperature and not _TEMPERATURES[0] <= params.temperature <= _TEMPERATURES[1]:
         raise InvalidRequest(
-            f"sampling_params.temperature={params.temperature:g}: a vLLM server draws at 0, and from "
+            f"sampling_params.temperature={params.temperature:g}: a vLLM server samples only at 0, and from "
             f"{_TEMPERATURES[0]:g} to {_TEMPERATURES[1]:g}",
             field="sampling_params.temperature",
         )

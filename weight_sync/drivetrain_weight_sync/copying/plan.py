@@ -111,7 +111,7 @@ def check_plan(specs: Sequence[TensorSpec], manifest: WeightManifest) -> None:
             extra[spec.name] = f"{spec.name} ({_describe(spec)})"
         elif name in seen:
             tied = f", being tied to {name}" if spec.name != name else ""
-            extra[spec.name] = f"{spec.name} (comes a second time{tied})"
+            extra[spec.name] = f"{spec.name} (given a second time{tied})"
         elif spec.shape == wanted.shape and rounds(dtype_of(spec), dtype_of(wanted)):
             dtypes.setdefault((spec.dtype, wanted.dtype), []).append(spec.name)
         elif (spec.dtype, spec.shape) != (wanted.dtype, wanted.shape):
@@ -122,18 +122,18 @@ def check_plan(specs: Sequence[TensorSpec], manifest: WeightManifest) -> None:
         return
     facts, renamed = _renamed(missing, extra)
     remedies = [
-        "send every tensor that the engine holds" if missing.keys() - renamed else "",
+        "send every tensor of the engine's model" if missing.keys() - renamed else "",
         _remedy_of_extra(extra, renamed),
-        "round as WeightSync.connect(cast=True) does, or load the engine with the trainer's dtype" if dtypes else "",
-        "give the engine the model that is trained" if mismatched else "",
+        "pass cast=True to WeightSync.connect, or load the engine with the trainer's dtype" if dtypes else "",
+        "start the engine from the model that is trained" if mismatched else "",
     ]
     rounded = {
-        f"{got} {wanted}": f"{len(names)} of {got}, which rounds to the engine's {wanted} ({listed(names, 3)})"
+        f"{got} {wanted}": f"{len(names)} of {got}, which would round to the engine's {wanted} ({listed(names, 3)})"
         for (got, wanted), names in dtypes.items()
     }
     wrong = [name for names in dtypes.values() for name in names]
     raise WeightPlanMismatch(
-        "the tensors are not those of the engine's model; nothing was changed. "
+        "the tensors do not match the engine's model; nothing was changed. "
         + "".join(facts)
         + "".join(
             _labelled(label, part)
@@ -144,7 +144,7 @@ def check_plan(specs: Sequence[TensorSpec], manifest: WeightManifest) -> None:
                 ("Wrong dtype", rounded),
             )
         )
-        + "To mend it: "
+        + "To fix it: "
         + "; ".join(remedy for remedy in remedies if remedy)
         + ".",
         missing=list(missing),
@@ -190,14 +190,14 @@ def _ends(name: str) -> list[str]:
 def _remedy_of_extra(extra: Iterable[str], renamed: Collection[str]) -> str:
     if any(".lora_" in name for name in extra):
         return (
-            "pass the peft model itself once merge_adapter() was called, rather than its state dict, or push the "
-            "adapter alone with LoraSync"
+            "call merge_adapter() and pass the peft model itself, rather than its state dict, or push the adapter "
+            "alone with LoraSync"
         )
     if any(_STACKED.search(name) for name in extra):
-        return "pass the model itself, whose stacked experts are taken apart, rather than its state dict"
+        return "pass the model itself, rather than its state dict, so that its stacked experts can be split"
     if renamed:
-        return "name tensors as weight_manifest() does, or pass the module that the engine's model was made of"
-    return "leave out what it does not hold" if extra else ""
+        return "name tensors as weight_manifest() does, or pass the module that the engine's model was made from"
+    return "leave out tensors that the engine does not have" if extra else ""
 
 
 def _place(specs: Iterable[TensorSpec]) -> Bucket:

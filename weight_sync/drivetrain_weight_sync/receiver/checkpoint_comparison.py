@@ -46,8 +46,8 @@ def require_as_stored(target: WeightTarget, folder: Path) -> None:
                     moved.append(name)
     if moved:
         raise WeightSyncError(
-            f"the engine keeps {listed(sorted(moved))} otherwise than its loader leaves them, packed or transposed for "
-            "its kernels, which weight sync cannot follow yet; configure it to keep weights as the checkpoint has them"
+            f"the engine packs or transposes {listed(sorted(moved))} for its kernels after loading, which weight sync "
+            "does not support yet; configure the engine to keep weights as in the checkpoint"
         )
 
 
@@ -72,8 +72,8 @@ def require_converted_alike(target: TracedTarget, folder: Path) -> None:
             for held, kept in zip(held_by(part), before, strict=True):
                 held.data.copy_(kept)
             raise WeightSyncError(
-                f"the engine makes something else of {listed(sorted(names))} when it loads them again, which weight "
-                "sync cannot follow; configure it to keep weights as the checkpoint has them"
+                f"the engine converts {listed(sorted(names))} differently when it loads them again, which weight sync "
+                "does not support; configure the engine to keep weights as in the checkpoint"
             )
 
 

@@ -117,7 +117,7 @@ def read_adapter(
     except _UNREADABLE as error:
         raise _wrong(path, f"cannot be read as a peft folder: {type(error).__name__}: {str(error)[:300]}") from error
     if kind != "LORA":
-        raise _wrong(path, f"holds an adapter of the kind {_brief(kind)}; only LoRA can be chosen per request")
+        raise _wrong(path, f"holds an adapter of type {_brief(kind)}; requests can select only LoRA adapters")
     _check_fields(path, config, honours)
     bad = non_finite(tensors)
     if bad:
@@ -128,7 +128,9 @@ def read_adapter(
         _check_layers(path, config, parts, shapes)
         modules = {name: _module(path, config, name, found, shapes) for name, found in parts.items()}
     except re.error as error:
-        raise _wrong(path, f"has the pattern {_brief(error.pattern)} in {_CONFIG}, no regex: {error}") from error
+        raise _wrong(
+            path, f"has the pattern {_brief(error.pattern)} in {_CONFIG}, which is not a valid regex: {error}"
+        ) from error
     largest = max(modules, key=lambda name: modules[name].rank)
     rank = modules[largest].rank
     if largest_rank is not None and rank > largest_rank:
@@ -214,9 +216,9 @@ def _parts(
         if not lora:
             _check_copy(path, name, tensor, base)
         elif f"{module}.weight" not in shapes:
-            raise _wrong(path, f"has {name}, for which the model has no place: it has no layer {module} to adapt")
+            raise _wrong(path, f"has {name}, but the model has no layer {module} to adapt")
         elif part not in ("A", "B", "bias", "embedding_A", "embedding_B"):
-            raise _wrong(path, f"has {name}, which is no tensor of plain LoRA")
+            raise _wrong(path, f"has {name}, which is not a tensor of plain LoRA")
         else:
             found.setdefault(module, {})[part] = tensor
     if not found:
@@ -257,7 +259,7 @@ def _check_layers(
     missing, surplus = named - set(parts), set(parts) - named
     if missing:
         names = listed(sorted(missing), 4)
-        raise _wrong(path, f"holds no tensors for {names}, which target_modules names; save the adapter anew")
+        raise _wrong(path, f"holds no tensors for {names}, which target_modules names; save the adapter again")
     if surplus:
         names = listed(sorted(surplus), 4)
         raise _wrong(path, f"has tensors for {names}, which target_modules and layers_to_transform do not name")
@@ -322,7 +324,7 @@ def _module(
             raise _wrong(
                 path,
                 f"does not fit the model: lora_{part} of {name} is {list(tensor.shape)}, where rank {rank} and the "
-                f"layer's weight {own} want {wanted.get(part)}",
+                f"layer's weight {own} require {wanted.get(part)}",
             )
     scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
     return LoraModule(parts[first], parts[second], parts.get("bias"), scale, is_embedding)

@@ -278,7 +278,9 @@ class Receiver:
     def _with_plan(self, request: WeightUpdateRequest, kept: str, digests: bytes) -> WeightUpdateRequest:
         """Restore the plan and the digests' names, which the request left out because this worker keeps the plan."""
         if self._checked is None or self._checked_hash != kept:
-            raise WeightSyncError("the update leaves out a plan that is not kept here; nothing was changed")
+            raise WeightSyncError(
+                "the update refers to a plan that this worker does not hold; nothing was changed. Push again"
+            )
         names = self._checked_names
         if len(digests) != 8 * len(names):
             raise InvalidRequest(
@@ -382,7 +384,7 @@ class Receiver:
             # sent.
             if self._base[name][1] != digest(part):
                 raise WeightTransferFailed(
-                    f"{name} is not what the last update brought: something else changed it; push all weights again"
+                    f"{name} was changed after the last update, by something else; push all weights again"
                 )
             patch.apply(whole)
             part = self._target.part_of(name, whole)
@@ -396,9 +398,8 @@ class Receiver:
         held = {name: value for name, (value, _) in self._held.items()}
         if not held or hash_of(held) != base:
             raise WeightBaseMismatch(
-                "the delta changes other weights than those that the last update brought to this engine"
-                f"{'' if held else ', which got none since it started or the last one failed'}; nothing was changed. "
-                "Send every tensor whole"
+                "the delta's base is not the engine's last update"
+                f"{'' if held else ' (there is none, or it failed)'}; nothing was changed. Send every tensor whole"
             )
 
     def _verify(self) -> None:
@@ -422,8 +423,8 @@ class Receiver:
             self._proved = frozenset()
             wrong = sorted(set(differ))
             raise WeightVerifyFailed(
-                f"{len(wrong)} of {len(self._plan.tensors)} tensors in the engine are not what was sent: "
-                f"{listed(wrong)}. They changed on the way, or the source was written to during the push; push all "
+                f"{len(wrong)} of {len(self._plan.tensors)} tensors in the engine differ from what was sent: "
+                f"{listed(wrong)}. They changed in transit, or the source was written to during the push; push all "
                 "weights again",
                 tensors=wrong,
             )

@@ -127,10 +127,10 @@ class WeightWriter:
     @torch.no_grad()
     def _copy(self, writing: _Writing, name: str) -> torch.Tensor:
         if not writing.folder.is_dir():
-            raise FileNotFoundError(f"{writing.folder} was taken away")
+            raise FileNotFoundError(f"{writing.folder} was removed")
         with self._reading:
             if writing.stopped:
-                raise EngineInternalError("the weights were about to change while they were being saved")
+                raise EngineInternalError("saving was cancelled, as the weights were about to change; save them again")
             # A copy: safetensors refuses tensors that share memory, and pins the storages that it reads.
             tensor = self._target.read(name)
             return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
@@ -164,7 +164,7 @@ class ModelFiles:
 
         config = cached_file(self.model, _CONFIG, revision=self.revision, local_files_only=True)
         if config is None:
-            raise FileNotFoundError(f"{_CONFIG} of {self.model} is not there any more")
+            raise FileNotFoundError(f"{_CONFIG} of {self.model} no longer exists")
         return Path(config).parent
 
     def _of_served_dtype(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -265,7 +265,7 @@ def _new_folder(path: str, named: str) -> Path:
         elif folder.exists():
             why = "is not a folder"
     except (OSError, ValueError) as error:
-        raise _refused(named, path, f"cannot be looked at ({error})") from error
+        raise _refused(named, path, f"cannot be read ({error})") from error
     if why:
         raise _refused(named, path, why)
     return folder
@@ -275,7 +275,7 @@ def _make(staged: Path, path: str, named: str) -> None:
     try:
         staged.mkdir(parents=True)
     except OSError as error:
-        raise _refused(named, path, f"cannot be made ({error})") from error
+        raise _refused(named, path, f"cannot be created ({error})") from error
 
 
 def _discard(staged: Path) -> None:
@@ -330,18 +330,18 @@ def _upload(folder: Path, fs: Any, path: str, given_up: threading.Event) -> None
     try:
         for file in sorted(folder.iterdir(), key=lambda file: (file.name == _CONFIG, file.name)):
             if given_up.is_set():
-                raise EngineInternalError("whoever wanted the model saved went away")
+                raise EngineInternalError("saving was cancelled")
             fs.put_file(str(file), f"{path.rstrip('/')}/{file.name}")
     except BaseException as error:
         try:
             fs.rm(path, recursive=True)
         except Exception as another:
-            error.add_note(f"and what was written there could not be taken away: {type(another).__name__}: {another}")
+            error.add_note(f"the uploaded files could not be removed: {type(another).__name__}: {another}")
         raise
 
 
 def _refused(named: str, value: str, why: str) -> InvalidRequest:
     return InvalidRequest(
-        f"{named}={value!r} {why}; name a folder that is not there yet, or is empty, and that can be written to",
+        f"{named}={value!r} {why}; give a new or empty folder that can be written to",
         field=named,
     )

@@ -175,7 +175,7 @@ class ModuleTarget:
         """
         tensor = self._tensors.get(self._aliases.get(name, name))
         if tensor is None:
-            raise WeightTransferFailed(f"the model has no tensor {name!r}; names are those of weight_manifest()")
+            raise WeightTransferFailed(f"the model has no tensor {name!r}; weight_manifest() lists the names")
         if tensor.is_meta or tensor.untyped_storage().nbytes() < tensor.nbytes:
             raise EngineStateError(
                 f"the memory of {name} was given back by sleep; call wake_up(tags=[MemoryTag.WEIGHTS]) first",

@@ -42,7 +42,7 @@ def dtype_of(spec: TensorSpec) -> torch.dtype:
     dtype = getattr(torch, spec.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise WeightPlanMismatch(
-            f"{spec.name} has dtype {spec.dtype!r}, which is no dtype of torch {torch.__version__}; "
+            f"{spec.name} has dtype {spec.dtype!r}, which torch {torch.__version__} does not know; "
             'give a name such as "float32" or "bfloat16"',
             mismatched=[spec.name],
         )

@@ -116,16 +116,16 @@ def _looks_at(step: AfterLoading, weights: Set[int], cache: Set[int]) -> bool:
             _take(step)
         after = _held(step.module)
         same = all(_equal(value, after[place].tensor) for place, value in values.items())
-        why = "comes to something else a second time"
+        why = "gives other values when repeated"
     except Exception as error:
-        same, why = False, f"fails a second time ({type(error).__name__}: {error})"
+        same, why = False, f"fails when repeated ({type(error).__name__}: {error})"
     if not same:
         for one in held.values():
             one.put()
         for place, value in values.items():
             held[place].tensor.data.copy_(value)
         raise WeightSyncError(
-            f"what the engine does in {step.name} once weights are loaded {why}; weight sync cannot follow that yet"
+            f"the engine's post-loading step of {step.name} {why}, which weight sync does not support yet"
         )
     return looks.found
 
@@ -171,7 +171,9 @@ def _take(step: AfterLoading) -> None:
             old.tensor.copy_(new.tensor)
         old.put()
     if lost:
-        raise WeightTransferFailed(f"{step.name} holds other tensors than before once its weights were loaded again")
+        raise WeightTransferFailed(
+            f"{step.name} has other tensors, or other shapes, after its weights were loaded again"
+        )
 
 
 def _held(module: nn.Module) -> dict[tuple[int, str], _Held]:

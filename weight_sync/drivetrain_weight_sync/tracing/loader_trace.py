@@ -135,7 +135,7 @@ def trace_loader(load_weights: LoadWeights, specs: Iterable[TensorSpec]) -> Load
     computed = watch.together_with(computed)
     lost = sorted(name for name in computed if not watch.destinations_of(name))
     if lost:
-        raise _cannot(f"what it makes of {listed(lost)} is not seen to get anywhere")
+        raise _cannot(f"no destination of {listed(lost)} was found")
     return LoaderTrace(
         {name: found for name, found in copies.items() if name not in computed},
         {name: watch.destinations_of(name) for name in known if name in computed},
@@ -176,8 +176,8 @@ def _in_this_thread() -> Iterator[None]:
 
 def _cannot(why: str) -> WeightSyncError:
     return WeightSyncError(
-        f"the engine transforms weights while it loads them ({why}), which weight sync cannot follow yet; for "
-        "this model, configure the engine to keep weights as the checkpoint has them: no quantisation, no packing"
+        f"the engine transforms weights while it loads them ({why}), which weight sync does not support yet; for "
+        "this model, configure the engine to keep weights as in the checkpoint: no quantisation, no packing"
     )
 
 
@@ -268,7 +268,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return a placeholder for ``item()``, recognised when one of the engine's tensors is filled with it."""
         own = self._own.get(storage_of(value))
         if own is None:
-            raise _cannot(f"it reads a value that it makes of {listed(sorted(self._names(value)))}")
+            raise _cannot(f"it reads a value computed from {listed(sorted(self._names(value)))}")
         number = _FIRST_NUMBER + self._numbers_read
         self._numbers_read += 1
         self.numbers[number] = own, value.detach()
@@ -351,7 +351,7 @@ def _by_labels(load_weights: LoadWeights, specs: list[TensorSpec]) -> dict[str, 
     for destination, source in moved:
         found = source.expand(destination.shape).cpu()
         if found.dtype != torch.int64 or bool((found & ((1 << _SHIFT) - 1) != _MARK).any()):
-            raise _cannot(f"it computes something of {listed([spec.name for spec in specs])}")
+            raise _cannot(f"it computes with {listed([spec.name for spec in specs])}")
         for block, places in _of_one_each(destination, found >> _SHIFT, ends):
             index = int(torch.searchsorted(ends, places.flatten()[0], right=True))
             begin = int(ends[index] - sizes[index])
@@ -376,7 +376,7 @@ def _of_one_each(
             for block, part in zip(destination.tensor_split(at, dim), places.tensor_split(at, dim), strict=True):
                 yield from _of_one_each(block, part, ends)
             return
-    raise _cannot("it mixes tensors")
+    raise _cannot("it interleaves tensors")
 
 
 def _strided(destination: torch.Tensor, places: torch.Tensor, spec: TensorSpec) -> Copy:
@@ -389,7 +389,7 @@ def _strided(destination: torch.Tensor, places: torch.Tensor, spec: TensorSpec) 
     numbers = torch.arange(torch.Size(spec.shape).numel())
     last = offset + sum((many - 1) * step for many, step in steps)
     if last >= len(numbers) or not torch.equal(numbers.as_strided(size, stride, offset), places.reshape(size)):
-        raise _cannot(f"it moves {spec.name} about")
+        raise _cannot(f"it rearranges {spec.name} irregularly")
     return Copy(destination.view(size), size, stride, offset)
 
 
@@ -406,7 +406,7 @@ def _steps(along: torch.Tensor) -> list[tuple[int, int]]:
     other = (steps != step).nonzero()
     many = int(other[0]) + 1 if len(other) else len(along)
     if step < 0 or len(along) % many:
-        raise _cannot("it moves elements about")
+        raise _cannot("it rearranges elements irregularly")
     if many == len(along):
         return [(many, step)]
     return [*_steps(along[::many]), (many, step)]

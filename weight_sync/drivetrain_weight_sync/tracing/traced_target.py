@@ -97,7 +97,7 @@ class TracedTarget:
         self._split = {name for name in self._copies if not self._is_whole(name)}
         if self._split and not split:
             raise WeightSyncError(
-                f"the engine's loader takes only parts of {listed(sorted(self._split))}, and there is no other rank"
+                f"the engine's loader takes only parts of {listed(sorted(self._split))}, although it has one rank"
             )
 
     def share_with(self, manifests: Iterable[WeightManifest]) -> None:
@@ -133,7 +133,7 @@ class TracedTarget:
             self._parts_of[name] = list(dict.fromkeys(part for part in parts if part is not None))
             if None in parts:
                 raise WeightSyncError(
-                    f"the engine's loader computes something of {name}, and it is not seen what the model has of it"
+                    f"the engine's loader computes with {name}, and no module was found that holds the result"
                 )
 
     def _is_whole(self, name: str) -> bool:
@@ -228,7 +228,7 @@ class TracedTarget:
     def _ways(self, name: str) -> list[Copy]:
         own = self._own(name)
         if own not in self._copies:
-            raise WeightTransferFailed(f"the model has no tensor {name!r}; names are those of weight_manifest()")
+            raise WeightTransferFailed(f"the model has no tensor {name!r}; weight_manifest() lists the names")
         return self._copies[own]
 
     def _load_at_once(self, tensors: list[tuple[str, torch.Tensor]], place: Hashable) -> None:
@@ -340,8 +340,8 @@ class TracedTarget:
         own = self._own(name)
         if own in self._parts_of:
             raise WeightSyncError(
-                f"the engine keeps {own} in another form, quantised, packed or computed: it cannot be read back as a "
-                "checkpoint has it"
+                f"the engine keeps {own} in another form, quantised, packed or computed: it cannot be read back as in "
+                "the checkpoint"
             )
         return own
 

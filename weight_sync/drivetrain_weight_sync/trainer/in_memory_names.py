@@ -48,5 +48,5 @@ class InMemoryNames:
                 config.model, config.revision, trust_remote_code=config.trust_remote_code, local_files_only=True
             )
         except (ImportError, OSError, ValueError) as error:
-            _logger.info("the class of %s cannot be asked for the names of its tensors: %s", config.model, error)
+            _logger.info("the model class of %s could not be loaded for its tensor names: %s", config.model, error)
             return None

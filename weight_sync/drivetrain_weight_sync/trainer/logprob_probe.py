@@ -70,8 +70,8 @@ class LogprobProbe:
         found = [list(completion.prompt_logprobs or ())[1:] for completion in output.completions]
         if [len(numbers) for numbers in expected] != [len(numbers) for numbers in found]:
             raise InvalidRequest(
-                f"the probe's logprobs are {[len(numbers) for numbers in expected]} numbers; expected "
-                f"{[len(numbers) for numbers in found]}, one for each token but the first",
+                f"the probe's logprobs have lengths {[len(numbers) for numbers in expected]}; expected "
+                f"{[len(numbers) for numbers in found]}, one number for each token but the first",
                 field="probe.logprobs",
             )
         gap = max(

@@ -135,7 +135,7 @@ def _named(pairs: object) -> NamedTensors:
 
 
 def _no_pairs(value: object) -> InvalidRequest:
-    return InvalidRequest(f"source gives {shown(value)}; expected (name, tensor) pairs", field="source")
+    return InvalidRequest(f"source yields {shown(value)}; expected (name, tensor) pairs", field="source")
 
 
 def _checked(pairs: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:

@@ -78,7 +78,7 @@ def choose(
         name = known if isinstance(known, str) else known.name
         if Capability.WEIGHTS_PLUGIN not in capabilities:
             raise UnsupportedCapability(
-                f"weights cannot be sent by {name!r} to this engine: it takes none from a plugin's transport",
+                f"weights cannot be sent by {name!r}: this engine does not accept plugin transports",
                 capability=Capability.WEIGHTS_PLUGIN.value,
             )
         return find_transport(known)(directory) if isinstance(known, str) else known
@@ -91,7 +91,7 @@ def choose(
     if strategy is Strategy.AUTO:
         if not usable:
             raise UnsupportedCapability(
-                "the engine claims no way to take weights that weight sync can send",
+                "the engine supports none of weight sync's transports",
                 capability=Capability.WEIGHTS_SHARED_MEMORY.value,
             )
         return next((s for s in usable if s is not Strategy.CUDA_IPC or can_map), usable[0])

@@ -215,7 +215,7 @@ class WeightSync:
             how = f"strategy {chosen.value!r}" if isinstance(chosen, Strategy) else "a plugin's transport"
             raise InvalidRequest(
                 "share_tensors is for strategy 'cuda_ipc' and the tensors of a module or a mapping; this is "
-                + (how if chosen is not Strategy.CUDA_IPC else "a source that is read anew at every push"),
+                + (how if chosen is not Strategy.CUDA_IPC else "a source that is read again at every push"),
                 field="share_tensors",
             )
         options = _Options(bucket_bytes, cast, mode, group_backend, master_address, staging_share, probe)
@@ -296,7 +296,7 @@ class WeightSync:
                 await self._engine.release_weight_sources()
             except DrivetrainError as error:
                 # An engine that is closed or dead holds no mapping.
-                _logger.info("the engine did not let go of the source of its weights: %s", error)
+                _logger.info("the engine did not release its weight sources: %s", error)
 
     async def close(self) -> None:
         """Wait for a push under way, then free the arena and everything else made for pushing. Idempotent.

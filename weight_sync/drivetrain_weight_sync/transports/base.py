@@ -55,7 +55,7 @@ class Sender(ABC):
         Raises:
             WeightSyncError: this transport always sends tensors whole.
         """
-        raise WeightSyncError(f"a {type(self).__name__} brings every tensor whole already; its reader named a base")
+        raise WeightSyncError(f"{type(self).__name__} always sends tensors whole, but its reader reported a base")
 
     def forget(self) -> None:  # noqa: B027
         """Drop all assumptions about the engine's weights and progress. Safe from any thread."""
@@ -169,7 +169,7 @@ def check_fit(bucket_offsets: Sequence[int], nbytes: int, plan: WeightPlan) -> N
     for index, (offset, bucket) in enumerate(zip(bucket_offsets, plan.buckets, strict=True)):
         if offset < 0 or offset % ALIGNMENT or offset + bucket.nbytes > nbytes:
             raise InvalidRequest(
-                f"bucket {index} ({bucket.nbytes} bytes) is said to begin at byte {offset} of an arena of "
+                f"the source places bucket {index} ({bucket.nbytes} bytes) at byte {offset} of an arena of "
                 f"{nbytes}; it must lie within, at a multiple of {ALIGNMENT}",
                 field="source.bucket_offsets",
             )

@@ -60,7 +60,7 @@ def require_readable(file: Path) -> None:
         OSError: the file cannot be read, or is not a regular file.
     """
     if not stat.S_ISREG(file.stat().st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file")
+        raise OSError(errno.EINVAL, "not a regular file")
     with file.open("rb") as opened:
         opened.read(1)
 

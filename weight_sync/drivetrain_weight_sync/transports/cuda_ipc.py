@@ -137,7 +137,7 @@ class CudaIpcInPlaceSender(Sender):
         if self._unfit:
             named = listed([f"{name} ({why})" for name, why in self._unfit.items()])
             raise InvalidRequest(
-                "share_tensors needs contiguous tensors on a GPU, of the engine's dtypes, which these are not: "
+                "share_tensors needs contiguous tensors on a GPU, of the engine's dtypes; these cannot be shared: "
                 f"{named}; nothing was changed. Connect without share_tensors",
                 field="share_tensors",
             )
@@ -168,8 +168,8 @@ class CudaIpcInPlaceSender(Sender):
                     handle = handle_of(begin, device)
                 except WeightSyncError as error:
                     raise InvalidRequest(
-                        f"the memory of {spec.name} cannot be shared ({error}): that of torch's expandable segments, "
-                        "say, cannot; nothing was changed. Connect without share_tensors",
+                        f"the memory of {spec.name} cannot be shared ({error}), for example because it is in torch's "
+                        "expandable segments; nothing was changed. Connect without share_tensors",
                         field="share_tensors",
                     ) from error
                 numbers[begin] = len(segments)
@@ -253,8 +253,8 @@ def places_in(source: CudaIpcSource, plan: WeightPlan) -> dict[str, tuple[int, i
         size = sizes[index] if 0 <= index < len(sizes) else -1
         if offset < 0 or offset + placed.nbytes > size or offset % dtype_of(placed.spec).itemsize:
             raise InvalidRequest(
-                f"{placed.spec.name} ({placed.nbytes} bytes) is said to begin at byte {offset} of segment {index}, of "
-                f"{len(sizes)}; it must lie within one, at a multiple of its elements' size",
+                f"the source places {placed.spec.name} ({placed.nbytes} bytes) at byte {offset} of segment {index}, "
+                f"of {len(sizes)}; it must lie within one, at a multiple of its elements' size",
                 field="source.places",
             )
         found[placed.spec.name] = index, offset
@@ -275,7 +275,7 @@ def segments_of(source: CudaIpcSource) -> list[Segment]:
     for handle, gpu, nbytes in np.frombuffer(source.segments, _SEGMENT).tolist():
         if not 0 <= gpu < len(source.gpus) or nbytes < 0:
             raise InvalidRequest(
-                f"a segment of {nbytes} bytes is said to be on GPU {gpu} of the {len(source.gpus)} that are named",
+                f"the source places a segment of {nbytes} bytes on GPU {gpu}, but names {len(source.gpus)} GPUs",
                 field="source.segments",
             )
         segments.append(Segment(handle, source.gpus[gpu], nbytes))

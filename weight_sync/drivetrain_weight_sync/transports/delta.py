@@ -206,9 +206,7 @@ class DeltaReader(Reader):
         try:
             data = _Data.model_validate(request.source.data)
         except ValidationError as error:
-            raise InvalidRequest(
-                f"the data of a delta is not what it should be: {error}", field="source.data"
-            ) from None
+            raise InvalidRequest(f"the data of a delta is invalid: {error}", field="source.data") from None
         if len(data.files) != len(request.plan.buckets):
             raise InvalidRequest(
                 f"the delta names {len(data.files)} files for a plan of {len(request.plan.buckets)} buckets",
@@ -228,7 +226,7 @@ class DeltaReader(Reader):
                 ) from error
             if found != sent:
                 raise InvalidRequest(
-                    f"{path} does not hold what was written; nothing was changed: push again", field="source.data.files"
+                    f"{path} differs from what was written; nothing was changed. Push again", field="source.data.files"
                 )
         return Opened(request.plan, request.digests, data.base)
 

@@ -75,8 +75,8 @@ class MappedSegment:
         self._device = device
         if not reaches(device, segment.gpu):
             raise InvalidRequest(
-                f"the weights lie on {segment.gpu}, but this engine runs on {uuid_of(device)}, which does not reach "
-                "there; use strategy 'broadcast', or put trainer and engine on one GPU",
+                f"the weights are on {segment.gpu}, whose memory this engine's {uuid_of(device)} cannot read; use "
+                "strategy 'broadcast', or put trainer and engine on one GPU",
                 field="source.segments",
             )
         given = runtime.cudaIpcMemHandle_t()
@@ -87,7 +87,7 @@ class MappedSegment:
                 self._pointer = _call(runtime.cudaIpcOpenMemHandle, given, runtime.cudaIpcMemLazyEnablePeerAccess)
             except WeightSyncError as error:
                 raise InvalidRequest(
-                    f"the memory on the GPU cannot be mapped ({error}); trainer and engine must be two processes of "
+                    f"the GPU memory cannot be mapped ({error}); trainer and engine must be two processes of "
                     "one host, and the trainer's WeightSync must be open",
                     field="source.segments",
                 ) from error
@@ -95,7 +95,7 @@ class MappedSegment:
         if size < segment.nbytes:
             self.close()
             raise InvalidRequest(
-                f"the memory on the GPU has {size} bytes, but the source says {segment.nbytes}; push again from the "
+                f"the mapped GPU memory has {size} bytes, but the source says {segment.nbytes}; push again from the "
                 "trainer",
                 field="source.segments",
             )

@@ -166,7 +166,7 @@ def _check_digests(request: WeightUpdateRequest, found: Mapping[str, int]) -> No
     differ = [name for name, value in found.items() if given.get(name) != value]
     if differ:
         raise WeightSyncError(
-            f"the checkpoint folder does not hold what the request's digests say; nothing was changed. Tensors that "
+            f"the checkpoint folder does not match the request's digests; nothing was changed. Tensors that "
             f"differ: {listed(differ)}. Write the folder again"
         )
 

@@ -58,13 +58,13 @@ def find_transport(name: str) -> type[Transport]:
     distributions = {entry.dist.name if entry.dist else entry.value: entry for entry in entries}
     if not distributions:
         raise InvalidRequest(
-            f"there is no weight transport {name!r} here; there are: {', '.join(transport_names()) or 'none'}. Install "
-            "the plugin that brings it in the trainer's environment and in the engine's",
+            f"there is no weight transport {name!r} here; installed: {', '.join(transport_names()) or 'none'}. Install "
+            "its plugin in the environments of both trainer and engine",
             field="source.transport",
         )
     if len(distributions) > 1:
         raise WeightSyncError(
-            f"the distributions {' and '.join(sorted(distributions))} both bring the weight transport {name!r}; "
+            f"the distributions {' and '.join(sorted(distributions))} both register the weight transport {name!r}; "
             "uninstall one"
         )
     (entry,) = distributions.values()
@@ -72,10 +72,12 @@ def find_transport(name: str) -> type[Transport]:
         found = entry.load()
     except Exception as error:
         raise WeightSyncError(
-            f"the weight transport {name!r} ({entry.value}) does not load: {type(error).__name__}: {error}"
+            f"the weight transport {name!r} ({entry.value}) cannot be loaded: {type(error).__name__}: {error}"
         ) from error
     if not (isinstance(found, type) and issubclass(found, Transport)):
-        raise WeightSyncError(f"the weight transport {name!r} ({entry.value}) is no subclass of Transport")
+        raise WeightSyncError(f"the weight transport {name!r} ({entry.value}) is not a subclass of Transport")
     if found.name != name:
-        raise WeightSyncError(f"the weight transport {name!r} ({entry.value}) calls itself {found.name!r}")
+        raise WeightSyncError(
+            f"the weight transport {name!r} ({entry.value}) has the name {found.name!r}; give both the same"
+        )
     return found

@@ -99,8 +99,8 @@ class Group:
                 raise WeightTransferFailed(f"this rank left the group {self.spec.group_name!r} before it formed")
             if time.monotonic() > ends:
                 raise DeadlineExceeded(
-                    f"the group {self.spec.group_name!r} did not form: of its ranks 0 to {self.spec.world_size - 1}, "
-                    f"{', '.join(map(str, absent))} did not come within {self.spec.timeout:g} s"
+                    f"timed out after {self.spec.timeout:g} s waiting for ranks {', '.join(map(str, absent))} of "
+                    f"{self.spec.world_size} to join the group {self.spec.group_name!r}"
                 )
             time.sleep(pause)
             pause = min(2 * pause, longest)
@@ -224,7 +224,9 @@ class Broadcast:
                 if self._abandoned.is_set():
                     raise WeightTransferFailed(f"this rank left the group {name!r} during a broadcast")
                 if time.monotonic() > self._ends:
-                    raise DeadlineExceeded(f"a broadcast in the group {name!r} did not end within {timeout:g} s")
+                    raise DeadlineExceeded(
+                        f"timed out after {timeout:g} s waiting for a broadcast in the group {name!r}"
+                    )
                 time.sleep(pause)
                 pause = min(2 * pause, longest)
             self._work.wait()
@@ -277,7 +279,7 @@ def _listening(address: str) -> socket.socket:
         return socket.create_server((at, 0), family=family, dualstack_ipv6=at == "::")
     except OSError as error:
         raise InvalidRequest(
-            f"nobody can listen at master_address={address!r} ({error.strerror}); give an address of this host that "
+            f"cannot listen at master_address={address!r} ({error.strerror}); give an address of this host that "
             "the engine's ranks reach",
             field="master_address",
         ) from error
@@ -290,8 +292,8 @@ def _reach(spec: CommunicatorSpec, ends: float) -> Any:
         left = ends - time.monotonic()
         if left <= 0:
             raise DeadlineExceeded(
-                f"nobody listened at {spec.master_address}:{spec.master_port} within {spec.timeout:g} s, where the "
-                f"group {spec.group_name!r} was to form"
+                f"timed out after {spec.timeout:g} s waiting for rank 0 of the group {spec.group_name!r} to listen at "
+                f"{spec.master_address}:{spec.master_port}"
             )
         try:
             socket.create_connection(address, timeout=left).close()
@@ -317,7 +319,7 @@ def _first_line(error: Exception) -> str:
 
 def _taken(spec: CommunicatorSpec) -> InvalidRequest:
     return InvalidRequest(
-        f"the engine is in a group {spec.group_name!r} already, or forms one; leave it first", field="group_name"
+        f"the engine is already in a group {spec.group_name!r}, or is forming it; leave it first", field="group_name"
     )
 
 

@@ -108,9 +108,11 @@ class Worker(RankWeights):
                 case True:
                     layers.add(cast("int", module.layer_id))
                 case False:
-                    raise EngineStartError(f"the kernel of {name} routes by itself, and vLLM does not note how")
+                    raise EngineStartError(
+                        f"the kernel of {name} routes tokens itself, and vLLM does not record its experts"
+                    )
         if not layers:
-            raise EngineStartError("vLLM notes the experts of no layer of this model")
+            raise EngineStartError("vLLM records experts for no layer of this model")
         return sorted(layers)
 
     # Profile -----------------------------------------------------------------------------------------------------
