@@ -190,7 +190,7 @@ async def test_a_probe_compares_logprobs_after_each_commit(engine: InferenceEngi
         await engine.continue_generation()
     few = LogprobProbe(sequences, lambda: [[0.0], [0.0]], 1e-3)
     async with WeightSync.connect(policy, engine, probe=few) as sync:
-        with pytest.raises(InvalidRequest, match="one for each token but the first"):
+        with pytest.raises(InvalidRequest, match="one number for each token but the first"):
             await sync.push(version="five")
     for bad in ([], [[1]]):
         with pytest.raises(InvalidRequest, match="two tokens or more"):
