@@ -294,7 +294,7 @@ def _hosts(runner: Runner, *, forked: bool) -> AbstractContextManager[object]:
     """Return a context in which the run's engines get their host processes."""
     if not forked:
         return nullcontext()
-    from drivetrain.process.fork_server import ForkServer
+    from drivetrain_conformance.harness.fork_server import ForkServer
     from drivetrain_conformance.harness.runner import gpu_count
 
     if gpu_count():

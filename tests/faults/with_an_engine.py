@@ -22,8 +22,8 @@ from tests.faults.play import Theatre, play
 from tests.faults.settings import some
 
 from drivetrain import EngineState, InferenceEngine, create_engine
-from drivetrain.process.fork_server import ForkServer
 from drivetrain.testing import tiny_model
+from drivetrain_conformance.harness.fork_server import ForkServer
 
 pytestmark = [pytest.mark.timeout(0)]
 

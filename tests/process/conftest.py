@@ -12,7 +12,7 @@ import pytest
 
 from drivetrain import EngineConfig, GenerateRequest, LogprobsMode, SamplingParams, Timeouts
 from drivetrain.process import HostedBackend
-from drivetrain.process.fork_server import ForkServer
+from drivetrain_conformance.harness.fork_server import ForkServer
 
 
 @pytest.fixture

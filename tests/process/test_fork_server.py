@@ -10,7 +10,7 @@ import pytest
 
 from drivetrain import EngineDied, EngineStartError, GenerateRequest
 from drivetrain.process import HostedBackend
-from drivetrain.process.fork_server import ForkServer
+from drivetrain_conformance.harness.fork_server import ForkServer
 
 Ask = Callable[..., GenerateRequest]
 Make = Callable[..., HostedBackend]

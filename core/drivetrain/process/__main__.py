@@ -8,7 +8,7 @@ import sys
 
 
 def main(given: list[str] | None = None) -> int:
-    """Serve one engine, answer one probe, or fork hosts; return the exit code."""
+    """Serve one engine or answer one probe; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m drivetrain.process", description=__doc__)
     parser.add_argument("--fd", type=int, help="file descriptor of the call socket")
     parser.add_argument("--watch-fd", type=int, help="file descriptor of the heartbeat socket")
@@ -21,19 +21,12 @@ def main(given: list[str] | None = None) -> int:
         action="store_true",
         help="read a configuration from stdin, print the engine's capabilities to stdout",
     )
-    parser.add_argument("--fork-server", type=int, help="file descriptor of the socket with requests to fork hosts")
-    parser.add_argument("--backend", default="", help="with --fork-server: backend that the hosts will serve")
     arguments = parser.parse_args(given)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     if arguments.probe:
         from drivetrain.process.capability_probe import answer
 
         return answer()
-    if arguments.fork_server is not None:
-        from drivetrain.backend.registry import load_backend
-        from drivetrain.process.fork_server import serve_forks
-
-        return serve_forks(arguments.fork_server, lambda: load_backend(arguments.backend).preload(), main)
     if arguments.fd is None or arguments.watch_fd is None:
         parser.error("--fd and --watch-fd are needed; start an engine with drivetrain.create_engine instead")
     from drivetrain.process.host_loop import serve

@@ -27,9 +27,8 @@ from typing import Final
 import psutil
 
 from drivetrain.errors import WireError
-from drivetrain.process import fork_server
-from drivetrain.process.fork_server import ForkedHost
-from drivetrain.process.host_python import cannot_run, command
+from drivetrain.process.host_launcher import launch
+from drivetrain.process.host_python import cannot_run
 from drivetrain.process.process_tree import MARK, SCRATCH, ending, family, kill_family, shared_memory_of
 from drivetrain.process.wire import Fatal, FrameReader, from_watch, read
 from drivetrain.types.config import Timeouts
@@ -79,7 +78,7 @@ class HostProcess:
         self._scratch = tempfile.mkdtemp(prefix="drivetrain-host-")
         arguments = ["--fd", "{0}", "--watch-fd", "{1}", "--period", str(period), "--patience", str(timeouts.heartbeat)]
         try:
-            self._process = _start(
+            self._process = launch(
                 python, arguments, _environment(self._mark, self._scratch), [theirs.fileno(), watch_theirs.fileno()]
             )
         except OSError as error:
@@ -220,24 +219,6 @@ class HostProcess:
             if not data:
                 return False
         return True
-
-
-def _start(
-    python: str | None, arguments: list[str], environment: dict[str, str], fds: list[int]
-) -> subprocess.Popen[bytes] | ForkedHost:
-    server = fork_server.running(python)
-    if server is not None:
-        return server.start(arguments, environment, fds)
-    return subprocess.Popen(
-        command(python, *(argument.format(*fds) for argument in arguments)),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        bufsize=0,
-        env=environment,
-        pass_fds=fds,
-        start_new_session=True,
-    )
 
 
 def _environment(mark: str, scratch: str) -> dict[str, str]:

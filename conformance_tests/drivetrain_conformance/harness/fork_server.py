@@ -19,16 +19,17 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
 from drivetrain.errors import EngineStartError
-from drivetrain.process.host_python import cannot_run, command
+from drivetrain.process.host_launcher import hosts_launched_by
+from drivetrain.process.host_python import cannot_run
 
 _MESSAGE: Final = 1 << 17
 _STATUS: Final = "i"
-_running: Final[dict[str, ForkServer]] = {}
 
 
 class ForkServer:
@@ -45,7 +46,8 @@ class ForkServer:
     def __init__(self, backend: str, python: str | None = None) -> None:
         self._python = python or sys.executable
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        arguments = command(python, "--fork-server", str(theirs.fileno()), "--backend", backend)
+        # As a script: the suite need not be importable where the engine is, and costs no import there.
+        arguments = [self._python, "-u", "-P", "-X", "faulthandler", __file__, str(theirs.fileno()), backend]
         try:
             self._process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),))
         except OSError as error:
@@ -55,13 +57,14 @@ class ForkServer:
             theirs.close()
         self.pid: int = self._process.pid
         self._lock = threading.Lock()
+        self._replacing = ExitStack()
 
     def __enter__(self) -> Self:
         said = self._socket.recv(_MESSAGE).decode()
         if said != "ready":
             self.close()
             raise EngineStartError(f"no fork server: {said or f'exit code {self._process.returncode}'}")
-        _running[self._python] = self
+        self._replacing.enter_context(hosts_launched_by(self.start, self._python))
         return self
 
     def __exit__(
@@ -71,7 +74,7 @@ class ForkServer:
 
     def close(self) -> None:
         """End the server; its running hosts end as well."""
-        _running.pop(self._python, None)
+        self._replacing.close()
         self._socket.close()
         self._process.wait()
 
@@ -137,11 +140,6 @@ class ForkedHost:
             self.returncode = said[0] if said else -signal.SIGKILL
             os.close(self._status)
         return self.returncode
-
-
-def running(python: str | None) -> ForkServer | None:
-    """Return the fork server of this Python; None if there is none."""
-    return _running.get(python or sys.executable)
 
 
 # In the server -------------------------------------------------------------------------------------------------------
@@ -212,4 +210,16 @@ def _be_host(message: bytes, stdout: int, fds: list[int], main: Callable[[list[s
     return main([argument.format(*fds) for argument in arguments])
 
 
-__all__ = ["ForkServer", "ForkedHost", "running", "serve_forks"]
+def main() -> int:
+    """Be the fork server of a socket's file descriptor and a backend's name."""
+    from drivetrain.backend.registry import load_backend
+    from drivetrain.process.__main__ import main as be_host
+
+    fd, backend = sys.argv[1:]
+    return serve_forks(int(fd), lambda: load_backend(backend).preload(), be_host)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+
+__all__ = ["ForkServer", "ForkedHost", "serve_forks"]
