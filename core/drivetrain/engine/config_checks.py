@@ -44,6 +44,7 @@ _CORE_FIELDS: Final = frozenset(
         "engine_kwargs",
         "isolation",
         "python",
+        "busy_wait",
         "timeouts",
         "logprobs_mode",
     }

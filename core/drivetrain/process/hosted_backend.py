@@ -65,7 +65,7 @@ class HostedBackend(Backend):
         self._host: HostProcess | None = None
         self._link: HostConnection | None = None
         self._started = False
-        self._on_gpu = False
+        self._busy_wait = False
         self._closing: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -101,7 +101,7 @@ class HostedBackend(Backend):
         return cast(EngineStats, await self._linked().call(_STATS, ()))
 
     async def apply_weights(self, update: ApplyUpdate) -> WeightReply:
-        async with busy_wait() if self._on_gpu else nullcontext():
+        async with busy_wait() if self._busy_wait else nullcontext():
             return cast(WeightReply, await self._linked().call(_APPLY, (update,)))
 
     def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
@@ -149,7 +149,7 @@ class HostedBackend(Backend):
             self._closed = True
             raise
         self._started = True
-        self._on_gpu = not info.device.startswith("cpu")
+        self._busy_wait = self.config.busy_wait and not info.device.startswith("cpu")
         host.started()
         return info
 

@@ -175,7 +175,7 @@ class WorkerBackend(Backend):
         """Take all steps of an update in one call, between two steps of the batch."""
         if not update.keep_prefix_cache:
             self._cache_epoch += 1
-        async with busy_wait() if self._on_gpu else nullcontext():
+        async with busy_wait() if self._busy_wait else nullcontext():
             reply = await self._applied(update)
         self.version = update.version
         return reply
@@ -190,8 +190,8 @@ class WorkerBackend(Backend):
         return reply
 
     @cached_property
-    def _on_gpu(self) -> bool:
-        return device_type_of(self.config) != "cpu"
+    def _busy_wait(self) -> bool:
+        return self.config.busy_wait and device_type_of(self.config) != "cpu"
 
     async def set_weight_version(self, version: str) -> None:
         """Label the weights with a version."""
