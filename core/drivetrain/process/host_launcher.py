@@ -23,8 +23,8 @@ class LaunchedHost(Protocol):
     def poll(self) -> int | None:
         """Return the exit code; None while the process runs."""
 
-    def wait(self, timeout: float | None = None) -> int:
-        """Return the exit code once there is one; raise ``subprocess.TimeoutExpired`` after ``timeout`` seconds."""
+    # Raises subprocess.TimeoutExpired after `timeout` seconds.
+    def wait(self, timeout: float | None = None) -> int: ...
 
 
 Launch = Callable[[Sequence[str], Mapping[str, str], Sequence[int]], LaunchedHost]
