@@ -37,6 +37,8 @@ class Source:
         self._given = given
         self._names = names
         self._spent = False
+        self._unchanged: tuple[list[str], WeightManifest] | None = None
+        """Names of a mapping that are the manifest's own, and that manifest."""
 
     @property
     def held(self) -> bool:
@@ -59,11 +61,19 @@ class Source:
         With the engine's ``manifest``, a transformers model's in-memory names become checkpoint names where the mapping
         is certain.
         """
+        # At every push, thousands of names: those of the last push that needed no translation are not looked up again.
+        if isinstance(self._given, Mapping) and (list(self._given), manifest) == self._unchanged:
+            return list(self._given.items())
         pairs = list(self._pairs())
         if self._names is None or manifest is None:
             return pairs
         named = {unwrapped(name): tensor for name, tensor in pairs if isinstance(tensor, torch.Tensor)}
-        return list(self._names.stored(named, manifest).items()) if len(named) == len(pairs) else pairs
+        if len(named) != len(pairs):
+            return pairs
+        stored = self._names.stored(named, manifest)
+        if isinstance(self._given, Mapping) and list(stored) == list(self._given):
+            self._unchanged = (list(stored), manifest)
+        return list(stored.items())
 
     def stream(self, manifest: WeightManifest | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors one by one; for ``manifest`` see :meth:`pairs`.
