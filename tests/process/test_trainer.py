@@ -40,7 +40,9 @@ def trainer(plugin: Path) -> Iterator[Run]:
 
     def run(code: str) -> tuple[subprocess.Popen[str], psutil.Process]:
         source = TRAINER + textwrap.indent(textwrap.dedent(code), "    ") + "\nasyncio.run(main())\n"
-        process = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         processes.append(process)
         assert process.stdout is not None
         return process, psutil.Process(int(process.stdout.readline()))
@@ -143,9 +145,10 @@ def test_a_trainer_that_forgets_to_close_ends_and_leaves_no_host(trainer: Run, e
         backend = engine("detached child")
         await backend.start(lambda text: None)
         print(backend.pid, flush=True)
+        sys.stdin.readline()  # until the test has looked up the host
         {ending}
     """)
-    process.communicate(timeout=20)
+    process.communicate("\n", timeout=20)
     assert process.returncode == (1 if "generate" in ending else 0)
     assert gone(host, within=0.1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Awaitable, Callable, Mapping
+from statistics import median
 from typing import Final
 
 import psutil
@@ -47,25 +48,25 @@ async def check_steady(
 ) -> None:
     """Raise if held memory grows with the work in every series of measurements.
 
-    Pools and allocators occasionally take a large block, and a series may still be warming up, so one measurement
-    proves nothing. Within a series the minimum of the first half is compared with the minimum of the second. If
-    something grew, another series follows: a leak keeps growing, a cache does not.
+    Pools and allocators occasionally take or return a large block, and a series may still be warming up, so one
+    measurement proves nothing. Within a series the median of the first half is compared with the median of the second.
+    If something grew, another series follows: a leak keeps growing, a cache does not.
 
     Args:
         measure: Does a piece of work, and returns what is held after it, by name.
         room: Allowed growth per piece of work, by name. Other names are ignored.
         between: The work between two measurements, for the message.
-        measurements: Number in one series; even.
+        measurements: Number in one series; even, and at least 6: a median of fewer than 3 ignores no outlier.
     """
     half, message = measurements // 2, ""
     for _ in range(SERIES):
         held = [await measure() for _ in range(measurements)]
         rows = {name: [one[name] for one in held] for name in room}
-        grew = {name: (min(row[half:]) - min(row[:half])) // half for name, row in rows.items()}
-        name = next((name for name in room if grew[name] > room[name]), None)
-        if name is None:
+        grew = {name: int(median(row[half:]) - median(row[:half])) // half for name, row in rows.items()}
+        leaks = [f"{grew[name]} more {name} ({rows[name]})" for name in room if grew[name] > room[name]]
+        if not leaks:
             return
-        message = f"{between} took {grew[name]} more {name}, series after series: {rows[name]} in the last"
+        message = f"{between} took, series after series, {', '.join(leaks)}; in brackets, the last series"
     raise AssertionError(message)
 
 
