@@ -12,8 +12,8 @@ import psutil
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain_weight_sync.receiver.cpu_sleep import trim_heap
 
-SERIES: Final = 3
-"""Number of series of measurements; growth in every one of them is a leak."""
+SERIES: Final = 6
+"""Maximum series of measurements; growth in every one of them is a leak."""
 
 
 def held_bytes(engine: InferenceEngine) -> int:

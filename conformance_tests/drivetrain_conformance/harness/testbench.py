@@ -260,17 +260,19 @@ async def until_running(
 ) -> asyncio.Task[GenerationOutput]:
     """Start requests and return once ``count`` samples run in the engine. Errors of the requests are raised here.
 
-    On a busy machine the requests may end before they are observed, so they are started up to ten times.
+    On a busy machine the requests may end before the engine has said how many run. Then they are started again, up to
+    ten times in all, and run as soon as the backend was given them all.
     """
     ended: GenerationOutput | None = None
-    for _ in range(_STARTS):
+    for start in range(_STARTS):
         task = asyncio.create_task(generate())
         try:
             async with asyncio.timeout(within):
                 while not task.done():
-                    if (await engine.stats()).running >= count:
+                    running = engine.parts.in_flight.running if start else (await engine.stats()).running
+                    if running >= count:
                         return task
-                    await asyncio.sleep(0.002)
+                    await asyncio.sleep(0 if start else 0.002)
         except BaseException:
             await end_requests(engine, task)
             raise
