@@ -15,7 +15,8 @@ from drivetrain.types.prompts import ChatPrompt, Message
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
-    from transformers import PreTrainedTokenizerBase
+
+    from drivetrain.text.inner_tokenizer import InnerTokenizer
 
 LONGEST_S: Final = 20.0
 """Seconds that one rendering may take; it takes less than a millisecond for most messages."""
@@ -35,7 +36,7 @@ _VARIABLES: Final = frozenset({"documents"})
 """Arguments of the tokenizer's method that are variables of chat templates all the same."""
 
 
-def render(inner: PreTrainedTokenizerBase, prompt: ChatPrompt) -> str:
+def render(inner: InnerTokenizer, prompt: ChatPrompt) -> str:
     """Return the text of a chat prompt.
 
     Raises:
@@ -74,7 +75,7 @@ def render(inner: PreTrainedTokenizerBase, prompt: ChatPrompt) -> str:
     return text
 
 
-def template_of(inner: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, JsonValue]]) -> str | None:
+def template_of(inner: InnerTokenizer, tools: Sequence[Mapping[str, JsonValue]]) -> str | None:
     """Return the template that renders messages beside these tools; None if there is none."""
     if not inner.chat_template:
         return None
@@ -84,7 +85,7 @@ def template_of(inner: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Jso
         raise InvalidRequest(f"the tokenizer's chat templates: {error}", field="prompts") from error
 
 
-def _check_variables(inner: PreTrainedTokenizerBase, given: Mapping[str, JsonValue]) -> None:
+def _check_variables(inner: InnerTokenizer, given: Mapping[str, JsonValue]) -> None:
     """Variables are data: none of them may replace the template, or an argument of the call that renders it."""
     if not given:
         return

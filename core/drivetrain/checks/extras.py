@@ -1,0 +1,32 @@
+"""Imports of packages that only an extra of drivetrain installs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from drivetrain.errors import MissingDependency
+
+
+@contextmanager
+def from_extra(extra: str, user: str) -> Iterator[None]:
+    """Import packages of ``extra`` inside; a missing one is reported with the command that installs it.
+
+    Args:
+        extra: Extra of the distribution, such as ``"weight-sync"``.
+        user: What needs the package, such as ``"weight sync"``; begins the message.
+
+    Raises:
+        MissingDependency: A package is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or str(error)).partition(".")[0]
+        raise MissingDependency(
+            f"{user} needs the package {package!r}, which is not installed in this environment; "
+            f"run: pip install 'drivetrain[{extra}]'"
+        ) from error
+
+
+__all__ = ["from_extra"]
