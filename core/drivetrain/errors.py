@@ -81,7 +81,10 @@ class UnsupportedCapability(DrivetrainError):
 
 
 class MissingDependency(DrivetrainError, ImportError):
-    """A package that an extra of drivetrain brings is not installed; the message has the command that installs it."""
+    """A package that an extra of drivetrain brings is not installed; the message has the command that installs it.
+
+    ``name`` is the package's import name.
+    """
 
 
 class BackendError(DrivetrainError):

@@ -7,6 +7,7 @@ from typing import Final
 
 from pydantic import JsonValue
 
+from drivetrain.checks.extras import from_extra
 from drivetrain.errors import InvalidConfig
 from drivetrain.types.config import EngineConfig
 
@@ -44,7 +45,8 @@ def device_of(config: EngineConfig) -> str:
     """The device that the model will be on: the configured one, or a GPU when there is one."""
     if config.device is not None:
         return config.device
-    import torch
+    with from_extra("transformers", "the transformers backend"):
+        import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -161,6 +161,8 @@ class Backend(ABC):
     seen_working: ClassVar[tuple[str, str] | None] = None
     """Oldest and newest release of the engine that the backend was tested with, such as ``("0.5.17", "0.5.23")``. Of
     others ``create_engine`` warns, and uses them."""
+    oldest_version: ClassVar[str | None] = None
+    """Oldest release of the engine that the backend can run with; ``create_engine`` refuses older ones."""
     endangers_its_process: ClassVar[bool] = False
     """Whether the engine can end the process that it is in; then isolation ``inline`` is refused."""
 

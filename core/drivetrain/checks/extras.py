@@ -23,10 +23,12 @@ def from_extra(extra: str, user: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         package = (error.name or str(error)).partition(".")[0]
-        raise MissingDependency(
+        missing = MissingDependency(
             f"{user} needs the package {package!r}, which is not installed in this environment; "
             f"run: pip install 'drivetrain[{extra}]'"
-        ) from error
+        )
+        missing.name = package
+        raise missing from error
 
 
 __all__ = ["from_extra"]
