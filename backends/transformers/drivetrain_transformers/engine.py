@@ -94,6 +94,7 @@ class TransformersBackend(Backend):
     name: ClassVar[str] = "transformers"
     engine_distribution: ClassVar[str] = "transformers"
     seen_working: ClassVar[tuple[str, str] | None] = SEEN_WORKING
+    oldest_version: ClassVar[str | None] = SEEN_WORKING[0]
     config_names: ClassVar[Mapping[str, str]] = CONFIG_NAMES
     native_stops: ClassVar[frozenset[StopKind]] = frozenset(StopKind)
     default_isolation: ClassVar[Isolation] = Isolation.INLINE

@@ -36,7 +36,7 @@ UNKNOWN_CONTEXT: Final = 2**20
 """Taken for models that name no limit, such as those with relative positions."""
 
 
-SEEN_WORKING: Final = ("5.17", "5.24")
+SEEN_WORKING: Final = ("5.4", "5.24")
 """Oldest and newest minor release that the tests were run on. Differences between them are found by looking for the
 feature: whether a model's ``forward`` takes ``position_ids`` and ``logits_to_keep``."""
 
