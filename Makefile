@@ -19,6 +19,8 @@ ISOLATION ?=
 EXAMPLES ?= 0
 # How many calls `make fuzz` makes.
 CALLS ?= 10000
+# Reports and recordings that are kept; pages of the docs are made from them.
+RESULTS := conformance_tests/results
 REPORT = build/conformance/$(BACKEND)$(if $(ISOLATION),-$(ISOLATION)).json
 ENVIRONMENT = $(if $(filter transformers,$(BACKEND)),$(VENV),.venvs/$(BACKEND:-server=))
 # What SGLang does only if it is told so when it starts.
@@ -40,7 +42,7 @@ TORCHVISION := tests/support/torchvision-without-ops
 VLLM_READY := .venvs/vllm/.ready-$(shell (cat pyproject.toml $(VLLM_SERVER)/* $(TORCHVISION)/*; echo '$(TORCH) $(VLLM)') | sha256sum | cut -c1-16)
 SGLANG_READY := .venvs/sglang/.ready-$(shell (cat pyproject.toml $(SGLANG_PLATFORM)/*; echo '$(SGLANG)') | sha256sum | cut -c1-16)
 
-.PHONY: help setup demo test test-unit test-fast test-sglang-server test-vllm-server faults fuzz conformance conformance-all conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint docs bench clean
+.PHONY: help setup demo test test-unit test-fast test-sglang-server test-vllm-server faults fuzz conformance conformance-all conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint site docs bench clean
 .PHONY: environments environment-transformers environment-echo environment-sglang environment-sglang-server environment-vllm environment-vllm-server
 
 help: ## show this list
@@ -68,11 +70,14 @@ environments: $(READY) ## make every environment that `make test` needs: 20 GB a
 ROOM_FOR = free=$$(df -Pk . | awk 'NR == 2 { print int($$4 / 1000000 * 1.024) }'); (( free >= $(2) )) || \
 	{ echo "installing $(1) takes $(2) GB of disk while it lasts, and $$free GB are free; make room, or move the checkout" >&2; exit 1; }
 
+# One process per core, of one thread each; a file's tests share its engines. One process: ARGS="-n 0".
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
 test-unit: $(READY) ## run the project's own tests
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 test-fast: $(READY) ## run the tests but the slow ones
-	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	@$(PYTEST) -m "not slow" $(ARGS)
 
 # Their settings are those of the environment alone: the project's own ask for plugins that are not there.
 AGAINST_A_SERVER = PYTHONPATH=tests/helpers OMP_NUM_THREADS=1 .venvs/$(1)/bin/python -m pytest -c /dev/null \
@@ -138,12 +143,12 @@ parity: environment-sglang environment-vllm $(READY) ## compare the answers of t
 	@OMP_NUM_THREADS=1 .venvs/sglang/bin/drivetrain record sglang --output build/parity/sglang-cpu.json
 	@OMP_NUM_THREADS=1 .venvs/vllm/bin/drivetrain record vllm --output build/parity/vllm-cpu.json
 	@$(BIN)/drivetrain parity build/parity/*-cpu.json
-	@$(BIN)/drivetrain parity docs/reference/parity/*.json --check docs/reference/parity/parity.md
+	@$(BIN)/drivetrain parity $(RESULTS)/parity/*.json --check docs/reference/parity.md
 
 parity-page: $(READY) ## keep the recordings of build/parity, and render them into the docs
-	@mkdir -p docs/reference/parity
-	@cp build/parity/*-cpu.json docs/reference/parity/
-	@$(BIN)/drivetrain parity docs/reference/parity/*.json --output docs/reference/parity/parity.md
+	@mkdir -p $(RESULTS)/parity
+	@cp build/parity/*-cpu.json $(RESULTS)/parity/
+	@$(BIN)/drivetrain parity $(RESULTS)/parity/*.json --output docs/reference/parity.md
 
 conformance-all: $(READY) ## the suite on every backend, their parity, the suite's mutants, and whether the docs are current
 	@rm -rf build/conformance
@@ -154,7 +159,7 @@ conformance-all: $(READY) ## the suite on every backend, their parity, the suite
 	@$(MAKE) --no-print-directory conformance-quantised
 	@OMP_NUM_THREADS=1 .venvs/sglang/bin/drivetrain demo --backend sglang --steps 3 --no-plot # its host is no forked one
 	@$(MAKE) --no-print-directory parity
-	@$(BIN)/drivetrain matrix --check docs/reference/conformance build/conformance/*.json
+	@$(BIN)/drivetrain matrix --check docs/reference --kept $(RESULTS) build/conformance/*.json
 
 # The engines of these need one core each.
 in-a-host-process:
@@ -170,18 +175,22 @@ mutants: $(READY) ## spoil the transformers backend in many ways; the suite must
 	@OMP_NUM_THREADS=1 $(BIN)/drivetrain conformance --mutants $(ARGS)
 
 matrix: $(READY) ## keep the reports of build/conformance, and render them into the docs
-	@mkdir -p docs/reference/conformance
-	@cp build/conformance/*.json docs/reference/conformance/
-	@$(BIN)/drivetrain matrix docs/reference/conformance/*.json --output docs/reference/conformance
+	@mkdir -p $(RESULTS)
+	@cp build/conformance/*.json $(RESULTS)/
+	@$(BIN)/drivetrain matrix $(RESULTS)/*.json --output docs/reference
 
-lint: $(READY) ## ruff, mypy, pyright and the import contracts
+lint: $(READY) ## ruff, mypy, pyright, the import contracts and the documentation site
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy
 	@$(BIN)/pyright
 	@$(BIN)/lint-imports
+	@$(MAKE) --no-print-directory site
 
-docs: $(READY) ## run the code blocks of the docs and follow their links
+site: $(READY) ## build the documentation site into build/site; fails on a dead link or an unknown name
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs: site ## build the site, run the code blocks of the docs and follow their links
 	@$(BIN)/python -m pytest tests/docs $(ARGS)
 
 bench: $(READY) ## measure what drivetrain adds to the bare engine

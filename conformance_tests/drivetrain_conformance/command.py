@@ -1,4 +1,4 @@
-"""``drivetrain conformance`` and ``drivetrain matrix``."""
+"""The commands ``drivetrain conformance``, ``matrix``, ``combine``, ``record`` and ``parity``."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def conformance(
     if lacking:
         print_error(f"the suite needs {', '.join(lacking)}; run: pip install 'drivetrain[conformance]'")
         raise typer.Exit(2)
-    logging.getLogger("drivetrain").setLevel(logging.CRITICAL)  # cases provoke errors; their verdicts tell of them
+    logging.getLogger("drivetrain").setLevel(logging.CRITICAL)  # cases provoke errors; their verdicts report them
     try:
         if mutants:
             from drivetrain_conformance.mutants.run import run_mutants
@@ -115,23 +115,29 @@ def conformance(
 
 def matrix(
     reports: Annotated[list[Path] | None, typer.Argument(help="Reports of 'drivetrain conformance'.")] = None,
-    output: Annotated[Path | None, typer.Option(metavar="DIR", help="Write matrix.md and matrix.html there.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write can-i-use-it.md and matrix.svg there.")
+    ] = None,
     check: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Fail unless matrix.md and matrix.html there are what the reports there give, and unless each "
-            "REPORT has the verdicts of the report of the same name there.",
+            help="Fail unless the page and the picture there are those of the kept reports, and unless each REPORT has "
+            "the verdicts of the kept report of the same name.",
         ),
+    ] = None,
+    kept: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="With --check: where reports are kept.", show_default="the checked folder"),
     ] = None,
 ) -> None:
     """Put reports side by side: which backend was seen to do what."""
-    from drivetrain_conformance.reports.matrix import render_html, render_markdown
+    from drivetrain_conformance.reports.matrix import render_markdown
     from drivetrain_conformance.reports.report import read_report
 
     try:
         if check is not None:
-            stale = _stale(check, reports or [])
+            stale = _stale(check, kept or check, reports or [])
             for line in stale:
                 print_error(line, kind="stale")
             if stale:
@@ -148,16 +154,16 @@ def matrix(
         out.print(Text(render_markdown(read)), soft_wrap=True)
         return
     output.mkdir(parents=True, exist_ok=True)
-    (output / "matrix.md").write_text(render_markdown(read), encoding="utf-8")
-    (output / "matrix.html").write_text(render_html(read), encoding="utf-8")
-    out.print(f"wrote {output / 'matrix.md'} and {output / 'matrix.html'}", soft_wrap=True)
+    for name, rendered in _rendered(read).items():
+        (output / name).write_text(rendered, encoding="utf-8")
+        out.print(f"wrote {output / name}", soft_wrap=True)
 
 
 def combine(
     reports: Annotated[list[Path], typer.Argument(help="Reports of 'drivetrain conformance'.")],
     output: Annotated[Path, typer.Option(metavar="FILE", help="Write the one report there.")],
 ) -> None:
-    """Put the reports of parts of the suite together: of groups that were run one by one, or beside each other."""
+    """Combine the reports of parts of the suite, such as groups that were run one by one or in parallel."""
     from drivetrain_conformance.reports.report import combine_reports, read_report, write_report
 
     try:
@@ -181,7 +187,7 @@ def record(
         ),
     ] = None,
 ) -> None:
-    """Ask one backend the requests by which backends are compared."""
+    """Record a backend's answers to the requests by which backends are compared."""
     import asyncio
 
     from drivetrain_conformance.reports import parity
@@ -202,7 +208,7 @@ def parity(
         Path | None, typer.Option(metavar="FILE", help="Fail unless this page is what the recordings give.")
     ] = None,
 ) -> None:
-    """Compare what backends answered to the same requests. Exits with 1 if they differ."""
+    """Compare the recorded answers of backends to the same requests. Exits with 1 if they differ."""
     from drivetrain_conformance.reports.parity import read_recording
     from drivetrain_conformance.reports.parity_page import columns_of, differences, render
 
@@ -285,10 +291,10 @@ def _fields(assignments: Sequence[str]) -> dict[str, object]:
 
 
 def _hosts(runner: Runner, *, forked: bool) -> AbstractContextManager[object]:
-    """How the run's engines get their host processes."""
+    """Return a context in which the run's engines get their host processes."""
     if not forked:
         return nullcontext()
-    from drivetrain.process.fork_server import ForkServer
+    from drivetrain_conformance.harness.fork_server import ForkServer
     from drivetrain_conformance.harness.runner import gpu_count
 
     if gpu_count():
@@ -304,7 +310,7 @@ def _run(runner: Runner, cases: list[Case], *, complete: bool, file: Path | None
     begun = time.monotonic()
     with runner:
         model = runner.models.path(ModelKind.TEXT)
-        # Made before any case, so that a wrong name or a broken plugin is a mistake in the arguments, not 200 failures.
+        # Start with an engine, so that a wrong name or a broken plugin is one usage error instead of 200 failures.
         isolation = runner.suite.open_engine({"model": str(model)}).isolation.value
 
         def made(results: Sequence[CaseResult]) -> Report:
@@ -320,7 +326,7 @@ def _run(runner: Runner, cases: list[Case], *, complete: bool, file: Path | None
         results: list[CaseResult] = []
         for result in _with_progress(runner, cases):
             results.append(result)
-            if file is not None:  # after each case: what a run that is ended has found is not lost
+            if file is not None:  # after each case, so that an interrupted run loses nothing
                 write_report(made(results), file)
         return made(results)
 
@@ -344,7 +350,7 @@ def _with_progress(runner: Runner, cases: list[Case]) -> Iterator[CaseResult]:
 
 
 def _tell(report: Report, *, as_json: bool, require_complete: bool) -> bool:
-    """Print what was found; whether the run passed."""
+    """Print the report's findings; return True if the run passed."""
     from drivetrain_conformance.harness.verdict import Verdict
 
     if as_json:
@@ -398,22 +404,27 @@ def _list(cases: list[Case], *, as_json: bool) -> None:
     out.print(f"{len(cases)} cases")
 
 
-def _stale(folder: Path, fresh: Sequence[Path]) -> list[str]:
-    """What is not current in a folder of kept reports, in words."""
-    from drivetrain_conformance.reports.matrix import differences, render_html, render_markdown
+def _rendered(reports: Sequence[Report]) -> dict[str, str]:
+    """The page and the picture, by the names of their files."""
+    from drivetrain_conformance.reports.matrix import render_markdown, render_svg
+
+    return {"can-i-use-it.md": render_markdown(reports), "matrix.svg": render_svg(reports)}
+
+
+def _stale(pages: Path, folder: Path, fresh: Sequence[Path]) -> list[str]:
+    """Say what is not current: pages made of the reports kept in ``folder``, or those reports."""
+    from drivetrain_conformance.reports.matrix import differences
     from drivetrain_conformance.reports.report import read_report
 
     kept = {path.stem: read_report(path) for path in sorted(folder.glob("*.json"))}
     if not kept:
-        raise InvalidConfig(f"{folder} holds no reports", field="--check")
+        raise InvalidConfig(f"{folder} holds no reports", field="--kept")
     found: list[str] = []
-    for name, rendered in (
-        ("matrix.md", render_markdown(list(kept.values()))),
-        ("matrix.html", render_html(list(kept.values()))),
-    ):
-        file = folder / name
+    for name, rendered in _rendered(list(kept.values())).items():
+        file = pages / name
         if not file.is_file() or file.read_text(encoding="utf-8") != rendered:
-            found.append(f"{file}: the reports there give another; run: drivetrain matrix {folder}/*.json -o {folder}")
+            remedy = f"drivetrain matrix {folder}/*.json --output {pages}"
+            found.append(f"{file} differs from what the reports in {folder} give; run: {remedy}")
     for path in fresh:
         if path.stem not in kept:
             found.append(f"{folder}/{path.name} is missing; copy {path} there")

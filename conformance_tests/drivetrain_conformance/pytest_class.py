@@ -1,4 +1,4 @@
-"""The suite as a pytest class: subclass it, say which backend, and pytest runs every case."""
+"""The suite as a pytest class: a subclass names its backend, and pytest runs every case."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _OURS = ("test_case", "test_every_claim_was_seen_to_work", "pytest_generate_test
 
 
 class ConformanceTests(Suite):
-    """Every case of the suite as one test.
+    """Run every case of the suite as one test.
 
     A subclass named ``Test…`` sets :attr:`backend`::
 
         class TestMyEngine(ConformanceTests):
             backend = "my-engine"
 
-    It may change :meth:`open_engine` and :meth:`oracle`. It cannot change, replace or leave out a test: what a backend
-    cannot do it does not claim, and what is broken stands in :attr:`known_failures`.
+    A subclass may override :meth:`open_engine` and :meth:`oracle`. It cannot change, replace or leave out a test: leave
+    a capability unclaimed if the backend lacks it, and list broken cases in :attr:`known_failures`.
     """
 
     def __init_subclass__(cls) -> None:
@@ -44,13 +44,13 @@ class ConformanceTests(Suite):
 
     @pytest.fixture(scope="class")
     def conformance_runner(self) -> Iterator[Runner]:
-        """One runner, and one engine at a time, for the class."""
+        """Keep one runner, with at most one engine open, for the whole class."""
         suite: type[Suite] = type(self)
         with Runner(suite()) as runner:
             yield runner
 
     def test_case(self, case: Case, conformance_runner: Runner) -> None:
-        """Claimed means it works; unclaimed means it refuses."""
+        """A claimed capability works; an unclaimed one is refused."""
         result = conformance_runner.execute(case)
         if result.verdict is Verdict.NOT_RUN:
             pytest.skip(f"not run: {result.judgement.message}")
@@ -58,7 +58,7 @@ class ConformanceTests(Suite):
             raise AssertionError(f"{case.summary}\n{result.judgement.message}") from result.error
 
     def test_every_claim_was_seen_to_work(self, conformance_runner: Runner) -> None:
-        """Every case ran, and every claimed capability has one that passed."""
+        """Every case ran, and each claimed capability has a case that passed."""
         left_out = {case.id for case in all_cases()} - conformance_runner.capability_results.cases
         assert not left_out, f"these cases did not run: {', '.join(sorted(left_out))}"
         failed = [

@@ -1,6 +1,6 @@
 """One interface between an RL trainer and any LLM inference engine.
 
-Names are imported when they are first used, so that ``import drivetrain`` costs next to nothing.
+Names are imported on first use, so ``import drivetrain`` is cheap.
 """
 
 from __future__ import annotations
@@ -324,7 +324,7 @@ __all__ = [
     "load_backend",
 ]
 
-# Hidden from type checkers: to them a module with __getattr__ has every name, and a misspelt import would pass.
+# Hidden from type checkers, which would accept any misspelt import from a module with __getattr__.
 if not TYPE_CHECKING:
     _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 

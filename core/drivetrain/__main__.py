@@ -1,4 +1,4 @@
-"""``python -m drivetrain`` is ``drivetrain``."""
+"""Entry point of ``python -m drivetrain``, the same as ``drivetrain``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a config string to an engine."""
+"""``create_engine``: makes an engine from a backend's name, a mapping, a file or a configuration object."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from drivetrain.backend.base import Backend, StopKind
 from drivetrain.backend.registry import load_backend, require_engine
 from drivetrain.backend.toolkit.engine_versions import warn_if_unseen
 from drivetrain.checks.safe_repr import shown
+from drivetrain.engine.config_checks import check_config, check_folders
 from drivetrain.engine.engine import InferenceEngine
-from drivetrain.engine.validation import check_config, check_folders
 from drivetrain.errors import InvalidConfig
 from drivetrain.process.capability_probe import probe
 from drivetrain.process.hosted_backend import HostedBackend
@@ -27,16 +27,16 @@ def create_engine(
     """Make an engine from a backend's name, a mapping, a YAML file or an :class:`EngineConfig`. Starts nothing.
 
     Args:
-        backend: ``"transformers"``; ``{"backend": "transformers", "model": …}``; ``Path("engine.yaml")`` or a
-            string that ends in ``.yaml`` or ``.yml``; or a configuration object.
-        fields: Fields of :class:`EngineConfig`; they win over those of a mapping or file.
+        backend: ``"transformers"``; ``{"backend": "transformers", "model": …}``; ``Path("engine.yaml")`` or a string
+            that ends in ``.yaml`` or ``.yml``; or a configuration object.
+        fields: Fields of :class:`EngineConfig`; they override those of a mapping, file or object.
 
     Raises:
-        UnknownBackend: no plugin has that name; the message lists those that there are.
-        BackendLoadError: the plugin's import failed; the message says how.
-        BackendUnavailable: the engine that the backend adapts is not installed; the message says how to install it.
-        InvalidConfig: a field is wrong, or the backend has no equivalent for it.
-        UnsupportedCapability: a field needs what this engine cannot do here.
+        UnknownBackend: No plugin has that name; the message lists the known ones.
+        BackendLoadError: The plugin's import failed; the message holds the import error.
+        BackendUnavailable: The engine that the backend adapts is not installed; the message says how to install it.
+        InvalidConfig: A field is wrong, or the backend has no equivalent for it.
+        UnsupportedCapability: A field needs a capability that this engine does not have here.
     """
     config = _config(backend, fields)
     check_folders(config)
@@ -97,7 +97,7 @@ def _engine(
     versions: dict[str, str],
 ) -> InferenceEngine:
     capabilities = claimed | _added_by_the_engine_page(claimed, native_stops)
-    # No process can map its own GPU memory, and no other can reach into this one's.
+    # CUDA IPC cannot map a process's own GPU memory, and in-process tensors cannot be reached from another process.
     elsewhere = Capability.WEIGHTS_CUDA_IPC if isolation is Isolation.INLINE else Capability.WEIGHTS_IN_PROCESS
     capabilities -= {elsewhere}
     check_config(config, config_names, capabilities)
@@ -121,7 +121,7 @@ def _added_by_the_engine_page(
 
 
 def versions_of(cls: type[Backend]) -> dict[str, str]:
-    """Versions of Python, drivetrain and the engine that ``cls`` adapts."""
+    """Return the versions of Python, drivetrain and the engine that ``cls`` adapts, by distribution."""
     versions = {"python": platform.python_version()}
     for distribution in ("drivetrain", cls.engine_distribution):
         try:

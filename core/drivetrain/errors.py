@@ -1,35 +1,35 @@
-"""Every error that drivetrain raises.
+"""All exceptions that drivetrain raises.
 
     DrivetrainError
     ├── InvalidRequest              a request, prompt or sampling param that no engine could honour (also ValueError)
     ├── InvalidConfig               an engine configuration that cannot work (also ValueError)
-    ├── UnsupportedCapability       a well-formed request for something this engine does not claim
-    ├── MissingDependency           a package that an extra of drivetrain brings is not installed (also ImportError)
-    ├── BackendError                the plugin seam
+    ├── UnsupportedCapability       a valid request for a capability that this engine does not claim
+    ├── MissingDependency           a package of one of drivetrain's extras is not installed (also ImportError)
+    ├── BackendError                a backend plugin
     │   ├── UnknownBackend          no plugin provides that name (also LookupError)
     │   ├── DuplicateBackend        two plugins provide the same name
-    │   ├── BackendLoadError        the plugin is there, but importing it failed (also ImportError)
-    │   └── BackendUnavailable      the plugin is there, the engine package that it adapts is not
+    │   ├── BackendLoadError        the plugin is installed, but importing it failed (also ImportError)
+    │   └── BackendUnavailable      the plugin is installed, but the engine that it adapts is not
     ├── EngineError                 a running engine
-    │   ├── EngineStateError        the engine's state cannot serve the request; carries the state
+    │   ├── EngineStateError        the request is not possible in the engine's state; carries the state
     │   ├── EngineStartError        the engine did not start; carries the last log lines
     │   ├── EngineDied              the engine's process ended, froze or lost a child
-    │   ├── EngineBusy              requests are in flight and the arguments do not say what to do with them
-    │   ├── EngineOutOfMemory       recovery by retry was tried and failed; carries the batch size
-    │   ├── NonFiniteLogits         the model gave NaN or infinite logits to a request, which ended with it
-    │   ├── NoTokenAllowed          a request's own fields left no token to draw, and it ended with it
-    │   └── EngineInternalError     the engine failed in a way that has no name of its own
-    ├── DeadlineExceeded            a wait ended; says what was waited for (also TimeoutError)
+    │   ├── EngineBusy              requests are in flight, and the arguments do not say how to handle them
+    │   ├── EngineOutOfMemory       out of memory, also after retries; carries the batch size
+    │   ├── NonFiniteLogits         the model gave NaN or infinite logits, and the request ended
+    │   ├── NoTokenAllowed          the request's own fields left no token to draw, and it ended
+    │   └── EngineInternalError     any other failure of the engine
+    ├── DeadlineExceeded            a wait timed out; the message names what was waited for (also TimeoutError)
     ├── WireError                   bytes on a socket that are not drivetrain's protocol, or another version of it
     └── WeightSyncError             a weight update
         ├── WeightPlanMismatch      missing, extra, wrong-shaped or wrong-dtype tensors; nothing was changed
         ├── WeightBaseMismatch      a delta against weights that the engine does not hold; nothing was changed
         ├── InvalidWeights          NaN or infinite tensors in the source; nothing was changed
         ├── WeightTransferFailed    the transfer broke after it began; the engine is dirty
-        ├── WeightVerifyFailed      what arrived is not what was sent; the engine is dirty
+        ├── WeightVerifyFailed      the received tensors differ from the sent ones; the engine is dirty
         └── WeightProbeFailed       verified and served, but the engine's logprobs are not the trainer's
 
-Errors say what was wrong, with the value, what was expected, and what to do.
+Messages say what was wrong, with the value, what was expected, and what to do.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 _LONGEST: Final = 20_000
-"""Characters of an error's text; room for an engine's last log lines, none for a value of megabytes."""
+"""Maximum characters of a message: enough for an engine's last log lines, not for a value of megabytes."""
 
 
 class DrivetrainError(Exception):
-    """The root: catching it catches everything drivetrain raises on purpose."""
+    """Base of all exceptions that drivetrain raises on purpose."""
 
     def __init__(self, message: str = "") -> None:
         if len(message) > _LONGEST:
@@ -53,10 +53,10 @@ class DrivetrainError(Exception):
 
 
 class InvalidRequest(DrivetrainError, ValueError):
-    """A request that no engine could honour, refused before any work.
+    """A request that no engine could honour; refused before any work.
 
-    ``field`` names the offending field in dotted form (``sampling_params.top_p``), or is empty when the
-    request as a whole is wrong.
+    ``field`` names the offending field in dotted form (``sampling_params.top_p``), or is empty if the request as a
+    whole is wrong.
     """
 
     def __init__(self, message: str, *, field: str = "") -> None:
@@ -65,7 +65,7 @@ class InvalidRequest(DrivetrainError, ValueError):
 
 
 class InvalidConfig(DrivetrainError, ValueError):
-    """An engine configuration that cannot work, refused before the engine starts."""
+    """An engine configuration that cannot work; refused before the engine starts."""
 
     def __init__(self, message: str, *, field: str = "") -> None:
         super().__init__(message)
@@ -73,7 +73,7 @@ class InvalidConfig(DrivetrainError, ValueError):
 
 
 class UnsupportedCapability(DrivetrainError):
-    """A well-formed request for a capability that this engine does not claim, refused before any work."""
+    """A valid request for a capability that this engine does not claim; refused before any work."""
 
     def __init__(self, message: str, *, capability: str = "") -> None:
         super().__init__(message)
@@ -88,11 +88,11 @@ class MissingDependency(DrivetrainError, ImportError):
 
 
 class BackendError(DrivetrainError):
-    """Something is wrong with a backend plugin."""
+    """A backend plugin cannot be used."""
 
 
 class UnknownBackend(BackendError, LookupError):
-    """No installed plugin provides the backend that was asked for."""
+    """No installed plugin provides the requested backend."""
 
 
 class DuplicateBackend(BackendError):
@@ -108,11 +108,11 @@ class BackendUnavailable(BackendError):
 
 
 class EngineError(DrivetrainError):
-    """A running engine failed or refused."""
+    """A running engine failed or refused a call."""
 
 
 class EngineStateError(EngineError):
-    """The engine is in a state that cannot serve the request; ``state`` is the state's name."""
+    """The engine's state does not allow the request; ``state`` is the state's name."""
 
     def __init__(self, message: str, *, state: str = "") -> None:
         super().__init__(message)
@@ -128,7 +128,7 @@ class EngineDied(EngineError):
 
 
 class EngineBusy(EngineError):
-    """Requests are in flight, and the arguments of the call do not say what should become of them."""
+    """Requests are in flight, and the call's arguments do not say how to handle them."""
 
 
 class EngineOutOfMemory(EngineError):
@@ -140,11 +140,11 @@ class EngineOutOfMemory(EngineError):
 
 
 class NonFiniteLogits(EngineError):
-    """The model gave NaN or infinite numbers to a request, which ended there. Its weights or its adapter diverged."""
+    """The model gave NaN or infinite logits, and the request ended. The weights or the adapter have diverged."""
 
 
 class NoTokenAllowed(EngineError):
-    """A request's grammar, masks and ``min_new_tokens`` together left no token to draw, and it ended there.
+    """A request's grammar, masks and ``min_new_tokens`` together left no token to draw, so it ended.
 
     ``field`` names them in dotted form.
     """
@@ -155,7 +155,7 @@ class NoTokenAllowed(EngineError):
 
 
 class EngineInternalError(EngineError):
-    """The engine failed in a way that has no name of its own; the message carries its own words."""
+    """Any other failure of the engine; the message quotes the engine's own."""
 
 
 class DeadlineExceeded(DrivetrainError, TimeoutError):
@@ -163,7 +163,7 @@ class DeadlineExceeded(DrivetrainError, TimeoutError):
 
 
 class WireError(DrivetrainError):
-    """What came over a socket is not drivetrain's wire protocol, or is another version of it."""
+    """Data on a socket is not drivetrain's wire protocol, or is another version of it."""
 
 
 class WeightSyncError(DrivetrainError):
@@ -171,7 +171,7 @@ class WeightSyncError(DrivetrainError):
 
 
 class WeightPlanMismatch(WeightSyncError):
-    """The tensors offered are not the tensors that the engine holds; nothing was changed.
+    """The offered tensors are not those of the engine's model; nothing was changed.
 
     ``missing``, ``extra`` and ``mismatched`` name the tensors.
     """
@@ -191,7 +191,7 @@ class WeightPlanMismatch(WeightSyncError):
 
 
 class WeightBaseMismatch(WeightSyncError):
-    """A delta was made against other weights than the engine is known to hold; nothing was changed."""
+    """A delta is based on other weights than the engine holds; nothing was changed."""
 
 
 class InvalidWeights(WeightSyncError, ValueError):
@@ -207,9 +207,9 @@ class WeightTransferFailed(WeightSyncError):
 
 
 class WeightVerifyFailed(WeightSyncError):
-    """What arrived is not what was sent; the engine is dirty until a complete push succeeds.
+    """The received tensors differ from the sent ones; the engine is dirty until a complete push succeeds.
 
-    ``tensors`` names the tensors whose digests differ.
+    ``tensors`` names the tensors with different digests.
     """
 
     def __init__(self, message: str, *, tensors: Sequence[str] = ()) -> None:
@@ -218,7 +218,7 @@ class WeightVerifyFailed(WeightSyncError):
 
 
 class WeightProbeFailed(WeightSyncError):
-    """The weights are verified and served, and the engine gives other logprobs with them than the trainer.
+    """The weights are verified and served, but the engine's logprobs differ from the trainer's.
 
     ``gap`` is the largest difference, in nats.
     """
@@ -238,13 +238,13 @@ _FIELDS: Final = ("field", "capability", "state", "batch_size", "missing", "extr
 
 
 def to_wire(error: DrivetrainError) -> tuple[str, str, dict[str, object]]:
-    """Return the error as (class name, message, its fields), ready to cross a process boundary."""
+    """Return the error as (class name, message, fields), for sending to another process."""
     fields = {name: getattr(error, name) for name in _FIELDS if hasattr(error, name)}
     return type(error).__name__, str(error), fields
 
 
 def from_wire(name: str, message: str, fields: dict[str, object]) -> DrivetrainError:
-    """Rebuild an error that :func:`to_wire` described; a class unknown here becomes :class:`EngineInternalError`."""
+    """Rebuild an error from :func:`to_wire`'s result; an unknown class becomes :class:`EngineInternalError`."""
     for cls in _tree(DrivetrainError):
         if cls.__name__ == name:
             error = cls(message)

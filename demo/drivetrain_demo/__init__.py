@@ -1,1 +1,1 @@
-"""The main job: a small policy trained with GRPO against any backend."""
+"""The demo: a small policy trained with GRPO against any backend."""

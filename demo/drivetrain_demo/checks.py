@@ -1,4 +1,4 @@
-"""What must hold in a run, as pure functions of what was seen."""
+"""Checks of a run, as pure functions of its records."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def versions_seen(completions: Iterable[Completion]) -> tuple[str, ...]:
 
 
 def check_versions(records: Sequence[StepRecord]) -> Check:
-    """Every token of every rollout was sampled under the version that was pushed just before it."""
+    """Check that every token was sampled under the version that was pushed just before its rollout."""
     for record in records:
         if record.versions_seen != (record.version,):
             return Check(
@@ -45,7 +45,7 @@ def check_versions(records: Sequence[StepRecord]) -> Check:
 
 
 def check_logprobs(records: Sequence[StepRecord], tolerance: float) -> Check:
-    """Engine and trainer give every token the same logprob, within ``tolerance`` nats."""
+    """Check that engine and trainer give every token the same logprob, within ``tolerance`` nats."""
     for record in records:
         if not record.logprob_gap <= tolerance:
             return Check(
@@ -59,7 +59,7 @@ def check_logprobs(records: Sequence[StepRecord], tolerance: float) -> Check:
 
 
 def check_rise(records: Sequence[StepRecord], settings: Settings) -> Check:
-    """The mean reward of the last rollouts is at least ``min_rise`` above that of the first."""
+    """Check that the mean reward of the last rollouts is at least ``min_rise`` above that of the first."""
     first, last = mean_reward(records[:WINDOW]), mean_reward(records[-WINDOW:])
     return Check(
         RISE,

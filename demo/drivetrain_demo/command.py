@@ -1,4 +1,4 @@
-"""``drivetrain demo``: the main job, on any backend."""
+"""``drivetrain demo``: train a small policy on any backend."""
 
 from __future__ import annotations
 
@@ -190,9 +190,10 @@ def demo(
 ) -> None:
     """Train a small policy with GRPO against any engine: roll out, score, train, sync, roll out again.
 
-    Each step checks that all tokens carry the weight version just pushed, with the logprobs that the trainer finds.
+    Each step checks that every token carries the weight version just pushed, and that engine and trainer agree on its
+    logprob.
 
-    Exit code 1 if a check fails, or if the reward does not rise where that is expected.
+    Exit code 1 if a check fails, including the expected rise of the reward.
     """
     if plot and importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter(
@@ -260,7 +261,7 @@ def _device(name: str | None) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:  # the latter where torch was built without that device
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without that device
         reason = str(error).splitlines()[0]
         raise typer.BadParameter(f"torch has no device {name!r} here: {reason}", param_hint="--device") from None
     return name

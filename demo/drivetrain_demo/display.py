@@ -49,7 +49,7 @@ class LiveDisplay:
         self._bar = Progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), auto_refresh=False
         )
-        # One rollout more than there are updates: the last one looks at what the last update did.
+        # One rollout more than updates: the last one measures the last update.
         self._task = self._bar.add_task("starting", total=steps + 1)
         self._latest: deque[StepRecord] = deque(maxlen=ROWS)
         self._show()

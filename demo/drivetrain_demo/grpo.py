@@ -23,7 +23,7 @@ from torch import Tensor
 
 
 def group_advantages(rewards: Tensor) -> Tensor:
-    """Return how much better each completion is than the others of its prompt.
+    """Return the advantage of each completion over the mean of its prompt's completions.
 
     Args:
         rewards: Shape (prompts, completions per prompt), floating point.
@@ -40,11 +40,11 @@ def clipped_objective(
     """Return objective_t of each token, to be maximised.
 
     Args:
-        logprobs: log pi of the tokens, shape (tokens,); gradients flow through this alone.
+        logprobs: log pi of the tokens, shape (tokens,); gradients flow only through these.
         behaviour: log mu of the same tokens, shape (tokens,).
-        advantages: Of the completion that each token is of, shape (tokens,).
-        clip_low: How far below 1 a ratio counts.
-        clip_high: How far above 1 a ratio counts.
+        advantages: Advantage of each token's completion, shape (tokens,).
+        clip_low: Distance below 1 at which a ratio is clipped.
+        clip_high: Distance above 1 at which a ratio is clipped.
     """
     ratio = torch.exp(logprobs - behaviour)
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
@@ -52,12 +52,12 @@ def clipped_objective(
 
 
 def token_loss(objective: Tensor, entropy: Tensor, *, entropy_weight: float, tokens: int) -> Tensor:
-    """Return the loss of some of a minibatch's tokens; over all of its parts it sums to the minibatch's loss.
+    """Return the loss of a part of a minibatch's tokens; the losses of all parts sum to the minibatch's loss.
 
     Args:
         objective: Of :func:`clipped_objective`, shape (tokens of this part,).
         entropy: H of each token's distribution in nats, shape (tokens of this part,).
-        entropy_weight: Of H in the loss.
+        entropy_weight: Weight of H in the loss.
         tokens: T, the tokens of the whole minibatch.
     """
     return -(objective + entropy_weight * entropy).sum() / tokens

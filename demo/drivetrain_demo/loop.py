@@ -1,6 +1,6 @@
-"""The main job: roll out, score, train, sync, and roll out again with the new weights.
+"""The demo's loop: roll out, score, train, sync, and roll out again with the new weights.
 
-Only ``settings.backend`` says which engine it is; nothing below knows.
+Only ``settings.backend`` selects the engine; the code below does not depend on it.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ async def run(settings: Settings, *, report: Callable[[str], None], watch: Calla
     """Run the whole loop.
 
     Args:
-        settings: What to do.
-        report: Called with a few words at each stage of starting.
+        settings: The run's settings.
+        report: Called with a short text at each stage of starting.
         watch: Called after each step.
 
     Returns:
-        The run, also when a check failed; it ended at the failed check.
+        The result; a run whose check failed ends at that check.
 
     Raises:
         DrivetrainError: the prompts or the configuration are wrong, or the engine or the sync failed.
@@ -139,7 +139,8 @@ class _Loop:
     async def _roll_out(self, step: int) -> _Rollout:
         settings = self._settings
         tasks = next(self._batches)
-        # Sample i of a prompt uses seed + i: seeds of prompts are n apart, or all prompts would draw alike.
+        # Sample i of a prompt uses seed + i, so seeds of prompts are n apart; otherwise prompts would share random
+        # numbers.
         first = (settings.seed << 32) + step * len(tasks) * settings.n
         params = [
             SamplingParams(
@@ -171,14 +172,14 @@ class _Loop:
         return Training(entropy, trained, slept, pushed.total_seconds, woken)
 
     def checks(self) -> Sequence[Check]:
-        """What must hold of the run so far; the rise is judged only if nothing else failed before its end."""
+        """Return the run's checks so far; the rise of the reward is judged only if no other check failed."""
         checks = self._checks_of_steps()
         if self._settings.judges_rise and all(check.passed for check in checks):
             checks.append(check_rise(self.records, self._settings))
         return checks
 
     def notes(self) -> Iterator[str]:
-        """What was done otherwise than one would expect, and why."""
+        """Yield notes on deviations from the usual course, with their reasons."""
         name = self._engine.config.backend
         if not self._sleeps:
             yield f"the {name} engine does not claim sleep_kv_cache here, so it was awake while the policy was trained"
@@ -217,7 +218,7 @@ def _load_trainer(settings: Settings, model: str, dtype: str) -> Trainer:
 
 
 def _batches(tasks: Sequence[Task], size: int, seed: int) -> Iterator[list[Task]]:
-    """Yield batches without end: every task once, in an order of its own, before any comes again."""
+    """Yield batches without end; each pass over the tasks has a new random order."""
     shuffle = random.Random(seed)
     waiting: list[Task] = []
     while True:
@@ -240,7 +241,7 @@ def _samples(rollout: _Rollout, n: int) -> list[Sample]:
 
 def _logprobs(completion: Completion) -> Sequence[float]:
     if completion.logprobs is None:
-        raise EngineInternalError(f"completion {completion.request_id} came without the logprobs that were asked for")
+        raise EngineInternalError(f"completion {completion.request_id} has no logprobs, although they were requested")
     return completion.logprobs
 
 

@@ -18,13 +18,13 @@ SHIPPED = "prompts.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One prompt, and the whole number that answers it."""
+    """A prompt and its answer, an integer."""
 
     prompt: str
     answer: int
 
     def as_prompt(self, *, chat: bool) -> Prompt:
-        """The prompt as the engine takes it: the user's message in a chat, or text to go on with."""
+        """Return the prompt for the engine: a user's message in a chat, or text to continue."""
         if chat:
             return ChatPrompt(messages=(Message(role="user", content=self.prompt),))
         return TextPrompt(text=self.prompt)
@@ -38,13 +38,13 @@ class _Line(BaseModel):
 
 
 def load_tasks(path: Path | None = None) -> tuple[Task, ...]:
-    """Read a file of one JSON object per line, ``{"prompt": "3 + 4 =", "answer": 7}``; blank lines are passed over.
+    """Read a file with a JSON object per line, ``{"prompt": "3 + 4 =", "answer": 7}``; blank lines are skipped.
 
     Args:
-        path: The file, in UTF-8; None: the one that is shipped, of sums up to 9.
+        path: The file, in UTF-8; None: the shipped file, with sums up to 9.
 
     Raises:
-        InvalidRequest: the file cannot be read, is empty, or has a wrong line, which is named by its number.
+        InvalidRequest: the file cannot be read, is empty, or has an invalid line, whose number is given.
     """
     name = str(path) if path is not None else SHIPPED
     try:
@@ -69,7 +69,7 @@ def _parse(name: str, text: str) -> Iterator[Task]:
         except ValidationError as error:
             _, complaint = describe_validation_error(error, _Line)
             raise InvalidRequest(
-                f'{name}, line {number}: {complaint}; expected such as {{"prompt": "3 + 4 =", "answer": 7}}',
+                f'{name}, line {number}: {complaint}; expected a line such as {{"prompt": "3 + 4 =", "answer": 7}}',
                 field=f"prompts:{number}",
             ) from None
         yield Task(parsed.prompt, parsed.answer)

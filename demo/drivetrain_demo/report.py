@@ -1,4 +1,4 @@
-"""What is left of a run: a summary table, a JSON document, a plot."""
+"""Reports of a run: a summary table, a JSON document, a plot."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from drivetrain_demo.settings import WINDOW, Settings
 
 
 def summary(result: DemoResult, plot: Path | None) -> RenderableType:
-    """Return the summary as a terminal shows it."""
+    """Return the summary for a terminal."""
     sync = result.sync_seconds_median
     rows = {
         "backend": f"{result.backend}, {result.isolation}",

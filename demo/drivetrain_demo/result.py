@@ -1,4 +1,4 @@
-"""What a run of the demo returns."""
+"""Result of a demo run."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from drivetrain_demo.settings import WINDOW, Settings
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What followed a rollout: one update of the policy, and its way into the engine."""
+    """The training after a rollout: one update of the policy, and its push to the engine."""
 
     entropy: float
     """Mean over the tokens, in nats."""
     train_seconds: float
     sleep_seconds: float | None
-    """Until the engine had given back its KV cache; None: it does not sleep."""
+    """Time until the engine had freed its KV cache; None: it does not sleep."""
     sync_seconds: float
-    """Of the whole push: checks, staging, transfer, verification, commit."""
+    """Time of the whole push: checks, staging, transfer, verification, commit."""
     wake_seconds: float | None
 
 
@@ -29,9 +29,9 @@ class StepRecord:
 
     step: int
     version: str
-    """Of the weights that were pushed just before."""
+    """Version of the weights pushed just before the rollout."""
     versions_seen: tuple[str, ...]
-    """Of all tokens of all completions."""
+    """Versions of all tokens of all completions."""
     reward: float
     """Mean over the completions."""
     accuracy: float
@@ -40,12 +40,12 @@ class StepRecord:
     """Largest |trainer's - engine's| over the tokens, in nats."""
     completions: int
     tokens: int
-    """Generated."""
+    """Number of generated tokens."""
     generate_seconds: float
     example: str
-    """One prompt and what was generated."""
+    """One prompt and its completion."""
     training: Training | None
-    """None after the last rollout, which only looks at what the last update did."""
+    """None after the last rollout, which only measures the last update."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -55,7 +55,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that must hold, and the figures that say whether it does."""
+    """The result of one check, with the figures behind it."""
 
     name: str
     passed: bool
@@ -64,7 +64,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """A whole run. Which checks there are depends on the settings; a run that failed one ended there."""
+    """A whole run. Its checks depend on the settings; a run ends at the first check that fails."""
 
     settings: Settings
     backend: str
@@ -73,17 +73,17 @@ class DemoResult:
     dtype: str
     parameters: int
     strategy: str
-    """How the weights travelled."""
+    """Name of the weight-sync strategy."""
     records: tuple[StepRecord, ...]
     checks: tuple[Check, ...]
     notes: tuple[str, ...]
-    """What was done otherwise than asked by default, and why."""
+    """Deviations from the usual course, with their reasons."""
     seconds: float
-    """Of the whole run, the engine's start and end included."""
+    """Time of the whole run, including the engine's start and end."""
 
     @property
     def ok(self) -> bool:
-        """Every check passed."""
+        """True if every check passed."""
         return all(check.passed for check in self.checks)
 
     @property
@@ -103,12 +103,12 @@ class DemoResult:
 
     @property
     def weight_versions_ok(self) -> bool:
-        """Every token of every rollout was sampled under the version pushed just before."""
+        """True if every token was sampled under the version pushed just before its rollout."""
         return all(record.versions_seen == (record.version,) for record in self.records)
 
     @property
     def sync_seconds_median(self) -> float | None:
-        """Median of the pushes that followed an update; None when there was none."""
+        """Median time of the pushes that followed an update; None if there was none."""
         times = [record.training.sync_seconds for record in self.records if record.training]
         return median(times) if times else None
 
@@ -119,5 +119,5 @@ class DemoResult:
 
 
 def mean_reward(records: Sequence[StepRecord]) -> float:
-    """Mean reward of some rollouts."""
+    """Return the mean reward of some rollouts."""
     return fmean(record.reward for record in records)

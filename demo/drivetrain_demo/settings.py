@@ -1,4 +1,4 @@
-"""What one run of the demo is asked to do."""
+"""Settings of a demo run."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pydantic import JsonValue
 from drivetrain.types.config import Isolation
 
 WINDOW: Final = 5
-"""The reward of the first and of the last this many rollouts is compared."""
+"""Number of first and of last rollouts whose rewards are compared."""
 MIN_STEPS_TO_JUDGE: Final = 20
-"""A rise is only judged in runs of at least this many steps."""
+"""Fewest steps of a run in which a rise is judged."""
 LOGPROB_TOLERANCE: Final[Mapping[str, float]] = {"float32": 1e-3, "float16": 0.2, "bfloat16": 0.5}
-"""Engine's dtype → largest allowed |trainer's logprob - engine's logprob| of a token, in nats."""
+"""Engine's dtype to largest allowed |trainer's logprob - engine's logprob| of a token, in nats."""
 
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What is taken where the user says nothing, for one kind of policy."""
+    """Defaults for one kind of policy."""
 
     steps: int
     prompts_per_step: int
@@ -43,7 +43,7 @@ TINY_POLICY: Final = Defaults(
     entropy_weight=0.03,
     max_grad_norm=0.3,
 )
-"""For the policy that is made on the spot."""
+"""For the tiny policy, which is created with random weights."""
 OTHER_POLICY: Final = Defaults(
     steps=20,
     prompts_per_step=8,
@@ -54,15 +54,15 @@ OTHER_POLICY: Final = Defaults(
     entropy_weight=0.0,
     max_grad_norm=1.0,
 )
-"""For a model of the user's: the usual size of a step when a pretrained model is tuned."""
+"""For a model of the user's: the usual step size when a pretrained model is tuned."""
 
 
 def tiny_policy(seed: int) -> Path:
-    """Make the policy that is trained when the user names no model, and return its folder.
+    """Create the policy that is trained when the user names no model, and return its folder.
 
     One layer learns the shipped prompts as well as two, in half the time.
     """
-    # Here, because it imports torch, and the command's help should not.
+    # Imported here, because it imports torch, which the command's help should not.
     from drivetrain.testing import tiny_model
 
     return tiny_model("qwen2", seed=seed, num_hidden_layers=1)
@@ -70,18 +70,18 @@ def tiny_policy(seed: int) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """One run, complete: nothing in it is left to a default that depends on something else."""
+    """Complete settings of one run, without any default left to be resolved."""
 
     backend: str
     isolation: Isolation | None
     engine_fields: Mapping[str, JsonValue]
     """Further fields of the engine's configuration."""
     model: str | None
-    """Folder or hub id; None: a tiny policy is made on the spot."""
+    """Folder or hub id; None: a tiny policy with random weights."""
     prompts: Path | None
     """None: the shipped file."""
     chat: bool | None
-    """Whether prompts are a user's message in a chat; None: if ``model`` is given and has a chat template."""
+    """True to send prompts as a user's message in a chat; None: if ``model`` is given and has a chat template."""
     steps: int
     prompts_per_step: int
     n: int
@@ -94,14 +94,14 @@ class Settings:
     max_grad_norm: float
     seed: int
     device: str
-    """Where the trainer's model lies."""
+    """Device of the trainer's model."""
     logprob_tolerance: float | None
     """In nats; None: by the engine's dtype."""
     min_rise: float
     expect_rise: bool
-    """Whether the run fails if the reward does not rise by ``min_rise``."""
+    """True if the run fails unless the reward rises by ``min_rise``."""
 
     @property
     def judges_rise(self) -> bool:
-        """Whether the rise is a check of this run."""
+        """True if the rise is checked in this run."""
         return self.expect_rise and self.steps >= MIN_STEPS_TO_JUDGE

@@ -1,4 +1,4 @@
-"""The trainer's side: a torch model of its own, its logprobs, and its optimizer."""
+"""The demo's trainer: a torch model, its logprobs, and its optimizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One completion as the trainer sees it; ``token_ids`` and ``behaviour`` are of one length, at least 1."""
+    """A completion for the trainer; ``token_ids`` and ``behaviour`` have the same length, at least 1."""
 
     prompt_token_ids: Sequence[int]
     token_ids: Sequence[int]
@@ -33,13 +33,13 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How the policy is updated from one batch of samples."""
+    """Hyperparameters of the policy's update."""
 
     learning_rate: float
     minibatches: int
     """Optimizer steps per batch, each on its own share of the samples."""
     micro_batch: int
-    """Most samples in one forward pass; bounds memory and changes nothing else."""
+    """Most samples in one forward pass; affects memory only."""
     entropy_weight: float
     temperature: float
     max_grad_norm: float
@@ -48,7 +48,7 @@ class Recipe:
 
 
 class Trainer:
-    """A policy in float32 with AdamW, whose forward pass computes in the dtype that the engine computes in."""
+    """A policy in float32 with AdamW, whose forward pass uses the engine's dtype."""
 
     def __init__(self, model: PreTrainedModel, recipe: Recipe, *, compute_dtype: torch.dtype, seed: int) -> None:
         self.model = model
@@ -72,8 +72,8 @@ class Trainer:
             raise InvalidConfig(
                 f"no causal language model could be loaded from {str(model)!r}: {error}", field="model"
             ) from error
-        # Not .train(): with dropout, the trainer's logprobs could not agree with the engine's.
-        torch.nn.Module.to(policy, device)  # the annotations of transformers leave no way to call its own
+        # Not .train(): with dropout, the trainer's logprobs could not match the engine's.
+        torch.nn.Module.to(policy, device)  # transformers' annotations do not allow a call of its own to()
         return cls(policy.eval(), recipe, compute_dtype=compute_dtype, seed=seed)
 
     @torch.no_grad()
@@ -86,11 +86,11 @@ class Trainer:
         return max(gaps, default=0.0)
 
     def step(self, samples: Sequence[Sample], *, entropy_scale: float) -> float:
-        """Update the policy, and return the mean entropy of its tokens in nats as it was while it was updated.
+        """Update the policy; return the mean entropy of the tokens in nats, as measured during the update.
 
         Args:
             samples: At least one.
-            entropy_scale: Multiplies the recipe's entropy weight.
+            entropy_scale: Factor of the recipe's entropy weight.
         """
         order = torch.randperm(len(samples), generator=self._shuffle).tolist()
         share = -(-len(samples) // self.recipe.minibatches)
@@ -102,8 +102,8 @@ class Trainer:
     def score(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
         """Return logprobs and entropies of all tokens of ``samples``, one sample after the other.
 
-        Both are after temperature, float32 and of shape (tokens,). Samples of any length go through the model
-        together, padded on the right: a causal model's tokens do not see what comes after them.
+        Both are after temperature, float32, of shape (tokens,). Samples of any length go through the model together,
+        padded on the right: in a causal model, tokens do not see later ones.
         """
         device = self.model.device
         lengths = [len(sample.prompt_token_ids) + len(sample.token_ids) for sample in samples]
@@ -123,7 +123,7 @@ class Trainer:
         keep = {"logits_to_keep": width - first} if self._takes_logits_to_keep else {}
         with self._autocast():
             logits: Tensor = self.model(input_ids=ids, attention_mask=mask, use_cache=False, **keep).logits
-        # The logits at a position are of the token after it.
+        # The logits at a position belong to the next token.
         drawn_from = logits[where, at - 1 - (first if keep else 0)].float() / self.recipe.temperature
         distribution = drawn_from.log_softmax(-1)
         logprobs = distribution.gather(-1, ids[where, at][:, None])[:, 0]

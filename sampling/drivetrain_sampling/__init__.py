@@ -1,7 +1,7 @@
-"""What sampling params mean, as torch operations on a batch of logits: for engines that have no meaning of their own.
+"""Sampling parameters as torch operations on a batch of logits.
 
-The transformers backend draws every token here. Backends of engines with a sampler draw here what that sampler does
-otherwise than :class:`~drivetrain.types.sampling.SamplingParams` says, or not at all.
+The transformers backend samples every token here. Backends of engines with their own sampler use this for requests on
+which that sampler differs from :class:`~drivetrain.types.sampling.SamplingParams`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How to draw a request, as text that an engine carries from the request to its sampler without reading it."""
+"""Sampling parameters encoded as text, which an engine passes unread from a request to its sampler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FIELDS: Final = frozenset(
 
 class _Drawing(msgspec.Struct, array_like=True, frozen=True):
     params: dict[str, object]
-    """Fields of :class:`~drivetrain.types.sampling.SamplingParams`; the others do not matter here."""
+    """Fields of :class:`~drivetrain.types.sampling.SamplingParams` that affect sampling."""
     mode: LogprobsMode
     seed: int
 
@@ -30,14 +30,14 @@ _drawings: Final = msgspec.msgpack.Decoder(_Drawing)
 
 
 def carried(request: GenerateRequest) -> str:
-    """What :func:`row_of` needs to draw this request; without a seed of its own it gets a random one."""
+    """Encode a request for :func:`row_of`; a request without a seed gets a random one."""
     params = request.params.model_dump(include=set(_FIELDS))
     seed = request.seed if request.seed is not None else random.getrandbits(63)
     return base64.b64encode(msgspec.msgpack.encode(_Drawing(params, request.logprobs_mode, seed))).decode()
 
 
 def row_of(text: str, prompt: Sequence[int], stops: Sequence[int], generated: list[int]) -> Row:
-    """The sampler's row of a request that carries ``text``."""
+    """Decode ``text`` into the sampler's row of a request."""
     drawing = _drawings.decode(base64.b64decode(text))
     params = SamplingParams.model_validate(drawing.params)
     return Row(params, drawing.mode, prompt, stops, drawing.seed, generated)

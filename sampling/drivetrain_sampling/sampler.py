@@ -1,9 +1,9 @@
-"""Draws one token for each row of a batch, each row with its own params and its own random stream.
+"""Samples one token for each row of a batch, each row with its own parameters and its own random stream.
 
-The order is: logit processors, penalties, logit bias, ``min_new_tokens``, temperature, top-k, top-p over what is left,
-min-p. The random number for a row is a function of its seed and of how many tokens it has, so that what else is in
-the batch, a pause, or a retraction changes nothing. Neither does the order in which a device adds up, which depends on
-how many rows there are: tokens are drawn by whole numbers, whose sum is the same in any order.
+The order is: logit processors, penalties, logit bias, ``min_new_tokens``, temperature, top-k, top-p over the remaining
+tokens, min-p. A row's random number depends only on its seed and its number of tokens, so the rest of the batch, a
+pause or a retraction does not change it. Nor does the order of a device's summation, which depends on the number of
+rows: probabilities are integers, whose sum is the same in any order.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from drivetrain.types.sampling import (
 _GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 NOT_FINITE = -1
-"""Stands for a token of a row whose logits hold NaN or infinity."""
+"""In place of a token id: the row's logits hold NaN or infinity."""
 NO_TOKEN = -2
-"""Stands for a token of a row in which masks left none."""
+"""In place of a token id: masks left no token in the row."""
 _LIKELIEST = 2.0**40
-"""Weight of a row's likeliest token: 2**22 of them can still be added up in 64 bits."""
+"""Weight of a row's likeliest token; 2**22 such weights still sum within 64 bits."""
 
 
 def uniform(seeds: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
     """Return one number in [0, 1) for each (seed, step), the same on every device and in every batch.
 
     SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), whose state after
-    ``step`` draws is known without drawing them.
+    ``step`` draws can be computed without the draws.
 
     Args:
         seeds: int64, shape (rows,).
@@ -64,17 +64,17 @@ def _shift_right(bits: torch.Tensor, by: int) -> torch.Tensor:
 
 @dataclass(slots=True)
 class Row:
-    """What the sampler needs to know of one sample."""
+    """Sampling state of one sample."""
 
     params: SamplingParams
-    """How it is drawn; ``seed`` and ``max_new_tokens`` are not looked at."""
+    """Sampling parameters; ``seed`` and ``max_new_tokens`` are ignored."""
     logprobs_mode: LogprobsMode
     prompt_token_ids: Sequence[int]
     stop_token_ids: Sequence[int]
     """Ids that may not be drawn before ``min_new_tokens``."""
     seed: int
     generated: list[int] = field(default_factory=list)
-    """The ids drawn so far; whoever draws adds to it."""
+    """Ids drawn so far; the caller appends each drawn id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,29 +82,29 @@ class Choice:
     """One step's tokens, and the logits that they were drawn from, all on the batch's device."""
 
     token_ids: torch.Tensor
-    """int64, shape (rows,); any of the vocabulary in a row from which none can be drawn."""
+    """int64, shape (rows,); arbitrary in a row that failed."""
     top: torch.Tensor
-    """Each row's largest logit after everything but truncation; see :func:`failures_of`."""
+    """Each row's largest logit after every step but truncation; see :func:`failures_of`."""
     raw: torch.Tensor
-    """The model's own, float32, shape (rows, vocabulary)."""
+    """The model's logits, float32, shape (rows, vocabulary)."""
     processed: torch.Tensor
-    """After everything, minus infinity where a token could not be drawn; of greedy rows the largest is taken."""
+    """Logits after every step; minus infinity for tokens that could not be drawn. Greedy rows take the largest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """One step's tokens, and what was asked for with them."""
+    """One step's tokens with the requested logprobs."""
 
     token_ids: list[int]
     """:data:`NOT_FINITE` or :data:`NO_TOKEN` for a row that failed."""
     logprobs: list[float] | None
-    """One per row, for every row, if any row wants logprobs."""
+    """One for each row, if any row wants logprobs."""
     top_logprobs: dict[int, TopLogprobs] = field(default_factory=dict)
     """By row, for the rows that want them."""
 
 
 class Sampler:
-    """The sampling params of a batch's rows as tensors; made anew when rows join or leave."""
+    """Sampling parameters of a batch's rows as tensors; created again when rows join or leave."""
 
     def __init__(self, rows: list[Row], device: torch.device) -> None:
         self._rows = rows
@@ -118,7 +118,7 @@ class Sampler:
         self._any_greedy = any(p.temperature == 0 for p in params)
         self._plain_temperature = all(p.temperature in (0.0, 1.0) for p in params)
         self._top_k = [p.top_k for p in params] if any(p.top_k for p in params) else None
-        # Where it is 1 nothing is cut, also of what is too unlikely to have a weight.
+        # Infinity rather than 1, so that even tokens whose weight rounds to zero are kept.
         top_p = [p.top_p if p.top_p < 1 else math.inf for p in params]
         self._top_p = self._float(top_p) if any(map(math.isfinite, top_p)) else None
         self._min_p = self._float([p.min_p for p in params]) if any(p.min_p > 0 for p in params) else None
@@ -134,10 +134,10 @@ class Sampler:
         """Draw one token for each row.
 
         Args:
-            logits: The model's own, shape (rows, vocabulary), any float type. Not changed.
+            logits: The model's logits, shape (rows, vocabulary), any float type. Not changed.
         """
         choice = self.choose(logits)
-        # One copy from the device brings both.
+        # A single copy from the device brings tokens and failures.
         token_ids = torch.where(drawable(choice.top), choice.token_ids, NOT_FINITE).tolist()
         if min(token_ids) < 0:
             failures = failures_of(choice.top).tolist()
@@ -149,7 +149,7 @@ class Sampler:
 
         Args:
             logits: Shape (rows, vocabulary), any float type. Not changed.
-            raw: The model's own logits, where ``logits`` hold something more, such as a grammar's mask.
+            raw: The model's own logits, if ``logits`` were changed, such as by a grammar's mask.
         """
         logits = logits.float()
         adjusted = self._adjust(logits)
@@ -160,7 +160,7 @@ class Sampler:
         return Choice(token_ids, scaled.amax(-1), logits if raw is None else raw.float(), processed)
 
     def logprobs(self, choice: Choice) -> torch.Tensor:
-        """Logprobs of every token, each row in its own mode; raw for rows that want none.
+        """Return logprobs of every token, each row in its own mode; raw for rows that want none.
 
         Returns:
             float32, shape (rows, vocabulary).
@@ -184,9 +184,9 @@ class Sampler:
         cumulative = weights(processed).cumsum_(-1)
         total = cumulative[:, -1:]
         target = (uniform(self._seeds, self.steps)[:, None] * total).long()
-        # Rounding may reach the total, where no token is left to be found.
+        # Rounding may give the total itself, which lies beyond the last token.
         target = torch.minimum(target, total - 1)
-        # Where logits are NaN, so is where the search ends.
+        # With NaN logits, the search may end beyond the vocabulary.
         drawn = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=cumulative.shape[-1] - 1)
         return torch.where(self._greedy, adjusted.argmax(-1), drawn) if self._any_greedy else drawn
 
@@ -291,15 +291,15 @@ class Sampler:
 
 
 def drawable(top: torch.Tensor) -> torch.Tensor:
-    """Say which rows a token can be drawn from, on the device; ``top`` is that of :func:`failures_of`."""
+    """Return which rows a token can be drawn from, on the device; ``top`` is as for :func:`failures_of`."""
     return top.abs() < torch.inf
 
 
 def failures_of(top: torch.Tensor) -> torch.Tensor:
-    """Say which rows no token can be drawn from, on the device.
+    """Return failure codes of the rows, on the device.
 
     Args:
-        top: The largest logit of each row after masks, shape (rows,). It is NaN if one of the row's is.
+        top: The largest logit of each row after masks, shape (rows,). It is NaN if any of the row's logits is.
 
     Returns:
         int8, shape (rows,): 0, or :data:`NOT_FINITE` or :data:`NO_TOKEN` for a row that failed.
@@ -308,7 +308,7 @@ def failures_of(top: torch.Tensor) -> torch.Tensor:
 
 
 def weights(logits: torch.Tensor) -> torch.Tensor:
-    """Probabilities as whole numbers, in proportion to that of a row's likeliest token; int64."""
+    """Return probabilities as integers in proportion to the weight of a row's likeliest token; int64."""
     return (logits - logits.amax(-1, keepdim=True)).exp_().mul_(_LIKELIEST).long()
 
 
@@ -319,11 +319,11 @@ def _scheduled_temperature(schedule: TemperatureSchedule, step: int) -> float:
 
 
 def top_logprobs(logprobs: torch.Tensor, count: int) -> TopLogprobs:
-    """The ``count`` most likely tokens of one position, most likely first; tokens of probability zero are left out.
+    """Return the ``count`` most likely tokens of one position, most likely first, without those of probability zero.
 
     Args:
         logprobs: Shape (vocabulary,).
-        count: How many.
+        count: Number of tokens.
     """
     values, ids = logprobs.topk(min(count, logprobs.shape[-1]))
     pairs = zip(ids.tolist(), values.tolist(), strict=True)

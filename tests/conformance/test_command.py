@@ -44,7 +44,7 @@ def test_the_report_says_what_was_run_on_what(report: Path) -> None:
 
 
 def test_a_case_that_fails_ends_in_1_and_says_why() -> None:
-    # An engine whose context is too short for the case: the suite has no way to know, so it must fail.
+    # The engine's context is too short for the case; the suite cannot know that, so the case must fail.
     done = drivetrain("conformance", "transformers", "--case", CASE, "--set", "context_length=6")
     assert done.returncode == 1
     assert CASE in done.stdout
@@ -94,10 +94,14 @@ def test_the_matrix_is_written_and_checked(report: Path, tmp_path: Path) -> None
     assert done.returncode == 1
     assert f"{CASE}: passed in the kept report, failed now" in done.stderr
 
-    (kept / "matrix.md").write_text("old")
-    done = drivetrain("matrix", "--check", kept)
-    assert done.returncode == 1
-    assert "matrix.md" in done.stderr
+    pages = tmp_path / "pages"
+    assert drivetrain("matrix", kept / report.name, "--output", pages).returncode == 0
+    assert drivetrain("matrix", "--check", pages, "--kept", kept, report).returncode == 0
+    for page in sorted(pages.iterdir()):
+        page.write_text("old")
+        done = drivetrain("matrix", "--check", pages, "--kept", kept)
+        assert done.returncode == 1
+        assert page.name in done.stderr
 
 
 def test_a_file_that_is_no_report_ends_in_2(tmp_path: Path) -> None:

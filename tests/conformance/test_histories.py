@@ -1,4 +1,4 @@
-"""The random tests find what is wrong, make it small, and hand over a script that shows it."""
+"""The random tests find a fault, shrink it, and hand over a script that shows it."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def models() -> Iterator[Models]:
 
 @contextmanager
 def checking(models: Models, backend: str = "transformers", contract: type[Contract] = Contract) -> Iterator[Checker]:
-    """A checker of an engine of its own, in a loop of its own."""
+    """Yield a checker with its own engine and event loop."""
     model = tiny_model("qwen2")
     with asyncio.Runner() as runner:
 
@@ -293,7 +293,7 @@ def test_these_histories_hold(models: Models, actions: tuple[Action, ...]) -> No
 
 
 class ServesAsleep(Contract):
-    """A wrong contract: it says that requests wait through a sleep, also without a pause."""
+    """A wrong contract: requests wait through a sleep even without a pause."""
 
     def generate(self, name: str) -> Ruling:
         awake = Contract.generate(dataclasses.replace(self, asleep=frozenset()), name)
@@ -316,7 +316,7 @@ def test_a_difference_is_shrunk_and_its_script_shows_it(models: Models, tmp_path
 
 @pytest.fixture
 def broken_backends(tmp_path: Path) -> Iterator[str]:
-    """Backends with one fault each, in this process and, with the import path that this is, in new ones."""
+    """Backends with one fault each, in this process and, through the returned import path, in new ones."""
     info = tmp_path / "broken-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")

@@ -1,4 +1,4 @@
-"""What is counted as left behind is no other process's."""
+"""Resources of other processes are not counted as left behind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ lock = multiprocessing.get_context("spawn").Lock()
 print(lock._semlock.name, flush=True)
 sys.stdin.read()
 """
-"""Whoever makes a named semaphore maps it under a temporary name."""
+"""The creator of a named semaphore maps it under a temporary name."""
 
 
 def test_a_semaphore_of_a_process_that_lives_is_its_own() -> None:

@@ -1,4 +1,4 @@
-"""The harness of the mutants: only an engine that fails its case, and for what is wrong with it, counts as caught."""
+"""The harness of the mutants: one is caught only if its engine fails the named case, for the stated reason."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import pytest
 
 from drivetrain import Capability
 from drivetrain.backend.base import Backend
+from drivetrain.engine.controller import Controller
 from drivetrain.engine.engine import InferenceEngine
+from drivetrain.engine.parts import PartKinds
+from drivetrain.types.outputs import GenerationOutput
 from drivetrain_conformance.mutants.registry import Mutant, registered_mutants, spoiled_backend
 from drivetrain_conformance.mutants.run import MutantResult, all_mutants, try_mutants
 from drivetrain_conformance.mutants.spoil import SoundBackend, answering, claiming, mixed
@@ -39,15 +42,25 @@ def test_a_spoiled_backend_is_caught_for_what_is_wrong_with_it() -> None:
 
 
 def test_a_spoiled_engine_page_is_caught() -> None:
-    def unready(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+    def mute(engine: type[InferenceEngine]) -> type[InferenceEngine]:
         class Wrong(InferenceEngine):
-            @property
-            def _is_held(self) -> bool:
-                raise RuntimeError("the gate fell from its hinges")
+            async def generate(self, *_: object, **__: object) -> GenerationOutput:
+                raise RuntimeError("the cat has got its tongue")
 
         return mixed(engine, Wrong)
 
-    assert tried(mutant(spoil_engine=unready, says=("the gate fell from its hinges",))).caught
+    assert tried(mutant(spoil_engine=mute, says=("the cat has got its tongue",))).caught
+
+
+def test_a_spoiled_part_is_caught() -> None:
+    def unready(parts: PartKinds) -> PartKinds:
+        class Wrong(Controller):
+            def holds_requests(self) -> bool:
+                raise RuntimeError("the gate fell from its hinges")
+
+        return dataclasses.replace(parts, controller=mixed(parts.controller, Wrong))
+
+    assert tried(mutant(spoil_part=unready, says=("the gate fell from its hinges",))).caught
 
 
 def test_a_mutant_that_is_not_wrong_is_missed() -> None:
@@ -101,7 +114,7 @@ def test_two_mutants_of_one_name_are_refused() -> None:
     name = all_mutants()[0].name
 
     def again(backend: type[Backend]) -> type[Backend]:
-        """Is there twice."""
+        """A mutant whose name is taken."""
         return backend
 
     again.__name__ = name
@@ -115,4 +128,5 @@ def test_every_mutant_names_a_case_words_and_one_thing_that_is_wrong() -> None:
     for one in mutants:
         assert one.wrong.endswith("."), one.name
         assert all(part.strip("?") for part in one.says), one.name
-        assert (one.spoil_backend is None) is not (one.spoil_engine is None), one.name
+        ways = (one.spoil_backend, one.spoil_engine, one.spoil_part)
+        assert sum(way is not None for way in ways) == 1, one.name

@@ -1,4 +1,4 @@
-"""The pytest class, as a third party uses it: in a project of its own, run by pytest."""
+"""The pytest class, used as a third party does: in a project of its own, run by pytest."""
 
 from __future__ import annotations
 

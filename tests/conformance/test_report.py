@@ -1,4 +1,4 @@
-"""Reports and the matrix that is made of them."""
+"""Reports, and the matrix that is made from them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import dataclasses
 import re
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from drivetrain import Capability, InvalidConfig
 from drivetrain_conformance.cases import all_cases
 from drivetrain_conformance.harness.verdict import Verdict
-from drivetrain_conformance.reports.matrix import differences, render_html, render_markdown
+from drivetrain_conformance.reports.matrix import differences, render_markdown, render_svg, sections
 from drivetrain_conformance.reports.report import (
     CapabilityEntry,
     CaseEntry,
@@ -47,7 +48,7 @@ def report(*cases: CaseEntry, capabilities: list[CapabilityEntry] | None = None,
 
 
 def mark(markdown: str, capability: str) -> str:
-    found = re.search(rf"^\| `{capability}` \| (.) \|", markdown, flags=re.MULTILINE)
+    found = re.search(rf"^\| `{capability}` \| (.+?) \|", markdown, flags=re.MULTILINE)
     assert found is not None
     return found[1]
 
@@ -114,11 +115,54 @@ def test_each_verdict_has_a_mark_of_its_own_and_what_was_not_run_is_not_shown_as
 
 def test_the_matrix_names_what_failed_and_what_was_not_run() -> None:
     made = report(entry("stop/x", Verdict.FAILED, message="late\nby one"), entry("sleep/y", Verdict.NOT_RUN, [], "gpu"))
-    markdown, html = render_markdown([made]), render_html([made])
-    assert "- ✗ stop/x: late" in markdown
-    assert "- ? sleep/y: gpu" in markdown
-    assert "late\nby one" in html
-    assert "a &lt;fast&gt; CPU" in html
+    markdown = render_markdown([made])
+    assert "- failed: stop/x: late" in markdown
+    assert "- not run: sleep/y: gpu" in markdown
+
+
+def on(gpus: list[str], *, seed: Verdict | None, backend: str = "made-up") -> Report:
+    """A report whose machine has these GPUs, and in which one capability ended so; None: it is older than that."""
+    entries = [] if seed is None else [CapabilityEntry("seed", seed is Verdict.PASSED, seed, "")]
+    hardware = dataclasses.replace(report().hardware, gpus=gpus)
+    return dataclasses.replace(report(capabilities=entries), hardware=hardware, backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("cpu", "gpu", "says"),
+    [
+        (Verdict.PASSED, Verdict.PASSED, "yes"),
+        (Verdict.PASSED, Verdict.REFUSED, "CPU only"),
+        (Verdict.REFUSED, Verdict.PASSED, "GPU only"),
+        (Verdict.PASSED, None, "CPU; GPU not run"),
+        (Verdict.REFUSED, None, "no; GPU not run"),
+        (Verdict.REFUSED, Verdict.REFUSED, "no"),
+        (None, None, "not run"),
+        (Verdict.PASSED, Verdict.FAILED, "fails on GPU"),
+        (Verdict.KNOWN_FAILURE, Verdict.KNOWN_FAILURE, "known to fail on CPU and GPU"),
+    ],
+)
+def test_a_cell_says_where_a_capability_was_seen_to_work(cpu: Verdict | None, gpu: Verdict | None, says: str) -> None:
+    assert mark(render_markdown([on([], seed=cpu), on(["H200"], seed=gpu)]), "seed") == says
+
+
+def test_what_works_in_one_isolation_works_and_what_fails_in_one_fails() -> None:
+    assert mark(render_markdown([on([], seed=Verdict.REFUSED), on([], seed=Verdict.PASSED)]), "seed") == "yes"
+    assert mark(render_markdown([on([], seed=Verdict.FAILED), on([], seed=Verdict.PASSED)]), "seed") == "fails on CPU"
+
+
+def test_every_capability_is_shown_once_under_a_topic() -> None:
+    shown = [row.name for section in sections([report()]) for row in section.rows]
+    assert sorted(shown) == sorted(capability.value for capability in Capability)
+    assert "Other" not in [section.title for section in sections([report()])]
+
+
+def test_the_picture_has_a_row_for_each_backend_and_a_square_for_each_capability() -> None:
+    svg = render_svg([on([], seed=Verdict.PASSED), on([], seed=Verdict.REFUSED, backend="a<b")])
+    titles = ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}title")
+    told = [title.text for title in titles]
+    assert "made-up, seed: yes" in told
+    assert "a<b, seed: no" in told
+    assert len(told) == 1 + 2 * len(Capability)
 
 
 def test_a_claim_that_was_not_seen_to_work_is_a_failure_of_a_whole_run_only() -> None:

@@ -1,4 +1,4 @@
-"""The runner: what is looked at around a body, and what a run concludes of each capability."""
+"""The runner: its checks before and after a body, and its conclusions about each capability."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_what_the_machine_lacks_is_not_run_and_still_refused_where_unclaimed(
     assert unclaimed.verdict is Verdict.REFUSED
 
 
-# What a run concludes ------------------------------------------------------------------------------------------------
+# Conclusions ---------------------------------------------------------------------------------------------------------
 
 
 def concluded(

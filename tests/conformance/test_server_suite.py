@@ -1,4 +1,4 @@
-"""The servers that a suite launches: which of them gives way when there are many."""
+"""The servers that a suite keeps: idle ones are stopped to make room."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates: which variables a request may set, and that none can hold up an engine."""
+"""Chat templates: the variables that a request may set, and limits that keep a template from blocking an engine."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_whatever_a_template_raises_is_a_refusal(template: str) -> None:
     assert refusal.value.field == "prompts"
 
 
-# What bounds it ------------------------------------------------------------------------------------------------------
+# Time limits ---------------------------------------------------------------------------------------------------------
 
 
 def forever() -> None:
@@ -129,7 +129,7 @@ def test_code_that_does_not_end_is_ended(call: Callable[[], None]) -> None:
         with pytest.raises(DeadlineExceeded, match=r"waited 0.1 s for it"):
             bounded(call, 0.1, "it")
     else:
-        bounded(call, 0.1, "it")  # it swallows what is raised in it, until it ends by itself
+        bounded(call, 0.1, "it")  # the code swallows the exception, and returns by itself later
 
 
 def test_what_is_in_time_is_left_alone() -> None:
@@ -139,7 +139,7 @@ def test_what_is_in_time_is_left_alone() -> None:
 
 
 def test_nothing_hangs_and_nothing_is_raised_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls end just when they are overdue, many times: no lock stays held, and no later code is hit."""
+    """Let many calls end just at their deadline: no lock stays held, and no later code gets the exception."""
     monkeypatch.setattr("drivetrain.text.call_timeout._LOOK_S", 0.002)
     hit: list[BaseException] = []
     ended: list[DeadlineExceeded] = []

@@ -1,4 +1,4 @@
-"""The command line: results on stdout, the rest on stderr, exit codes that scripts can rely on."""
+"""The command line: results on stdout, the rest on stderr, and exit codes that scripts can rely on."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_backends_shows_every_capability_of_one(run: Run, model: str) -> None:
     assert capabilities["streaming"] == {
         "name": "streaming",
         "claimed": True,
-        "meaning": "Tokens can be read while they are generated.",
+        "meaning": "Tokens can be streamed while they are generated.",
     }
     assert capabilities["weights_cuda_ipc"]["claimed"] is False
     code, table, _ = run("backends", "transformers", "--model", model)

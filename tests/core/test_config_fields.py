@@ -1,11 +1,11 @@
-"""Fields of a configuration that an engine has no equivalent for: refused by name, unless they ask for nothing."""
+"""Configuration fields that an engine has no equivalent for are refused by name, unless they ask for nothing."""
 
 from __future__ import annotations
 
 import pytest
 
 from drivetrain import Capability, EngineConfig
-from drivetrain.engine.validation import check_config
+from drivetrain.engine.config_checks import check_config
 from drivetrain.errors import InvalidConfig
 
 CACHES = frozenset({Capability.PREFIX_CACHE})

@@ -1,4 +1,4 @@
-"""Deadlines: what lies ready when one is looked at wins, also where the event loop was blocked."""
+"""Deadlines: a result that is ready when the deadline is checked wins, even if the event loop was blocked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from drivetrain.errors import DeadlineExceeded
 
 
 async def later(seconds: float) -> int:
-    """A result that another thread brings after ``seconds``, whatever the event loop does."""
+    """Return a result that another thread delivers after ``seconds``, whatever the event loop does."""
     loop = asyncio.get_running_loop()
     result: asyncio.Future[int] = loop.create_future()
     threading.Timer(seconds, lambda: loop.call_soon_threadsafe(result.set_result, 5)).start()

@@ -1,4 +1,4 @@
-"""An engine is failed by the time that a caller sees EngineDied, whoever finds out first."""
+"""When a caller sees EngineDied the engine is already in state FAILED, whoever noticed its death first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from drivetrain.testing import tiny_model
 
 
 class Dead(Backend):
-    """An engine that is dead at its first request; whoever watches it never hears of that."""
+    """An engine that dies at its first request, which its death watch never notices."""
 
     name = "dead"
     engine_distribution = "pluggy"

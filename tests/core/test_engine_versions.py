@@ -1,4 +1,4 @@
-"""Warnings of engines' versions."""
+"""Warnings about untested engine versions."""
 
 from __future__ import annotations
 

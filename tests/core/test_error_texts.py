@@ -1,4 +1,4 @@
-"""Texts of errors: they name the remedy, never repeat a key, and stay short whatever was given."""
+"""Error messages name the remedy, never repeat a key, and stay short whatever the value."""
 
 from __future__ import annotations
 

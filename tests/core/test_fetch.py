@@ -1,4 +1,4 @@
-"""Media at URLs and in files that are there to do harm, from a server that runs here."""
+"""Malicious media at URLs and in files, from a server that runs here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from drivetrain.media.inputs import read_bytes
 
 BODY = bytes(range(256)) * 16
 ENDED: list[str] = []
-"""Paths whose answers were broken off by us."""
+"""Paths whose answers the client broke off."""
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -72,7 +72,7 @@ class Answers(BaseHTTPRequestHandler):
         self.wfile.write(BODY)
 
     def slow(self, query: str) -> None:
-        """A byte now and then, so that no single read takes long."""
+        """Send one byte now and then, so that no single read takes long."""
         self._begin()
         for _ in range(100):
             self.wfile.write(b"\0")
@@ -94,7 +94,7 @@ class Answers(BaseHTTPRequestHandler):
         self.wfile.write(b"this is no HTTP\r\n\r\n")
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +233,7 @@ async def test_private_hosts_are_refused_where_they_are_forbidden(server: str, h
 
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """Addresses of names, one of which is asked for at a time: the last one goes on for ever."""
+    """Addresses by host name. Each lookup takes the next address; the last one is repeated."""
     known: dict[str, list[str]] = {}
     original = socket.getaddrinfo
 
@@ -248,7 +248,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
 
 @pytest.fixture
 def loopback_is_public(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No public server can be had here, so that one address of loopback counts as public: 127.0.0.1."""
+    """Count 127.0.0.1 as public, as no public server can be reached here."""
     original = fetching._require_public
 
     def require(host: str, address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> None:
@@ -270,7 +270,7 @@ async def test_redirects_to_private_hosts_are_refused(server: str, names: dict[s
 
 @pytest.mark.usefixtures("loopback_is_public")
 async def test_a_name_whose_address_changes_gains_nothing(server: str, names: dict[str, list[str]]) -> None:
-    """The address that was looked at is connected to: 127.0.0.2 would answer, too."""
+    """The checked address is the one connected to, though 127.0.0.2 would answer as well."""
     names["rebound.test"] = ["127.0.0.1", "127.0.0.2"]
     port = server.rpartition(":")[2]
     public = config(allow_private_hosts=False)

@@ -1,4 +1,4 @@
-"""`import drivetrain` is cheap, and its table of names, its `__all__` and what type checkers see are one."""
+"""`import drivetrain` is cheap, and its table of names, its `__all__` and the names for type checkers agree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEAVY = {"torch", "transformers", "numpy", "pydantic", "msgspec", "pluggy", "typ
 
 
 def loaded_by(statement: str) -> tuple[set[str], float]:
-    """Top-level modules that ``statement`` loads in a fresh interpreter, and the seconds that it takes."""
+    """Return the top-level modules that ``statement`` loads in a fresh interpreter, and the seconds it takes."""
     code = (
         "import sys, time, json; before = set(sys.modules); begin = time.perf_counter()\n"
         f"{statement}\n"

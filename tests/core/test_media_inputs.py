@@ -1,4 +1,4 @@
-"""What lies beside a prompt: read from wherever it is, and placed among the prompt's ids."""
+"""Media inputs: read from any kind of source, and placed among the prompt's ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which models a backend is started for at all."""
+"""Models that a backend refuses to start for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from drivetrain import Capability, EngineConfig, UnsupportedCapability
-from drivetrain.engine.validation import check_config
+from drivetrain.engine.config_checks import check_config
 from drivetrain.testing import tiny_model
 
 GENERATES = frozenset({Capability.LOGPROBS_RAW})

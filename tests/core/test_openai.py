@@ -1,4 +1,4 @@
-"""Payloads of the OpenAI API: what each field becomes, what is refused, and how answers and errors are written."""
+"""Payloads of the OpenAI API: their translation, refusals, answers and errors."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def completion(payload: Payload) -> Call:
 
 # Translation ---------------------------------------------------------------------------------------------------------
 
-# What both requests have: field → a value, and what it becomes.
+# Fields of both requests → a value, and its translation.
 PARAMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "n": (3, {"n": 3}),
     "temperature": (0.5, {"temperature": 0.5}),
@@ -102,7 +102,7 @@ PARAMS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 LABELS = {"model", "user", "metadata", "stream", "stream_options", "request_id"}
 CALL = {"lora": "adapter", "priority": 2}
-# Fields that mean something only beside another one.
+# Fields that are valid only together with another one.
 PAIRS: dict[str, tuple[Payload, dict[str, Any]]] = {
     "include_stop_str_in_output": (
         {"include_stop_str_in_output": True, "stop": "a"},
@@ -389,7 +389,7 @@ def test_every_error_has_a_status_and_openais_body() -> None:
     assert error_body(UnsupportedCapability("m"))[1]["error"]["code"] == "unsupported_capability"
 
 
-# How tokens are written ----------------------------------------------------------------------------------------------
+# Texts of tokens -----------------------------------------------------------------------------------------------------
 
 BYTES = Tokenizer(byte_tokenizer())
 
@@ -802,7 +802,7 @@ EOS = 258
 
 
 class ScriptedBackend(Backend):
-    """Says what it is told to, byte by byte."""
+    """Generates a given text, byte by byte."""
 
     name = "scripted"
     engine_distribution = "pytest"

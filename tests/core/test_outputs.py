@@ -1,4 +1,4 @@
-"""A completion's text, which is made when it is first read."""
+"""A completion's text is decoded when it is first read."""
 
 from __future__ import annotations
 
@@ -74,6 +74,6 @@ def test_a_result_is_decoded_when_it_is_read(matched_stop: int | None) -> None:
     result = GenerateResult(ids, FinishReason.LENGTH, [VersionSpan("0", 0, 3)], matched_stop=matched_stop)
     made = to_completion(Samples(request, 0, lambda index: None).sample(0), result, Decoder())  # type: ignore[arg-type]
     assert not asked
-    ids.append(10)  # the caller's list is its own
+    ids.append(10)  # the completion has its own copy of the list
     assert made.text == ("7 8 9" if matched_stop is None else "7 8")
     assert len(asked) == 1

@@ -1,4 +1,4 @@
-"""Plugins are found by entry point, loaded one at a time, and say what is wrong with them."""
+"""Plugins are found by entry point and loaded one at a time, and their faults are reported."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Site:
-    """A folder on sys.path, into which distributions are written as an installer writes them."""
+    """A folder on sys.path, into which distributions are written as an installer would."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""Prompts are measured before any work: what is far too long costs nothing, and what fits is never refused."""
+"""Prompts are measured before any work: an overlong one costs nothing, and one that fits is never refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from drivetrain.text.tokenizer import LONG_TEXT, Tokenizer
 
 
 class Long(Sequence[int]):
-    """A sequence that counts how many of its items were looked at."""
+    """A sequence that counts how many of its items were read."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -47,7 +47,7 @@ class Long(Sequence[int]):
 
 
 class Counting(Tokenizer):
-    """Counts the characters that it is given."""
+    """A tokenizer that counts the characters it is given."""
 
     characters = 0
 
@@ -57,7 +57,7 @@ class Counting(Tokenizer):
 
 
 def words(model: models.Model) -> Counting:
-    """A tokenizer that drops spaces."""
+    """Return a tokenizer that drops spaces."""
     rust = Rust(model)
     rust.pre_tokenizer = pre_tokenizers.Whitespace()
     return Counting(PreTrainedTokenizerFast(tokenizer_object=rust, unk_token="[UNK]"))
@@ -120,7 +120,7 @@ def test_a_text_that_is_a_little_too_long_is_counted_exactly() -> None:
 
 
 async def test_threads_whose_callers_gave_up_are_free_again() -> None:
-    """Code that never ends is ended once nobody waits for it, in as many calls as there are threads."""
+    """Endless code is stopped once nobody waits for it, even when there are as many calls as threads."""
     begun = threading.Semaphore(0)
 
     def forever() -> None:

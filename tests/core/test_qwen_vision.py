@@ -103,7 +103,7 @@ async def test_the_refusal_of_a_video_names_what_is_not_installed(monkeypatch: p
 
 
 class Halves:
-    """A video processor that takes every second frame, each as one patch of one value."""
+    """A video processor that takes every second frame, as one patch with one value."""
 
     do_sample_frames = True
     temporal_patch_size = 2
@@ -245,7 +245,7 @@ def test_the_places_of_images_in_a_prompt_are_found_in_order() -> None:
 
 
 def png_header(width: int, height: int) -> bytes:
-    """The beginning of a PNG, of which nothing follows."""
+    """Return the beginning of a PNG with no image data."""
     file = BytesIO()
     Image.new("1", (1, 1)).save(file, "PNG")
     data = bytearray(file.getvalue())
@@ -325,7 +325,7 @@ def test_bytes_over_the_bound_are_refused_before_they_are_sent() -> None:
 
 
 class Quarters(Halves):
-    """A video processor that says how many patches it makes, as Qwen's do."""
+    """A video processor that reports the number of patches it makes, as Qwen's do."""
 
     do_sample_frames = False
     size: ClassVar = {"shortest_edge": 1000, "longest_edge": 2000}
@@ -354,7 +354,7 @@ async def test_a_video_that_cannot_fit_the_context_is_refused_before_its_frames_
     made.__dict__["_video_processor"] = Quarters()
     with pytest.raises(InvalidRequest, match="4 of its frames take 40 tokens or more; the context holds 39"):
         await made.read([film(6, tmp_path)])
-    # Processors that make frames of long videos smaller take fewer tokens than they say.
+    # Processors that shrink the frames of long videos use fewer tokens than they report.
     assert Quarters.asked[-1] == (4, 16, 32, {"shortest_edge": 1000, "longest_edge": 1050})
     made._video_processor.cap_pixels_per_frame = None
     with pytest.raises(InvalidRequest, match="the context holds 39"):

@@ -1,4 +1,4 @@
-"""Expressions are measured before they are compiled, as a short one can take all memory."""
+"""Regular expressions are measured before they are compiled, as a short one can use up all memory."""
 
 from __future__ import annotations
 

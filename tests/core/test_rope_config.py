@@ -1,4 +1,4 @@
-"""Rotary embeddings that depend on length, told by a model's configuration."""
+"""Detect rotary embeddings that depend on length from a model's configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call whose samples fail together."""
+"""A call several of whose samples fail at once."""
 
 from __future__ import annotations
 

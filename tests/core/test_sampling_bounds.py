@@ -1,4 +1,4 @@
-"""Sampling params that float32 or int32 cannot hold, or that leave no token, are refused by name."""
+"""Sampling params that float32 or int32 cannot hold, or that allow no token, are refused by name."""
 
 from __future__ import annotations
 

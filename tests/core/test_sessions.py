@@ -1,4 +1,4 @@
-"""Sessions: what the model sees of a turn, and which turns can be built on."""
+"""Sessions: the model's view of a turn, and the turns that can be continued."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that makes no step any more is found out, and those who wait for it hear of it."""
+"""An engine that stops making steps is detected, and its callers get an error."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Still(Backend):
 
 
 class Slow(Still):
-    """Its requests take long, and it makes steps."""
+    """An engine whose requests take long, but which makes steps."""
 
     async def stats(self) -> EngineStats:
         self.asked += 1
@@ -71,7 +71,7 @@ class Slow(Still):
 
 
 class Odd(Still):
-    """It answers with errors, so that it does not stand still."""
+    """An engine that answers with errors, which shows that it is not stalled."""
 
     async def stats(self) -> EngineStats:
         self.asked += 1

@@ -1,4 +1,4 @@
-"""The rule for stops, on a byte-level decoding whose characters may span tokens."""
+"""The rule for stops, on a byte-level vocabulary whose characters may span tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from drivetrain.text.tokenizer import IncrementalDecoder
 
 
 class PieceDecoder:
-    """A vocabulary of byte strings."""
+    """Decodes a vocabulary of byte strings."""
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self.pieces = pieces

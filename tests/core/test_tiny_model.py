@@ -1,4 +1,4 @@
-"""Tiny models are real ones: transformers loads them, they forward, and they come back from disk as they were."""
+"""Tiny models are real models: transformers loads them, they run forward, and saving preserves them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text of token ids is what transformers makes of them."""
+"""Text of token ids equals that of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What backends have in common when they translate."""
+"""Translation helpers that all backends share."""
 
 from __future__ import annotations
 

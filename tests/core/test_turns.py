@@ -1,4 +1,4 @@
-"""What a large call does in one turn of the event loop is bounded, counted in samples."""
+"""The work of a large call within one turn of the event loop is bounded, counted in samples."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ from drivetrain import (
 )
 from drivetrain.backend.base import Backend, EngineStats, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
 from drivetrain.checks.limits import MOST_SAMPLES, SAMPLES_AT_ONCE, SAMPLES_UNDER_WAY
+from drivetrain.engine.controller import Controller
+from drivetrain.engine.parts import PartKinds
 from drivetrain.testing import tiny_model
 
 AT_ONCE = 2 * SAMPLES_AT_ONCE
-"""Some may be let go on in the turn in which others are made."""
+"""Twice the limit: some samples may be released in the same turn in which others are created."""
 
 
 class Counting(Backend):
-    """An engine that counts in which turn of the event loop its requests come and end."""
+    """An engine that counts the arrivals and ends of requests in each turn of the event loop."""
 
     name = "counting"
     engine_distribution = "pluggy"
@@ -70,8 +72,18 @@ class Counting(Backend):
         yield TokenDelta([5], None, None, result)
 
 
+class CountingLooks(Controller):
+    """Counts how often samples look whether the gate is open."""
+
+    looks = 0
+
+    def holds_requests(self) -> bool:
+        self.looks += 1
+        return super().holds_requests()
+
+
 @asynccontextmanager
-async def opened() -> AsyncIterator[tuple[InferenceEngine, Counting]]:
+async def opened(kinds: PartKinds | None = None) -> AsyncIterator[tuple[InferenceEngine, Counting]]:
     config = EngineConfig(backend=Counting.name, model=str(tiny_model("qwen2")))
     backend = Counting(config)
     capabilities = Counting.capabilities(config)
@@ -81,16 +93,17 @@ async def opened() -> AsyncIterator[tuple[InferenceEngine, Counting]]:
             await asyncio.sleep(0)
             backend.turn += 1
 
-    async with InferenceEngine(
-        config, backend, capabilities=capabilities, isolation=Isolation.INLINE, versions={}
-    ) as engine:
+    engine = InferenceEngine(config, backend, capabilities=capabilities, isolation=Isolation.INLINE, versions={})
+    if kinds is not None:
+        engine.parts = kinds.build(config, backend, capabilities)
+    async with engine:
         counting = asyncio.create_task(count_turns())
         yield engine, backend
         counting.cancel()
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    while not holds():  # noqa: ASYNC110 - turns are what is counted
+    while not holds():  # noqa: ASYNC110 - the loop counts turns
         await asyncio.sleep(0)
 
 
@@ -115,7 +128,7 @@ async def test_few_samples_leave_the_gate_at_each_turn() -> None:
     async with opened() as (engine, backend):
         await engine.pause_generation(PauseMode.ABORT)
         waiting = call(engine, SAMPLES_UNDER_WAY)
-        await until(lambda: len(engine._in_flight._at_gate) == SAMPLES_UNDER_WAY)
+        await until(lambda: engine.parts.in_flight.waiting == SAMPLES_UNDER_WAY)
         await engine.continue_generation()
         assert len((await waiting).completions) == SAMPLES_UNDER_WAY
         assert max(backend.begun.values()) <= AT_ONCE
@@ -123,32 +136,33 @@ async def test_few_samples_leave_the_gate_at_each_turn() -> None:
 
 async def test_samples_at_the_gate_sleep_on_when_others_end() -> None:
     """Each that ends would wake all that wait, which takes seconds where there are thousands."""
-    async with opened() as (engine, backend):
+    async with opened(PartKinds(controller=CountingLooks)) as (engine, backend):
+        controller, in_flight = engine.parts.controller, engine.parts.in_flight
+        assert isinstance(controller, CountingLooks)
         backend.holds = True
         running = call(engine, 1)
-        await until(lambda: engine._in_flight.running == 1)
-        engine._holds += 1
-        waiting = call(engine, 2)
-        await until(lambda: len(engine._in_flight._at_gate) == 2)
-        before = list(engine._in_flight._at_gate)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        for _ in range(3):
-            await asyncio.sleep(0)
-        assert list(engine._in_flight._at_gate) == before
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        assert not engine._in_flight._at_gate
-        engine._holds -= 1
+        await until(lambda: in_flight.running == 1)
+        with controller.shut_gate():
+            waiting = call(engine, 2)
+            await until(lambda: in_flight.waiting == 2)
+            before = controller.looks
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            for _ in range(3):
+                await asyncio.sleep(0)
+            assert (in_flight.waiting, controller.looks) == (2, before)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert in_flight.waiting == 0
 
 
 async def test_few_samples_are_cancelled_at_each_turn() -> None:
     async with opened() as (engine, backend):
         backend.holds = True
         running = call(engine, SAMPLES_UNDER_WAY)
-        await until(lambda: engine._in_flight.running == SAMPLES_UNDER_WAY)
+        await until(lambda: engine.parts.in_flight.running == SAMPLES_UNDER_WAY)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
@@ -160,7 +174,7 @@ async def test_all_samples_are_cancelled_though_cancelling_is_cancelled() -> Non
     async with opened() as (engine, backend):
         backend.holds = True
         running = call(engine, SAMPLES_UNDER_WAY)
-        await until(lambda: engine._in_flight.running == SAMPLES_UNDER_WAY)
+        await until(lambda: engine.parts.in_flight.running == SAMPLES_UNDER_WAY)
         running.cancel()
         await until(lambda: backend.cancelled.total() > 0)
         running.cancel()

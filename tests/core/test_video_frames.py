@@ -1,4 +1,4 @@
-"""Videos' frames, as PyAV decodes them."""
+"""Frames of videos, as PyAV decodes them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FREE = Bounds(3600, 1 << 28)
 
 
 def frames() -> NDArray[np.uint8]:
-    """A white square on its way to the right, on a ground that brightens."""
+    """A white square that moves right, on a background that brightens."""
     made = np.zeros((COUNT, HEIGHT, WIDTH, 3), dtype=np.uint8)
     for index, frame in enumerate(made):
         frame[:] = (10 * index, 5 * index, 200)
@@ -33,7 +33,7 @@ def frames() -> NDArray[np.uint8]:
 
 
 def file(folder: Path, form: str, codec: str, pixels: str, options: Mapping[str, str] | None = None) -> bytes:
-    """The frames as a file of this format."""
+    """Encode the frames as a file of this format."""
     path = folder / f"video.{form}"
     with av.open(str(path), "w", format=form, options=dict(options or {})) as container:
         stream = container.add_stream(codec, rate=RATE)
@@ -175,7 +175,7 @@ def test_decoding_ends_when_nobody_waits(tmp_path: Path) -> None:
 
 
 def test_a_small_file_of_many_large_frames_takes_little_memory(tmp_path: Path) -> None:
-    """Run apart, so that its peak is its own."""
+    """Run in a process of its own, to measure its own peak memory."""
     path = tmp_path / "black.mp4"
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=30)

@@ -1,4 +1,4 @@
-"""Which weight version a server serves, asked over real HTTP."""
+"""Ask a server for its weight version over real HTTP."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_objective_and_its_gradient_in_closed_form(
     )
     (gradient,) = torch.autograd.grad(objective.sum(), logprob)
     assert objective.item() == pytest.approx(expected)
-    # d ratio / d logprob = ratio, so the slope is ratio * advantage, or nothing where it is clipped.
+    # d ratio / d logprob = ratio, so the slope is ratio * advantage, or zero where it is clipped.
     assert gradient.item() == pytest.approx(slope)
 
 

@@ -11,7 +11,7 @@ from drivetrain_demo.trainer import Recipe, Sample, Trainer
 from oracle import load, logits_of
 
 LENGTHS = ((3, 5), (17, 1), (1, 9), (8, 2), (30, 4))
-"""Tokens of prompt and completion."""
+"""Lengths of prompt and completion, in tokens."""
 
 
 def make_trainer(model: Path, *, micro_batch: int = 64, temperature: float = 1.0, minibatches: int = 1) -> Trainer:
@@ -95,7 +95,7 @@ def test_the_size_of_the_forward_pass_does_not_change_the_update() -> None:
         updated.append(torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()]))
     before = torch.cat([p.detach().flatten() for p in make_trainer(tiny_model()).model.parameters()])
     assert not torch.equal(before, updated[0])
-    # AdamW divides by the gradient's size, so parameters of no gradient to speak of take steps of rounding noise.
+    # AdamW divides by the gradient's size, so parameters with almost no gradient move by rounding noise.
     for other in updated[1:]:
         assert ((other - updated[0]).abs() < 1e-4).float().mean() > 0.99
 

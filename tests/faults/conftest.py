@@ -18,7 +18,7 @@ OUTCOMES = pytest.StashKey[Counter[tuple[str, ...]]]()
 
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    """Lets every process that is started from here on be struck."""
+    """The stage: every process started from here on can be struck."""
     folder = tmp_path_factory.mktemp("stage")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DRIVETRAIN_FAULTS", str(folder))
@@ -26,26 +26,26 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         path = [str(ROOT / "tests/support/faults"), str(ROOT), os.environ.get("PYTHONPATH", "")]
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
         first = multiprocessing.get_context("forkserver").Process(target=int)
-        first.start()  # with it the processes that all later ones are forked from
+        first.start()  # starts the processes that later ones are forked from
         first.join()
         first.close()
         try:
             yield Stage(folder)
-        finally:  # both would outlive the stage, and what other tests fork from them could be struck
+        finally:  # both would outlive the stage, and processes that other tests fork from them could be struck
             forkserver._forkserver._stop()  # type: ignore[attr-defined]
             resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[asyncio.Runner]:
-    """One event loop for all examples: an engine belongs to the one that it was started in."""
+    """One event loop for all examples, as an engine belongs to the loop that started it."""
     with asyncio.Runner() as runner:
         yield runner
 
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> Counter[tuple[str, ...]]:
-    """What faults came to: shown at the end."""
+    """Counts of the faults' outcomes, shown at the end."""
     return request.config.stash.setdefault(OUTCOMES, Counter())
 
 

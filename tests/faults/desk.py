@@ -1,4 +1,4 @@
-"""The owner of an engine, who lets a sender in another process push to it, and gives up one that is lost or silent."""
+"""The owner of an engine: lets a sender in another process push to it, and gives up a sender that is lost or silent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _processes.set_forkserver_preload(["tests.faults.sender"])
 
 
 class Desk:
-    """One sender's process, or trainer's, and what it is answered."""
+    """The owner's side of one sender's, or trainer's, process: answers its calls."""
 
     def __init__(self, process: Any, line: Line, engine: InferenceEngine | None, patience: float) -> None:
         self.process = psutil.Process(process.pid)
@@ -32,17 +32,17 @@ class Desk:
         self._line = line
         self._engine = engine
         self.patience = patience
-        """Seconds for which it may be silent."""
+        """Seconds for which the process may be silent."""
         self._prepared: WeightUpdateRequest | None = None
         self.host_pid: int | None = None
-        """Of an engine of its own."""
+        """Host of the trainer's own engine, if it has one."""
         self.exitcode: int | None = None
         self.groups: list[str] = []
-        """That it has formed with the engine."""
+        """Groups that the sender has formed with the engine."""
 
     @classmethod
     async def open(cls, job: Job, engine: InferenceEngine | None, *, patience: float, start: float = 180) -> Self:
-        """Start the process; returns when it can be asked for a push."""
+        """Start the process; return once it can be asked for a push."""
         ours, theirs = socket.socketpair()
         process = _processes.Process(target=main, args=(theirs, job), daemon=True)
         process.start()
@@ -53,11 +53,11 @@ class Desk:
         return desk
 
     async def push(self, version: str) -> Report:
-        """Let it push a version; return how that ended for it.
+        """Let the process push a version; return its report.
 
         Raises:
-            LineLost: it is gone.
-            DeadlineExceeded: it was silent for longer than the owner's patience.
+            LineLost: the process is gone.
+            DeadlineExceeded: the process was silent for longer than the owner's patience.
         """
         await self._line.say((0, "push", version))
         report = await self._serve()
@@ -65,7 +65,7 @@ class Desk:
         return report
 
     async def close(self, within: float) -> None:
-        """Let it close what it has, and end."""
+        """Let the process close its resources and end."""
         await self._line.say((0, "push", None))
         async with deadline(within, "the sender's process to end"):
             try:
@@ -78,7 +78,7 @@ class Desk:
         assert self.exitcode == 0, f"it ended with {self.exitcode}"
 
     async def hang_up(self) -> None:
-        """Listen to it no more."""
+        """Close the line."""
         await self._line.close()
 
     async def ended(self) -> None:
@@ -90,12 +90,12 @@ class Desk:
             self._child.close()
 
     def kill(self) -> None:
-        """End it, frozen or not."""
+        """Kill the process, frozen or not."""
         if self.exitcode is None:
             self._child.kill()
 
     async def _serve(self) -> Report | None:
-        """Answer until it asks what to do next."""
+        """Answer calls until the process asks what to do next."""
         while True:
             name, number, argument = await self._hear("the sender's next call")
             match name:
@@ -105,7 +105,7 @@ class Desk:
                 case "update":
                     await self._update(number, *argument)
                 case "break":
-                    pass  # what it breaks off has failed already
+                    pass  # the update that it breaks off has already failed
                 case _:
                     await self._answer(name, number, argument)
 
@@ -140,7 +140,7 @@ class Desk:
     async def _update(self, number: int, request: WeightUpdateRequest, at_once: bool) -> None:
         assert self._engine is not None
         if self._prepared is not None and request == self._prepared:
-            request = self._prepared  # the engine knows it by its identity
+            request = self._prepared  # the engine recognises the request by its identity
         try:
             async with AsyncExitStack() as stack:
                 entering = stack.enter_async_context(self._engine.weight_update(request, at_once=at_once))
@@ -166,7 +166,7 @@ class Desk:
             return cast("tuple[str, int, Any]", await self._line.hear())
 
     async def _unless_lost(self, work: Coroutine[object, object, _T]) -> _T:
-        """Do the engine's part, unless the sender goes or gives up meanwhile."""
+        """Do the engine's part, unless the sender disappears or gives up meanwhile."""
         doing = asyncio.ensure_future(work)
         hearing = asyncio.ensure_future(self._line.hear())
         try:

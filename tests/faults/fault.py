@@ -1,4 +1,4 @@
-"""What can happen to a weight update: who is struck, at which point of the protocol, and how."""
+"""Faults during a weight update: the process struck, the point of the protocol, and the kind of blow."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from hypothesis import strategies as st
 
 
 class Victim(Enum):
-    """Which process is struck."""
+    """The process that is struck."""
 
     SENDER = "sender"
-    """It has the weights; the engine is another process's."""
+    """Has the weights; another process owns the engine."""
     TRAINER = "trainer"
-    """It has the weights and the engine."""
+    """Has the weights and the engine."""
     HOST = "host"
     """The engine's host process."""
     CORE = "core"
-    """The process of the engine that its ranks take their orders from."""
+    """The engine's process that commands its ranks."""
     RANK_0 = "rank 0"
     RANK_1 = "rank 1"
 
 
 class Blow(Enum):
-    """How it is struck."""
+    """The way in which a process is struck."""
 
     KILL = "killed"
     FREEZE = "frozen"
-    """For good."""
+    """Frozen for good."""
     PAUSE = "frozen, thawed soon"
-    """Before anybody's deadline."""
+    """Thawed before any deadline."""
     RETURN = "frozen, thawed late"
-    """When everybody has given it up, and another has taken its place."""
+    """Thawed after everyone has given it up and another has taken its place."""
     RAISE = "an exception"
-    """No signal: the step itself fails."""
+    """No signal: the step itself raises."""
 
     @property
     def signal(self) -> int:
-        """What is sent; 0 for none."""
+        """The signal that is sent; 0 for none."""
         if self is Blow.RAISE:
             return 0
         return signal.SIGKILL if self is Blow.KILL else signal.SIGSTOP
@@ -52,7 +52,7 @@ class Blow(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A point of the protocol, as a process comes to it."""
+    """A point of the protocol that a process reaches."""
 
     step: str
     moment: str
@@ -63,7 +63,7 @@ class Point:
 
 
 BUCKETS = 4
-"""In which the weights of these tests travel."""
+"""Number of buckets in these tests' updates."""
 STAGE = [Point("Stage", "before"), Point("Stage", "after")]
 JOIN = [Point("Join", "before"), Point("Join", "after")]
 UPDATE = [
@@ -76,18 +76,18 @@ UPDATE = [
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that happens."""
+    """One fault."""
 
     victim: Victim
     blow: Blow
     transport: str
     point: Point
     in_flight: bool
-    """Whether a request is being answered meanwhile."""
+    """A request is being answered meanwhile."""
 
 
 def faults(victims: Sequence[Victim], blows: Sequence[Blow], transports: Sequence[str]) -> st.SearchStrategy[Fault]:
-    """Every fault of these kinds. Transport, victim, blow and step are each as likely as any other."""
+    """Draw a fault of these kinds; transports, victims, blows and steps are equally likely each."""
 
     def of(transport: str, victim: Victim, blow: Blow) -> st.SearchStrategy[Fault]:
         before = [] if blow is Blow.RAISE else [*STAGE, *(JOIN if transport == "broadcast" else [])]
@@ -103,13 +103,13 @@ def faults(victims: Sequence[Victim], blows: Sequence[Blow], transports: Sequenc
 
 
 class Stage:
-    """The folder through which points are planned and seen to be passed."""
+    """The folder in which faults are planned and passed points are recorded."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def plan(self, fault: Fault, pid: int, rank: int) -> None:
-        """Let process ``pid`` be struck when this rank comes to the point; 0: that rank itself."""
+        """Plan to strike process ``pid`` when this rank reaches the point; 0: the rank's own process."""
         self.clear()
         point = [fault.point.step, fault.point.moment, fault.point.bucket, rank]
         draft = self.folder / "draft"
@@ -117,27 +117,27 @@ class Stage:
         draft.rename(self.folder / "plan")
 
     def clear(self) -> None:
-        """Forget what was planned and passed."""
+        """Forget planned faults and passed points."""
         for name in ("plan", "victim", "struck", "passed"):
             (self.folder / name).unlink(missing_ok=True)
 
     @property
     def struck(self) -> bool:
-        """Whether the blow was struck."""
+        """True once the blow was struck."""
         return (self.folder / "struck").exists()
 
     @property
     def victim(self) -> int:
-        """The process that was struck."""
+        """Pid of the process that was struck."""
         return int((self.folder / "victim").read_text())
 
     @property
     def pids(self) -> dict[int, int]:
-        """The process of each rank that took part in an update."""
+        """Pid of each rank that took part in an update."""
         return {rank: pid for pid, rank, point in self._passed() if point[0] == "PrepareUpdate"}
 
     def passed(self, step: str, moment: str) -> set[int]:
-        """The ranks that have passed a point."""
+        """Return the ranks that have passed a point."""
         return {rank for _, rank, point in self._passed() if point[:2] == [step, moment]}
 
     def _passed(self) -> list[tuple[int, int, list[str]]]:
@@ -147,7 +147,7 @@ class Stage:
 
 
 def runs(process: psutil.Process) -> bool:
-    """What was orphaned and killed is for the system's first process to bury; until then it is a zombie."""
+    """Return True if a process runs; a killed orphan that init has not reaped yet (a zombie) does not."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -155,7 +155,7 @@ def runs(process: psutil.Process) -> bool:
 
 
 def gone(processes: Sequence[psutil.Process], within: float) -> bool:
-    """Whether they all end in time."""
+    """Return True if all processes end in time."""
     ends = time.monotonic() + within
     while any(map(runs, processes)):
         if time.monotonic() > ends:

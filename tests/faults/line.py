@@ -1,4 +1,4 @@
-"""A line between a sender's process and the owner of the engine: calls from the one, answers from the other."""
+"""A line between a sender's process and the engine's owner: calls in one direction, answers in the other."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Self
 
 
 class LineLost(ConnectionError):
-    """The process at the other end is gone, or has hung up."""
+    """The process at the other end is gone, or has closed the line."""
 
 
 class Line:
-    """Pickled values, each behind its length: both ends are ours."""
+    """Sends pickled values with a length prefix; both ends are our own, so pickle is safe."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -24,7 +24,7 @@ class Line:
 
     @classmethod
     async def over(cls, end: socket.socket) -> Self:
-        """Take one end of a socket pair."""
+        """Wrap one end of a socket pair."""
         return cls(*await asyncio.open_connection(sock=end))
 
     async def _listen(self) -> None:
@@ -36,7 +36,7 @@ class Line:
         self._heard.put_nowait(None)
 
     async def hear(self) -> object:
-        """The next value; may be cancelled and asked again."""
+        """Return the next value; can be cancelled and called again."""
         if self._lost and self._heard.empty():
             raise LineLost("the other process is gone")
         value = await self._heard.get()
@@ -45,14 +45,14 @@ class Line:
         return value
 
     async def say(self, value: object) -> None:
-        """Send a value, to whoever is there."""
+        """Send a value; ignore a lost peer."""
         data = pickle.dumps(value)
         with suppress(OSError):
             self._writer.write(len(data).to_bytes(4, "big") + data)
             await self._writer.drain()
 
     async def close(self) -> None:
-        """Hang up."""
+        """Close the line."""
         self._listening.cancel()
         await asyncio.gather(self._listening, return_exceptions=True)
         self._writer.close()

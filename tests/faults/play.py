@@ -1,4 +1,4 @@
-"""Plays a fault, and checks what must hold after any of them."""
+"""Play a fault, and check what must hold after any fault."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from drivetrain_conformance.assertions.leftovers import Holdings, temporary_fold
 from drivetrain_weight_sync.transports.disk import DiskSender
 
 PAUSE_S: Final = 0.3
-"""For how long a process that is thawed soon is frozen."""
+"""Seconds for which a process that is soon thawed is frozen."""
 SLACK_S: Final = 5.0
-"""Beyond what was configured; it is a busy machine."""
+"""Seconds allowed beyond configured deadlines, as the machine is busy."""
 
 
 def family_of(host: int) -> list[psutil.Process]:
-    """A host and the processes below it."""
+    """Return a host and its descendants."""
     process = psutil.Process(host)
     return [process, *process.children(recursive=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class HostHoldings:
-    """What a host and the processes below it hold that could pile up."""
+    """Resources of a host and its descendants that could pile up."""
 
     processes: int
     threads: int
@@ -73,37 +73,37 @@ class HostHoldings:
 
 @dataclass(repr=False)
 class Theatre:
-    """Where faults are played, and what they came to."""
+    """The setting in which faults are played, and the count of their outcomes."""
 
     backend: str
     model: Path
     stage: Stage
     folder: Path
-    """For the temporary folders."""
+    """Parent of the temporary folders."""
     open: Callable[[Theatre], AbstractAsyncContextManager[InferenceEngine]]
     fields: dict[str, Any]
     """Configuration of a trainer's own engine."""
     outcomes: Counter[tuple[str, ...]]
     bound: float = 30.0
-    """Seconds within which everyone who waits must have been told."""
+    """Seconds within which every caller must have got an answer or error."""
     ranks: dict[int, int] = field(default_factory=dict)
-    """The process of each rank of an engine that has processes for them."""
+    """Pid of each rank, for engines whose ranks are processes."""
     keeps: bool = False
-    """Whether an engine that lives is used again."""
+    """An engine that survives is used again."""
     shared: set[Path] = field(default_factory=set)
-    """Files in shared memory of engines that ended."""
+    """Shared-memory files of engines that have ended."""
 
     @property
     def inline(self) -> Theatre:
-        """The same with engines in their trainer's process."""
+        """The same theatre with engines in their trainer's process."""
         return replace(self, fields={**self.fields, "isolation": "inline"})
 
     def version(self) -> str:
-        """One that was not pushed before."""
+        """Return a version that was not pushed before."""
         return f"step-{next(_versions)}"
 
     def note(self, fault: Fault, told: str, outcome: str) -> None:
-        """Count what a fault came to."""
+        """Count a fault's outcome."""
         where = (self.backend, fault.victim.value, fault.blow.value, fault.transport, str(fault.point))
         self.outcomes[*where, told, outcome] += 1
 
@@ -114,8 +114,8 @@ _versions: Final = itertools.count(1)
 async def play(fault: Fault, theatre: Theatre) -> None:
     """Play one fault and check what must hold.
 
-    Everyone who waits is told in time by a typed error, or served; the version that is claimed was committed, and its
-    weights are there bit for bit; a full push of another sender mends what can be mended; nothing is left behind.
+    Every caller is served or gets a typed error in time. The version that the engine claims was committed, and its
+    weights are there bit for bit. A full push by another sender mends what can be mended. Nothing is left behind.
     """
     print(fault)
     temporary = theatre.folder / theatre.version()
@@ -136,7 +136,7 @@ async def play(fault: Fault, theatre: Theatre) -> None:
 
 
 async def _check_nothing_left(before: Holdings, theatre: Theatre) -> None:
-    """Of this process, and of engines that ended: others use the machine's shared memory too."""
+    """Check this process and engines that ended; other programs use the machine's shared memory too."""
     ends = time.monotonic() + SLACK_S
     while True:
         now = replace(Holdings.now(), shared_memory=before.shared_memory)
@@ -155,7 +155,7 @@ async def _play_sender(fault: Fault, theatre: Theatre, temporary: Path) -> None:
     async with theatre.open(theatre) as engine, _desk(job, engine, theatre) as sender:
         own = engine.get_weight_version()
         baseline = None
-        if fault.point.step != "Join":  # a sender forms its group once
+        if fault.point.step != "Join":  # a sender forms its group only once
             own = theatre.version()
             _check_success(await sender.push(own))
             await _check_served(theatre, engine, own)
@@ -197,7 +197,7 @@ async def _play_sender(fault: Fault, theatre: Theatre, temporary: Path) -> None:
 
 
 def _aim(fault: Fault, theatre: Theatre, engine: InferenceEngine, sender: Desk) -> tuple[int, int]:
-    """The process to strike, and the rank that must come to the point."""
+    """Return the process to strike, and the rank that must reach the point."""
     match fault.victim:
         case Victim.SENDER:
             return sender.process.pid, 0
@@ -209,15 +209,15 @@ def _aim(fault: Fault, theatre: Theatre, engine: InferenceEngine, sender: Desk) 
         case Victim.RANK_0:
             return theatre.ranks[0], 0
         case Victim.RANK_1:
-            # The sender is the only one that stages, whatever it is the first rank of.
+            # Only the sender stages, which counts as rank 0.
             return theatre.ranks[1], 0 if fault.point.step == "Stage" else 1
         case _:
             raise AssertionError(fault.victim)
 
 
 async def _pushed(fault: Fault, sender: Desk, version: str, theatre: Theatre) -> tuple[Report | None, str]:
-    """Let the sender push; what it reports, or None of one that is lost or silent, and what its caller is told."""
-    # A trainer that comes back comes after its own deadlines.
+    """Let the sender push; return its report (None if it is lost or silent) and what its caller is told."""
+    # A trainer that comes back does so after its own deadlines.
     times = 2 if fault.victim is Victim.TRAINER else 1
     sender.patience = times * theatre.fields["timeouts"]["weight_update"]
     begun = time.monotonic()
@@ -245,7 +245,7 @@ async def _struck(theatre: Theatre) -> None:
 
 
 async def _check_claims(fault: Fault, theatre: Theatre, engine: InferenceEngine, own: str, new: str) -> str:
-    """The engine is what it says, and may be so after what was passed; returns that in a word."""
+    """Check the engine's claims against the points that were passed; return its condition in a word."""
     if fault.victim not in (Victim.SENDER, Victim.TRAINER) and fault.blow is not Blow.PAUSE:
         async with asyncio.timeout(theatre.bound):
             while engine.state is not EngineState.FAILED:  # noqa: ASYNC110 - there is no event to wait for
@@ -274,7 +274,7 @@ async def _check_claims(fault: Fault, theatre: Theatre, engine: InferenceEngine,
 
 
 def _possible(theatre: Theatre, own: str, new: str) -> set[str]:
-    """The new version is published only when every rank has committed it."""
+    """Return the versions that may be published: the new one only if every rank has committed it."""
     ranks = theatre.stage.passed("PrepareUpdate", "before")
     return {own, new} if ranks and theatre.stage.passed("CommitUpdate", "after") == ranks else {own}
 
@@ -286,7 +286,7 @@ async def _check_refuses(engine: InferenceEngine, state: str) -> None:
 
 
 async def _check_served(theatre: Theatre, engine: InferenceEngine, version: str) -> None:
-    """The engine is ready, claims this version, has its weights bit for bit, and answers by it."""
+    """Check that the engine is ready, claims this version, holds its weights bit for bit, and answers with it."""
     assert engine.state is EngineState.READY, engine.status.describe()
     assert engine.get_weight_version() == version
     assert (await engine.check_weight_sync_integrity(version)).ok
@@ -302,7 +302,7 @@ def _check_success(report: Report) -> None:
 
 
 def _check_report(report: Report, outcome: str, engine: InferenceEngine) -> None:
-    """Whoever pushed was told, in words, what became of it."""
+    """Check that the pusher was told the outcome, in words."""
     assert not report.bare, report.bare
     if report.error is None:
         assert outcome == "ready, new", f"the push is said to have succeeded; the engine is {outcome}"
@@ -318,7 +318,7 @@ def _check_report(report: Report, outcome: str, engine: InferenceEngine) -> None
 async def _check_flight(
     flight: asyncio.Task[GenerationOutput] | None, engine: InferenceEngine, versions: set[str], theatre: Theatre
 ) -> None:
-    """A request in flight ends: answered by weights that were committed, or with the engine."""
+    """Check that a request in flight ended: answered by committed weights, or with the engine."""
     if flight is None:
         return
     async with asyncio.timeout(theatre.bound):
@@ -334,14 +334,14 @@ async def _check_flight(
 async def _settle_sender(
     fault: Fault, theatre: Theatre, engine: InferenceEngine, sender: Desk, report: Report | None
 ) -> None:
-    """Let a sender that lives close what it has; from one that was lost the owner takes what it had of the engine."""
+    """Let a live sender close its resources; after a lost one, its owner frees what it held of the engine."""
     if report is not None and runs(sender.process):
         await sender.close(theatre.bound)
         return
     await sender.hang_up()
     if engine.state is not EngineState.FAILED:
         for group in sender.groups:
-            with suppress(InvalidRequest):  # it did not form
+            with suppress(InvalidRequest):  # the group did not form
                 await engine.destroy_weight_update_communicator(group)
     if fault.blow is not Blow.RETURN:
         sender.kill()
@@ -349,7 +349,7 @@ async def _settle_sender(
 
 
 async def _return(theatre: Theatre, sender: Desk) -> None:
-    """Thaw a sender whose place was taken: it learns that it was given up, and ends."""
+    """Thaw a sender that was replaced: it must learn that it was given up, and end."""
     os.kill(sender.process.pid, signal.SIGCONT)
     async with asyncio.timeout(theatre.bound):
         await sender.ended()
@@ -359,7 +359,7 @@ async def _return(theatre: Theatre, sender: Desk) -> None:
 
 
 async def _check_no_more(engine: InferenceEngine, baseline: HostHoldings) -> None:
-    """The engine's processes hold no more than after an update that went well."""
+    """Check that the engine's processes hold no more than after a successful update."""
     assert engine.host_pid is not None
     ends = time.monotonic() + SLACK_S
     while more := HostHoldings.of(engine.host_pid).more_than(baseline):
@@ -373,7 +373,7 @@ async def _long_answer(engine: InferenceEngine) -> GenerationOutput:
 
 @asynccontextmanager
 async def _desk(job: Job, engine: InferenceEngine | None, theatre: Theatre) -> AsyncGenerator[Desk, None]:
-    """A sender's process, which is ended with the block if it did not end before."""
+    """Run a sender's process; it is killed at the end of the block if it is still alive."""
     desk = await Desk.open(job, engine, patience=theatre.bound)
     try:
         yield desk
@@ -415,7 +415,7 @@ async def _play_trainer(fault: Fault, theatre: Theatre, temporary: Path) -> None
             await trainer.close(theatre.bound)
         assert gone(family, within=SLACK_S), f"of the engine's processes these are left: {family}"
     if fault.transport == "disk" and report is None:
-        # What a killed trainer could not remove goes when the next one makes its folder beside it.
+        # The next trainer that makes its folder beside it removes what a killed trainer left.
         sender = DiskSender()
         sender.begin(WeightPlan(()))
         sender.close()
@@ -425,14 +425,14 @@ async def _thaw_trainer(fault: Fault, theatre: Theatre) -> None:
     if fault.blow not in (Blow.PAUSE, Blow.RETURN):
         return
     await _struck(theatre)
-    # Late is when its own deadlines, and those of whoever waits for it, have gone by.
+    # Thaw late: after its own deadlines, and those of everyone who waits for it.
     late = theatre.fields["timeouts"]["weight_update"] + 1
     await asyncio.sleep(PAUSE_S if fault.blow is Blow.PAUSE else late)
     os.kill(theatre.stage.victim, signal.SIGCONT)
 
 
 def _check_own(report: Report, theatre: Theatre, own: str, new: str) -> str:
-    """What a trainer reports of its own engine can be true; returns it in a word."""
+    """Check that a trainer's report of its own engine can be true; return the engine's condition in a word."""
     assert not report.bare, report.bare
     if report.state == "ready":
         assert report.served in _possible(theatre, own, new)

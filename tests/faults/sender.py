@@ -1,4 +1,4 @@
-"""The processes that have weights: a sender, whose engine is another process's, and a trainer, who has its own."""
+"""The processes that have weights: a sender, for another process's engine, and a trainer with its own engine."""
 
 from __future__ import annotations
 
@@ -30,41 +30,41 @@ from drivetrain_conformance.assets.weight_sources import raw_bytes
 from drivetrain_weight_sync import UpdatableEngine, WeightSync
 
 BUCKET_BYTES = 300_000
-"""Makes four buckets of the model of these tests."""
+"""Splits the model of these tests into four buckets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a sender's process is to do."""
+    """The job of a sender's process."""
 
     model: Path
     transport: str
     temporary: Path
-    """Its temporary folder."""
+    """Temporary folder of the process."""
     own: dict[str, Any] | None = None
     """Configuration of its own engine; None: the engine is at the other end of the line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How a push ended, as its caller saw it."""
+    """The outcome of a push, as its caller saw it."""
 
     version: str
     seconds: float
     error: tuple[str, str, dict[str, object]] | None = None
-    """The error that it raised, as :func:`to_wire` describes it."""
+    """The error that it raised, as described by :func:`to_wire`."""
     bare: str = ""
-    """The traceback of an error that is none of drivetrain's."""
+    """Traceback of an error that is not drivetrain's."""
     state: str = ""
-    """Of an engine of its own."""
+    """State of the trainer's own engine."""
     served: str = ""
-    """Version that an engine of its own claims to have."""
+    """Version that the trainer's own engine claims."""
     wrong: Sequence[str] = field(default=())
-    """Tensors of an engine of its own that are not those of the version that it claims."""
+    """Tensors of the trainer's own engine that differ from the claimed version."""
 
 
 def weights_of(model: Path, version: str) -> dict[str, torch.Tensor]:
-    """Every tensor of a version; ``initial`` is the model as it lies on disk."""
+    """Return every tensor of a version; ``initial`` is the model on disk."""
     tensors = load_file(model / "model.safetensors")
     if version == "initial":
         return tensors
@@ -73,14 +73,14 @@ def weights_of(model: Path, version: str) -> dict[str, torch.Tensor]:
 
 
 async def differing(engine: InferenceEngine, expected: dict[str, torch.Tensor]) -> list[str]:
-    """Tensors that the engine does not hold bit for bit."""
+    """Return the tensors that the engine does not hold bit for bit."""
     manifest = await engine.weight_manifest()
     held = {spec.name: (await engine.get_weights_by_name(spec.name)).data for spec in manifest.tensors}
     return [name for name in held if held[name] != raw_bytes(expected[name])]
 
 
 def main(end: socket.socket, job: Job) -> None:
-    """Push a version each time that one is asked for, until none is."""
+    """Push a version each time that one is requested, until the end is."""
     torch.set_num_threads(1)
     os.environ["TMPDIR"], tempfile.tempdir = str(job.temporary), None
     asyncio.run(_work(end, job))
@@ -131,7 +131,7 @@ async def _asked(line: Line) -> str | None:
 
 
 async def _with_claims(report: Report, job: Job, own: InferenceEngine) -> Report:
-    """Add what the engine claims, and whether it is so."""
+    """Add the engine's claims to a report, and the tensors that contradict them."""
     if report.error is not None and report.error[0] == EngineDied.__name__:
         while own.state is not EngineState.FAILED:  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.01)
@@ -143,7 +143,7 @@ async def _with_claims(report: Report, job: Job, own: InferenceEngine) -> Report
 
 
 class FarEngine:
-    """The engine at the other end of a line, as far as weight sync needs one."""
+    """The engine at the other end of a line, as far as weight sync needs it."""
 
     def __init__(self, line: Line, isolation: Isolation, capabilities: Set[Capability], config: EngineConfig) -> None:
         self._line = line
@@ -153,7 +153,7 @@ class FarEngine:
 
     @classmethod
     async def reached_by(cls, line: Line) -> FarEngine:
-        """Ask who is there."""
+        """Ask the owner about the engine."""
         await line.say(("hello", 0, None))
         _, _, (isolation, capabilities, config) = cast("tuple[int, str, Any]", await line.hear())
         return cls(line, isolation, capabilities, config)
@@ -195,20 +195,20 @@ class FarEngine:
             except LineLost as lost:
                 raise EngineDied(f"the engine's owner hung up during {name!r}") from lost
             if answered != number:
-                continue  # the answer of a call that was cancelled
+                continue  # the answer to a cancelled call
             if kind == "error":
                 raise from_wire(*value)
             return cast(object, value)
 
 
 class FarUpdate:
-    """An update of it."""
+    """An update of the far engine."""
 
     def __init__(self, engine: FarEngine, buckets: int) -> None:
         self._engine = engine
         self.buckets = buckets
         self.paused_seconds = 0.0
-        """Known to the owner alone."""
+        """Known only to the owner."""
         self.ended = False
 
     async def load(self, indices: Sequence[int]) -> None:

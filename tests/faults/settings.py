@@ -1,4 +1,4 @@
-"""How many faults are played, and which."""
+"""Number and choice of the faults that are played."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Final
 from hypothesis import Phase, settings
 
 EXAMPLES: Final = int(os.environ.get("FAULTS", "0"))
-"""How many are drawn by chance; 0: a few, always the same."""
+"""Number of random faults; 0: a few fixed ones."""
 
 
 def some(few: int, share: float) -> settings:
-    """A few faults, always the same, or this share of those that were asked for."""
+    """Return settings for a few fixed faults, or for this share of the requested number."""
     return settings(
         max_examples=round(EXAMPLES * share) or few,
         derandomize=not EXAMPLES,
         database=None,
         deadline=None,
-        phases=[Phase.generate],  # a fault is as small as it gets
+        phases=[Phase.generate],  # faults cannot be shrunk
     )

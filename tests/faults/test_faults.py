@@ -14,8 +14,8 @@ from tests.faults.play import Theatre, play
 from tests.faults.settings import some
 
 from drivetrain import InferenceEngine, create_engine
-from drivetrain.process.fork_server import ForkServer
 from drivetrain.testing import tiny_model
+from drivetrain_conformance.harness.fork_server import ForkServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]
 

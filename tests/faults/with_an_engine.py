@@ -1,7 +1,7 @@
 """Weight updates of a real vLLM or SGLang on two ranks, struck at any step: see README.md.
 
-``make faults BACKEND=vllm`` (or ``sglang``) runs it. pytest does not collect it by itself: it wants the environment of
-``make environment-vllm`` (or ``-sglang``), or another whose Python ``FAULTS_PYTHON`` names.
+``make faults BACKEND=vllm`` (or ``sglang``) runs it. pytest does not collect it: it needs the environment of ``make
+environment-vllm`` (or ``-sglang``), or another one whose Python ``FAULTS_PYTHON`` names.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tests.faults.play import Theatre, play
 from tests.faults.settings import some
 
 from drivetrain import EngineState, InferenceEngine, create_engine
-from drivetrain.process.fork_server import ForkServer
 from drivetrain.testing import tiny_model
+from drivetrain_conformance.harness.fork_server import ForkServer
 
 pytestmark = [pytest.mark.timeout(0)]
 
@@ -34,12 +34,12 @@ TIMEOUTS = {"weight_update": 8.0, "control": 8.0, "close": 10.0, "heartbeat": 4.
 
 _ON_ANY = [Victim.RANK_0, Victim.RANK_1, Victim.HOST, Victim.SENDER]
 VICTIMS = {"vllm": [*_ON_ANY, Victim.CORE], "sglang": _ON_ANY}
-"""By backend: SGLang's ranks are children of the host, with no core between them."""
+"""Victims by backend: SGLang's ranks are children of the host, with no core between them."""
 
 
 @dataclass
 class Keeper:
-    """Keeps an engine from one fault to the next, as long as it lives: it takes long to start."""
+    """Keeps an engine, which is slow to start, from one fault to the next as long as it lives."""
 
     fields: dict[str, Any]
     engine: InferenceEngine | None = None
@@ -90,7 +90,7 @@ def theatre(
     keeper = Keeper(fields)
     folder = tmp_path_factory.mktemp("faults")
     with pytest.MonkeyPatch.context() as patch, ForkServer(BACKEND, fields["python"]):
-        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")  # what is forked has imported vLLM
+        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")  # the process that is forked has imported vLLM
         yield Theatre(BACKEND, model, stage, folder, keeper.open, fields, outcomes, bound=45, keeps=True)
         runner.run(keeper.close())
 

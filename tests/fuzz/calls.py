@@ -1,9 +1,9 @@
-"""Draw calls of all public entry points from junk and near-misses: each is typed, or right.
+"""Call all public entry points with junk and near-misses: each call must raise a typed error, or be right.
 
     python tests/fuzz/calls.py --calls 10000 --seed 0 --isolation inline process
 
-Every 200 calls a known answer is asked for. A call that raises anything but ``DrivetrainError``, an answer that
-changed, and an engine that is not ready any more are faults; the exit code is 1 if there is any.
+Every 200 calls a request with a known answer is made. A fault is an error other than ``DrivetrainError``, a changed
+answer, or an engine that is no longer ready; if there is one, the exit code is 1.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ NAMES: list[Any] = ["missing", "initial", "step-1"]
 
 
 def deep(levels: int) -> Any:
-    """A list nested so deeply."""
+    """Return a list nested to this depth."""
     value: Any = []
     for _ in range(levels):
         value = [value]
@@ -67,7 +67,7 @@ def deep(levels: int) -> Any:
 
 
 class Draw:
-    """Draws arguments: mostly right or nearly so, else junk."""
+    """Draws arguments: mostly right or nearly so, otherwise junk."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -94,7 +94,7 @@ class Draw:
         return self.of({"max_new_tokens": 2, **fields}, {"max_new_tokens": self.of(2)}, None if fields else {})
 
     def request(self, model: str) -> Any:
-        """A weight update, of the weights that are served or of none."""
+        """Draw a weight update from the served weights or from nowhere."""
         path, mode = (
             self.random.choice([model, "/nowhere"]),
             self.random.choice([PauseMode.WAIT, PauseMode.RETRACT, PauseMode.ABORT]),
@@ -141,7 +141,7 @@ async def _transfer(starting: Any, *methods: str) -> None:
 
 
 def calls(engine: InferenceEngine, draw: Draw, sessions: list[str]) -> dict[str, Callable[[], Any]]:
-    """The public entry points, each called with what is drawn; those of the engine page by the methods' names."""
+    """Return calls of the public entry points with drawn arguments, by name."""
     of, some, model = draw.of, draw.some, engine.config.model
     methods = ("wait", "cancel", "finish")
 
@@ -225,7 +225,7 @@ def calls(engine: InferenceEngine, draw: Draw, sessions: list[str]) -> dict[str,
 
 
 async def fuzz(engine: InferenceEngine, count: int, seed: int, known_every: int = KNOWN_EVERY) -> dict[str, int]:
-    """Make calls, and ask for a known answer now and then; return each fault and how often it was seen."""
+    """Make calls, with a known request now and then; return each fault and its count."""
     faults: collections.Counter[str] = collections.Counter()
     draw = Draw(seed)
     session = await engine.open_session(512)

@@ -1,4 +1,4 @@
-"""A small part of the fuzz, the same at every run; `make fuzz` draws more."""
+"""A small part of the fuzz, the same in every run; `make fuzz` draws more."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from drivetrain.types import arguments
 
 @pytest.fixture(autouse=True)
 def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The engine saves models, and some junk is a relative path."""
+    """Change the working directory: the engine saves models, and some junk is a relative path."""
     monkeypatch.chdir(tmp_path)
 
 

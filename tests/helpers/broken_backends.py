@@ -1,4 +1,4 @@
-"""Backends that are the transformers backend but for one thing that is wrong with each. The module is the plugin."""
+"""A plugin of broken backends: each is the transformers backend with one fault."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from drivetrain_transformers.engine import TransformersBackend
 
 
 class LosesAborted(TransformersBackend):
-    """What an aborted request had made is lost."""
+    """An aborted request loses its tokens."""
 
     name: ClassVar[str] = "loses-aborted"
 
@@ -23,7 +23,7 @@ class LosesAborted(TransformersBackend):
 
 
 class NeverFreezes(TransformersBackend):
-    """Pausing freezes nothing."""
+    """A pause does not freeze requests."""
 
     name: ClassVar[str] = "never-freezes"
 
@@ -32,7 +32,7 @@ class NeverFreezes(TransformersBackend):
 
 
 class KeepsStaleCache(TransformersBackend):
-    """What was cached of older weights is used again."""
+    """Cache entries from older weights are reused."""
 
     name: ClassVar[str] = "keeps-stale-cache"
 

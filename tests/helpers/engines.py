@@ -1,4 +1,4 @@
-"""Types shared by the engine tests."""
+"""Types and waits shared by the engine tests."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from contextlib import AbstractAsyncContextManager
 from drivetrain import InferenceEngine, SamplingParams
 
 OpenEngine = Callable[..., AbstractAsyncContextManager[InferenceEngine]]
-"""Opens a throwaway engine on the tiny model; keyword arguments are fields of its configuration."""
+"""Opens a throwaway engine on the tiny model; keyword arguments are configuration fields."""
 
 
 HANGING = 240.0
-"""Seconds after which what a test awaits counts as hanging, also on a machine that does much else."""
+"""Seconds after which an awaited operation counts as hanging, also on a busy machine."""
 
 
 async def until_running(engine: InferenceEngine, count: int, within: float = HANGING) -> None:
-    """Return when ``count`` samples or more run in the engine; fail after ``within`` seconds."""
+    """Wait until at least ``count`` samples run in the engine; fail after ``within`` seconds."""
     await _until(engine, lambda running: running >= count, f"at least {count}", within)
 
 
 async def until_idle(engine: InferenceEngine, tokens: int = 160) -> None:
-    """Return when no sample runs in the engine; fail if one still does after ``tokens`` more were generated.
+    """Wait until no sample runs in the engine; fail if one still does after ``tokens`` more tokens.
 
-    Generation itself is the clock, so that a busy machine does not decide: samples that go on would make many more.
+    Generated tokens serve as the clock, so that the test does not depend on the machine's load: a sample that goes on
+    would generate many more.
     """
     params = SamplingParams(max_new_tokens=8, temperature=0, ignore_eos=True)
     made = 0

@@ -1,4 +1,4 @@
-"""An independent transformers forward pass: no cache, no batch, no code of the backend under test."""
+"""Oracle: an independent transformers forward pass without cache, batch, or code of the backend under test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from drivetrain import Completion
 
 @cache
 def load(path: Path) -> PreTrainedModel:
-    """Load the model once."""
+    """Load a model, once per path."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     model.requires_grad_(False)
     model.eval()
@@ -21,7 +21,7 @@ def load(path: Path) -> PreTrainedModel:
 
 
 def logits_of(model: PreTrainedModel, prompt: list[int], output: list[int]) -> torch.Tensor:
-    """Return the logits that each output token was drawn from, shape (output tokens, vocabulary)."""
+    """Return the logits from which each output token was drawn, shape (output tokens, vocabulary)."""
     ids = torch.tensor([prompt + output])
     with torch.no_grad():
         logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits[0]

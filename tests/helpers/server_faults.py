@@ -1,6 +1,6 @@
-"""What the suite does not look at: real servers that die, freeze, want a key, or get a thousand requests at once.
+"""Tests of server backends beyond the conformance suite: servers that die, freeze, need a key, or get many requests.
 
-A backend's tests derive from :class:`ServerFaults`, and run in the environment that holds the engine.
+A backend's tests derive from :class:`ServerFaults` and run in the environment that holds the engine.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ SOON = 5.0
 class ServerFaults(ABC):
     backend: ClassVar[str]
     layers: ClassVar[int] = 2
-    """Of the model: more where requests would otherwise be over before harm is done."""
+    """Layers of the model; more if requests would otherwise end before the fault."""
     without_its_engine: ClassVar[float] = 30.0
-    """How long a server may take to notice that the process with its model is gone."""
+    """Seconds in which a server must notice that its model's process is gone."""
 
     @abstractmethod
     def launch(self, config: EngineConfig, key: str | None) -> Server:
-        """Launch a server; one that wants a key may stream as the suite's do not."""
+        """Launch a server; with a key it may stream in another mode than the suite's servers."""
 
     @abstractmethod
     def engine_of(self, server: Server) -> psutil.Process:
-        """The process without which it generates nothing."""
+        """Return the server's process that holds the model."""
 
     @pytest.fixture
     def server(self) -> Iterator[Server]:
@@ -168,7 +168,7 @@ class ServerFaults(ABC):
 
 
 async def everyone_hears(engine: InferenceEngine, harm: Callable[[], None], within: float) -> float:
-    """Harm a server that generates and streams; return the seconds after which all callers had their EngineDied."""
+    """Harm a server while it generates and streams; return the seconds until all callers had their EngineDied."""
 
     async def streamed() -> None:
         async for _ in engine.generate_stream("stream", LONG):
@@ -177,7 +177,7 @@ async def everyone_hears(engine: InferenceEngine, harm: Callable[[], None], with
     callers: list[asyncio.Task[object]] = [asyncio.create_task(engine.generate("call", LONG)) for _ in range(3)]
     callers.append(asyncio.create_task(streamed()))
     async with asyncio.timeout(30):
-        while (await engine.stats()).running < 4:  # noqa: ASYNC110 - it is another process
+        while (await engine.stats()).running < 4:  # noqa: ASYNC110 - the state is in another process
             await asyncio.sleep(0.02)
     begun = time.monotonic()
     harm()

@@ -1,4 +1,4 @@
-"""Recordings of backends' answers, compared. No engine runs here: ``make parity`` records the real ones."""
+"""Comparison of recorded answers of backends. No engine runs here: ``make parity`` records real ones."""
 
 from __future__ import annotations
 

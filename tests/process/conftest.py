@@ -12,12 +12,12 @@ import pytest
 
 from drivetrain import EngineConfig, GenerateRequest, LogprobsMode, SamplingParams, Timeouts
 from drivetrain.process import HostedBackend
-from drivetrain.process.fork_server import ForkServer
+from drivetrain_conformance.harness.fork_server import ForkServer
 
 
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with an installed distribution that brings the backend "fake", on the import path of new processes."""
+    """An installed distribution with the backend "fake", on the import path of new processes; returns its folder."""
     site = tmp_path / "site"
     info = site / "fakeplug-1.0.dist-info"
     info.mkdir(parents=True)
@@ -46,7 +46,7 @@ def config_for() -> Callable[..., EngineConfig]:
 
 @pytest.fixture
 def hosts() -> str:
-    """How hosts come into being: "spawned", or "forked" where a test is parametrized so."""
+    """The way host processes are created: "spawned", or "forked" where a test is parametrized so."""
     return "spawned"
 
 
@@ -54,7 +54,7 @@ def hosts() -> str:
 async def make(
     plugin: Path, config_for: Callable[..., EngineConfig], hosts: str, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Callable[..., HostedBackend]]:
-    """Makes hosted backends, which are closed at the end; then nothing of them may be left."""
+    """Makes hosted backends, and closes them at the end; nothing of them may be left then."""
     before = _held()
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     server = ForkServer("fake") if hosts == "forked" else nullcontext()
@@ -73,7 +73,7 @@ async def make(
 
 @pytest.fixture
 async def hosted(make: Callable[..., HostedBackend]) -> HostedBackend:
-    """A started one."""
+    """A started hosted backend."""
     backend = make()
     await backend.start(print)
     return backend
@@ -91,6 +91,6 @@ def ask() -> Callable[..., GenerateRequest]:
 
 
 def _held() -> tuple[int, int, list[psutil.Process]]:
-    """Threads, files and child processes. An engine that other tests share may have some of them."""
+    """Return counts of threads and files, and child processes; some may belong to an engine that other tests share."""
     me = psutil.Process()
     return threading.active_count(), me.num_fds(), me.children(recursive=True)

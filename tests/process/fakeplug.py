@@ -1,7 +1,7 @@
 # ruff: noqa: ASYNC220, ASYNC251 - it blocks the event loop on purpose
-"""A backend that exists to make trouble in a host process; see conftest.py for how a host finds it.
+"""A backend that makes trouble in a host process; conftest.py installs it where the host finds it.
 
-What it does is chosen by ``engine_kwargs["trouble"]`` and by the request id or LoRA name of a call.
+``engine_kwargs["trouble"]``, and the request id or LoRA name of a call, choose the trouble.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class FakeBackend(Backend):
         if self.trouble == "block start":
             time.sleep(600)
         if self.trouble == "long start":
-            ctypes.PyDLL(None).sleep(2)  # which, unlike time.sleep, holds the interpreter's lock
+            ctypes.PyDLL(None).sleep(2)  # unlike time.sleep, this holds the interpreter's lock
         if self.trouble == "forked child" and (child := os.fork()):
             self.child_pid = child
         elif self.trouble == "forked child":
@@ -145,7 +145,7 @@ class FakeBackend(Backend):
         return EngineError("its scheduler is gone")
 
     async def stats(self) -> EngineStats:
-        """Not an engine's numbers: what the tests want to see from outside."""
+        """Return values that the tests want to see from outside, in the fields of an engine's stats."""
         if self.trouble == "no step":
             await asyncio.sleep(600)
         return EngineStats(len(self.aborted), len(self.cancelled), self.child_pid, os.getpid())

@@ -12,7 +12,7 @@ from drivetrain.process.busy_wait import busy_wait
 
 
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
-    """How long the event loop is ready to sleep, each time that it looks for something to do."""
+    """Return the timeouts that the event loop passes to its selector."""
     selector: Any = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]
     select, found = selector.select, []
 

@@ -1,4 +1,4 @@
-"""Every type of the Backend page crosses unchanged."""
+"""Every type of the Backend page crosses the wire unchanged."""
 
 from __future__ import annotations
 

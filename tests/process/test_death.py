@@ -1,4 +1,4 @@
-"""Hosts that die, freeze or lose a child: every waiter hears of it in bounded time, and nothing is left behind."""
+"""Hosts that die, freeze or lose a child: every waiter gets an error in time, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.parametrize("hosts", ["spawned", "forked"])
 
 
 def runs(process: psutil.Process) -> bool:
-    """A killed orphan is for the system's first process to bury; until then it is a zombie."""
+    """Return True if a process runs; a killed orphan that init has not reaped yet (a zombie) does not."""
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
@@ -34,7 +34,7 @@ async def started(backend: HostedBackend) -> int:
 
 
 async def dies(backend: HostedBackend, cause: Callable[[], object], within: float, match: str, ask: Ask) -> None:
-    """Check that ``cause`` ends a call, a stream and the host itself, for the reason ``match``, ``within`` seconds."""
+    """Check that ``cause`` ends a call, a stream and the host within ``within`` seconds, with the reason ``match``."""
 
     async def read() -> None:
         async for _ in backend.stream(ask("wait in a stream")):
@@ -182,7 +182,7 @@ async def test_shared_memory_of_a_child_that_was_killed_goes_with_the_host(make:
     child = psutil.Process((await backend.stats()).kv_cache_bytes)
     (semaphore,) = shared_memory_of([child])
     await asyncio.sleep(1)
-    # The first is its resource tracker, which would have removed the semaphore.
+    # The first child is the resource tracker, which would have removed the semaphore.
     for process in (*child.children(), child):
         process.kill()
     assert "process" in str(await asyncio.wait_for(backend.died(), 5))

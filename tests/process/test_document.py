@@ -1,4 +1,4 @@
-"""docs/reference/wire.md says what the code does."""
+"""docs/reference/wire.md agrees with the code."""
 
 from __future__ import annotations
 

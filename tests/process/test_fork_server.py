@@ -1,4 +1,4 @@
-"""Hosts that are forked from a process that has imported the engine. How they die is in test_death.py."""
+"""Hosts forked from a process that has imported the engine. test_death.py tests their deaths."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from drivetrain import EngineDied, EngineStartError, GenerateRequest
 from drivetrain.process import HostedBackend
-from drivetrain.process.fork_server import ForkServer
+from drivetrain_conformance.harness.fork_server import ForkServer
 
 Ask = Callable[..., GenerateRequest]
 Make = Callable[..., HostedBackend]
@@ -70,9 +70,10 @@ def test_imports_that_fail_or_leave_threads_are_refused(
     trouble: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_PRELOAD", trouble)
+    before = psutil.Process().children()
     with pytest.raises(EngineStartError, match=words), ForkServer("fake"):
         pass
-    assert psutil.Process().children() == []
+    assert psutil.Process().children() == before
 
 
 def test_a_python_that_cannot_be_run_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""The host loop, spoken to by hand."""
+"""The host loop, driven by hand-made messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from drivetrain.process.wire import (
 
 
 class Speaker:
-    """A trainer that sends what it is told to."""
+    """A trainer that sends given messages."""
 
     def __init__(self) -> None:
         self.endings: queue.Queue[Ending] = queue.Queue()

@@ -46,7 +46,7 @@ async def test_a_thousand_requests_at_once_each_get_their_own_result(hosted: Hos
 
 
 async def test_a_request_in_a_batch_costs_the_trainer_little(hosted: HostedBackend, ask: Ask) -> None:
-    """About 20 µs of CPU on the machine this was written on; the bound only catches a change of kind."""
+    """Normally about 20 µs of CPU; the bound catches only a change of order of magnitude."""
     costs = []
     for _ in range(5):
         requests = [ask(f"r{index}", 32) for index in range(1024)]
@@ -111,7 +111,7 @@ async def test_two_engines_live_side_by_side(make: Make, ask: Ask) -> None:
     assert (await second.generate(ask())).token_ids == [0, 1, 2, 3]
 
 
-# What goes wrong, and hurts nobody else -------------------------------------------------------------------------------
+# Errors ---------------------------------------------------------------------------------------------------------------
 
 
 async def test_an_odd_exception_is_told_with_its_traceback_and_the_host_serves_on(

@@ -1,4 +1,4 @@
-"""What the processes of a killed host leave behind."""
+"""Resources that the processes of a killed host leave behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_named_semaphores_of_the_killed_are_removed() -> None:
         assert process.stdout is not None
         semaphore = Path("/dev/shm") / f"sem.{process.stdout.readline().strip().removeprefix('/')}"
         assert shared_memory_of([psutil.Process(process.pid)]) == {semaphore}
-        # With its resource tracker, which would have removed the semaphore a moment later.
+        # Kill it together with its resource tracker, which would have removed the semaphore a moment later.
         kill_family(process.pid, "no mark")
     assert not semaphore.exists()
 

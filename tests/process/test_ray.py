@@ -1,4 +1,4 @@
-"""An engine in a Ray actor: in a running event loop, off the main thread, where no signal handler can be set."""
+"""An engine in a Ray actor: in a running event loop, off the main thread, where signal handlers cannot be set."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def cluster() -> Iterator[None]:
 
 
 def actor_class() -> Any:
-    # Made in a function, so that Ray sends it by value: its workers cannot import tests.
+    # Defined in a function, so that Ray sends it by value: its workers cannot import tests.
     class Rollouts:
         async def life(self, model: str, isolation: str) -> tuple[list[int], list[str], bool]:
             import threading

@@ -1,4 +1,4 @@
-"""Starting an engine in a host process, in this environment or another one's, and failing to."""
+"""Starting an engine in a host process, in this environment or another one, and failing to start it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Config = Callable[..., EngineConfig]
 
 @pytest.fixture
 def empty_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The Python of an environment that holds nothing."""
+    """The Python of an empty environment."""
     monkeypatch.delenv("PYTHONPATH", raising=False)
     venv.create(tmp_path / "empty", with_pip=False, symlinks=True)
     return str(tmp_path / "empty" / "bin" / "python")
@@ -43,7 +43,7 @@ def empty_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def other_environment(tmp_path: Path, plugin: Path) -> str:
-    """The Python of another environment, that holds what this one does, and the plugin."""
+    """The Python of another environment, with the same packages as this one and the plugin."""
     folder = tmp_path / "other"
     venv.create(folder, with_pip=False, symlinks=True)
     (packages,) = folder.glob("lib/python*/site-packages")

@@ -1,4 +1,4 @@
-"""What becomes of a host when something becomes of its trainer. The trainers here are processes of their own."""
+"""The fate of a host when its trainer dies, freezes or exits. Each trainer here is a process of its own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Run = Callable[[str], "tuple[subprocess.Popen[str], psutil.Process]"]
 
 @pytest.fixture
 def trainer(plugin: Path) -> Iterator[Run]:
-    """Runs a trainer whose main() is the given code; returns it and the host, whose pid it prints first."""
+    """Runs a trainer whose main() is the given code; returns it and its host, whose pid it prints first."""
     processes: list[subprocess.Popen[str]] = []
 
     def run(code: str) -> tuple[subprocess.Popen[str], psutil.Process]:
@@ -52,13 +52,13 @@ def trainer(plugin: Path) -> Iterator[Run]:
 
 
 def rest_of_output(process: subprocess.Popen[str]) -> str:
-    """Not communicate(), which does not see what reading the first line has buffered."""
+    """Read the rest of stdout; communicate() would miss what reading the first line has buffered."""
     assert process.stdout is not None
     return process.stdout.read()
 
 
 def gone(*processes: psutil.Process, within: float) -> bool:
-    """Whether they all end in time. What is orphaned and killed is for the system's first process to bury."""
+    """Return True if all processes end in time; a zombie, which init has not reaped yet, counts as ended."""
     until = time.monotonic() + within
     while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes):
         if time.monotonic() > until:

@@ -1,4 +1,4 @@
-"""Frames and messages."""
+"""Frames and messages of the wire protocol."""
 
 from __future__ import annotations
 

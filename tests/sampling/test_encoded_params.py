@@ -1,4 +1,4 @@
-"""How to draw a request, carried through an engine."""
+"""Encoding a request's sampling so that an engine carries it along."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sampler's two faces agree: one gathers what was asked for, the other leaves every logprob on the device."""
+"""The sampler's two forms agree: one gathers the requested logprobs, the other leaves all on the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real SGLang servers that die, freeze, want a key, or get a thousand requests at once.
+"""Real SGLang servers that die, freeze, require a key, or get a thousand requests at once.
 
 Run in the environment that holds SGLang: ``make test-sglang-server``.
 """
@@ -19,7 +19,7 @@ class TestSGLangServer(ServerFaults):
     backend: ClassVar[str] = "sglang-server"
 
     def launch(self, config: EngineConfig, key: str | None) -> Server:
-        # That one streams what is new, where the suite's streams everything so far.
+        # The server with a key streams increments; the suite's server streams everything so far.
         more = {} if key is None else {"api_key": key, "incremental_streaming_output": True}
         return Server(launch_of(config, **more))
 

@@ -1,4 +1,4 @@
-"""A row from which no token can be drawn ends its request, on the scheduler's side and on ours."""
+"""A row from which no token can be drawn ends its request, in the scheduler and in the backend."""
 
 from __future__ import annotations
 

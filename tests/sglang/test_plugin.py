@@ -1,4 +1,4 @@
-"""What has SGLang's processes load what runs inside of them."""
+"""The hook that makes SGLang's processes load our code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows from the answers of a running server, with no server."""
+"""Conclusions from the answers of a running SGLang server, tested without a server."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_an_engine_is_made_also_within_a_running_loop() -> None:
         asyncio.run(make())
 
 
-# What the server is --------------------------------------------------------------------------------------------------
+# Server info ---------------------------------------------------------------------------------------------------------
 
 
 def test_claims_follow_what_the_server_was_launched_with() -> None:
@@ -266,7 +266,7 @@ def test_what_a_plain_server_does_not_draw_never_reaches_it() -> None:
     plain = translate.plain_sampling_params
     assert plain(request(top_p=0.5, min_p=0.1), frozenset())["min_p"] == 0.1
     for asked in (request(top_k=3, top_p=0.5), request(logit_bias={1: 1.0}), request(repetition_penalty=1.5)):
-        with pytest.raises(EngineInternalError, match="does not draw so"):
+        with pytest.raises(EngineInternalError, match="cannot sample by"):
             plain(asked, frozenset())
 
 
@@ -279,7 +279,7 @@ def test_chunks_that_hold_everything_so_far_become_deltas() -> None:
         [5, 6],
         [[-5.0, 5, None], [-6.0, 6, None]],
     )
-    # What is aborted while it waits comes back without the tokens that it had.
+    # A request aborted while it waits comes back without its earlier tokens.
     assert deltas.delta({"meta_info": {"finish_reason": {"type": "abort"}}})["output_ids"] == []
 
 

@@ -1,4 +1,4 @@
-"""Translations to and from SGLang's words, with no SGLang installed."""
+"""Translation to and from SGLang's terms, with no SGLang installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How SGLang's loader is followed where it derives tensors from what it loads."""
+"""Tracing SGLang's loader where it derives tensors from loaded ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MANIFEST = WeightManifest((TensorSpec("kv_b_proj", "float32", (6, 4)), TensorSpe
 
 
 class Mla(nn.Module):
-    """Loads as SGLang's models with MLA do, in releases from 0.5.17 on."""
+    """Loads as SGLang's models with MLA do, from release 0.5.17 on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Mla(nn.Module):
 
 
 class Outer(nn.Module):
-    """A model whose language model loads and derives, as Kimi-VL's."""
+    """A model whose language model loads and derives, as in Kimi-VL."""
 
     def __init__(self) -> None:
         super().__init__()

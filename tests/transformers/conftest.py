@@ -1,4 +1,4 @@
-"""One engine of each isolation for the whole run, and throwaway engines for tests that change one for good."""
+"""One engine of each isolation for the whole run, and throwaway engines for tests that change one permanently."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def shared_engine(request: pytest.FixtureRequest, model: Path) -> AsyncIte
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def engine(shared_engine: InferenceEngine) -> AsyncIterator[InferenceEngine]:
-    """The shared engine; a test that leaves it other than ready and idle fails."""
+    """The shared engine; a test must leave it ready and idle."""
     yield shared_engine
     stats = await shared_engine.stats()
     assert shared_engine.state.value == "ready", shared_engine.status.describe()

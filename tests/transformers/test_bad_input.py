@@ -1,4 +1,4 @@
-"""Bad input gets a typed error that names the field, the value and the remedy, before any work."""
+"""Bad input raises a typed error that names field, value and remedy, before any work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request asks for is bounded: neither memory nor the event loop is taken without end."""
+"""The work of a request is bounded: it cannot use up memory or block the event loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from drivetrain import (
     TextPrompt,
 )
 from drivetrain.checks.limits import MOST_SAMPLES, SAMPLES_AT_ONCE, SAMPLES_UNDER_WAY
-from drivetrain.engine.requests_in_flight import LoadedLora
+from drivetrain.engine.loaded_adapters import LoadedLora
 from drivetrain.text import chat_templates
 from drivetrain_transformers.engine import TransformersBackend
 from engines import OpenEngine
@@ -68,7 +68,7 @@ async def test_samples_that_are_not_made_yet_are_aborted_with_the_others(engine:
     await engine.pause_generation(PauseMode.ABORT)
     call = asyncio.create_task(engine.generate([1, 2], {"n": count, "max_new_tokens": 1}, request_ids=["many"]))
     await asyncio.sleep(0.1)
-    await engine.abort(f"many/{count - 1}")  # by itself, before it is made
+    await engine.abort(f"many/{count - 1}")  # abort one sample by itself, before it is created
     await engine.abort("many")
     output = await asyncio.wait_for(call, 60)
     assert [one.sample_index for one in output.completions] == list(range(count))
@@ -174,7 +174,7 @@ async def test_a_long_text_is_refused_by_its_beginning(engine: InferenceEngine) 
 async def test_a_chat_template_that_does_not_end_holds_up_nobody(
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Messages for which the model's own template takes for ever wait alone, while others are answered."""
+    """Messages on which the model's own template never ends wait alone, while other requests are answered."""
     monkeypatch.setattr(chat_templates, "LONGEST_S", 10_000.0)
     ends, endless = ([{"role": "user", "content": content}] for content in ("a", "forever"))
     loops = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
@@ -205,13 +205,11 @@ async def test_prompts_are_the_same_whichever_thread_reads_them(engine: Inferenc
     assert [one.token_ids for one in again.completions] == [one.token_ids for one in together.completions]
 
 
-async def test_a_request_is_under_way_while_its_prompt_is_read(
-    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_request_is_under_way_while_its_prompt_is_read(open_engine: OpenEngine) -> None:
     """It can be aborted, its id is taken, and its adapter cannot be unloaded."""
     chat = [{"role": "user", "content": "a"}]
     async with open_engine(enable_lora=True) as engine:
-        monkeypatch.setitem(engine._loras, "mine", LoadedLora("mine", False))
+        engine.parts.loaded_adapters.put("mine", LoadedLora("mine", False))
         call = asyncio.create_task(engine.generate(chat, {"n": 2}, request_ids=["chat"], lora="mine"))
         await asyncio.sleep(0)
         with pytest.raises(InvalidRequest, match="'chat' is already under way"):
@@ -231,7 +229,7 @@ async def test_a_scheduler_that_does_not_come_back_from_a_step_is_found_out(open
     goes_on = threading.Event()
     timeouts = {"step": 0.5, "weight_update": 0.5, "close": 0.5}
     async with open_engine(timeouts=timeouts) as engine:
-        backend = engine._backend
+        backend = engine.parts.backend
         assert isinstance(backend, TransformersBackend)
         runner = backend._running
         runner.scheduler.step = goes_on.wait  # type: ignore[assignment,method-assign]

@@ -1,4 +1,4 @@
-"""Results reach the event loop in order, a few at each of its turns."""
+"""Results reach the event loop in order, a few in each of its turns."""
 
 from __future__ import annotations
 

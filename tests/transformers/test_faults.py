@@ -1,4 +1,4 @@
-"""Faults inside a step of the real scheduler: out of memory, and errors that nobody expected."""
+"""Faults inside a step of the real scheduler: out of memory, and unexpected errors."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 def model_of(engine: InferenceEngine) -> LoadedModel:
-    backend = cast(TransformersBackend, engine._backend)
+    backend = cast(TransformersBackend, engine.parts.backend)
     return backend._running.model
 
 
 def limit_rows(model: LoadedModel, most: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let every forward pass of more than ``most`` rows run out of memory; return the sizes that were tried."""
+    """Make every forward pass of more than ``most`` rows run out of memory; return the sizes that were tried."""
     tried: list[int] = []
     inner = model._forward
 
@@ -159,7 +159,7 @@ async def test_a_row_whose_step_fails_ends_alone_and_changes_no_other(
     prompts = [f"prompt number {number}" for number in range(len(params))]
 
     async def answers(engine: InferenceEngine) -> list[Completion]:
-        """Of a call and a stream that run in one batch."""
+        """Return the answers to a call and a stream in one batch."""
         call = asyncio.create_task(engine.generate(prompts, params))
         chunks = [chunk async for chunk in engine.generate_stream(prompts[0], params[0])]
         (streamed,) = [chunk.completion for chunk in chunks if chunk.completion is not None]
@@ -187,7 +187,7 @@ async def test_ids_outside_the_vocabulary_reach_nobody(
 ) -> None:
     params = SamplingParams(max_new_tokens=4, ignore_eos=True)
     async with open_engine() as engine:
-        backend = engine._backend
+        backend = engine.parts.backend
         generate, stream = backend.generate, backend.stream
 
         async def answer(request: GenerateRequest) -> GenerateResult:
@@ -206,7 +206,7 @@ async def test_ids_outside_the_vocabulary_reach_nobody(
             ):
                 await engine.generate("x", params)
             with pytest.raises(EngineInternalError, match=f"token id {token_id}, which is outside"):
-                await engine.generate("x", {"max_new_tokens": 4, "stop": "zzz"})  # its text is watched
+                await engine.generate("x", {"max_new_tokens": 4, "stop": "zzz"})  # its text is checked for stops
             with pytest.raises(EngineInternalError, match=f"token id {token_id}, which is outside"):
                 await anext(engine.generate_stream("x", params))
         assert engine.state is EngineState.READY
@@ -220,7 +220,7 @@ async def test_a_thread_that_fails_ends_the_engine_at_once(
         raise RuntimeError("a command that nobody expected to fail")
 
     async with open_engine() as engine:
-        backend = cast(TransformersBackend, engine._backend)
+        backend = cast(TransformersBackend, engine.parts.backend)
         params = SamplingParams(max_new_tokens=900, ignore_eos=True)
         waiting = asyncio.create_task(engine.generate("x", params, request_ids=["r"]))
         await until_running(engine, 1)
@@ -230,13 +230,13 @@ async def test_a_thread_that_fails_ends_the_engine_at_once(
             async with asyncio.timeout(HANGING):
                 await waiting
         assert engine.state is EngineState.FAILED
-        with pytest.raises(EngineDied, match="a command that nobody expected"):  # asked of the thread that is no more
+        with pytest.raises(EngineDied, match="a command that nobody expected"):  # the thread no longer exists
             await backend.stats()
 
 
 async def test_what_is_asked_while_the_engine_closes_does_not_wait(open_engine: OpenEngine) -> None:
     async with open_engine() as engine:
-        runner = cast(TransformersBackend, engine._backend)._running
+        runner = cast(TransformersBackend, engine.parts.backend)._running
     async with asyncio.timeout(HANGING):
         with pytest.raises(EngineInternalError, match="the engine was closed meanwhile"):
             await runner.call(lambda: None)

@@ -1,4 +1,4 @@
-"""Tokens, logprobs and sampling params, held against an independent forward pass."""
+"""Tokens, logprobs and sampling params, compared with an independent forward pass."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def test_requests_that_join_and_leave_a_running_batch_get_the_models_own_l
     async with create_engine("transformers", model=str(folder), max_num_seqs=6) as engine:
 
         async def ask(prompt: list[int], seed: int) -> list[Completion]:
-            # The tokens are always the same, or once in a while two experts would be as likely to within rounding.
+            # The tokens are always the same: with random ones two experts might be equally likely within rounding.
             own = random.Random(seed)
             await asyncio.sleep(own.random() * 0.05)
             params = SamplingParams(
@@ -100,7 +100,7 @@ async def test_logprobs_belong_to_the_declared_distribution(
 
 
 def truncated(logits: torch.Tensor, *, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
-    """The documented order, one token at a time: top-k, top-p over what is left, min-p."""
+    """Apply the documented order to one token: top-k, top-p over the rest, min-p."""
     order = logits.argsort(descending=True).tolist()[:top_k]
     share = logits[order].softmax(-1).tolist()
     kept: list[int] = []

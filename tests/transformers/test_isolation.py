@@ -1,4 +1,4 @@
-"""An engine in a host process: what its death does to the trainer, and what it leaves behind."""
+"""An engine in a host process: the effect of its death on the trainer, and its leftovers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LONG = SamplingParams(max_new_tokens=900, ignore_eos=True)
 
 
 async def long_requests(engine: InferenceEngine) -> list[asyncio.Task[object]]:
-    """Waiters of three kinds: a call, a stream, and a request that waits at the gate of a pause."""
+    """Start waiters of three kinds: a call, a stream, and a request that waits out a pause."""
 
     async def stream() -> None:
         async for _ in engine.generate_stream("streamed", LONG):

@@ -1,4 +1,4 @@
-"""Longrope: each row of a batch takes the factors of its own length, whatever is beside it, also when it grows long."""
+"""Longrope: each row of a batch uses the factors for its own length, whatever is beside it, as rows grow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engines import until_running
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 SHORT = 64
-"""Tokens up to which the model takes its short factors."""
+"""Longest sequence, in tokens, for the model's short factors."""
 PARAMS = SamplingParams(max_new_tokens=40, temperature=0, logprobs=0, ignore_eos=True)
 LONG = [(index * 7) % 250 for index in range(150)]
 
@@ -50,7 +50,7 @@ async def engine(folder: Path) -> AsyncIterator[InferenceEngine]:
 
 @torch.no_grad()
 def check(model: PreTrainedModel, completion: Completion) -> None:
-    """Each token is the likeliest of a plain forward pass of all that is before it, and has its logprob there."""
+    """Check that each token is the likeliest of a plain forward pass over its prefix, and has its logprob there."""
     assert completion.logprobs is not None
     ids = completion.prompt_token_ids + completion.token_ids
     for at, logprob in enumerate(completion.logprobs, len(completion.prompt_token_ids)):

@@ -1,4 +1,4 @@
-"""LoRA adapters chosen per request, held against peft's own model."""
+"""LoRA adapters chosen per request, compared with peft's own model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PARAMS = SamplingParams(max_new_tokens=20, logprobs=0, ignore_eos=True, n=2)
 
 @pytest.fixture(scope="module")
 def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Two adapters with other targets and ranks, both far from doing nothing."""
+    """Two adapters with different targets and ranks, both with a noticeable effect."""
     folders: dict[str, Path] = {}
     for seed, (name, targets, rank) in enumerate([("a", ["q_proj", "down_proj"], 4), ("b", ["v_proj", "lm_head"], 8)]):
         torch.manual_seed(seed)
@@ -102,7 +102,7 @@ async def test_an_unloaded_adapter_is_refused_and_the_base_is_as_before(
             await engine.unload_lora_adapter("a")
         output = await engine.generate("x", PARAMS)
         assert_made_by(oracle.load(model), output.completions[0])
-        # The same name may come back as another adapter, and must not find the caches of the first.
+        # The same name may be loaded as another adapter, which must not find the first one's caches.
         await engine.load_lora_adapter("a", str(adapters["b"]))
         output = await engine.generate("x", PARAMS, lora="a")
         assert_made_by(with_adapter(model, adapters["b"]), output.completions[0])
@@ -245,7 +245,7 @@ async def test_what_reached_its_deadline_can_be_asked_for_again(
     open_engine: OpenEngine, model: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_engine(enable_lora=True, max_loras=2, timeouts={"control": 2}, isolation="inline") as engine:
-        backend = engine._backend
+        backend = engine.parts.backend
         load, unload = backend.load_lora_adapter, backend.unload_lora_adapter
 
         async def slow_load(lora_name: str, lora_path: str, pinned: bool) -> None:
@@ -279,7 +279,7 @@ async def test_an_adapter_that_peft_cannot_put_in_leaves_no_wrapper(
 ) -> None:
     tensors = load_file(adapters["a"] / "adapter_model.safetensors")
     vocabulary, width = oracle.load(model).state_dict()["model.embed_tokens.weight"].shape
-    # An embedding has lora_embedding_A and lora_embedding_B.
+    # An embedding must have lora_embedding_A and lora_embedding_B instead.
     tensors["base_model.model.model.embed_tokens.lora_A.weight"] = torch.zeros(4, width)
     tensors["base_model.model.model.embed_tokens.lora_B.weight"] = torch.zeros(vocabulary, 4)
     config = json.loads((adapters["a"] / "adapter_config.json").read_text(encoding="utf-8"))
@@ -287,9 +287,9 @@ async def test_an_adapter_that_peft_cannot_put_in_leaves_no_wrapper(
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
     async with open_engine(enable_lora=True, isolation="inline") as engine:
-        module = engine._backend._running.model.module  # type: ignore[attr-defined]
+        module = engine.parts.backend._running.model.module  # type: ignore[attr-defined]
         before = [name for name, _ in module.named_parameters()]
-        with pytest.raises(InvalidRequest, match="peft cannot put"):
+        with pytest.raises(InvalidRequest, match="peft cannot load"):
             await engine.load_lora_adapter("a", str(tmp_path))
         assert [name for name, _ in module.named_parameters()] == before
         await engine.load_lora_adapter("a", str(adapters["a"]))

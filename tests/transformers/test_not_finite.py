@@ -1,4 +1,4 @@
-"""A model that diverged: its requests end in a typed error, alone, and leave nothing to those after them."""
+"""A diverged model: its requests end in a typed error, and later requests are unaffected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pause table, row by row, and what an update does to requests in flight."""
+"""The pause table, row by row, and the effect of an update on requests in flight."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from engines import HANGING, until_idle, until_running
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-# What is computed anew is rounded otherwise. Of 60 seeds this one's draws keep farthest from the edges between two
-# tokens: by 4.8e-6 or more of the probability, after each of the prompts below.
+# Recomputed values are rounded differently. With this seed, the best of 60, draws stay farthest from the edges between
+# two tokens: by at least 4.8e-6 of the probability, after each of the prompts below.
 LONG = SamplingParams(max_new_tokens=400, seed=58, ignore_eos=True, logprobs=0)
 
 
 @asynccontextmanager
 async def in_flight(engine: InferenceEngine, prompts: list[str]) -> AsyncIterator[asyncio.Task[GenerationOutput]]:
-    """Requests that have made some tokens and are far from their end."""
+    """Start requests, and yield once they have made some tokens and are far from their end."""
     task = asyncio.create_task(engine.generate(prompts, LONG))
     await until_running(engine, len(prompts))
     await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Models that are not told positions: those that count padding as tokens are refused when the engine starts."""
+"""Models that are not given positions, and count padding as tokens, are refused when the engine starts."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def cluster() -> Iterator[None]:
 
 @ray.remote
 class Rollout:
-    """What a trainer's rollout worker does."""
+    """A trainer's rollout worker."""
 
     async def generate(self, model: str, isolation: str) -> tuple[list[int], str, bool]:
         from drivetrain import SamplingParams, create_engine
@@ -37,7 +37,7 @@ def test_an_engine_starts_in_a_ray_actor_and_leaves_its_signal_handlers_alone(mo
     actor = Rollout.remote()  # type: ignore[attr-defined]
     ids = []
     for isolation in ("inline", "process"):
-        # ray adds `remote` to methods while the program runs; its types know of it on classes alone.
+        # Ray adds `remote` to methods at run time; its types declare it on classes only.
         call = actor.generate.remote(str(model), isolation)  # pyright: ignore[reportFunctionMemberAccess]
         token_ids, where, untouched = ray.get(call, timeout=200)
         assert where == isolation

@@ -1,4 +1,4 @@
-"""Saves of a running engine: of what it serves, in its own dtype, within their deadline."""
+"""Saves of a running engine: of the served weights, in their own dtype, within the deadline."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Where generation ends, and which ids and text remain.
+"""Stops: the end of generation, and the remaining ids and text.
 
-``logit_bias`` forces the model through a text of our choice, so that a test says exactly what is sampled.
+``logit_bias`` forces the model through a chosen text, so that a test knows exactly what is sampled.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 async def sample(engine: InferenceEngine, **params: object) -> Completion:
-    """A sample of 60 tokens that is the same whatever stops are set."""
+    """Return a sample of 60 tokens that is the same whatever stops are set."""
     base = {"temperature": 1.0, "seed": 7, "max_new_tokens": 60, "ignore_eos": True, "logprobs": 1}
-    # Only printable ASCII, so that every id is one character and the tests read as text.
+    # Only lower-case letters, so that every id is one character and the tests read as text.
     bias = {token_id: 100.0 for token_id in range(97, 123)}
     output = await engine.generate("stops", {**base, "logit_bias": bias, **params})
     return output.completions[0]

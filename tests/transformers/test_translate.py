@@ -1,4 +1,4 @@
-"""Translations between drivetrain's names and those of transformers: pure functions."""
+"""Translation between drivetrain's names and those of transformers, by pure functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weight updates: what is served afterwards, what becomes of requests in flight, and what a failure leaves."""
+"""Weight updates: their effect on answers and on requests in flight, and the engine's state after a failure."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SAMPLED = SamplingParams(max_new_tokens=12, logprobs=0, ignore_eos=True, n=2)
 
 
 def trained(model: Path, seed: int) -> PreTrainedModel:
-    """The model after a step that changed every parameter."""
+    """Return the model after a step that changed every parameter."""
     torch.manual_seed(seed)
     policy: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
@@ -56,7 +56,7 @@ def trained(model: Path, seed: int) -> PreTrainedModel:
 
 
 async def assert_serves(engine: InferenceEngine, policy: PreTrainedModel, version: str) -> None:
-    """The engine answers with this policy's logprobs, and says so."""
+    """Check that the engine answers with this policy's logprobs, under this version."""
     output = await engine.generate(["a prompt of some tokens", "b"], SAMPLED)
     for completion in output.completions:
         assert_logprobs(completion, policy)
@@ -71,7 +71,7 @@ def assert_logprobs(completion: Completion, policy: PreTrainedModel) -> None:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def restored(engine: InferenceEngine, model: Path) -> AsyncIterator[None]:
-    """Leave the shared engine with the weights it began with."""
+    """Restore the shared engine's initial weights at the end."""
     yield
     await engine.load_weights_from_disk(str(model), "initial")
 
@@ -190,7 +190,7 @@ async def test_a_probe_compares_logprobs_after_each_commit(engine: InferenceEngi
         await engine.continue_generation()
     few = LogprobProbe(sequences, lambda: [[0.0], [0.0]], 1e-3)
     async with WeightSync.connect(policy, engine, probe=few) as sync:
-        with pytest.raises(InvalidRequest, match="one for each token but the first"):
+        with pytest.raises(InvalidRequest, match="one number for each token but the first"):
             await sync.push(version="five")
     for bad in ([], [[1]]):
         with pytest.raises(InvalidRequest, match="two tokens or more"):
@@ -202,14 +202,14 @@ async def test_a_probe_compares_logprobs_after_each_commit(engine: InferenceEngi
 @pytest.mark.usefixtures("restored")
 async def test_a_plan_travels_once(engine: InferenceEngine, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[PrepareUpdate] = []
-    receive = engine._backend.receive_weights
+    receive = engine.parts.backend.receive_weights
 
     async def noting(message: WeightMessage) -> WeightReply:
         if isinstance(message, PrepareUpdate):
             sent.append(message)
         return await receive(message)
 
-    monkeypatch.setattr(engine._backend, "receive_weights", noting)
+    monkeypatch.setattr(engine.parts.backend, "receive_weights", noting)
     async with WeightSync.connect(trained(model, 5), engine) as sync:
         for version in ("one", "two"):
             await sync.push(version=version)
@@ -235,7 +235,7 @@ async def test_requests_stay_frozen_when_an_update_in_one_call_fails(
 
     async with WeightSync.connect(policy, engine, mode=PauseMode.IN_PLACE) as sync:
         with monkeypatch.context() as patch:
-            receive = engine._backend.receive_weights
+            receive = engine.parts.backend.receive_weights
 
             async def spoiling(message: WeightMessage) -> WeightReply:
                 if isinstance(message, PrepareUpdate):
@@ -243,7 +243,7 @@ async def test_requests_stay_frozen_when_an_update_in_one_call_fails(
                     message = replace(message, request=message.request.model_copy(update={"digests": digests}))
                 return await receive(message)
 
-            patch.setattr(engine._backend, "receive_weights", spoiling)
+            patch.setattr(engine.parts.backend, "receive_weights", spoiling)
             with pytest.raises(WeightVerifyFailed):
                 await sync.push(version="bad")
         assert engine.state is EngineState.DIRTY
@@ -403,7 +403,7 @@ async def test_an_unexpected_error_before_an_update_begins_is_typed_and_the_engi
 
     async with open_engine() as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(engine._backend, "receive_weights", broken)
+            patch.setattr(engine.parts.backend, "receive_weights", broken)
             with pytest.raises(WeightSyncError, match="'new' could not be prepared: OSError: no space left"):
                 await engine.load_weights_from_disk(str(model), "new")
         await assert_serves(engine, oracle.load(model), "initial")

@@ -1,4 +1,4 @@
-"""Real vLLM servers that die, freeze, want a key, or get a thousand requests at once.
+"""Real vLLM servers that die, freeze, require a key, or get a thousand requests at once.
 
 Run in the environment that holds vLLM: ``make test-vllm-server``.
 """

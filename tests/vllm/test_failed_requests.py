@@ -1,4 +1,4 @@
-"""Requests that failed, as vLLM's processes tell of them, and the blocks that they left."""
+"""Requests that failed, as vLLM's processes report them, and the cache blocks that they left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of an allocation lies beside keys and values."""
+"""Find the parts of an allocation that hold no keys or values."""
 
 from __future__ import annotations
 

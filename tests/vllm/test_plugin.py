@@ -1,4 +1,4 @@
-"""What has vLLM's processes load what runs inside of them."""
+"""The hook that makes vLLM's processes load our code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows from the answers of a running vLLM server, with no server."""
+"""Conclusions from the answers of a running vLLM server, tested without a server."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def answer(ids: list[int], reason: str | None, stop: int | None = None, **fields
     return {"choices": [choice | fields], "usage": None}
 
 
-# What the server is --------------------------------------------------------------------------------------------------
+# Server info ---------------------------------------------------------------------------------------------------------
 
 
 def test_without_an_endpoint_there_is_no_server() -> None:

@@ -1,4 +1,4 @@
-"""Translations to and from vLLM's words, with no vLLM installed."""
+"""Translation to and from vLLM's terms, with no vLLM installed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def config(**fields: object) -> EngineConfig:
 
 
 def flat(*positions: list[tuple[int, float, int]]) -> Any:
-    """What vLLM's ``FlatLogprobs`` holds: of each position the token itself and the likeliest ones, with ranks."""
+    """Return a stand-in for vLLM's ``FlatLogprobs``: at each position the token and the likeliest ones, with ranks."""
     starts: list[int] = []
     ends: list[int] = []
     entries: list[tuple[int, float, int]] = []
@@ -304,11 +304,11 @@ def test_an_end_that_vllm_does_not_explain_is_an_error() -> None:
 
 
 class VLLMClientError(Exception):
-    """Named as vLLM's."""
+    """Named like vLLM's."""
 
 
 class EngineDeadError(Exception):
-    """Named as vLLM's."""
+    """Named like vLLM's."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Run by test_device_copies.py with TRITON_INTERPRET=1."""
+"""The copy kernel; run by test_device_copies.py with TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.flo
 
 
 def look_for_strange_numbers(dtype: torch.dtype) -> None:
-    """Of 8 bits every number there is, of others the ends: those that are not finite are each found among ones."""
+    """Find each non-finite number among ones: of all numbers of 8-bit dtypes, and of the extreme ones of others."""
     if dtype.itemsize == 1:
         numbers = torch.arange(256, dtype=torch.uint8).view(dtype)
     else:
@@ -43,7 +43,7 @@ def look_for_strange_numbers(dtype: torch.dtype) -> None:
 
 
 def cut_windows() -> None:
-    """Columns of a matrix, rows of one, experts' columns, and a part of a vector; each part of each, among others."""
+    """Copy parts of tensors, beside whole ones: columns, rows, columns of each expert, and part of a vector."""
     draw = torch.Generator().manual_seed(1)
     wholes = {
         "columns": torch.randn(96, 512, generator=draw),
@@ -84,7 +84,7 @@ def main() -> None:
         for dtype in (torch.bfloat16, torch.float32)
         for size in sizes
     }
-    # Not at an even word, the one; of them, the other.
+    # One source at an odd offset in words, and one with an odd number of elements.
     sources["odd-place"] = torch.randn(3002, generator=draw)[2:]
     sources["odd-number"] = torch.randn(3002, generator=draw)
     destinations = {name: torch.zeros_like(source) for name, source in sources.items()}

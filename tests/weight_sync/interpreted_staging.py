@@ -1,4 +1,4 @@
-"""Run by test_device_copies.py with TRITON_INTERPRET=1: the trainer's side, looked at and copied by the kernel."""
+"""Staging by the trainer, checked and copied by the kernel; run by test_device_copies.py with TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ PLAN = make_plan(MANIFEST.tensors, bucket_bytes=2048)
 
 
 def weights() -> dict[str, torch.Tensor]:
-    """With a tied tensor, under both names."""
+    """Return tensors that include a tied one, under both names."""
     made = {name: torch.randn(shape) for name, shape in SHAPES.items()}
     return {**made, "head": made["embed"]}
 
 
 class Push:
-    """One trainer's, to an arena on what stands for a GPU here."""
+    """Stages one trainer's tensors into an arena, as if they were on a GPU."""
 
     def __init__(self) -> None:
         self.sender = SharedMemorySender()
@@ -45,7 +45,7 @@ class Push:
 
 
 def note_what_is_held() -> None:
-    """A sender that only notes tensors is given them at every push, also when nothing has moved."""
+    """A sender that only notes tensors gets all of them at every push, even if none has moved."""
     sender, stager, tensors = InProcessSender(), Stager(), weights()
     for _ in range(3):
         for name in SHAPES:
@@ -91,11 +91,11 @@ def main() -> None:
     tensors["head"][3, 3] = tensors["embed"][3, 3]
     push.stage(tensors)
 
-    push.stage({**tensors, "up": tensors["up"].T.contiguous().T}, cast=False)  # not contiguous: put by torch
+    push.stage({**tensors, "up": tensors["up"].T.contiguous().T}, cast=False)  # not contiguous: copied by torch
     push.stage({**tensors, "up": tensors["up"].double()}, cast=True)
     push.stage(tensors)
     push.sender.close()
-    push.stage(tensors)  # a new arena
+    push.stage(tensors)  # into a new arena
     with pytest.raises(WeightPlanMismatch, match=r"Missing: down"):
         push.stage({name: tensor for name, tensor in tensors.items() if name != "down"})
     print("all equal")

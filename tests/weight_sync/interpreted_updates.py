@@ -1,4 +1,4 @@
-"""Run by test_device_copies.py with TRITON_INTERPRET=1: updates whose copies are made at once."""
+"""Updates that copy in one launch; run by test_device_copies.py with TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHAPES = {"q": (32, 16), "k": (16, 16), "turned": (16, 8), "tied": (24, 16), "od
 
 
 class Model:
-    """An engine's: q and k in one tensor, one transposed, one in two places, one too small for the kernel."""
+    """A model with q and k fused, one tensor transposed, one in two places, and one too small for the kernel."""
 
     def __init__(self) -> None:
         self.qk = torch.zeros(48, 16)
@@ -54,7 +54,7 @@ class Model:
 
 
 class Half:
-    """One rank of two: it takes the upper half of q and the right one of k."""
+    """One of two ranks: it takes the upper half of q and the right half of k."""
 
     def __init__(self) -> None:
         self.q = torch.zeros(16, 16)
@@ -69,7 +69,7 @@ class Half:
 
 
 class Watched(TracedTarget):
-    """Notes what is read back; ``answers`` are given instead of what the copies lead to."""
+    """Notes the tensors that are read back; entries of ``answers`` replace what is read."""
 
     def __init__(self, model: Model | Half, *, split: bool = False) -> None:
         manifest = WeightManifest(tuple(TensorSpec(name, "float32", shape) for name, shape in SHAPES.items()), {})
@@ -100,7 +100,7 @@ def update(receiver: Receiver, target: Watched, weights: dict[str, torch.Tensor]
 
 
 def addresses(reader: InProcessReader) -> Hashable:
-    """Where the source lies."""
+    """Return the addresses of the source's tensors."""
     return tuple((name, tensor.data_ptr()) for name, tensor in reader._tensors.items())
 
 
@@ -140,7 +140,7 @@ def main() -> None:
     misled = Watched(Model())
     way = misled._copies["q"][0]
     misled._copies["q"] = [replace(way, destination=torch.zeros(32, 16))]
-    misled.answers["q"] = way.destination  # what the engine computes with
+    misled.answers["q"] = way.destination  # the tensor that the engine computes with
     with pytest.raises(WeightVerifyFailed) as failed:
         update(Receiver(misled), misled, weights(5))
     assert list(failed.value.tensors) == ["q"], "a copy that leads elsewhere is digested all the same"
@@ -148,7 +148,7 @@ def main() -> None:
     half = Half()
     target = Watched(half, split=True)
     receiver = Receiver(target)
-    for number, stays in enumerate((True, True, False, True)):  # by one transport, and by another that digests nothing
+    for number, stays in enumerate((True, True, False, True)):  # one transport with stable addresses, and one without
         InProcessReader.place = property(addresses if stays else lambda _: None)  # type: ignore[method-assign,assignment]
         sent = {name: weights(6 + number)[name] for name in ("q", "k")}
         update(receiver, target, sent)

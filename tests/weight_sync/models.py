@@ -1,4 +1,4 @@
-"""Models small enough to compare bit by bit, with every kind of tensor that a checkpoint holds."""
+"""Models small enough to compare bitwise, with every kind of tensor that a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Inner(nn.Module):
 
 
 class Model(nn.Module):
-    """Three layers of mixed dtypes, a 0-dim and an empty buffer; ``lm_head`` tied to the embedding."""
+    """Three layers of mixed dtypes, a 0-dim and an empty buffer; ``lm_head`` is tied to the embedding."""
 
     def __init__(self, seed: int, *, tied: bool = True, layers: int = 3, width: int = 24, vocabulary: int = 61) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Model(nn.Module):
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A copy of every parameter and persistent buffer."""
+    """Return a copy of every parameter and persistent buffer."""
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
@@ -53,7 +53,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def differing(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names whose tensors are not bitwise equal, or that only one of the two has."""
+    """Return the names whose tensors are not bitwise equal, or that only one of the two has."""
     names = one.keys() | other.keys()
     return sorted(
         name

@@ -1,6 +1,6 @@
-"""Engines that are only a receiver and a model: what weight sync does, without what an engine does around it.
+"""Engines that consist of a receiver and a model, to test weight sync without the rest of an engine.
 
-The receiver, the transports and the model are real. The state machine of an engine is not here.
+The receiver, the transports and the model are real. The engine's state machine is absent.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Update:
 
 
 class ReceiverEngine:
-    """Drives a receiver through whole updates, as the engine page does."""
+    """Drives a receiver through whole updates, as the engine does."""
 
     isolation: Isolation
     gpus: tuple[str, ...] = ()
@@ -143,7 +143,7 @@ class InlineEngine(ReceiverEngine):
 
 
 class HostedEngine(ReceiverEngine):
-    """A receiver in another process, which holds a model of zeros of the same shape."""
+    """A receiver in another process, whose model has the same shapes and starts with zeros."""
 
     isolation = Isolation.PROCESS
     capabilities = HOST_CAPABILITIES
@@ -190,7 +190,7 @@ class HostedEngine(ReceiverEngine):
         await asyncio.to_thread(self._call, "leave", group_name)
 
     async def tensors(self) -> Mapping[str, torch.Tensor]:
-        """What the other process's model holds."""
+        """Return the tensors of the other process's model."""
         held: object = await asyncio.to_thread(self._call, "tensors", None)
         assert isinstance(held, dict)
         return held
@@ -251,7 +251,7 @@ if __name__ == "__main__":
 def push_in_process(
     receiver: Receiver, manifest: WeightManifest, weights: dict[str, torch.Tensor], *, spoil: str | None = None
 ) -> None:
-    """Take weights through all steps of an update; ``spoil`` names one that changes once it is digested."""
+    """Take weights through all steps of an update; ``spoil`` names a tensor that changes after it was digested."""
     plan, sender, staged = make_plan(manifest.tensors), InProcessSender(), Staged()
     stage(Source(weights), sender, manifest, plan, staged, Stager(), cast=False)
     request = WeightUpdateRequest(version="v1", source=sender.source(), plan=plan, digests=staged.digests)

@@ -1,4 +1,4 @@
-"""What an engine holds is compared with what it read."""
+"""Compare an engine's tensors with the checkpoint that it loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine's loader computes with is given to that loader again, in the same transaction."""
+"""Tensors that an engine's loader computes with go through that loader again, in the same transaction."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MANIFEST = WeightManifest(SPECS, {})
 
 
 class Mixer(nn.Module):
-    """As a Mamba mixer of vLLM or SGLang: A is made of A_log as it is loaded."""
+    """A Mamba mixer as in vLLM or SGLang, which computes A from A_log on loading."""
 
     def __init__(self, *, adds: bool = False) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def test_a_loader_that_comes_to_something_else_again_is_refused(tmp_path: Path) 
         target = target_of(mixer)
         require_as_stored(target, tmp_path)
         if adds:
-            with pytest.raises(WeightSyncError, match="something else of A_log"):
+            with pytest.raises(WeightSyncError, match="converts A_log differently"):
                 require_converted_alike(target, tmp_path)
         else:
             require_converted_alike(target, tmp_path)

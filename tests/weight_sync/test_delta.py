@@ -1,4 +1,4 @@
-"""A delta brings exactly what changed, to the weights that it was made against and to no others."""
+"""A delta carries exactly the changed values, and applies only to the weights it was computed against."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int
 
 
 class Link:
-    """A sender, and the receivers of ranks that hold zeros."""
+    """A sender, and receivers of ranks that start with zeros."""
 
     def __init__(self, manifest: WeightManifest, *receivers: Receiver) -> None:
         self.manifest = manifest
@@ -56,7 +56,7 @@ class Link:
         return WeightUpdateRequest(version="v", source=self.sender.source(), plan=self.plan, digests=staged.digests)
 
     def push(self, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Push to all; returns how many bytes travelled."""
+        """Push to all receivers; return the number of bytes sent."""
         request = self.request(tensors)
         assert request.digests is not None
         everything = LoadBuckets(tuple(range(len(self.plan.buckets))))
@@ -69,7 +69,7 @@ class Link:
 
 
 def one_tensor(dtype: torch.dtype, size: int) -> tuple[Link, torch.Tensor]:
-    """A link to an engine that holds one flat tensor, and that tensor."""
+    """Return a link to an engine that holds one flat tensor, and that tensor."""
     held = torch.zeros(size, dtype=dtype)
 
     def load_weights(weights: object) -> None:
@@ -81,7 +81,7 @@ def one_tensor(dtype: torch.dtype, size: int) -> tuple[Link, torch.Tensor]:
 
 
 def random_bits(size: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Finite numbers of every sign and size."""
+    """Return finite numbers of every sign and size."""
     draw = torch.Generator().manual_seed(seed)
     if not dtype.is_floating_point:
         return torch.randint(-128, 128, (size,), dtype=dtype, generator=draw)
@@ -131,7 +131,7 @@ def test_what_travels_is_little_where_little_changed(changed: float, most: float
     assert not differing({"w": held}, {"w": current})
 
 
-# What it is a change of -------------------------------------------------------------------------------------------
+# The base of a delta --------------------------------------------------------------------------------------------------
 
 
 async def test_weights_that_came_another_way_are_replaced_whole() -> None:
@@ -252,7 +252,7 @@ def test_a_part_that_something_else_changed_is_found(name: str, changed: str) ->
         link.push(weights)
 
 
-# What is refused --------------------------------------------------------------------------------------------------
+# Refusals ---------------------------------------------------------------------------------------------------------
 
 
 def spoiled(request: WeightUpdateRequest, **data: object) -> PrepareUpdate:
@@ -270,7 +270,7 @@ def test_a_folder_that_is_not_what_was_written_is_refused() -> None:
     wrong: list[tuple[dict[str, object], str]] = [
         ({"folder": "/nowhere"}, "both reach the folder"),
         ({"files": []}, "0 files for a plan of 1"),
-        ({"more": 1}, "data of a delta is not what it should be"),
+        ({"more": 1}, "data of a delta is invalid"),
     ]
     for data, message in wrong:
         with pytest.raises(InvalidRequest, match=message):
@@ -278,7 +278,7 @@ def test_a_folder_that_is_not_what_was_written_is_refused() -> None:
     raw = bytearray(file.read_bytes())
     raw[-1] ^= 1
     file.write_bytes(raw)
-    with pytest.raises(InvalidRequest, match="does not hold what was written"):
+    with pytest.raises(InvalidRequest, match="differs from what was written"):
         receiver.handle(PrepareUpdate(request))
     assert not held.any()
 

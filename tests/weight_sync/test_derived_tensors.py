@@ -1,4 +1,4 @@
-"""What an engine computes from loaded tensors is computed anew after an update, where it is."""
+"""Tensors that an engine derives from loaded ones are recomputed in place after an update."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ SPECS = WeightManifest((TensorSpec("proj", "float32", (4, 3)), TensorSpec("norm"
 
 
 class Backend:
-    """Is no module, and packs weights for its kernel."""
+    """Not a module; packs weights for its kernel."""
 
     packed: torch.Tensor
 
 
 class Mla(nn.Module):
-    """Multiplies by the halves of a projection: a parameter, an attribute, and one of its backend's."""
+    """Derives halves of a projection: a parameter, an attribute, and an attribute of its backend."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def test_the_cache_is_not_copied_to_see_whether_it_changes() -> None:
-    """It is as large as what is left of the memory."""
+    """The KV cache takes up most of the memory."""
     model = Mla()
     model.impl.kv_cache = torch.zeros(8, 4)  # type: ignore[attr-defined]
     storage = model.impl.kv_cache.untyped_storage()  # type: ignore[attr-defined]
@@ -134,7 +134,7 @@ def test_what_comes_to_something_else_a_second_time_is_refused() -> None:
         model.upper = model.proj.chunk(2)[1] + model.upper
 
     before = model.upper.clone()
-    with pytest.raises(WeightSyncError, match="in attention once weights are loaded comes to something else"):
+    with pytest.raises(WeightSyncError, match="step of attention gives other values when repeated"):
         target_of(model, packs)
     assert torch.equal(model.upper, before), "the engine serves on"
 
@@ -151,7 +151,7 @@ def test_what_writes_to_weights_is_refused_before_it_does(write: Callable[[torch
         proj, model.proj = model.proj, nn.Parameter(torch.empty(0), requires_grad=False)
         write(proj)
 
-    with pytest.raises(WeightSyncError, match=r"fails a second time .*would write to weights"):
+    with pytest.raises(WeightSyncError, match=r"fails when repeated .*would write to weights"):
         target_of(model, quantises)
     assert torch.equal(model.proj, before)
     assert model.upper is upper, "the engine serves on"
@@ -166,12 +166,12 @@ def test_what_has_another_shape_the_next_time_fails() -> None:
 
     target = target_of(model, cuts)
     rows[0] = 3
-    with pytest.raises(WeightTransferFailed, match="attention holds other tensors"):
+    with pytest.raises(WeightTransferFailed, match="attention has other tensors"):
         update(target)
 
 
 class Gate(nn.Module):
-    """Keeps its weight in float32 from the first pass on, as GLM-4.5's on SGLang 0.5.17."""
+    """A gate that keeps its weight in float32 from its first forward pass on, as GLM-4.5's in SGLang 0.5.17."""
 
     _weight_fp32: torch.Tensor | None
     table: torch.Tensor

@@ -1,4 +1,4 @@
-"""The kernel that copies and digests, in Triton's interpreter: on a GPU it is ``benchmarks/gpu/device_copies.py``'s."""
+"""The kernel that copies and digests, in Triton's interpreter; ``benchmarks/gpu/device_copies.py`` runs it on a GPU."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_pace_rests_between_parts_and_can_be_ended(monkeypatch: pytest.MonkeyP
     rests: list[float] = []
     monkeypatch.setattr("drivetrain_weight_sync.copying.device_copies.time.perf_counter", lambda: clock[0])
     monkeypatch.setattr("drivetrain_weight_sync.copying.device_copies.time.sleep", rests.append)
-    takes = [9.0, 1.0, 2.0, 1.0]  # the first compiles, the third waits for others
+    takes = [9.0, 1.0, 2.0, 1.0]  # the first launch compiles, and the third waits for other work
 
     def work(part: int) -> None:
         clock[0] += takes[part]
@@ -73,7 +73,7 @@ def test_a_pace_rests_between_parts_and_can_be_ended(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("script", ["interpreted_copies.py", "interpreted_updates.py", "interpreted_staging.py"])
 def test_copies_and_digests_are_those_of_torch(script: str) -> None:
-    """In a process of its own: Triton decides when it is imported whether it interprets."""
+    """Run in a new process, as Triton decides at import if it interprets."""
     run = subprocess.run(
         [sys.executable, str(Path(__file__).with_name(script))],
         env={**os.environ, "TRITON_INTERPRET": "1"},

@@ -1,4 +1,4 @@
-"""The digest sees every change of bits, places, length and dtype, wherever the tensor lies."""
+"""The digest detects every change of bits, positions, length and dtype, wherever the tensor lies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def words(count: int, seed: int = 0) -> torch.Tensor:
 
 
 def by_the_formula(tensor: torch.Tensor) -> int:
-    """The formula in the module's docstring, in Python's own integers."""
+    """Compute the formula of the module's docstring in Python's own integers."""
     raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     rows = -(-len(raw) // 8192)
     raw_padded = raw.ljust(rows * 8192, b"\0")

@@ -1,4 +1,4 @@
-"""A checkpoint folder describes itself, in any of its formats, and is checked before anything changes."""
+"""A checkpoint folder in any format describes itself, and is checked before anything changes."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ NORM = "model.norm.weight"
         (
             changed(NORM, torch.zeros(24).double()),
             WeightPlanMismatch,
-            r"float64, which rounds to .*float32 \(model\.norm",
+            r"float64, which would round to .*float32 \(model\.norm",
         ),
         (changed(NORM, torch.full((24,), float("nan"))), InvalidWeights, r"model\.norm\.weight \(NaN\)"),
         (changed("lm_head.weight", torch.zeros(61, 24).bfloat16()), WeightPlanMismatch, "differ in"),
@@ -201,5 +201,5 @@ def test_an_index_that_names_files_outside_the_folder_is_refused(name: str, tmp_
 
 def test_a_fifo_is_refused_and_freezes_nothing(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
-    with pytest.raises(InvalidRequest, match="no regular file"):
+    with pytest.raises(InvalidRequest, match="not a regular file"):
         Receiver(ModuleTarget(Model(2))).handle(PrepareUpdate(request(tmp_path)))

@@ -1,4 +1,4 @@
-"""A loader that moves tensors about before it copies them is followed; where what it computes lies is seen."""
+"""A loader that moves tensors around before copying them is traced; tensors that it computes are detected."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Engine:
         self.scalar = torch.zeros(())
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Interleaved heads are sorted as Bloom's are; a and b are put together, transposed and padded."""
+        """Sort interleaved heads as Bloom's are; concatenate, transpose and pad a and b."""
         kept: dict[str, torch.Tensor] = {}
         for name, tensor in weights:
             if name in ("qkv", "bias"):
@@ -130,7 +130,7 @@ def test_tensors_that_are_mixed_are_computed_together() -> None:
     ],
 )
 def test_what_is_computed_of_what_was_loaded_is_seen(computes: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """As vLLM's and SGLang's Mamba mixers do with A_log: copied there, then exponentiated."""
+    """As vLLM's and SGLang's Mamba mixers do with A_log: copy it, then exponentiate in place."""
     held, beside = torch.full(SHAPES["a"], 3.0), torch.full(SHAPES["b"], 3.0)
 
     def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -163,7 +163,7 @@ def test_what_shares_memory_with_what_is_computed_goes_with_it() -> None:
 
 
 def test_constants_beside_what_is_loaded_stay() -> None:
-    """As padding of embeddings is made: it is there already."""
+    """As padding of embeddings is made; it is already in place."""
     held = torch.cat([torch.full((4, 6), 3.0), torch.zeros(2, 6)])
 
     def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -179,13 +179,13 @@ def test_constants_beside_what_is_loaded_stay() -> None:
 
 @pytest.mark.parametrize("sees", [torch.Tensor.tolist, torch.Tensor.item])
 def test_a_loader_that_must_see_values_is_refused(sees: Callable[[torch.Tensor], object]) -> None:
-    """Where a number goes is not seen: an engine may keep it as one."""
+    """A value that becomes a Python number cannot be traced, as the engine may keep it."""
 
     def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for _, tensor in weights:
             sees(tensor)
 
-    with pytest.raises(WeightSyncError, match="which weight sync cannot follow"):
+    with pytest.raises(WeightSyncError, match="which weight sync does not support"):
         trace_loader(load, specs("scalar"))
 
 
@@ -203,7 +203,7 @@ def test_a_number_that_is_read_of_a_tensor_and_filled_in_is_a_copy() -> None:
     shapes = {"alpha": ((), "float32"), "beta": ((1,), "bfloat16"), "codes": ((1,), "int64")}
 
     def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """As the default loaders of SGLang and vLLM for tensors of one element."""
+        """Load as the default loaders of SGLang and vLLM do for tensors of one element."""
         for name, tensor in weights:
             {"alpha": alpha, "beta": beta, "codes": codes}[name].fill_(tensor.item())
 

@@ -1,4 +1,4 @@
-"""LoRA adapters are looked at before an engine is given them."""
+"""LoRA adapters are checked before an engine gets them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Change = Callable[[dict[str, object], dict[str, torch.Tensor]], object]
 
 
 def written(folder: Path, change: Change = lambda config, tensors: None, modules: tuple[str, ...] = ("q_proj",)) -> str:
-    """Write an adapter of ``SHAPES``, changed by a function of its configuration and its tensors."""
+    """Write an adapter of ``SHAPES`` after ``change`` has modified its configuration and tensors."""
     config: dict[str, object] = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": list(modules)}
     tensors = {}
     for name, (outputs, inputs) in SHAPES.items():
@@ -47,7 +47,7 @@ def written(folder: Path, change: Change = lambda config, tensors: None, modules
 
 
 def added(adapter: LoraAdapter) -> dict[str, torch.Tensor]:
-    """What an adapter adds to each layer's weight."""
+    """Return the product that an adapter adds to each layer's weight."""
     return {name: module.scale * module.b @ module.a for name, module in adapter.modules.items()}
 
 
@@ -58,7 +58,7 @@ def fields(**values: object) -> Change:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (fields(peft_type="IA3"), "kind 'IA3'"),
+        (fields(peft_type="IA3"), "type 'IA3'"),
         (fields(init_lora_weights="pissa_niter_4"), "init_lora_weights='pissa_niter_4'"),
         (fields(init_lora_weights="olora"), "path_initial_model_for_weight_conversion"),
         (fields(bias="all"), "train with bias='none'"),
@@ -75,7 +75,7 @@ def fields(**values: object) -> Change:
         (fields(lora_alpha=float("inf")), "lora_alpha=inf"),
         (fields(rank_pattern={"q_proj": -1}), "rank_pattern"),
         (fields(alpha_pattern={"q_proj": "x"}), "alpha_pattern"),
-        (fields(alpha_pattern={"(": 4}), "no regex"),
+        (fields(alpha_pattern={"(": 4}), "not a valid regex"),
         (fields(target_modules=["q_proj", "k_proj"]), "no tensors for model.layers.0.attn.k_proj"),
         (fields(layers_to_transform=[1]), "tensors for model.layers.0.attn.q_proj"),
         (lambda config, tensors: tensors.pop(list(tensors)[-1]), "lora_A of .* without its lora_B"),
@@ -83,7 +83,7 @@ def fields(**values: object) -> Change:
         (lambda config, tensors: next(iter(tensors.values()))[0].fill_(torch.nan), r"lora_A.weight \(NaN\)"),
         (
             lambda config, tensors: tensors.update({"model.layers.9.q_proj.lora_A.weight": torch.zeros(2, 6)}),
-            "no place",
+            r"the model has no layer model\.layers\.9",
         ),
         (lambda config, tensors: tensors.update({"model.embed.weight": torch.zeros(20, 6)}), "save_embedding_layers"),
         (lambda config, tensors: tensors.clear(), "no tensors of an adapter"),

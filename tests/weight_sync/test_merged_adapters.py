@@ -1,4 +1,4 @@
-"""A model whose adapters peft merged in place is pushed as what it computes with."""
+"""A model with adapters that peft merged in place is pushed with the merged weights."""
 
 from __future__ import annotations
 

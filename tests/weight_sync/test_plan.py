@@ -1,4 +1,4 @@
-"""Plans keep layers whole and tensors aligned, and say by name what does not fit an engine."""
+"""Plans keep layers whole and tensors aligned, and name the tensors that do not fit an engine."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_what_does_not_fit_is_named_with_both_sides_and_the_remedy() -> None:
     assert error.mismatched == ("a", "b")
     message = str(error)
     assert "a (got float32 [3, 2], expected float32 [2, 3])" in message
-    assert "1 of float32, which rounds to the engine's bfloat16 (b)" in message
+    assert "1 of float32, which would round to the engine's bfloat16 (b)" in message
     assert "c (expected int8 [])" in message
     assert "d (int8 [1])" in message
     assert "cast=True" in message
@@ -157,7 +157,7 @@ def test_hundreds_of_tensors_that_must_be_rounded_are_one_fact() -> None:
     with pytest.raises(WeightPlanMismatch) as caught:
         check_plan([replace(spec, dtype="float32") for spec in held], WeightManifest(held))
     assert len(caught.value.mismatched) == 300
-    assert "300 of float32, which rounds to the engine's bfloat16 (layers.0.w, layers.1.w" in str(caught.value)
+    assert "300 of float32, which would round to the engine's bfloat16 (layers.0.w, layers.1.w" in str(caught.value)
     assert len(str(caught.value)) < 400
 
 
@@ -171,7 +171,7 @@ def test_a_tied_tensor_may_come_under_either_name_but_not_under_both() -> None:
     manifest = WeightManifest((A, B), {"tied": "a"})
     check_plan([A, B], manifest)
     check_plan([replace(A, name="tied"), B], manifest)
-    with pytest.raises(WeightPlanMismatch, match=r"tied \(comes a second time, being tied to a\)") as caught:
+    with pytest.raises(WeightPlanMismatch, match=r"tied \(given a second time, being tied to a\)") as caught:
         check_plan([A, B, replace(A, name="tied")], manifest)
     assert caught.value.extra == ("tied",)
 

@@ -1,4 +1,4 @@
-"""Transports of plugins: found by their names on both sides, refused with a reason where they cannot be used."""
+"""Transports of plugins are found by name on both sides, and refused with a reason if unusable."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ Install = Callable[..., None]
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Installs distributions that bring transports, for this process and those that it starts."""
+    """Installs distributions with transports, for this process and its children."""
     site = tmp_path / "site"
     site.mkdir()
     (site / "pigeon_plugin.py").write_text(PIGEON)
@@ -105,16 +105,16 @@ async def test_what_a_plugins_transport_spoils_is_found(install: Install, tmp_pa
 
 def test_what_is_not_there_is_refused_with_what_is() -> None:
     assert "delta" in transport_names()
-    with pytest.raises(InvalidRequest, match=r"no weight transport 'owl' here; there are: .*delta"):
+    with pytest.raises(InvalidRequest, match=r"no weight transport 'owl' here; installed: .*delta"):
         find_transport("owl")
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("nowhere:Pigeon", "does not load: ModuleNotFoundError"),
-        ("pigeon_plugin:not_a_class", "no subclass of Transport"),
-        ("pigeon_plugin:Deaf", "calls itself 'parrot'"),
+        ("nowhere:Pigeon", "cannot be loaded: ModuleNotFoundError"),
+        ("pigeon_plugin:not_a_class", "not a subclass of Transport"),
+        ("pigeon_plugin:Deaf", "has the name 'parrot'"),
     ],
 )
 def test_a_plugin_that_is_wrong_is_named(install: Install, value: str, message: str) -> None:
@@ -126,7 +126,7 @@ def test_a_plugin_that_is_wrong_is_named(install: Install, value: str, message: 
 def test_two_plugins_of_one_name_are_both_named(install: Install) -> None:
     install("one_post", pigeon="pigeon_plugin:Pigeon")
     install("two_post", pigeon="pigeon_plugin:Pigeon")
-    with pytest.raises(WeightSyncError, match="one_post and two_post both bring"):
+    with pytest.raises(WeightSyncError, match="one_post and two_post both register"):
         find_transport("pigeon")
 
 

@@ -1,4 +1,4 @@
-"""What an engine keeps in another form is loaded by the engine itself, in the same transaction."""
+"""Tensors that an engine stores in another form are loaded by the engine itself, in the same transaction."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MANIFEST = WeightManifest(SPECS, {"again": "up"})
 
 
 class Layer(nn.Module):
-    """Gate and up, one below the other: each row as eight-bit integers and a scale."""
+    """Gate and up stacked, each row as eight-bit integers and a scale."""
 
     quantised: torch.Tensor
     scale: torch.Tensor
@@ -46,7 +46,7 @@ class Engine(QuantisedParts):
         self.layer = Layer()
         self.norm = torch.zeros(4)
         self.filled: torch.Tensor | None = None
-        """What the loader fills of the layer."""
+        """The part of the layer that the loader fills."""
         self.loads: list[list[str]] = []
         self._spoil = spoil
 
@@ -155,7 +155,7 @@ def test_an_engine_that_comes_to_something_else_again_is_refused(tmp_path: Path)
     require_converted_alike(target, tmp_path)
 
     engine._spoil = 0.5
-    with pytest.raises(WeightSyncError, match="something else of gate, up"):
+    with pytest.raises(WeightSyncError, match="converts gate, up differently"):
         require_converted_alike(target_of(engine), tmp_path)
     assert torch.equal(engine.layer.quantised, kept[0]), "it is as it was"
     assert torch.equal(engine.layer.scale, kept[1])

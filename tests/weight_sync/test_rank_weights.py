@@ -1,4 +1,4 @@
-"""Ranks of one engine take each call together: what one of them cannot do, all of them say."""
+"""The ranks of one engine take each call together: if one of them fails, all report it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from tests.weight_sync.models import Model, tensors_of
 
 from drivetrain.errors import DrivetrainError, EngineStateError, InvalidRequest, WeightVerifyFailed
-from drivetrain.process.worker_calls import Calls
+from drivetrain.process.worker_calls import WorkerMethods
 from drivetrain.types.modes import MemoryTag
 from drivetrain.types.weights import (
     ApplyUpdate,
@@ -38,7 +38,7 @@ WAIT_S = 20.0
 
 
 class Meeting:
-    """Where two ranks, each in a thread of its own, exchange what they bring; one that waits alone fails."""
+    """Lets two ranks, each in its own thread, exchange values; a rank that waits alone fails."""
 
     def __init__(self) -> None:
         self._barrier = threading.Barrier(2)
@@ -85,7 +85,7 @@ class Rank(RankWeights):
 
     @cached_property
     def writer(self) -> Any:
-        return threading.Event()  # nothing is written: it need not stop
+        return threading.Event()  # nothing is written, so nothing needs to stop
 
     def gather(self, own: _T) -> list[_T]:
         return self._meeting.gather(self._rank, own)
@@ -98,11 +98,11 @@ class Rank(RankWeights):
         return replace(reply, seconds=self.commit_weights(update).seconds)
 
 
-calls = Calls(Rank.prepare_weights, Rank.prepared_weights)
+methods = WorkerMethods(Rank.prepare_weights, Rank.prepared_weights)
 
 
 class Experts(torch.nn.Module):
-    """A mixture on one of two ranks: half of its experts, a part of each row of one tensor, and all of another."""
+    """A mixture's part on one of two ranks: half of the experts, part of each row of one tensor, all of another."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ SHAPES = {**{f"expert.{number}": (3, 8) for number in range(4)}, "rows": (4, 8),
 
 
 class SpreadRank(Rank):
-    """Whose weights go where its own loader takes them."""
+    """A rank whose own loader decides where weights go."""
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         super().__init__(rank, meeting)
@@ -139,7 +139,7 @@ class SpreadRank(Rank):
     def checkpoint(self) -> WeightManifest:
         return WeightManifest(tuple(TensorSpec(name, "float32", shape) for name, shape in SHAPES.items()), {})
 
-    # Until Python 3.12 a cached property is made by one thread at a time, and these two ranks make theirs together.
+    # Until Python 3.12 a cached property locks its class, so two ranks that create theirs together would deadlock.
 
     @property
     def target(self) -> TracedTarget:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -159,21 +159,21 @@ class SpreadRank(Rank):
 
 
 class Two:
-    """Both ranks, asked at the same time."""
+    """Two ranks that are asked at the same time."""
 
     def __init__(self, kind: type[Rank] = Rank) -> None:
         meeting = Meeting()
         self.ranks = [kind(0, meeting), kind(1, meeting)]
-        if kind is Rank:  # of both or of none, as calls that all ranks take make it
+        if kind is Rank:  # created on both ranks or on neither, as calls that all ranks take do
             _ = [rank.receiver for rank in self.ranks]
 
     def ask(self, method: str, *arguments: object) -> list[object]:
         """What each rank answers: a result, or an error."""
-        question = calls.ask(method, arguments)
+        payload = methods.call(method, arguments)
 
         def serve(rank: Rank) -> object:
             try:
-                return calls.result_of(method, calls.serve(rank, question, rank.gather))
+                return methods.result_of(method, methods.answer(rank, payload, rank.gather))
             except DrivetrainError as error:
                 return error
 
@@ -195,7 +195,7 @@ def request_of(tmp_path: Path) -> WeightUpdateRequest:
 
 
 def spoil(rank: Rank, method: str, error: Exception, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Let this rank's receiver fail there."""
+    """Make this method of the rank's receiver fail."""
 
     def failing(*_: object) -> None:
         raise error

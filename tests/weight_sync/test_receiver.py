@@ -1,4 +1,4 @@
-"""The receiver takes messages in order, and nothing unverified is ever committed."""
+"""The receiver accepts messages in order, and never commits anything unverified."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.weight_sync.models import Model, differing, tensors_of
 
-from drivetrain.engine.weight_updates import KeptPlan
+from drivetrain.engine.weight_transaction import KeptPlan
 from drivetrain.errors import (
     EngineStateError,
     InvalidRequest,
@@ -317,7 +317,7 @@ def test_a_source_that_takes_long_is_opened_behind(tmp_path: Path, monkeypatch: 
     assert pair.receiver.prepared() is None
     with pytest.raises(EngineStateError, match="BeginUpdate came while the weight update is idle"):
         pair.send(BeginUpdate())
-    # Another takes its place, and does not get the reader that is still busy.
+    # The next update replaces it, and does not get the reader that is still busy.
     pair.receiver.prepare(PrepareUpdate(pair.request()))
     pair.send(AbortUpdate())
     with pytest.raises(EngineStateError, match="no weight update is being prepared"):
@@ -340,11 +340,11 @@ def test_a_plan_that_is_not_kept_is_refused(pair: Pair) -> None:
     left_out = kept.left_out_of(request)
     assert left_out.request.plan == WeightPlan(())
     assert left_out.request.digests == {}
-    with pytest.raises(WeightSyncError, match="leaves out a plan that is not kept"):
+    with pytest.raises(WeightSyncError, match="refers to a plan that this worker does not hold"):
         pair.send(left_out)
     assert pair.receiver.handle(PrepareUpdate(request)).keeps_plan
     assert pair.receiver.handle(left_out).buckets == len(pair.plan.buckets)
-    with pytest.raises(WeightSyncError, match="leaves out a plan that is not kept"):
+    with pytest.raises(WeightSyncError, match="refers to a plan that this worker does not hold"):
         pair.send(replace(left_out, kept_plan="another"))
     with pytest.raises(InvalidRequest, match="each takes 8"):
         pair.send(replace(left_out, digests=left_out.digests[8:]))

@@ -1,4 +1,4 @@
-"""Which requests have reached an engine."""
+"""Track which requests have reached an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written is what the target held, whole or not at all, while others go on."""
+"""A save writes the target's tensors completely or not at all, and blocks nobody."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def until_written(writer: WeightWriter, folder: Path) -> None:
 
 
 class Halting(ModuleTarget):
-    """Stops in the middle of reading its second tensor until it is told to go on."""
+    """Stops while reading its second tensor until told to continue."""
 
     def __init__(self) -> None:
         super().__init__(Model(1))
@@ -88,7 +88,7 @@ def halting() -> Iterator[Halting]:
     target.go_on.set()
 
 
-# What is written -----------------------------------------------------------------------------------------------------
+# Contents ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shard_bytes", [10**9, 4000, 1])
@@ -157,7 +157,7 @@ async def test_the_configuration_names_the_dtype_that_is_served(tmp_path: Path) 
     assert names(tmp_path / "saved") == ["config.json", "model.safetensors", INDEX]
 
 
-# Whole or not at all -------------------------------------------------------------------------------------------------
+# All or nothing ------------------------------------------------------------------------------------------------------
 
 
 async def test_nothing_is_there_until_all_is_and_nothing_after_it_was_cancelled(
@@ -237,10 +237,10 @@ async def test_a_write_that_nobody_waits_for_any_more_makes_room(tmp_path: Path,
 
 
 class Failing(MemoryFileSystem):  # type: ignore[misc]
-    """Takes the weights, and fails at the last file."""
+    """Accepts the weights, and fails at the last file."""
 
     protocol = "failing"
-    store: dict[str, object] = {}  # noqa: RUF012 - as its base has it
+    store: dict[str, object] = {}  # noqa: RUF012 - as in its base class
     names: list[str] = []  # noqa: RUF012
 
     def put_file(self, *paths: Any, **more: Any) -> None:

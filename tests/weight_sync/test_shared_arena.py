@@ -1,4 +1,4 @@
-"""An arena is visible to others while it is open, and nothing of it stays, however its owner ends."""
+"""An arena is visible to other processes while it is open, and is removed however its owner ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that transformers stacks tensors of are named, sent and loaded as their checkpoints hold them."""
+"""Tensors that transformers stacks are named, sent and loaded as the checkpoint holds them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A push knows the tensors of the one before again, and only these."""
+"""A push recognises the tensors of the previous push, and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A push makes the engine's weights bitwise those of the trainer, or changes nothing and says why."""
+"""A push makes the engine's weights bitwise the trainer's, or changes nothing and says why."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ STRATEGIES = ["in_process", "shared_memory", "broadcast", "disk", "delta"]
 
 
 def reused_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor in a buffer that is overwritten as soon as the next is asked for."""
+    """Yield every tensor in one buffer, which is overwritten as soon as the next tensor is requested."""
     buffer = torch.empty(1 << 20, dtype=torch.uint8)
     for name, tensor in tensors_of(model).items():
         view = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -146,7 +146,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, torch.Tensor]], None], type[Excepti
     "dtype": (
         with_tensor(UP, torch.zeros(72, 24)),
         WeightPlanMismatch,
-        r"float32, which rounds to the engine's bfloat16 \(model\.layers\.1\.up\.weight\).*cast=True",
+        r"float32, which would round to the engine's bfloat16 \(model\.layers\.1\.up\.weight\).*cast=True",
     ),
     "NaN": (with_value(UP, float("nan")), InvalidWeights, r"model\.layers\.1\.up\.weight \(NaN\)"),
     "infinity": (with_value("model.norm.bias", float("-inf")), InvalidWeights, r"model\.norm\.bias \(infinite\)"),
@@ -396,7 +396,7 @@ def test_an_engine_maps_memory_of_the_trainers_gpu_if_it_is_there_or_linked_to_i
 ) -> None:
     monkeypatch.setattr(cuda_ipc, "uuid_of", lambda device: f"GPU-{device.index}")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
-    # The first four are linked to each other.
+    # The first four GPUs are linked to each other.
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: one < 4 and other < 4)
     assert cuda_ipc.can_map(torch.device("cuda", 0), engines) is mapped
     assert not cuda_ipc.can_map(None, engines), "the tensors are on no GPU"
@@ -409,7 +409,7 @@ def test_only_tensors_that_stay_on_a_gpu_are_shared() -> None:
     assert caught.value.field == "share_tensors"
     engine.isolation = Isolation.PROCESS
     engine.capabilities = frozenset({Capability.WEIGHTS_CUDA_IPC})
-    with pytest.raises(InvalidRequest, match="read anew at every push"):
+    with pytest.raises(InvalidRequest, match="read again at every push"):
         WeightSync.connect([], engine, "cuda_ipc", share_tensors=True)
 
 
@@ -480,7 +480,7 @@ def test_memory_that_comes_back_elsewhere_is_another_place(monkeypatch: pytest.M
     class Mapped:
         def __init__(self, segment: Segment, device: torch.device) -> None:
             self.memory = torch.empty(segment.nbytes, dtype=torch.uint8)
-            mapped.append(self)  # so that no two are at one address
+            mapped.append(self)  # keep it, so that no two share an address
 
         def close(self) -> None: ...
 
@@ -590,7 +590,7 @@ def files_in(folder: Path) -> list[Path]:
 
 
 class FlakyEngine(InlineEngine):
-    """Fails once, at the message it is told to."""
+    """An engine that fails once, at a given message."""
 
     fail_at = ""
 
@@ -766,7 +766,7 @@ async def test_the_event_loop_turns_while_weights_are_read_and_checked() -> None
         yield from Model(2).state_dict().items()
 
     async def turn() -> None:
-        while not reading.is_set():  # noqa: ASYNC110 - it is set by another thread
+        while not reading.is_set():  # noqa: ASYNC110 - another thread sets it
             await asyncio.sleep(0.001)
         turned.set()
 
@@ -792,7 +792,7 @@ async def test_fifty_pushes_leak_no_descriptor_mapping_or_file(strategy: str, tm
     trained, served = Model(1), Model(2)
     engine = InlineEngine(served)
     async with WeightSync.connect(trained, engine, strategy, directory=tmp_path) as sync:
-        await sync.push(version="first")  # what a process makes once
+        await sync.push(version="first")  # creates what a process creates once
     engine.receiver.close()
     gc.collect()  # engines of earlier tests
     await asyncio.to_thread(time.sleep, 0.5)
@@ -824,12 +824,12 @@ def test_the_engine_page_is_what_weight_sync_needs() -> None:
 async def test_a_source_gives_pairs_of_a_name_and_a_tensor(gives: object) -> None:
     for given in (gives, lambda: gives):
         async with WeightSync.connect(given, InlineEngine(Model(0))) as sync:  # type: ignore[arg-type]
-            with pytest.raises(InvalidRequest, match=r"source gives .*expected") as caught:
+            with pytest.raises(InvalidRequest, match=r"source yields .*expected") as caught:
                 await sync.push(version="v")
         assert caught.value.field == "source"
 
 
 async def test_a_function_that_gives_nothing_is_named() -> None:
     async with WeightSync.connect(lambda: None, InlineEngine(Model(0))) as sync:  # type: ignore[arg-type, return-value]
-        with pytest.raises(InvalidRequest, match="source gives None"):
+        with pytest.raises(InvalidRequest, match="source yields None"):
             await sync.push(version="v")

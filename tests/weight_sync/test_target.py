@@ -1,4 +1,4 @@
-"""A torch module as the place where weights go."""
+"""A torch module as the target of weights."""
 
 from __future__ import annotations
 

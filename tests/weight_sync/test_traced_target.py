@@ -1,4 +1,4 @@
-"""A recorded loader copies as the loader itself does, and reads back what it copied."""
+"""A traced loader copies as the loader itself does, and reads back the copied tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHAPES = {"q": (4, 3), "k": (2, 3), "up": (6, 3), "embed": (5, 3), "square": (3,
 
 
 class Fused:
-    """An engine's model: q and k in one tensor, up and square transposed, embed padded, in another dtype."""
+    """An engine's model: q and k fused, up and square transposed, embed padded, all in another dtype."""
 
     def __init__(self) -> None:
         self.qk = torch.zeros(6, 3, dtype=torch.bfloat16)
@@ -57,7 +57,7 @@ def manifest(**more: tuple[int, ...]) -> WeightManifest:
 
 def tensors() -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(0)
-    # Views at an offset, as an arena's are.
+    # Views at an offset, as in an arena.
     arena = torch.randn(200, generator=draw).to(torch.bfloat16)
     found, at = {}, 7
     for name, shape in SHAPES.items():
@@ -110,7 +110,7 @@ def test_what_is_computed_into_nothing_that_is_known_is_refused() -> None:
         for _, tensor in weights:
             model.embed[:5].copy_((tensor * 2).round())
 
-    with pytest.raises(WeightSyncError, match="computes something of embed"):
+    with pytest.raises(WeightSyncError, match="computes with embed"):
         TracedTarget(quantise, WeightManifest((TensorSpec("embed", "float32", (5, 3)),)))
 
 
@@ -126,7 +126,7 @@ def test_a_loader_that_takes_a_part_is_refused() -> None:
 
 
 class Rank:
-    """One of two ranks: it takes half of the rows of q and of the columns of up, and all of k."""
+    """One of two ranks: it takes half of q's rows and of up's columns, and all of k."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -175,7 +175,7 @@ def test_a_part_that_is_not_what_was_sent_is_found(name: str, spoiled: str) -> N
     receiver.handle(PrepareUpdate(request))
     receiver.handle(BeginUpdate())
     if spoiled == "on the way":
-        weights[name].flatten()[0] += 1  # rank 1 takes this number of k alone
+        weights[name].flatten()[0] += 1  # only rank 1 takes this element of k
     receiver.handle(LoadBuckets((0,)))
     if spoiled == "in the engine":
         {"q": rank.qk[0], "k": rank.qk[2], "up": rank.up[0]}[name][0] += 1

@@ -1,4 +1,4 @@
-"""Which weights made the tokens of requests in flight, where the engine does not say so itself."""
+"""The weight versions of tokens in flight, on an engine that does not report them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Request:
 
 
 class Unlabelled(WorkerBackend):
-    """An engine that labels no tokens; an update takes until it is told to end."""
+    """An engine that labels no tokens, and whose update lasts until it is told to end."""
 
     def __init__(self) -> None:
         super().__init__(EngineConfig(backend="unlabelled", model="none", weight_version="old"))

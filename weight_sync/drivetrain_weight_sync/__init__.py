@@ -1,4 +1,4 @@
-"""Weights from a trainer to an engine: plans, transports, digests, and both ends of an update."""
+"""Weight sync from a trainer to an engine: plans, transports, digests, and both ends of an update."""
 
 from __future__ import annotations
 

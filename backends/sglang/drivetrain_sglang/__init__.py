@@ -1,1 +1,1 @@
-"""The SGLang backend: ``sglang.Engine`` in a host process, behind drivetrain's own words."""
+"""The SGLang backend: ``sglang.Engine`` in a host process, or a running SGLang server."""

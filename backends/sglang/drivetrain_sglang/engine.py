@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""The SGLang backend: ``sglang.Engine`` here, its scheduler in a process of its own, and what reaches both."""
+"""The SGLang backend: ``sglang.Engine`` in this process, its schedulers in processes of their own."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from drivetrain.errors import (
 from drivetrain.media.qwen_vision import VisionReader, vision_capabilities
 from drivetrain.process.process_tree import runs, shared_memory_of, unlink
 from drivetrain.process.worker_calls import CallNotTaken
-from drivetrain.process.worker_channel import Channel, ChannelListener
+from drivetrain.process.worker_connection import WorkerConnection, WorkerListener
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.modes import PauseMode
@@ -116,15 +116,15 @@ _MEMORY_SAVERS: Final = frozenset(
         Capability.SLEEP_KEEPS_WEIGHTS,
     }
 )
-"""On a GPU, what SGLang's memory saver does."""
+"""Capabilities that SGLang's memory saver provides on a GPU."""
 
 _ABORT_AGAIN_S: Final = 0.1
 _SEEN_S: Final = 1.0
-"""In which an end of one of SGLang's processes is seen from here."""
+"""Time within which the end of one of SGLang's processes is noticed."""
 
 
 class SGLangBackend(WorkerBackend):
-    """Any model that SGLang serves. It belongs in a host process: SGLang ends its process, and that one's children."""
+    """Any model that SGLang serves. Needs a host process, which SGLang may end together with its children."""
 
     name: ClassVar[str] = "sglang"
     engine_distribution: ClassVar[str] = "sglang"
@@ -135,23 +135,23 @@ class SGLangBackend(WorkerBackend):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._engine: Any = None
-        self._listener: ChannelListener | None = None
-        self._channel: Channel | None = None
-        """To the scheduler of the first rank."""
+        self._listener: WorkerListener | None = None
+        self._worker: WorkerConnection | None = None
+        """Connection to the scheduler of the first rank."""
         self._processes: list[psutil.Process] = []
-        """SGLang's own."""
+        """SGLang's own processes."""
         self._rids: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        """Of the model's tensors, by checkpoint name."""
+        """Shapes of the model's tensors, by checkpoint name."""
         self._plain = PlainAdapters(config.max_lora_rank or LORA_RANK, ADAPTED_WITH)
         self._expert_shape = (0, 0)
-        """MoE layers, and experts of one token in each."""
+        """Number of MoE layers, and of experts per token."""
         self._vision: VisionReader | None = None
         self._profile: tuple[Path, set[Path]] = (Path(), set())
 
     @classmethod
     def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
-        """What SGLang does here, together with what runs inside it."""
+        """Return the capabilities of SGLang with the in-engine plugin."""
         claimed = set(_ALWAYS)
         if config.enable_prefix_caching:
             claimed.add(Capability.PREFIX_CACHE)
@@ -181,12 +181,13 @@ class SGLangBackend(WorkerBackend):
     # Lifecycle ---------------------------------------------------------------------------------------------------
 
     async def start(self, report: Callable[[str], None]) -> ModelInfo:
-        """Start SGLang; its event loop is this one from here on."""
+        """Start SGLang, which uses this event loop from here on."""
         report("importing SGLang")
-        self._listener = ChannelListener()
+        self._listener = WorkerListener()
         invite(self._listener.name)
         os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
-        # SGLang turns this off for its processes, and NCCL forms no group of ranks that differ in it: NCCL's default.
+        # SGLang disables this for its processes, but NCCL forms no group of ranks that differ in it: keep NCCL's
+        # default.
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "-2")
         if Capability.SLEEP_CUDA_GRAPH in self.capabilities(self.config):
             os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
@@ -195,14 +196,14 @@ class SGLangBackend(WorkerBackend):
         except (InvalidConfig, EngineStartError):
             raise
         except Exception as error:
-            raise EngineStartError(f"SGLang does not start: {type(error).__name__}: {error}") from error
-        self._channel = await self._listener.accept(lambda: EngineDied("SGLang's scheduler is gone"))
+            raise EngineStartError(f"SGLang failed to start: {type(error).__name__}: {error}") from error
+        self._worker = await self._listener.accept(lambda: EngineDied("SGLang's scheduler is gone"))
         report("warming up")
         await self._warm_up()
         return replace(info, gpus=await self.gpus())
 
     def _start(self, report: Callable[[str], None]) -> ModelInfo:
-        # In this thread: SGLang takes signals, which only the main thread can.
+        # In this thread: SGLang installs signal handlers, which only the main thread can.
         from transformers import AutoConfig
 
         config = self.config
@@ -241,7 +242,7 @@ class SGLangBackend(WorkerBackend):
         )
 
     async def _warm_up(self) -> None:
-        """The first request finds everything cold, and one that is aborted meanwhile would have no token."""
+        """Warm up: the first request is slow, and one aborted during that time would end without a token."""
         if self.config.task is not Task.GENERATE:
             await self._pooled([[0, 0]])
             return
@@ -257,13 +258,13 @@ class SGLangBackend(WorkerBackend):
     async def close(self) -> None:
         """End SGLang's processes."""
         engine, self._engine = self._engine, None
-        channel, self._channel = self._channel, None
+        worker, self._worker = self._worker, None
         if self._listener is not None:
             self._listener.close()
-        if channel is not None:
-            channel.close()
+        if worker is not None:
+            worker.close()
         if engine is not None:
-            # SGLang kills its processes, with the one that would remove what they have in shared memory.
+            # SGLang kills its processes, including the one that would remove their shared memory.
             this = psutil.Process()
             files = shared_memory_of([this, *this.children(recursive=True)])
             await asyncio.to_thread(engine.shutdown)
@@ -280,7 +281,7 @@ class SGLangBackend(WorkerBackend):
         return collected.result(self.version)
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-        """Generate one sample, a delta a step."""
+        """Generate one sample, yielding a delta per step."""
         collected = Collected(request, self._expert_shape)
         async for output in self._outputs(request, collected, stream=True):
             ids, logprobs, top = collected.add(output)
@@ -326,7 +327,7 @@ class SGLangBackend(WorkerBackend):
         return await self._vision.read(media)
 
     async def abort(self, request_ids: list[str]) -> None:
-        """End requests, running, waiting or frozen."""
+        """End requests, whether running, waiting or frozen."""
         for request_id in request_ids:
             rid = self._rids.get(request_id)
             if rid is not None:
@@ -337,15 +338,15 @@ class SGLangBackend(WorkerBackend):
             return
         from sglang.srt.managers.io_struct import AbortReq
 
-        # Not by abort_request, which speaks for a request only once, and not at all for one that nobody waits for.
+        # Not by abort_request, which sends one abort per request, and none if nobody waits for the request.
         self._manager._dispatch_to_scheduler(AbortReq(rid=rid))
-        # It may have overtaken the request on its way to the scheduler.
+        # The abort may have overtaken the request on its way to the scheduler.
         asyncio.get_running_loop().call_later(_ABORT_AGAIN_S, self._abort, request_id, rid)
 
     # Pause and memory --------------------------------------------------------------------------------------------
 
     async def freeze(self, mode: PauseMode) -> None:
-        """Stop stepping; ``RETRACT`` lets the caches go."""
+        """Stop stepping; ``RETRACT`` also frees the caches."""
         await self.ask("freeze", mode)
 
     async def unfreeze(self) -> None:
@@ -353,7 +354,7 @@ class SGLangBackend(WorkerBackend):
         await self.ask("unfreeze")
 
     async def clear_hicache_storage(self) -> None:
-        """Forget what the storage tier of the cache holds."""
+        """Clear the cache's storage tier."""
         answer = await self._manager.clear_hicache_storage()
         if not answer.success:
             raise EngineInternalError("SGLang did not clear the storage tier of its cache")
@@ -383,7 +384,7 @@ class SGLangBackend(WorkerBackend):
     # Models that do not generate ---------------------------------------------------------------------------------
 
     async def embed(self, prompts: list[list[int]], dimensions: int | None) -> list[list[float]]:
-        """Return one vector of length 1 per prompt."""
+        """Return one unit vector per prompt."""
         vectors = await self._pooled(prompts)
         return vectors if dimensions is None else [shortened(vector, dimensions) for vector in vectors]
 
@@ -405,7 +406,7 @@ class SGLangBackend(WorkerBackend):
     # Profile -----------------------------------------------------------------------------------------------------
 
     async def start_profile(self, directory: str) -> None:
-        """Begin to record the scheduler with torch's profiler."""
+        """Start recording the scheduler with torch's profiler."""
         from sglang.srt.managers import io_struct
 
         activities = ["CPU"] if device_type_of(self.config) == "cpu" else ["CPU", "GPU"]
@@ -414,7 +415,7 @@ class SGLangBackend(WorkerBackend):
         await self._manager.start_profile(request)
 
     async def stop_profile(self) -> str:
-        """Write the trace file."""
+        """Write the trace file, and return its path."""
         await self._manager.stop_profile()
         directory, before = self._profile
         after = await asyncio.to_thread(_files_in, directory)
@@ -432,29 +433,28 @@ class SGLangBackend(WorkerBackend):
         return self._engine.tokenizer_manager
 
     def labels_tokens(self) -> bool:
-        """Whether this SGLang says which weights made which token."""
+        """Return whether this SGLang release reports the weight version of each token."""
         return labels_tokens()
 
     def served_dtype(self) -> str:
-        """The dtype of SGLang's weights."""
+        """Return the dtype of SGLang's weights."""
         return str(self._manager.model_config.dtype).removeprefix("torch.")
 
-    async def ask(self, method: str, *arguments: object, freeze: PauseMode | None = None) -> object:
+    async def ask(self, method: str, *arguments: object) -> object:
         """Call the worker in the scheduler's process."""
-        from drivetrain_sglang.in_engine.scheduler_calls import calls
+        from drivetrain_sglang.in_engine.scheduler_calls import methods
 
-        if self._channel is None:
+        if self._worker is None:
             raise EngineInternalError("the SGLang backend is not running")
-        answer = await self._channel.ask(calls.ask(method, arguments, freeze))
         try:
-            return calls.result_of(method, answer)
+            return await self._worker.call(methods[method], arguments)
         except CallNotTaken as error:
             if await self._lost_process():
                 raise EngineDied(f"SGLang lost a process of its own: {error}") from error
             raise EngineInternalError(f"SGLang's scheduler could not take a call: {error}") from error
 
     async def _lost_process(self) -> bool:
-        """Whether a process of SGLang has ended: a rank may lose its connection before that is seen from here."""
+        """Return whether one of SGLang's processes has ended; waits a moment, as a rank may notice it earlier."""
         ends = asyncio.get_running_loop().time() + _SEEN_S
         while all(runs(process) for process in self._processes):
             if asyncio.get_running_loop().time() > ends:
@@ -470,11 +470,11 @@ def _files_in(directory: Path) -> set[Path]:
 
 def _require_success(field: str, result: Any) -> None:
     if not result.success:
-        raise InvalidRequest(f"SGLang refused it: {result.error_message}", field=field)
+        raise InvalidRequest(f"SGLang refused the adapter: {result.error_message}", field=field)
 
 
 def _engine_class() -> Any:
-    """``sglang.Engine`` without a detokenizer: its requests and results are token ids."""
+    """Return ``sglang.Engine`` without a detokenizer: its requests and results are token ids."""
     from sglang.srt.entrypoints.engine import Engine
 
     class TokenEngine(Engine):
@@ -486,7 +486,7 @@ def _engine_class() -> Any:
 
 
 def _of_a_gpu(config: EngineConfig) -> set[Capability]:
-    """What only a GPU gives, asked for or not."""
+    """Return capabilities that need a GPU."""
     from drivetrain_weight_sync.transports import device_memory
 
     found = {

@@ -1,15 +1,15 @@
-"""From SGLang's errors to drivetrain's."""
+"""Map SGLang's errors to drivetrain's."""
 
 from __future__ import annotations
 
 from drivetrain.errors import DrivetrainError, EngineInternalError, EngineOutOfMemory, InvalidRequest
 
 OUT_OF_MEMORY = ("out of memory", "not enough memory", "kv cache pool is full", "cannot allocate memory")
-"""Words by which SGLang's errors are known to mean it."""
+"""Phrases by which SGLang's errors are recognised as out of memory."""
 
 
 def as_engine_error(error: BaseException) -> DrivetrainError:
-    """Return ``error`` as a member of drivetrain's tree; out of memory is told from everything else."""
+    """Map ``error`` to a drivetrain error: out of memory, a refused request, or an internal error."""
     if isinstance(error, DrivetrainError):
         return error
     words = str(error).lower()

@@ -1,4 +1,4 @@
-"""Images and videos on their way to SGLang."""
+"""Convert images and videos to SGLang's input format."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from drivetrain.media.qwen_vision import Seen
 
 
 def image_data(seen: Seen) -> list[dict[str, Any]]:
-    """Field ``image_data`` of SGLang's ``GenerateReqInput`` for a prompt that has room for these images and videos.
+    """Return SGLang's ``GenerateReqInput.image_data`` for a prompt that has placeholders for this media.
 
-    Videos are in it, too: SGLang takes the shapes and seconds of all that it places from the first dictionary alone.
+    It includes videos, as SGLang reads shapes and seconds of all media from the first dictionary only.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""The entry point: what this plugin provides. Imports no engine."""
+"""Entry point of the SGLang plugin. Imports no engine."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from drivetrain_sglang.remote import SGLangServerBackend
 
 @hookimpl
 def drivetrain_backends() -> list[type[Backend]]:
-    """Provide SGLang, started here or running somewhere."""
+    """Provide SGLang, as an engine started here or a server running elsewhere."""
     return [SGLangBackend, SGLangServerBackend]

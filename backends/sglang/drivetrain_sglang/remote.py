@@ -1,4 +1,4 @@
-"""The sglang-server backend: a server that somebody else launched, over HTTP. Nothing of SGLang's runs here."""
+"""The sglang-server backend: uses a running SGLang server over HTTP. No SGLang code runs in this process."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ KIND: Final = ServerKind(
 )
 _ABORTS_AT_ONCE: Final = 64
 _COLD: Final = 0.5
-"""Temperature of the request that finds out what a logprob is."""
+"""Temperature of the request that detects how logprobs are computed."""
 
 
 class SGLangServerBackend(ServerBackend[ServerSays]):
-    """A running SGLang server, as ``python -m sglang.launch_server`` starts it."""
+    """A running SGLang server, as started by ``python -m sglang.launch_server``."""
 
     name: ClassVar[str] = "sglang-server"
     kind: ClassVar[ServerKind] = KIND
@@ -72,23 +72,23 @@ class SGLangServerBackend(ServerBackend[ServerSays]):
         self._own_eos: frozenset[int] = frozenset()
         """Every id at which SGLang ends a request by itself."""
         self._shapes: dict[str, tuple[int, ...]] = {}
-        """Of the model's tensors, by checkpoint name."""
+        """Shapes of the model's tensors, by checkpoint name."""
         self._plain = PlainAdapters(0, ADAPTED_WITH, writes=False)
         self._loras: dict[str, str] = {}
-        """Adapter → its name on the server, which other clients may give adapters as well."""
+        """Adapter names to unique names on the server, where other clients may load adapters too."""
 
     @classmethod
     async def look(cls, client: ServerClient) -> ServerSays:
-        """Ask for its arguments and its model."""
+        """Fetch the server's arguments and its model."""
         model = await client.get("/model_info", LOOK_S)
         server = await client.get("/server_info", BUSY_S)
         if not isinstance(server, dict) or not isinstance(model, dict) or "max_req_input_len" not in server:
-            raise EngineStartError(f"what answers at {client.endpoint} is no SGLang server")
+            raise EngineStartError(f"the server at {client.endpoint} is not an SGLang server")
         return ServerSays(server, model)
 
     @classmethod
     def claims_of(cls, config: EngineConfig, says: ServerSays) -> frozenset[Capability]:
-        """What a plain server does rightly, or is made to from here."""
+        """Check the server, and return its capabilities."""
         check_server(says, str(config.endpoint))
         check_agreement(config, says)
         return claims(config, says)
@@ -96,7 +96,7 @@ class SGLangServerBackend(ServerBackend[ServerSays]):
     # Lifecycle ---------------------------------------------------------------------------------------------------
 
     async def start(self, report: Callable[[str], None]) -> ModelInfo:
-        """Connect, and find out what nobody says: what a logprob is there."""
+        """Connect, and detect what the server does not report: how logprobs are computed."""
         says = await self.connect(report)
         self.version = says.weight_version
         self._is_incremental = bool(says.server.get("incremental_streaming_output"))
@@ -114,7 +114,7 @@ class SGLangServerBackend(ServerBackend[ServerSays]):
         require_plain_rope(model.fields, "rope" in str(says.server.get("json_model_override_args")), "SGLang")
         ends = {*model.eos_token_ids, *model.configured_eos, *await asyncio.to_thread(_tokenizer_ends, self.config)}
         self._own_eos, self._shapes = frozenset(ends), model.shapes
-        # The server may run on another machine, where a folder of ours is not.
+        # The server may run on another machine, which cannot read folders written here.
         self._plain = PlainAdapters(largest_rank(self.config, says), ADAPTED_WITH, writes=False)
         report("warming up")
         await self._warm_up()
@@ -147,16 +147,16 @@ class SGLangServerBackend(ServerBackend[ServerSays]):
             )
 
     async def close(self) -> None:
-        """Take away what was loaded, and disconnect; the server goes on."""
+        """Unload our adapters and disconnect; the server keeps running."""
         try:
             while self._loras and self.is_there:
                 await self.unload_lora_adapter(next(iter(self._loras)))
         except EngineDied:
-            self._loras.clear()  # they went with the server
+            self._loras.clear()  # they are gone with the server
         await super().close()
 
     async def stats(self) -> EngineStats:
-        """Requests and memory, as the scheduler last published them."""
+        """Return requests and memory, as the scheduler last published them."""
         return stats_of(await self.call(self.client.get("/v1/loads", self.config.timeouts.control)))
 
     # Generation --------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class SGLangServerBackend(ServerBackend[ServerSays]):
         return self.whole(request, collected.result(self.version))
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-        """Generate one sample, a delta a step."""
+        """Generate one sample, yielding a delta per step."""
         collected = Collected(request)
         async with aclosing(self._outputs(request, stream=True)) as outputs:
             async for output in outputs:
@@ -196,8 +196,8 @@ class SGLangServerBackend(ServerBackend[ServerSays]):
         return fields
 
     async def _outputs(self, request: GenerateRequest, *, stream: bool) -> AsyncGenerator[Mapping[str, Any], None]:
-        """What the server says of a request, chunk by chunk; the last one has a finish reason."""
-        # SGLang aborts whatever begins like the id that it is given: no name is the beginning of another.
+        """Yield the server's outputs for a request, chunk by chunk; the last one has a finish reason."""
+        # SGLang aborts every request whose id starts with the given one, so no name is a prefix of another.
         name = self.new_name()
         body = self._body(request, name, stream=stream)
         with self.sent(request.request_id, name) as sent:
@@ -210,11 +210,11 @@ class SGLangServerBackend(ServerBackend[ServerSays]):
             deltas, first = None if self._is_incremental else Deltas(), True
             async with aclosing(self.client.events("/generate", body)) as events:
                 while not sent.ended:
-                    # Only the first may wait for a connection.
+                    # Only the first event may have to wait for a connection.
                     event = await (self.call if first else self.checked)(anext(events))
                     first = False
                     output = cut_at(event if deltas is None else deltas.delta(event), stops)
-                    # The server itself may not know yet that it ended there.
+                    # If the chunk was cut at a stop id, the server does not know yet that the request ended.
                     sent.ended = event["meta_info"].get("finish_reason") is not None
                     yield output
                     if output["meta_info"].get("finish_reason") is not None:
@@ -232,7 +232,7 @@ class SGLangServerBackend(ServerBackend[ServerSays]):
     # Versions ----------------------------------------------------------------------------------------------------
 
     async def set_weight_version(self, version: str) -> None:
-        """Label the weights."""
+        """Label the weights with a version."""
         body = {"new_version": version, "abort_all_requests": False}
         await self.call(self.client.post("/update_weight_version", body, self.config.timeouts.control))
         self.version = version
@@ -240,7 +240,7 @@ class SGLangServerBackend(ServerBackend[ServerSays]):
     # LoRA --------------------------------------------------------------------------------------------------------
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
-        """Load an adapter from a peft folder, which has the same path here and where the server runs."""
+        """Load an adapter from a peft folder, which must have the same path here and on the server."""
         await asyncio.to_thread(self._plain.folder_for, lora_name, lora_path, self._shapes)
         name = f"{self.new_name()}{lora_name}"
         body = {"lora_name": name, "lora_path": lora_path, "pinned": pinned}
@@ -261,14 +261,14 @@ class SGLangServerBackend(ServerBackend[ServerSays]):
     # Models that do not generate ---------------------------------------------------------------------------------
 
     async def embed(self, prompts: list[list[int]], dimensions: int | None) -> list[list[float]]:
-        """Return one vector of length 1 per prompt."""
+        """Return one unit vector per prompt."""
         answer = await self.call(self.client.post("/encode", {"input_ids": prompts}, None))
         vectors = [[float(value) for value in one["embedding"]] for one in answer]
         return vectors if dimensions is None else [shortened(vector, dimensions) for vector in vectors]
 
 
 def _tokenizer_ends(config: EngineConfig) -> frozenset[int]:
-    """Ids at which SGLang ends a request because the tokenizer has them."""
+    """Return ids of the tokenizer at which SGLang ends a request."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(

@@ -1,4 +1,4 @@
-"""What a running SGLang server says of itself, and what follows from it. Pure functions over its answers."""
+"""Properties of a running SGLang server, and the capabilities they imply. Pure functions over its answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Task
 
 OLDEST: Final = (0, 5, 23)
-"""Oldest release that this was seen to work with."""
+"""Oldest release that was seen to work."""
 
 _ALWAYS: Final = frozenset(
     {
@@ -45,7 +45,7 @@ _MUST_BE: Final[Mapping[str, object]] = {
     "speculative_algorithm": None,
     "tokenizer_worker_num": 1,
 }
-"""Argument of the server → the value with which requests were seen to mean what they say."""
+"""Arguments of the server with the values required for requests to have their documented meaning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class ServerSays:
 
     @property
     def weight_version(self) -> str:
-        """The label that the weights have now."""
+        """Current version label of the weights."""
         return str(self.model["weight_version"])
 
     @property
@@ -72,17 +72,17 @@ class ServerSays:
 
     @property
     def folder(self) -> str:
-        """The model that it was launched with, as it was named there."""
+        """The model as named at launch."""
         return str(self.server.get("model_path", ""))
 
     @property
     def launch(self) -> tuple[object, ...]:
-        """Differs between two launches of a server on the same port."""
+        """A key that differs between two launches of a server on the same port."""
         return (self.server.get("random_seed"), str(self.server.get("startup_time")))
 
 
 def claims(config: EngineConfig, says: ServerSays) -> frozenset[Capability]:
-    """What a plain server does rightly, or is made to from here."""
+    """Return the capabilities of a plain server: those that it has, and those that this client adds."""
     if not says.model.get("is_generation", True):
         return frozenset({Capability.EMBED})
     claimed = set(_ALWAYS)
@@ -96,16 +96,16 @@ def claims(config: EngineConfig, says: ServerSays) -> frozenset[Capability]:
 
 
 def has_priorities(says: ServerSays) -> bool:
-    """Whether the scheduler looks at priorities."""
+    """Return whether the scheduler honours priorities."""
     return bool(says.server.get("enable_priority_scheduling"))
 
 
 def check_server(says: ServerSays, endpoint: str) -> None:
-    """Check that a server is one whose answers are known to be right.
+    """Check that the server's version and arguments are supported.
 
     Raises:
-        EngineStartError: it is older than any that this was seen to work with.
-        InvalidConfig: it was launched with an argument that changes what requests mean.
+        EngineStartError: it is older than the oldest supported release.
+        InvalidConfig: it was launched with an argument that changes the meaning of requests.
     """
     if release(says.version) < OLDEST:
         raise EngineStartError(
@@ -115,8 +115,8 @@ def check_server(says: ServerSays, endpoint: str) -> None:
     for name, value in _MUST_BE.items():
         if says.server.get(name, value) != value:
             raise InvalidConfig(
-                f"the server at {endpoint} was launched with {name}={says.server[name]!r}, with which requests do not "
-                f"mean what they say; launch it with {name}={value!r}",
+                f"the server at {endpoint} was launched with {name}={says.server[name]!r}, which changes the "
+                f"meaning of requests; launch it with {name}={value!r}",
                 field=ENDPOINT,
             )
 
@@ -133,10 +133,10 @@ _AGREES: Final[Mapping[str, Callable[[ServerSays], object]]] = {
     "enable_sleep": lambda says: bool(says.server.get("enable_memory_saver")),
     "weight_version": lambda says: says.weight_version,
 }
-"""Field that only a launch can honour → what the server was launched with."""
+"""Fields that only a launch can honour, with the server's own value of each."""
 
 _ANY_WILL_DO: Final = (("dtype", "auto"), ("enable_sleep", False))
-"""Fields and values that ask nothing of a launch."""
+"""Fields and values that request nothing of a launch."""
 
 CONFIG_NAMES: Final[Mapping[str, str]] = {
     ENDPOINT: "the server's address",
@@ -149,11 +149,11 @@ CONFIG_NAMES: Final[Mapping[str, str]] = {
     "max_lora_rank": "max_lora_rank",
     **{field: "checked against the server" for field in _AGREES if field != "weight_version"},
 }
-"""Field of EngineConfig → what honours it here."""
+"""EngineConfig fields, with the argument or component that honours each."""
 
 
 def check_agreement(config: EngineConfig, says: ServerSays) -> None:
-    """Check that what the configuration says of the engine is what the server is.
+    """Check that the configuration agrees with the server.
 
     Raises:
         InvalidConfig: naming the field, its value and the server's.
@@ -163,7 +163,7 @@ def check_agreement(config: EngineConfig, says: ServerSays) -> None:
         if value != own and (field, value) not in _ANY_WILL_DO:
             raise InvalidConfig(
                 f"{field}={value!r}, but the server at {config.endpoint} was launched with {own!r}; leave it out, or "
-                "launch the server so",
+                "launch the server with the configured value",
                 field=field,
             )
     own_rank = int(says.server.get("max_lora_rank") or 0)
@@ -177,7 +177,7 @@ def check_agreement(config: EngineConfig, says: ServerSays) -> None:
         if name not in says.server or says.server[name] != wanted:
             raise InvalidConfig(
                 f"engine_kwargs={shown({name: wanted})}: only the launch of a server can set it, and the one at "
-                f"{config.endpoint} was launched without; leave it out",
+                f"{config.endpoint} was not launched with it; leave it out",
                 field="engine_kwargs",
             )
     if config.task is Task.GENERATE and not says.model.get("is_generation", True):
@@ -188,24 +188,24 @@ def check_agreement(config: EngineConfig, says: ServerSays) -> None:
 
 
 def largest_rank(config: EngineConfig, says: ServerSays) -> int:
-    """The largest rank of a LoRA adapter."""
+    """Return the largest rank of a LoRA adapter."""
     return config.max_lora_rank or int(says.server.get("max_lora_rank") or 0)
 
 
 def room(says: ServerSays) -> int:
-    """Most tokens of prompt and output together, and of a prompt alone, that the server takes and does not cut."""
+    """Return the most tokens that a prompt, or prompt and output together, can have without being truncated."""
     return int(says.server["max_req_input_len"]) - 1
 
 
 def dtype_of(says: ServerSays, checkpoint: str) -> str:
-    """The type of the served weights; SGLang's "auto" makes float16 of float32."""
+    """Return the dtype of the served weights; SGLang's "auto" loads float32 as float16."""
     named = str(says.server.get("dtype", "auto"))
     named = {"half": "float16", "float": "float32", "bf16": "bfloat16"}.get(named, named)
     return named if named != "auto" else {"float32": "float16"}.get(checkpoint, checkpoint)
 
 
 def stats_of(loads: Mapping[str, Any]) -> EngineStats:
-    """Requests and memory over all replicas, from ``/v1/loads``; memory is known to a thousandth of a GiB."""
+    """Return requests and memory over all replicas, from ``/v1/loads``; memory is precise to a thousandth of a GiB."""
     try:
         ranks = loads["loads"]
         return EngineStats(
@@ -221,9 +221,9 @@ def stats_of(loads: Mapping[str, Any]) -> EngineStats:
 
 
 def is_after_temperature(cold: Mapping[str, Any], raw: Mapping[str, Any], temperature: float) -> bool:
-    """Whether logprobs are those after temperature, told from the answers to one prompt at it and greedily.
+    """Detect whether logprobs include temperature, from one prompt's answers at ``temperature`` and greedily.
 
-    A server that was launched with ``SGLANG_RETURN_ORIGINAL_LOGPROB=1`` leaves temperature out, and does not say so.
+    A server launched with ``SGLANG_RETURN_ORIGINAL_LOGPROB=1`` leaves temperature out, and does not report that.
     """
     likely = {entry[1]: entry[0] for entry in raw["meta_info"]["output_top_logprobs"][0]}
     both = [(entry[0], likely[entry[1]]) for entry in cold["meta_info"]["output_top_logprobs"][0] if entry[1] in likely]

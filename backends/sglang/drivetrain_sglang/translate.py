@@ -1,4 +1,4 @@
-"""Between drivetrain's names and those of SGLang. Pure functions over plain values."""
+"""Translate drivetrain's names to those of SGLang. Pure functions over plain values."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ CONFIG_NAMES: Final[Mapping[str, str]] = {
     "media": "drivetrain.media.qwen_vision",
     "engine_kwargs": "Engine(**)",
 }
-"""Field of EngineConfig → what honours it here."""
+"""EngineConfig fields, with the argument or component that honours each."""
 
 WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "allowed_media_domains": ENGINE_FETCHES,
@@ -66,23 +66,23 @@ WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "image_processor_backend": ENGINE_PREPARES,
     "disable_fast_image_processor": ENGINE_PREPARES,
 }
-"""Arguments of SGLang's that do nothing here, and why."""
+"""SGLang's arguments that have no effect here, and the reason."""
 
 SEEN_WORKING: Final = ("0.5.17", "0.5.23")
-"""Oldest and newest release that the conformance suite was run on: on a GPU and on a CPU. What differs between them is
-found by looking for it: :func:`labels_tokens`, and ``drivetrain_sglang.in_engine``."""
+"""Oldest and newest release on which the conformance suite was run, on a GPU and on a CPU. Their differences are
+detected by feature: :func:`labels_tokens`, and ``drivetrain_sglang.in_engine``."""
 
 KEY: Final = "drivetrain"
-"""Key of ``custom_params`` under which a request carries how to draw it."""
+"""Key of ``custom_params`` under which a request carries its sampling parameters."""
 
 ROOM: Final = 8
-"""Tokens by which SGLang's limits are above ours: it would cut what fits exactly short by one."""
+"""Tokens by which SGLang's limits exceed ours: it would truncate a request that fits exactly by one token."""
 
 CPU_POOL: Final = 65536
-"""Tokens in the pool of keys and values on a CPU, unless ``engine_kwargs`` says."""
+"""Tokens in the KV pool on a CPU, unless set in ``engine_kwargs``."""
 
 LORA_RANK: Final = 64
-"""Largest rank of an adapter, unless ``max_lora_rank`` says."""
+"""Largest rank of an adapter, unless set by ``max_lora_rank``."""
 
 ADAPTED_WITH: Final[Mapping[str, tuple[str, ...]]] = {
     "q_proj": ("v_proj",),
@@ -92,7 +92,7 @@ ADAPTED_WITH: Final[Mapping[str, tuple[str, ...]]] = {
     "q_a_proj": ("kv_a_proj_with_mqa",),
     "kv_a_proj_with_mqa": ("q_a_proj",),
 }
-"""Layers without which SGLang cannot put another into the one that it fuses of them: its scheduler ends."""
+"""For each layer that SGLang fuses, the layers to adapt with it; without them its scheduler crashes."""
 
 _ON_A_CPU: Final[Mapping[str, object]] = {
     "attention_backend": "torch_native",
@@ -106,7 +106,7 @@ _ON_A_CPU: Final[Mapping[str, object]] = {
 
 
 def labels_tokens() -> bool:
-    """Whether the installed SGLang says which weights made which token. Looked up without importing it."""
+    """Return whether the installed SGLang reports the weight version of each token, without importing it."""
     found = importlib.util.find_spec("sglang")
     roots = found.submodule_search_locations if found is not None else None
     return any((Path(root) / "srt" / "utils" / "weight_versions.py").is_file() for root in roots or ())
@@ -115,18 +115,18 @@ def labels_tokens() -> bool:
 def engine_arguments(
     config: EngineConfig, device: str, dtype: str, context_length: int, overrides: Mapping[str, object] | None = None
 ) -> dict[str, object]:
-    """Keyword arguments of ``sglang.Engine``.
+    """Return keyword arguments for ``sglang.Engine``.
 
     Args:
         config: The configuration.
-        device: The kind of device.
-        dtype: Of the checkpoint: what SGLang takes for "auto" is another.
+        device: The device type.
+        dtype: Dtype of the checkpoint: SGLang's "auto" may choose another.
         context_length: Most tokens of prompt and output together.
-        overrides: Fields of the model's own configuration that have another value here.
+        overrides: Fields of the model's own configuration to override.
 
     Raises:
-        InvalidConfig: ``engine_kwargs`` sets what the configuration has a field for, what the backend relies on, or
-            what would have no effect.
+        InvalidConfig: ``engine_kwargs`` sets an argument that the configuration has a field for, that the backend
+            relies on, or that would have no effect.
     """
     relied_on: dict[str, object] = {
         "model_path": config.model,
@@ -180,12 +180,11 @@ def engine_arguments(
 
 
 def drawn_by_sglang(request: GenerateRequest, *, deterministic: bool = False) -> bool:
-    """Whether SGLang's own sampler and logprobs do exactly what this request asks for.
+    """Return whether SGLang's own sampler and logprobs do exactly what this request asks for.
 
     Args:
         request: The request.
-        deterministic: Whatever is beside it: a batch that holds a request of ours is ours as a whole, and what comes
-            of it is rounded otherwise.
+        deterministic: If true, always use our sampler: one such request switches the whole batch and changes rounding.
     """
     if deterministic:
         return False
@@ -210,11 +209,11 @@ def drawn_by_sglang(request: GenerateRequest, *, deterministic: bool = False) ->
 
 
 def sampling_params(request: GenerateRequest, *, deterministic: bool = False) -> dict[str, object]:
-    """SGLang's ``sampling_params`` of a request, for an engine that holds ``drivetrain_sglang.in_engine``.
+    """Return SGLang's ``sampling_params`` of a request, for an engine with ``drivetrain_sglang.in_engine``.
 
     Args:
         request: The request.
-        deterministic: As :func:`drawn_by_sglang` takes it.
+        deterministic: As for :func:`drawn_by_sglang`.
     """
     params = request.params
     native: dict[str, object] = {
@@ -243,18 +242,18 @@ def sampling_params(request: GenerateRequest, *, deterministic: bool = False) ->
 
 
 class Ending(Enum):
-    """How a plain SGLang, which ends at EOS ids of its own, is made to end where a request says."""
+    """A plain SGLang, which ends at EOS ids of its own, made to end at a request's stop ids."""
 
     BY_ITSELF = "by itself"
-    """Its own EOS ids are among the request's stops."""
+    """SGLang's own EOS ids are among the request's stops."""
     NEVER = "never"
-    """The request has no stop ids, so that ``ignore_eos``, which switches all of them off, does what it asks."""
+    """The request has no stop ids, so it sets ``ignore_eos``, which switches all of them off."""
     WATCHED = "watched"
-    """``ignore_eos``, and whoever reads the tokens ends the request at its stop ids."""
+    """The request sets ``ignore_eos``, and the client that reads its tokens ends it at its stop ids."""
 
 
 def ending(request: GenerateRequest, own_eos: frozenset[int]) -> Ending:
-    """How a request is made to end on a plain SGLang.
+    """Return the way to make a request end at its stop ids on a plain SGLang.
 
     Args:
         request: The request.
@@ -266,16 +265,16 @@ def ending(request: GenerateRequest, own_eos: frozenset[int]) -> Ending:
 
 
 def plain_sampling_params(request: GenerateRequest, own_eos: frozenset[int]) -> dict[str, object]:
-    """SGLang's ``sampling_params`` of a request, for a server that holds nothing of drivetrain's.
+    """Return SGLang's ``sampling_params`` of a request, for a server without drivetrain's plugin.
 
     Raises:
         EngineInternalError: only ``drivetrain_sglang.in_engine`` could honour the request.
     """
     params = request.params
-    # After top-p, min-p leaves what it leaves before it: the likeliest token, which it measures by, always stays.
+    # min-p after top-p keeps the same tokens as before it: the likeliest token, which it measures by, always stays.
     one_limit = params.model_copy(update={"min_p": 0.0}) if params.top_p < 1 else params
     if not drawn_by_sglang(replace(request, params=one_limit)) or params.structured_output is not None:
-        raise EngineInternalError(f"request {request.request_id}: a plain SGLang does not draw so: {params!r}")
+        raise EngineInternalError(f"request {request.request_id}: a plain SGLang cannot sample by {params!r}")
     by_itself = ending(request, own_eos) is Ending.BY_ITSELF
     return {
         "max_new_tokens": request.max_new_tokens,
@@ -296,10 +295,10 @@ def request_fields(
     params_of: Callable[[GenerateRequest], dict[str, object]] = sampling_params,
     image_data: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, object]:
-    """Fields of SGLang's ``GenerateReqInput``; ``params_of`` translates the sampling params.
+    """Return the fields of SGLang's ``GenerateReqInput``; ``params_of`` translates the sampling params.
 
     Raises:
-        EngineInternalError: the request holds media, and ``image_data`` nothing of them.
+        EngineInternalError: the request holds media that were not read into ``image_data``, or the reverse.
     """
     if bool(request.media) != bool(image_data):
         raise EngineInternalError(f"request {request.request_id}: its {len(request.media)} media were not read")
@@ -333,22 +332,22 @@ def request_fields(
 
 @dataclass(frozen=True, slots=True)
 class RowFailure:
-    """Why a request ended without a token. ``drivetrain_sglang.in_engine`` says so in the message of SGLang's abort."""
+    """Cause of a request's end without a token, passed by the in-engine plugin in the message of SGLang's abort."""
 
     no_token: bool
     """True if masks left none, False if logits were NaN or infinite."""
     token: int
-    """Which output token could not be drawn, counted from 0."""
+    """Index of the output token that could not be drawn."""
     is_cached: bool
-    """True if the prefix cache holds a part of its prompt that failed already."""
+    """True if the prefix cache holds a failed part of the prompt."""
 
     def message(self) -> str:
-        """What :meth:`of` reads."""
+        """Encode the failure for :meth:`of`."""
         return f"{_ROW_FAILED} {int(self.no_token)} {self.token} {int(self.is_cached)}"
 
     @classmethod
     def of(cls, output: Mapping[str, Any]) -> RowFailure | None:
-        """The failure that a chunk of SGLang's output tells of, if any."""
+        """Return the failure reported in a chunk of SGLang's output, if any."""
         reason = output["meta_info"].get("finish_reason") or {}
         message = str(reason.get("message") or "")
         if reason.get("type") != "abort" or not message.startswith(_ROW_FAILED):
@@ -357,7 +356,7 @@ class RowFailure:
         return cls(bool(no_token), token, bool(is_cached))
 
     def error(self, request: GenerateRequest) -> DrivetrainError:
-        """The error with which the request ends."""
+        """Return the error with which the request ends."""
         if self.no_token:
             return no_token_allowed(request, self.token)
         return non_finite_logits(request, self.token if request.max_new_tokens else None)
@@ -365,17 +364,17 @@ class RowFailure:
 
 _ROW_FAILED: Final = "drivetrain: a row failed:"
 _PER_TOKEN: Final = ("output_token_logprobs", "output_top_logprobs")
-"""What ``meta_info`` holds of each output token."""
+"""Entries of ``meta_info`` with one item per output token."""
 
 
 class Deltas:
-    """Makes chunks that hold what is new of chunks that each hold everything so far."""
+    """Converts cumulative chunks to chunks with only new items."""
 
     def __init__(self) -> None:
         self._seen = 0
 
     def delta(self, output: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What ``output`` adds to those before it."""
+        """Return the part of ``output`` that is new since the last call."""
         seen, ids = self._seen, list(output.get("output_ids") or ())
         self._seen = max(seen, len(ids))
         meta: dict[str, Any] = output["meta_info"]
@@ -384,7 +383,7 @@ class Deltas:
 
 
 def cut_at(output: Mapping[str, Any], stops: Collection[int]) -> Mapping[str, Any]:
-    """A chunk up to its first stop id, as one that SGLang itself ended there; the chunk itself if it holds none."""
+    """Cut a chunk after its first stop id, as if SGLang had ended there; return the chunk itself if it holds none."""
     ids = list(output.get("output_ids") or ())
     at = next((index for index, token in enumerate(ids) if token in stops), None)
     if at is None:
@@ -397,7 +396,7 @@ def cut_at(output: Mapping[str, Any], stops: Collection[int]) -> Mapping[str, An
 
 
 class Collected:
-    """What SGLang has said of one sample so far, chunk by chunk."""
+    """Outputs of SGLang for one sample, collected chunk by chunk."""
 
     def __init__(self, request: GenerateRequest, expert_shape: tuple[int, int] = (0, 0)) -> None:
         self._params: SamplingParams = request.params
@@ -411,14 +410,14 @@ class Collected:
         self._replaced: list[tuple[str, float]] = []
 
     def replaced(self, version: str, tokens: float) -> None:
-        """Note that weights were replaced when the sample had so many tokens, or, if it was complete, infinitely many.
+        """Record that new weights follow this many tokens; infinity if every token was already sampled.
 
-        For releases of SGLang that do not say which weights made which token.
+        For releases of SGLang that do not report the weight version of each token.
         """
         self._replaced.append((version, tokens))
 
     def add(self, output: Mapping[str, Any]) -> tuple[list[int], list[float] | None, list[TopLogprobs] | None]:
-        """Take a chunk; return its ids, their logprobs and the likeliest tokens beside them."""
+        """Add a chunk; return its ids, their logprobs, and the top logprobs."""
         meta: dict[str, Any] = output["meta_info"]
         self._meta |= meta
         ids: list[int] = list(output.get("output_ids") or ())
@@ -436,14 +435,14 @@ class Collected:
         return ids, logprobs, top
 
     def result(self, version: str) -> GenerateResult:
-        """The whole sample.
+        """Return the complete sample.
 
         Args:
-            version: Of the weights that are served now.
+            version: Version of the weights that are served now.
 
         Raises:
-            NonFiniteLogits: it ended for logits that were NaN or infinite.
-            NoTokenAllowed: it ended where its own fields left no token.
+            NonFiniteLogits: it ended because logits were NaN or infinite.
+            NoTokenAllowed: it ended because its own fields allowed no token.
         """
         params, meta, count = self._params, self._meta, len(self._ids)
         failure = RowFailure.of({"meta_info": meta})
@@ -451,7 +450,7 @@ class Collected:
             raise failure.error(self._request)
         reason, matched = _finish(meta.get("finish_reason"), self._request)
         if reason is FinishReason.LENGTH and count and self._ids[-1] in self._request.stop_token_ids:
-            # Some releases look at the length first.
+            # Some releases check the length first.
             reason, matched = FinishReason.STOP, self._ids[-1]
         wants_prompt = params.prompt_logprobs is not None
         prompt = meta.get("input_token_logprobs") if wants_prompt else None
@@ -471,14 +470,17 @@ class Collected:
         )
 
     def _ends(self, version: str) -> list[tuple[str, float]]:
-        """Versions, and where their tokens end: as SGLang says, or as :meth:`replaced` was told."""
+        """Return versions and the ends of their tokens, as reported by SGLang or by :meth:`replaced`."""
         spans = self._meta.get("weight_versions")
         if spans is not None:
             return [(str(span["version"]), float(span["end"])) for span in spans]
         return [*self._replaced, (version, math.inf)]
 
     def _experts(self, count: int) -> list[list[list[int]]]:
-        """Experts of the pass that each token was drawn from; SGLang gives those of every token but the last."""
+        """Return, for each output token, the experts of the pass that it was drawn from.
+
+        SGLang omits the last token's own pass.
+        """
         encoded = self._meta.get("routed_experts")
         if encoded is None or not count:
             return []
@@ -489,7 +491,7 @@ class Collected:
 
 
 def _top(entries: Sequence[Any] | None, count: int) -> TopLogprobs:
-    # What cannot be drawn comes as the least number there is.
+    # Tokens that cannot be drawn have the lowest float.
     return [(int(entry[1]), entry[0]) for entry in (entries or ())[:count] if entry[0] > -1e30]
 
 
@@ -514,10 +516,10 @@ def _finish(reason: Mapping[str, Any] | None, request: GenerateRequest) -> tuple
 
 
 def _hidden_states(steps: Sequence[Any]) -> list[list[float]]:
-    """The state that each token was drawn from: of the prompt's pass the last one."""
+    """Return the state that each token was drawn from; of the prompt's pass, the last one."""
     return [step[-1] if step and isinstance(step[0], list | tuple) else step for step in steps]
 
 
 def fitting(context_length: int, pool: float) -> int:
-    """The context length, or less where the pool of keys and values does not hold as many tokens."""
+    """Return the context length, reduced if the KV pool does not hold as many tokens."""
     return context_length if math.isinf(pool) else min(context_length, int(pool) - ROOM)

@@ -1,4 +1,4 @@
-"""The embedded backend: any causal LM of transformers, with no server and no GPU needed."""
+"""The embedded backend: any causal LM of transformers, without a server and without needing a GPU."""
 
 from __future__ import annotations
 

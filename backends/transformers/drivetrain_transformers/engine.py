@@ -1,4 +1,4 @@
-"""The transformers backend: a scheduler in a thread of its own, and the primitives that reach it."""
+"""The transformers backend: a scheduler in a separate thread, and the primitives that call it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ _ALWAYS = frozenset(
 logger = logging.getLogger("drivetrain.transformers")
 
 _OPENING_S: Final = 0.02
-"""Between two looks whether the source of an update is open."""
+"""Interval at which the source of an update is polled until it is open."""
 
 
 class TransformersBackend(Backend):
@@ -106,7 +106,7 @@ class TransformersBackend(Backend):
 
     @classmethod
     def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
-        """What this backend does; weights can be kept while they sleep where there is other memory to keep them in."""
+        """Return the backend's capabilities; weights can be kept during sleep only on a device other than the CPU."""
         claimed = set(_ALWAYS)
         if config.enable_prefix_caching:
             claimed.add(Capability.PREFIX_CACHE)
@@ -138,7 +138,7 @@ class TransformersBackend(Backend):
     # Lifecycle ---------------------------------------------------------------------------------------------------
 
     async def start(self, report: Callable[[str], None]) -> ModelInfo:
-        """Load the model in a thread and warm it up."""
+        """Load the model in a thread, and start the scheduler."""
         loop = asyncio.get_running_loop()
 
         def load(stage: Callable[[str], None]) -> tuple[SchedulerThread, Weights]:
@@ -159,7 +159,7 @@ class TransformersBackend(Backend):
         return runner.model.info
 
     async def close(self) -> None:
-        """Stop the thread and let the model go."""
+        """Stop the thread and free the model."""
         runner, weights = self._runner, self._weights
         self._runner = self._weights = None
 
@@ -168,8 +168,8 @@ class TransformersBackend(Backend):
         def stop(runner: SchedulerThread, weights: Weights) -> None:
             if not runner.stop(seconds):
                 logger.error(
-                    "the thread of the transformers engine did not end within %g s (timeouts.close): one step does not "
-                    "end; its memory is free when this process ends",
+                    "the thread of the transformers engine did not end within %g s (timeouts.close): a step is still "
+                    "running; its memory is freed when this process ends",
                     seconds,
                 )
                 return
@@ -181,11 +181,11 @@ class TransformersBackend(Backend):
             await asyncio.get_running_loop().run_in_executor(None, stop, runner, weights)
 
     async def died(self) -> EngineError:
-        """Return why the thread ended, when it does so by itself."""
+        """Wait for the thread to fail, and return the error."""
         return await self._running.died()
 
     async def stats(self) -> EngineStats:
-        """Requests and memory, as the scheduler counts them."""
+        """Return the scheduler's counts of requests and memory."""
         scheduler = self._running.scheduler
         weights = self._received
 
@@ -217,7 +217,7 @@ class TransformersBackend(Backend):
             raise
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-        """Generate one sample, a delta a step."""
+        """Generate one sample, yielding a delta per step."""
         runner = self._running
         deltas: asyncio.Queue[GenerateResult | TokenDelta | DrivetrainError] = asyncio.Queue()
         runner.submit(request, deltas.put_nowait, streamed=True)
@@ -237,13 +237,13 @@ class TransformersBackend(Backend):
                 runner.abort([request.request_id])
 
     async def abort(self, request_ids: list[str]) -> None:
-        """End requests, running, waiting or frozen."""
+        """End requests, whether running, waiting or frozen."""
         self._running.abort(request_ids)
 
     # Pause and memory --------------------------------------------------------------------------------------------
 
     async def freeze(self, mode: PauseMode) -> None:
-        """Stop stepping; ``RETRACT`` lets the caches go."""
+        """Stop stepping; ``RETRACT`` also frees the caches."""
         await self._running.freeze(retract=mode is PauseMode.RETRACT)
 
     async def unfreeze(self) -> None:
@@ -251,7 +251,7 @@ class TransformersBackend(Backend):
         await self._running.unfreeze()
 
     async def sleep(self, tags: frozenset[MemoryTag]) -> None:
-        """Give back keys and values, or parameters, or both."""
+        """Free keys and values, or parameters, or both."""
         runner, weights = self._running, self._received
 
         def give_back() -> None:
@@ -264,7 +264,7 @@ class TransformersBackend(Backend):
         await runner.call(give_back)
 
     async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
-        """Take the parameters' memory again; that of keys and values is taken as it is needed."""
+        """Allocate the parameters' memory again; keys and values take theirs when needed."""
         if MemoryTag.WEIGHTS in tags:
             await self._running.call(self._received.wake_up)
 
@@ -275,11 +275,11 @@ class TransformersBackend(Backend):
     # Weights -----------------------------------------------------------------------------------------------------
 
     async def weight_manifest(self) -> WeightManifest:
-        """Parameters and persistent buffers by their checkpoint names."""
+        """Return parameters and persistent buffers by their checkpoint names."""
         return await self._running.call(self._received.manifest)
 
     async def receive_weights(self, message: WeightMessage) -> WeightReply:
-        """Take one step of an update, between two steps of the batch; a source is opened while they go on."""
+        """Take one step of an update between two steps of the batch; generation continues while a source is opened."""
         runner, weights = self._running, self._received
         if isinstance(message, PrepareUpdate):
             prepared = await runner.call(lambda: weights.prepare(message))
@@ -297,35 +297,35 @@ class TransformersBackend(Backend):
         return await runner.call(receive)
 
     async def set_weight_version(self, version: str) -> None:
-        """Label the weights."""
+        """Label the weights with a version."""
         runner = self._running
         await runner.call(lambda: runner.scheduler.relabel(version))
 
     async def init_communicator(self, spec: CommunicatorSpec) -> None:
-        """Join a group, in a thread of its own: generation goes on meanwhile."""
+        """Join a group in a separate thread, while generation continues."""
         await asyncio.to_thread(self._received.join, spec)
 
     async def destroy_communicator(self, group_name: str) -> None:
-        """Leave it."""
+        """Leave the group."""
         await self._running.call(lambda: self._received.leave(group_name))
 
     async def read_weight(self, name: str) -> TensorData:
-        """Copy one tensor out."""
+        """Return a copy of one tensor."""
         weights = self._received
         return await self._running.call(lambda: weights.read(name))
 
     async def validate_weights(self) -> WeightReport:
-        """Look at every tensor where it lies."""
+        """Check every tensor in place for NaN, infinity, and nothing but zeros."""
         return await self._running.call(self._received.validate)
 
     async def save_sharded(self, path: str) -> None:
-        """Write a model folder, the weights in a thread of their own."""
+        """Write a model folder; the weights are written by a separate thread."""
         from drivetrain_weight_sync import save_sharded
 
         await save_sharded(path, self._files, self._write_weights)
 
     async def save_remote(self, url: str) -> None:
-        """Write one, and copy it there."""
+        """Write a model folder, and upload it."""
         from drivetrain_weight_sync import save_remote
 
         await save_remote(url, self._files, self._write_weights)
@@ -337,7 +337,7 @@ class TransformersBackend(Backend):
     # LoRA --------------------------------------------------------------------------------------------------------
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
-        """Load an adapter; none is ever evicted, so each is pinned."""
+        """Load an adapter; none is ever evicted, so each one is pinned."""
         adapters = self._adapters
         adapter = await asyncio.to_thread(adapters.read, lora_path)
         await self._running.call(lambda: adapters.load(lora_name, adapter))

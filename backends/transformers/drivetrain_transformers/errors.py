@@ -1,15 +1,15 @@
-"""From errors of torch and transformers to drivetrain's."""
+"""Map errors of torch and transformers to drivetrain's."""
 
 from __future__ import annotations
 
 from drivetrain.errors import DrivetrainError, EngineInternalError, EngineOutOfMemory
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
-"""Words by which an exception that is not of torch's own type is known to mean it."""
+"""Phrases by which an exception of another type is recognised as out of memory."""
 
 
 def as_engine_error(error: BaseException) -> DrivetrainError:
-    """Return ``error`` as a member of drivetrain's tree; out of memory is told from everything else."""
+    """Map ``error`` to EngineOutOfMemory or EngineInternalError; return a drivetrain error unchanged."""
     import torch
 
     if isinstance(error, DrivetrainError):

@@ -1,12 +1,12 @@
 """The KV cache of a running batch whose rows join and leave between steps.
 
-Rows are aligned at their newest token, so that one step appends one column for all of them, whatever their
-lengths; what lies to the left of a row's first token is masked. That is the layout of a left-padded batch, which
-every causal LM of transformers handles, so nothing here depends on the architecture.
+Rows are aligned at their newest token, so that one step appends one column for all of them, whatever their lengths;
+columns to the left of a row's first token are masked. This is the layout of a left-padded batch, which every causal LM
+of transformers handles, so nothing here depends on the architecture.
 
             start             end
     row 0     . . . a b c d e f
-    row 1     . g h i j k l m n        a step writes column `end` and moves it on by one
+    row 1     . g h i j k l m n        a step writes column `end` and increments it
     row 2     o p q r s t u v w
 """
 
@@ -71,7 +71,7 @@ class RunningCache(Cache):
         return sum(buffer.nbytes for buffer in (*self._keys, *self._values))
 
     def attention_mask(self) -> torch.Tensor:
-        """Shape (rows, width + 1): the columns in use and the one about to be written; 1 where a row has a token."""
+        """Return the mask of columns in use and the next one, shape (rows, width + 1); 1 where a row has a token."""
         return self._mask[: self.rows, self._start : self._end + 1]
 
     def admit(self, prefilled: Cache, source_rows: Sequence[int], lengths: Sequence[int]) -> None:
@@ -96,7 +96,7 @@ class RunningCache(Cache):
         self._start = self._end - max(self.lengths)
 
     def release(self, row: int) -> int:
-        """Drop a row; the last row takes its place. Return the index that the row in its place had."""
+        """Drop a row; the last row takes its place. Return the former index of that last row."""
         last = self.rows - 1
         if row != last:
             span = slice(self._end - self.lengths[last], self._end)
@@ -109,7 +109,7 @@ class RunningCache(Cache):
         return last
 
     def erase(self, row: int) -> None:
-        """Zero a row before it is released: attention multiplies what it masks by 0, and NaN times 0 is NaN."""
+        """Zero a row before it is released: attention multiplies masked values by 0, and NaN times 0 is NaN."""
         for buffer in (*self._keys, *self._values):
             buffer[row].zero_()
 
@@ -185,7 +185,7 @@ class RunningCache(Cache):
 
 
 def keys_and_values(cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of each layer of a filled cache; shape (rows, heads, columns, head size)."""
+    """Return keys and values of each layer of a filled cache; shape (rows, heads, columns, head size)."""
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     for layer in cache.layers:
         assert isinstance(layer, CacheLayerMixin)

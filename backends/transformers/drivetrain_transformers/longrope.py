@@ -1,4 +1,4 @@
-"""Longrope, row by row: transformers takes the frequencies of a batch's longest row for all of its rows."""
+"""Longrope per row: transformers would use the frequencies of a batch's longest row for all rows."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ CosSin = tuple[torch.Tensor, torch.Tensor]
 
 
 def choose_factors_by_row(module: PreTrainedModel, short_length: int) -> None:
-    """Let each row of a batch take the factors of its own length: the short ones up to ``short_length`` tokens.
+    """Make each row of a batch use the factors for its own length: short ones up to ``short_length`` tokens.
 
     Raises:
-        EngineStartError: the model computes its rotary embedding in a way of its own.
+        EngineStartError: the model's rotary embedding has an unknown form.
     """
     found = [part for part in module.modules() if "longrope" in _types(part).values()]
     for rotary in found:
@@ -31,13 +31,13 @@ def choose_factors_by_row(module: PreTrainedModel, short_length: int) -> None:
         rotary.forward = _by_row(rotary, plain, short_length)
     if not found:
         raise EngineStartError(
-            f"{type(module).__name__} has longrope in a form that the transformers backend cannot take row by row; "
-            f"give context_length={short_length} or less, with which one set of factors serves all rows"
+            f"{type(module).__name__} has longrope in a form that the transformers backend cannot apply per row; "
+            f"give context_length={short_length} or less, for which one set of factors serves all rows"
         )
 
 
 def _types(part: nn.Module) -> dict[str | None, str]:
-    """The types of a rotary embedding, by type of layer; empty: it is none."""
+    """Return the rope types of a module by layer type; empty if it is no rotary embedding."""
     types = getattr(part, "rope_type", None)
     if isinstance(types, str):
         return {None: types}
@@ -65,7 +65,7 @@ def _by_row(rotary: nn.Module, plain: Callable[..., CosSin], short_length: int) 
         for chosen in sets:
             setattr(rotary, name, chosen)
             made.append(plain(rotary, x, position_ids, **given))
-        # A row's last position is its length, less one.
+        # A row's length is its last position plus one.
         is_long = (position_ids.amax(-1) >= short_length)[:, None, None]
         (short_cos, short_sin), (long_cos, long_sin) = made
         return torch.where(is_long, long_cos, short_cos), torch.where(is_long, long_sin, short_sin)

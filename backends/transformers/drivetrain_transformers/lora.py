@@ -1,4 +1,4 @@
-"""LoRA adapters: loaded into the model by peft, and chosen row by row."""
+"""LoRA adapters, loaded into the model by peft and selected per row."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
 NO_ADAPTER = "__base__"
-"""peft's own name for a row that uses none."""
+"""peft's own name for a row that uses no adapter."""
 
 _HONOURED: Final = frozenset({"lora_bias", "fan_in_fan_out"})
-"""Fields of ``adapter_config.json`` that peft applies row by row, beyond those of plain LoRA."""
+"""Fields of ``adapter_config.json`` that peft applies per row, beyond those of plain LoRA."""
 
 
 class Adapters:
@@ -43,7 +43,7 @@ class Adapters:
         self._shapes = _shapes(module)
 
     def read(self, path: str) -> LoraAdapter:
-        """Read an adapter from a peft folder; any thread may, while the weights stay.
+        """Read an adapter from a peft folder. Safe from any thread while the weights do not change.
 
         Raises:
             InvalidRequest: its rank is too large, or the folder holds no LoRA adapter of this model.
@@ -51,7 +51,7 @@ class Adapters:
         return read_adapter(path, self._largest_rank, self._shapes, honours=_HONOURED, base=self._weight)
 
     def load(self, name: str, adapter: LoraAdapter) -> None:
-        """Put an adapter into the model.
+        """Add an adapter to the model.
 
         Raises:
             InvalidRequest: the name is taken, or peft cannot adapt one of the layers.
@@ -81,7 +81,7 @@ class Adapters:
         except (ValueError, RuntimeError, KeyError, TypeError, AttributeError, NotImplementedError) as error:
             self._remove(name)
             self._unwrap(set(self._wrapped()) - wrapped)
-            raise InvalidRequest(f"peft cannot put {str(adapter.path)!r} in: {error}", field="lora_path") from error
+            raise InvalidRequest(f"peft cannot load {str(adapter.path)!r}: {error}", field="lora_path") from error
         self._module.requires_grad_(False)
         self._module.eval()
         self._loads += 1
@@ -89,7 +89,7 @@ class Adapters:
         self._hook_layers()
 
     def unload(self, name: str) -> None:
-        """Take an adapter out of the model."""
+        """Remove an adapter from the model."""
         if name not in self._loaded:
             loaded = ", ".join(self._loaded) or "none"
             raise InvalidRequest(f"lora_name={name!r} is not loaded; loaded: {loaded}", field="lora_name")
@@ -97,12 +97,12 @@ class Adapters:
         del self._loaded[name]
 
     def identity(self, name: str | None) -> int:
-        """A number that differs for each adapter ever loaded; 0 for none. What caches made with it are known by."""
+        """Return a number that is unique for each adapter ever loaded, 0 for none; part of the cache's key."""
         return 0 if name is None else self._loaded[name]
 
     @contextmanager
     def using(self, names: list[str | None]) -> Iterator[None]:
-        """Let row ``i`` of what runs within use the adapter ``names[i]``."""
+        """Within the context, make row ``i`` of each forward pass use the adapter ``names[i]``."""
         self._rows = [name or NO_ADAPTER for name in names]
         yield
 
@@ -124,19 +124,19 @@ class Adapters:
             self._module.peft_config.pop(name, None)
 
     def _wrapped(self) -> dict[str, LoraLayer]:
-        """The layers that peft has wrapped, by name."""
+        """Return the layers that peft has wrapped, by name."""
         from peft.tuners.lora import LoraLayer
 
         return {name: layer for name, layer in self._module.named_modules() if isinstance(layer, LoraLayer)}
 
     def _unwrap(self, names: Iterable[str]) -> None:
-        """Put layers back as they were before peft wrapped them."""
+        """Restore layers that peft wrapped."""
         for name in names:
             parent, _, own = name.rpartition(".")
             setattr(self._module.get_submodule(parent), own, self._module.get_submodule(name).base_layer)
 
     def _weight(self, name: str) -> torch.Tensor:
-        """One of the model's weights, by its name in the checkpoint."""
+        """Return one of the model's weights, by its checkpoint name."""
         layer = self._module.get_submodule(name.removesuffix(".weight"))
         weight = getattr(layer, "base_layer", layer).weight
         assert isinstance(weight, torch.Tensor)
@@ -144,12 +144,12 @@ class Adapters:
 
 
 def _any_of(names: Iterable[str]) -> str:
-    """A regex of these names alone: peft also looks for a pattern behind each dot of a longer name."""
+    """Return a regex for exactly these names: peft would also match a pattern after each dot of a longer name."""
     return f"(?<!.)(?:{'|'.join(map(re.escape, names))})"
 
 
 def _shapes(module: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Shapes of the weights that peft can adapt row by row, as ``[outputs, inputs]``."""
+    """Return shapes ``[outputs, inputs]`` of the weights that peft can adapt per row."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Linear | nn.Embedding):
@@ -174,7 +174,7 @@ def _fill(layer: nn.Module, name: str, own: LoraModule) -> None:
 
 
 def _part(layer: nn.Module, part: str, name: str) -> nn.Linear:
-    """One of peft's matrices; ``name`` may hold dots."""
+    """Return one of peft's matrices; ``name`` may contain dots."""
     found = layer.get_submodule(part)
     assert isinstance(found, nn.ModuleDict)
     linear = found[name]

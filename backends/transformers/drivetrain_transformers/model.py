@@ -1,4 +1,4 @@
-"""A causal LM of transformers: loaded, and run on prompts and on a running batch."""
+"""Load a causal LM of transformers, and run prompts and a running batch through it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from drivetrain_weight_sync.receiver.cpu_sleep import trim_heap
 from drivetrain_weight_sync.transports.device_memory import uuid_of
 
 _TOLERATED = 0.1
-"""Share of the logits' norm by which rounding may change them; wrong positions change them by more."""
+"""Largest change of the logits by rounding, as a share of their norm; wrong positions change them by more."""
 
 
 class LoadedModel:
@@ -36,7 +36,7 @@ class LoadedModel:
         self.device = torch.device(info.device)
         self.adapters: Adapters | None = None
         self.short_length: int | None = None
-        """The longest sequence that takes longrope's short factors, if longer ones are served too."""
+        """Longest sequence that uses longrope's short factors; None unless longer ones are served too."""
         takes = inspect.signature(module.forward).parameters
         self._positions = "position_ids" in takes
         self._keeps_logits = "logits_to_keep" in takes
@@ -47,7 +47,7 @@ class LoadedModel:
 
         Raises:
             InvalidConfig: the configuration does not fit the model.
-            EngineStartError: the model cannot be loaded, or keeps state that a batch cannot be made of.
+            EngineStartError: the model cannot be loaded, or keeps state that cannot be batched.
         """
         report(f"loading the model {config.model}")
         try:
@@ -57,8 +57,8 @@ class LoadedModel:
             raise EngineStartError(
                 f"transformers cannot load {config.model!r}: {type(error).__name__}: {error}"
             ) from error
-        # Loaded on the CPU first: straight to a GPU, transformers puts every weight into one block of the allocator,
-        # which could not be given back while anything else lies in it.
+        # Load on the CPU first: loading straight to a GPU, transformers puts all weights into one block of the
+        # allocator, which cannot be freed while anything else lies in it.
         report(f"moving the model to {device_of(config)}")
         if not hasattr(module, "hf_device_map"):
             module.to(device_of(config))  # type: ignore[arg-type]  # transformers wraps `to` without its `self`
@@ -90,10 +90,10 @@ class LoadedModel:
 
     @torch.inference_mode()
     def _check_positions(self) -> None:
-        """Compare a short row beside a long one with the row alone, where the model is not told positions.
+        """For a model without ``position_ids``, check that padding beside a longer row leaves a row's logits unchanged.
 
         Raises:
-            EngineStartError: it does not find them by itself, so that padding would change its answers.
+            EngineStartError: the model does not derive positions from the mask, so padding would change its output.
         """
         if self._positions:
             return
@@ -125,7 +125,7 @@ class LoadedModel:
     def prefill(
         self, ids: list[list[int]], adapters: list[str | None], past: Cache, prefix: int, *, all_positions: bool
     ) -> torch.Tensor:
-        """Run token ids whose first ``prefix`` tokens are in ``past``, and add them to it, left-padded.
+        """Run token ids whose first ``prefix`` tokens are in ``past``, and append them to it, left-padded.
 
         Returns:
             Logits of shape (rows, padded tokens or 1, vocabulary), the last position being each row's last token.
@@ -174,16 +174,16 @@ class LoadedModel:
         return logits
 
     def cache_identity(self, adapter: str | None, tokens: int) -> int:
-        """Key of the cache of a row of this length: rows with the same key may share prefixes."""
+        """Return the prefix-cache key for a row of this length: rows with the same key may share prefixes."""
         identity = self.adapters.identity(adapter) if self.adapters is not None else 0
         return 2 * identity + self.is_long(tokens)
 
     def is_long(self, tokens: int) -> bool:
-        """Return True if a row of this length takes longrope's long factors."""
+        """Return True if a row of this length uses longrope's long factors."""
         return self.short_length is not None and tokens > self.short_length
 
     def release_unused_memory(self) -> None:
-        """Hand memory that nothing holds back to the operating system or the GPU."""
+        """Return unused memory to the operating system or the GPU."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         else:
@@ -191,7 +191,7 @@ class LoadedModel:
 
 
 def _refuse_recurrent_state(module: PreTrainedModel) -> None:
-    """A row's state must be keys and values per token: only those can be moved between batches."""
+    """Refuse models whose state is not keys and values per token: only those can be moved between batches."""
     cache = DynamicCache(config=module.config)
     odd = {type(layer).__name__ for layer in cache.layers if type(layer).__mro__ and not _is_plain(layer)}
     if odd or getattr(module, "_is_stateful", False):
@@ -207,7 +207,7 @@ def _is_plain(layer: object) -> bool:
 
 
 def _own_storages(module: PreTrainedModel) -> None:
-    """Copy tensors that are views of a mapped file: they could neither be updated nor give their memory back."""
+    """Copy tensors that are views of a mapped file: such tensors cannot be updated, nor their memory freed."""
     for parameter in module.parameters():
         if not parameter.untyped_storage().resizable():
             parameter.data = parameter.data.clone()
@@ -218,7 +218,7 @@ def _own_storages(module: PreTrainedModel) -> None:
 
 
 def _zero_padding(cache: Cache, mask: torch.Tensor) -> None:
-    """Padding may have come out as NaN, which attention would spread even where it is masked."""
+    """Zero keys and values of padding: a NaN there would spread through attention even where it is masked."""
     for keys, values in keys_and_values(cache):
         padding = (mask == 0).to(keys.device)[:, None, :, None]
         keys.masked_fill_(padding, 0)

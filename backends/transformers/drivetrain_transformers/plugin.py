@@ -1,4 +1,4 @@
-"""The entry point: what this plugin provides. Imports no engine."""
+"""Entry point of the transformers plugin. Imports no engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Computes the cache of sequences that join the batch, and the logits after their last token."""
+"""Prefill: compute the cache of sequences that join the batch, and the logits after their last token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from drivetrain_transformers.sequences import Sequence
 
 @dataclass(slots=True)
 class Prefilled:
-    """A left-padded cache, which of its rows belongs to which sequence, and logits of shape (sequences, vocabulary)."""
+    """A left-padded cache, the cache row of each sequence, and logits of shape (sequences, vocabulary)."""
 
     cache: Cache
     rows: list[int]
@@ -24,7 +24,7 @@ class Prefilled:
 
 
 class Budget:
-    """How many sequences fit one forward pass: padded tokens are bounded, and prefixes must be equally long."""
+    """Selects the sequences of one forward pass: padded tokens are bounded, and cached prefixes are equally long."""
 
     def __init__(self, most: int, prefix_of: Prefill, first: Sequence) -> None:
         self._most = most
@@ -34,7 +34,7 @@ class Budget:
         self._prefix = prefix_of.cached_length(first)
 
     def takes(self, sequence: Sequence) -> bool:
-        """Count ``sequence`` in if it fits; equal token ids are computed once."""
+        """Add ``sequence`` if it fits, and return whether it did; equal token ids are computed once."""
         ids = sequence.token_ids
         key = (sequence.request.lora, *ids)
         if self._unique:
@@ -62,11 +62,11 @@ class Prefill:
         self._max_tokens = max_tokens
 
     def budget(self, first: Sequence) -> Budget:
-        """Count how many sequences fit a forward pass that begins with ``first``."""
+        """Return a budget for a forward pass that begins with ``first``."""
         return Budget(self._max_tokens, self, first)
 
     def cached_length(self, sequence: Sequence) -> int:
-        """Tokens of ``sequence`` whose cache will be used. Prompt logprobs need every position to be computed."""
+        """Return the number of cached tokens to use: 0 with prompt logprobs, which need every position computed."""
         if self._prefixes is None or sequence.request.params.prompt_logprobs is not None:
             return 0
         return self._found(self._prefixes, sequence)[0]
@@ -124,7 +124,7 @@ class Prefill:
 def _of_prompt(
     logits: torch.Tensor, prompt: list[int], tokens: int, count: int
 ) -> tuple[list[float | None], list[TopLogprobs | None] | None]:
-    """Logprobs of a prompt's tokens after its first, from logits of shape (padded tokens, vocabulary)."""
+    """Return logprobs of a prompt's tokens, the first being None, from logits of shape (padded tokens, vocabulary)."""
     first = logits.shape[0] - tokens
     logprobs = logits[first : first + len(prompt) - 1].float().log_softmax(-1)
     given = torch.tensor(prompt[1:], dtype=torch.long, device=logits.device)

@@ -1,4 +1,4 @@
-"""Keys and values of earlier sequences, found again by the ids that a prompt begins with."""
+"""Prefix cache: keys and values of earlier sequences, looked up by the ids that a prompt begins with."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 BLOCK = 16
-"""Prefixes are found in whole blocks of this many tokens."""
+"""Tokens per block; only whole blocks are matched."""
 
 
 @dataclass(slots=True, eq=False)
@@ -21,7 +21,7 @@ class _Entry:
 
 
 class PrefixCache:
-    """Holds whole sequences, least recently used first out, and finds the longest prefix in whole blocks."""
+    """An LRU cache of whole sequences that finds the longest prefix in whole blocks."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity = capacity_bytes
@@ -32,9 +32,8 @@ class PrefixCache:
     def find(self, token_ids: list[int], adapter: int = 0) -> tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]:
         """Return (length, keys and values per layer) of the longest cached prefix; (0, []) if there is none.
 
-        ``adapter`` says which LoRA adapter made the entry: those of others are not found.
-
-        At least one token of ``token_ids`` is left to be computed. Tensors: shape (1, heads, length, head size).
+        Only entries made with the same LoRA ``adapter`` match. At least one token of ``token_ids`` is left to be
+        computed. Tensors have shape (1, heads, length, head size).
         """
         best: _Entry | None = None
         length = 0
@@ -49,7 +48,7 @@ class PrefixCache:
         return length, [(keys[:, :, :length], values[:, :, :length]) for keys, values in best.layers]
 
     def holds(self, token_ids: list[int], adapter: int = 0) -> bool:
-        """Whether every whole block of ``token_ids`` is cached already."""
+        """Return whether every whole block of ``token_ids`` is cached already."""
         prefixes = _prefixes(token_ids, adapter)
         return bool(prefixes) and prefixes[-1][1] in self._by_prefix
 
@@ -83,7 +82,7 @@ class PrefixCache:
 
 
 def _prefixes(token_ids: list[int], adapter: int) -> list[tuple[int, int]]:
-    """(length, hash) of each prefix of whole blocks; the hash of one goes into the next."""
+    """Return (length, hash) of each prefix in whole blocks; each hash includes the one before."""
     found = []
     running = adapter
     for end in range(BLOCK, len(token_ids) + 1, BLOCK):

@@ -1,6 +1,6 @@
-"""The batch: which sequences wait, which run in which row, and one step of all of them. No threads, no asyncio.
+"""Scheduler of the transformers backend: queue, running batch, and one step of it. No threads, no asyncio.
 
-This is the bare loop beneath the backend: ``submit``, then ``step`` until ``idle``.
+The bare loop of the backend is ``submit``, then ``step`` until ``idle``.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from drivetrain_transformers.sequences import Sequence, Sink
 
 
 class Scheduler:
-    """Takes sequences from the queue to their end, one token a step for every running one.
+    """Runs sequences from the queue to their end, one token per step for every running one.
 
     Args:
         model: The model.
         tokenizer: Decodes for stop strings and regexes.
         version: Label of the weights.
         max_rows: Most sequences that run at once.
-        max_prefill_tokens: Most prompt tokens of one forward pass, padding included (one prompt may be longer).
+        max_prefill_tokens: Most prompt tokens of one forward pass, padding included; a single prompt may be longer.
         prefix_cache_bytes: Memory for the prefixes of ended sequences; 0 keeps none.
     """
 
@@ -60,19 +60,19 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._sampler: Sampler | None = None
         self._suspects: set[Sequence] = set()
-        """Were in a step that failed: each is admitted by itself, to see which of them fails."""
+        """Sequences of a step that failed. Each is admitted alone, to find the one that fails."""
         self._joining: list[Sequence] = []
-        """Those that the current step admits."""
+        """Sequences that the current step admits."""
         self._touched = False
         """True once the current step may have changed the cache of running sequences."""
         self._arrivals = itertools.count()
         self._epoch = 0
 
-    # What it holds -----------------------------------------------------------------------------------------------
+    # State --------------------------------------------------------------------------------------------------------
 
     @property
     def idle(self) -> bool:
-        """No sequence waits or runs."""
+        """True if no sequence waits or runs."""
         return not self._running and not self._waiting
 
     @property
@@ -87,7 +87,7 @@ class Scheduler:
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Memory held for keys and values, those of ended sequences included."""
+        """Memory held for keys and values, including prefixes of ended sequences."""
         return self._cache.nbytes + self.prefixes.nbytes
 
     # From outside, between steps ---------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ class Scheduler:
         self._enqueue(sequence)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End sequences, running, waiting or frozen, with what they have."""
+        """End sequences with the tokens they have, whether running, waiting or frozen."""
         chosen = set(request_ids)
         for row in range(len(self._running) - 1, -1, -1):
             if self._running[row].request.request_id in chosen:
@@ -124,24 +124,24 @@ class Scheduler:
         self._waiting = kept
 
     def retract(self) -> None:
-        """Let the cache of every running sequence go; they wait, and are computed again with what they have."""
+        """Free the cache of every running sequence and put it back into the queue; later steps recompute the cache."""
         for sequence in self._running:
             self._enqueue(sequence)
         self._clear_rows(free=True)
 
     def weights_changed(self, version: str) -> None:
-        """Tokens sampled from here on are made by other weights, under ``version``."""
+        """Label tokens sampled from here on with ``version``, and keep no cache of the old weights as a prefix."""
         self.relabel(version)
         self._epoch += 1
 
     def relabel(self, version: str) -> None:
-        """Tokens sampled from here on carry ``version``."""
+        """Label tokens sampled from here on with ``version``."""
         for sequence in itertools.chain(self._running, (item[2] for item in self._waiting)):
             sequence.mark_version(self.version)
         self.version = version
 
     def free_cache(self) -> None:
-        """Give back the memory of all keys and values; no sequence runs."""
+        """Free the memory of all keys and values; no sequence may be running."""
         assert not self._running, "sequences that run hold their cache"
         self._clear_rows(free=True)
         self.prefixes.clear()
@@ -156,11 +156,11 @@ class Scheduler:
     # One step ----------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Admit what fits, then draw one token for every running sequence.
+        """Admit sequences with their first token if there is room; otherwise draw one token for each running one.
 
-        Out of memory, every sequence goes back to the queue and half as many run at once from there on; a sequence
-        that runs alone and does not fit ends with an error. After any other error they go back to the queue too, and
-        join one by one; a sequence that fails by itself ends with the error. Nothing that was generated is lost.
+        Out of memory, every sequence goes back to the queue, and from then on half as many run at once; a sequence that
+        does not fit even alone ends with an error. After any other error they also go back to the queue, and join one
+        by one; a sequence that fails alone ends with the error. Generated tokens are never lost.
         """
         self._touched = False
         try:
@@ -179,7 +179,7 @@ class Scheduler:
             self._suspects.clear()
 
     def _has_room(self, joining: int) -> bool:
-        """Return True if a sequence waits and there is a row for it, beside those running and ``joining``."""
+        """Return True if a sequence waits and there is a row for it, beside the running ones and ``joining`` others."""
         return bool(self._waiting) and len(self._running) + joining < self._row_limit
 
     def _admit(self) -> None:
@@ -222,7 +222,7 @@ class Scheduler:
         self._take(drawn, first)
 
     def _retract_rows_that_grow_long(self) -> None:
-        """With its next token, such a row takes other factors for all of its tokens: its cache is computed anew."""
+        """Retract rows whose next token changes their longrope factors, which invalidates their cache."""
         short = self.model.short_length
         if short is None:
             return
@@ -241,7 +241,7 @@ class Scheduler:
         self._take(sampler.draw(logits), 0)
 
     def _take(self, drawn: Drawn, first: int) -> None:
-        """Hand each row from ``first`` on its token; end the sequences that end with it."""
+        """Give each row from ``first`` on its token; end the sequences that end with it."""
         ended: list[tuple[int, FinishReason, int | None]] = []
         failed: list[tuple[int, int]] = []
         for offset, token_id in enumerate(drawn.token_ids):
@@ -278,7 +278,7 @@ class Scheduler:
     # Ends --------------------------------------------------------------------------------------------------------
 
     def _end_failed(self, ended: list[tuple[int, FinishReason, int | None]], failed: list[tuple[int, int]]) -> None:
-        """End rows from which no token could be drawn, each with an error of its own, and those that ended."""
+        """End rows from which no token could be drawn, each with its own error, and rows that ended normally."""
         ends = {row: (reason, matched) for row, reason, matched in ended}
         failures = dict(failed)
         for row in sorted(ends.keys() | failures.keys(), reverse=True):
@@ -295,7 +295,7 @@ class Scheduler:
             self._fail(row, error)
 
     def _fail(self, row: int, error: DrivetrainError) -> None:
-        """End one row with an error; nothing of its cache is left for others."""
+        """End one row with an error, and erase its cache, which may hold NaN."""
         self._cache.erase(row)
         self._release(row).sink(error)
 
@@ -307,7 +307,7 @@ class Scheduler:
         self._deliver(sequence, reason, matched)
 
     def _release(self, row: int) -> Sequence:
-        """Take a sequence out of the batch; the last row takes its place."""
+        """Remove a sequence from the batch; the last row takes its place."""
         sequence = self._running[row]
         moved = self._cache.release(row)
         self._running[row] = self._running[moved]
@@ -349,7 +349,7 @@ class Scheduler:
         self.model.release_unused_memory()
 
     def _isolate(self, error: DrivetrainError) -> None:
-        """Find out which sequence a step fails with, and end that one alone."""
+        """Narrow a failed step down to one sequence, and end only that one with the error."""
         involved = self._joining or list(self._running)
         if self._touched:
             self.retract()

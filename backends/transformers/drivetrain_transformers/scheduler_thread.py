@@ -1,4 +1,4 @@
-"""The thread that steps the scheduler, and does everything else between two steps."""
+"""The thread that steps the scheduler, and runs commands between two steps."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class _Command:
 
     run: Callable[[], None]
     give_up: Callable[[DrivetrainError], object] = lambda error: None
-    """Tell the caller that waits for it that the thread has ended, and why."""
+    """Passes the error to the waiting caller if the thread has ended."""
 
 
 class SchedulerThread:
-    """Owns the model and the scheduler; nothing else touches them once the thread has started."""
+    """Owns the model and the scheduler, which no other thread may touch once this one has started."""
 
     def __init__(self, model: LoadedModel, scheduler: Scheduler) -> None:
         self.model = model
@@ -49,7 +49,7 @@ class SchedulerThread:
         self._closing = threading.Lock()
         """Held to queue a command and to end the thread, so that every queued command is run or given up."""
         self._over: DrivetrainError | None = None
-        """Why the thread has ended."""
+        """Reason for the thread's end; None while it runs."""
         self._death_watchers: list[Callable[[DrivetrainError], None]] = []
         self._outbox: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
         self._deliveries: dict[asyncio.AbstractEventLoop, Deliveries] = {}
@@ -58,7 +58,7 @@ class SchedulerThread:
 
     @classmethod
     def load(cls, config: EngineConfig, report: Callable[[str], None]) -> SchedulerThread:
-        """Load what ``config`` names and run one token through it."""
+        """Load the model that ``config`` names, and create a scheduler for it."""
         model = LoadedModel.load(config, report)
         scheduler = Scheduler(
             model,
@@ -71,11 +71,11 @@ class SchedulerThread:
         return cls(model, scheduler)
 
     def start(self) -> None:
-        """Begin to step."""
+        """Start stepping."""
         self._thread.start()
 
     def stop(self, seconds: float) -> bool:
-        """End the thread; what was not finished ends with an error. Return whether it has ended within ``seconds``."""
+        """End the thread; unfinished requests end with an error. Return whether it ended within ``seconds``."""
 
         def stopping() -> None:
             self._stopping = True
@@ -93,19 +93,19 @@ class SchedulerThread:
         def sink(item: GenerateResult | TokenDelta | DrivetrainError) -> None:
             self._outbox.setdefault(loop, []).append(partial(deliver, item))
 
-        # All that one turn of the event loop submits is handed over at once: the batch then starts together, and the
-        # thread is not woken, nor the interpreter's lock fought over, a thousand times.
+        # Requests submitted in one turn of the event loop are handed over together: the batch then starts together, and
+        # a thousand requests do not wake the thread or contend for the GIL a thousand times.
         if not self._submitted:
             loop.call_soon(self._hand_over)
         self._submitted.append((request, sink, streamed))
 
     def abort(self, request_ids: list[str]) -> None:
-        """End requests with what they have."""
+        """End requests with the tokens they have."""
         self._hand_over()
         self._put(_Command(lambda: self.scheduler.abort(request_ids)))
 
     async def died(self) -> EngineDied:
-        """Return, when the thread ends by itself, why; never return otherwise."""
+        """Wait for the thread to fail, and return the error; never returns otherwise."""
         result: asyncio.Future[EngineDied] = asyncio.get_running_loop().create_future()
         loop = result.get_loop()
 
@@ -124,7 +124,7 @@ class SchedulerThread:
         with self._closing:
             if self._over is None:
                 self._inbox.put(command)
-            else:  # the outbox is no longer the thread's
+            else:  # the thread no longer flushes the outbox
                 command.give_up(self._over)
                 self._flush()
 
@@ -147,7 +147,7 @@ class SchedulerThread:
         self._put(_Command(submit_all, give_up))
 
     async def freeze(self, *, retract: bool) -> None:
-        """Stop stepping, and with ``retract`` let the running sequences' caches go."""
+        """Stop stepping; with ``retract``, also free the caches of running sequences."""
 
         def freezing() -> None:
             self._frozen = True
@@ -166,7 +166,7 @@ class SchedulerThread:
         await self.call(unfreezing)
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Run ``function`` in the thread, between two steps, and return what it returns."""
+        """Run ``function`` in the thread, between two steps, and return its result."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
 
@@ -189,7 +189,7 @@ class SchedulerThread:
         def give_up(error: DrivetrainError) -> None:
             self._outbox.setdefault(loop, []).append(partial(settle, None, error))
 
-        self._hand_over()  # what was submitted before is ahead of it
+        self._hand_over()  # keeps the order of earlier submissions
         self._put(_Command(run, give_up))
         return await result
 
@@ -223,7 +223,7 @@ class SchedulerThread:
             self._flush()
 
     def _flush(self) -> None:
-        """Hand what the last step produced to the event loops, one wake-up each."""
+        """Deliver the results of the last step to the event loops, with one wake-up each."""
         for loop, deliveries in self._outbox.items():
             try:
                 loop.call_soon_threadsafe(self._deliveries.setdefault(loop, Deliveries(loop)).add, deliveries)
@@ -234,14 +234,14 @@ class SchedulerThread:
 
 
 class Deliveries:
-    """Calls the sinks of one event loop in order, a bounded number at each of its turns."""
+    """Calls the sinks of one event loop in order, a bounded number per turn of the loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._left: deque[Callable[[], None]] = deque()
 
     def add(self, deliveries: list[Callable[[], None]]) -> None:
-        """Call these after all that were added before. Called in the event loop."""
+        """Queue deliveries after all earlier ones. Called in the event loop."""
         is_idle = not self._left
         self._left.extend(deliveries)
         if is_idle:

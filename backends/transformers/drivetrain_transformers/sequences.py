@@ -1,4 +1,4 @@
-"""One sample inside the transformers backend: its tokens so far, and where they go."""
+"""State of one sample in the transformers backend."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from drivetrain.types.outputs import FinishReason, TopLogprobs, VersionSpan
 from drivetrain_sampling import Row
 
 Sink = Callable[[GenerateResult | TokenDelta | DrivetrainError], None]
-"""Where a sequence's result goes (or its error), and its deltas if it is streamed. Called in the runner's thread."""
+"""Receives a sequence's result or error, and its deltas if it is streamed. Called in the scheduler's thread."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request, what was generated for it, and what is known of its cache."""
+    """A request with its generated tokens and the state of its cache."""
 
     request: GenerateRequest
     row: Row
@@ -33,22 +33,22 @@ class Sequence:
     spans: list[VersionSpan] = field(default_factory=list)
     cached_tokens: int = 0
     error: DrivetrainError | None = None
-    """Why it ends without a result."""
+    """Error with which it ends, in place of a result."""
     epoch: int = 0
-    """Weights that made its cache; a cache made by several is never kept."""
+    """Epoch of the weights that made its cache; a cache made under several epochs is never kept as a prefix."""
 
     @property
     def generated(self) -> list[int]:
-        """The ids sampled so far."""
+        """Ids sampled so far."""
         return self.row.generated
 
     @property
     def token_ids(self) -> list[int]:
-        """Prompt and output."""
+        """Ids of prompt and output."""
         return self.request.prompt_token_ids + self.row.generated
 
     def mark_version(self, version: str) -> None:
-        """Say that the tokens since the last mark were sampled under ``version``."""
+        """Record that the tokens since the last mark were sampled under ``version``."""
         start = self.spans[-1].end if self.spans else 0
         end = len(self.row.generated)
         if end > start:
@@ -58,7 +58,7 @@ class Sequence:
                 self.spans.append(VersionSpan(version, start, end))
 
     def take(self, token_id: int) -> tuple[FinishReason, int | None] | None:
-        """Add a sampled id; return why the sequence ends there, and at which stop id, or None if it goes on."""
+        """Append a sampled id; return None to continue, or the finish reason and the matched stop id, if any."""
         generated = self.row.generated
         generated.append(token_id)
         if token_id in self.stop_ids:
@@ -74,7 +74,7 @@ class Sequence:
         return None
 
     def result(self, reason: FinishReason, matched: int | None, version: str) -> GenerateResult:
-        """Everything, as the engine page expects it."""
+        """Return the complete result."""
         self.mark_version(version)
         params = self.request.params
         return GenerateResult(

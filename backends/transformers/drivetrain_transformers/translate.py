@@ -1,4 +1,4 @@
-"""Between drivetrain's names and those of transformers. Pure functions over plain values."""
+"""Translate drivetrain's names to those of transformers. Pure functions over plain values."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ CONFIG_NAMES: Final[Mapping[str, str]] = {
     "max_lora_rank": "largest rank of a peft adapter",
     "engine_kwargs": "from_pretrained(**)",
 }
-"""Field of EngineConfig → what honours it here."""
+"""EngineConfig fields, with the argument or component that honours each."""
 
 DEFAULT_MAX_NUM_SEQS: Final = 256
 DEFAULT_MAX_BATCHED_TOKENS: Final = 8192
 PREFIX_CACHE_BYTES: Final = 256 * 2**20
 UNKNOWN_CONTEXT: Final = 2**20
-"""Taken for models that name no limit, such as those with relative positions."""
+"""Context length of models that name no limit, such as those with relative positions."""
 
 
 SEEN_WORKING: Final = ("5.4", "5.24")
-"""Oldest and newest minor release that the tests were run on. Differences between them are found by looking for the
-feature: whether a model's ``forward`` takes ``position_ids`` and ``logits_to_keep``."""
+"""Oldest and newest minor release on which the tests were run. Their differences are found by feature: whether a
+model's ``forward`` takes ``position_ids`` and ``logits_to_keep``."""
 
 
 def device_of(config: EngineConfig) -> str:
-    """The device that the model will be on: the configured one, or a GPU when there is one."""
+    """Return the configured device; if none is configured, ``"cuda"`` when there is a GPU, else ``"cpu"``."""
     if config.device is not None:
         return config.device
     with from_extra("transformers", "the transformers backend"):
@@ -52,7 +52,7 @@ def device_of(config: EngineConfig) -> str:
 
 
 def load_arguments(config: EngineConfig) -> dict[str, JsonValue]:
-    """Keyword arguments of ``AutoModelForCausalLM.from_pretrained``."""
+    """Return keyword arguments for ``AutoModelForCausalLM.from_pretrained``."""
     arguments: dict[str, JsonValue] = {
         "dtype": config.dtype,
         "trust_remote_code": config.trust_remote_code,
@@ -71,10 +71,10 @@ def load_arguments(config: EngineConfig) -> dict[str, JsonValue]:
 
 
 def context_length(model_config: object, config: EngineConfig) -> int:
-    """Most tokens of prompt and output together: the configured limit, or the model's own.
+    """Return the most tokens of prompt and output together: the configured limit, or the model's own.
 
     Raises:
-        InvalidConfig: more is asked for than the model has.
+        InvalidConfig: the configured limit exceeds the model's own.
     """
     names = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
     own = next(

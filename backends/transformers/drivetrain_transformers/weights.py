@@ -1,4 +1,4 @@
-"""The parameters of the model: updated, read, put to sleep."""
+"""The model's weights: update, read, sleep."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from drivetrain_weight_sync import ModuleTarget, Receiver, WeightWriter, read_we
 
 
 class Weights:
-    """What the engine's side of a weight update works on. Called in the runner's thread only.
+    """The engine's end of weight updates. Called in the scheduler's thread only, unless stated otherwise.
 
     Args:
         model: The model.
@@ -43,50 +43,50 @@ class Weights:
         return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
     def manifest(self) -> WeightManifest:
-        """Every tensor that a complete update must bring."""
+        """Return every tensor that a complete update must bring."""
         return self._target.manifest()
 
     def prepare(self, message: PrepareUpdate) -> WeightReply | None:
-        """Prepare an update; None: its source is being opened, ask :meth:`prepared`."""
+        """Prepare an update; return None while its source is being opened, then poll :meth:`prepared`."""
         self._receiver.prepare(message)
         return self._receiver.prepared()
 
     def prepared(self) -> WeightReply | None:
-        """The reply to the last PrepareUpdate; None: its source is still being opened."""
+        """Return the reply to the last PrepareUpdate, or None while its source is still being opened."""
         return self._receiver.prepared()
 
     def receive(self, message: WeightMessage) -> WeightReply:
-        """Take one step of an update, but the first."""
+        """Take one step of an update other than PrepareUpdate."""
         if isinstance(message, BeginUpdate):
             self._writer.stop()
         return self._receiver.handle(message)
 
     def join(self, spec: CommunicatorSpec) -> None:
-        """Join a group in which a trainer broadcasts; waits for it. May be called in any thread."""
+        """Join a group in which a trainer broadcasts, waiting until it forms. May be called in any thread."""
         self._receiver.groups.join(spec, spec.rank_offset, next(self._module.parameters()).device)
 
     def leave(self, group_name: str) -> None:
-        """Leave it."""
+        """Leave the group."""
         self._receiver.groups.leave(group_name)
 
     def read(self, name: str) -> TensorData:
-        """Copy one tensor out, by its checkpoint name or alias."""
+        """Return a copy of one tensor, by its checkpoint name or alias."""
         return read_weight(self._target, name)
 
     def validate(self) -> WeightReport:
-        """Look at every tensor."""
+        """Check every tensor for NaN, infinity, and nothing but zeros."""
         return validate_weights(self._target)
 
     def write(self, folder: Path) -> None:
-        """Write them to a folder in another thread; raises EngineBusy, to be asked again, until they are there."""
+        """Write the weights to a folder in another thread; raises EngineBusy until they are written: call again."""
         self._writer.write(folder)
 
     def sleep(self) -> None:
-        """Give back the memory of all that an update brings; buffers that no update brings stay."""
+        """Free the memory of all tensors that an update brings; other buffers keep theirs."""
         self._writer.stop()
         self._receiver.forget_held()
         tensors = [self._target.read(spec.name) for spec in self._target.manifest().tensors]
-        # Several may be pieces of one parameter, whose memory is given back once.
+        # Several tensors may be views of one parameter, whose memory is freed once.
         for tensor in {tensor.untyped_storage()._cdata: tensor for tensor in tensors}.values():
             storage = tensor.untyped_storage()
             kept = None
@@ -97,7 +97,7 @@ class Weights:
             storage.resize_(0)
 
     def free(self) -> None:
-        """Give back all memory of the model for good, whoever still holds the module."""
+        """Free all memory of the model for good, even if the module is still referenced."""
         self._writer.stop()
         self._receiver.close()
         for tensor in (*self._module.parameters(), *self._module.buffers()):
@@ -105,7 +105,7 @@ class Weights:
         self._asleep = []
 
     def wake_up(self) -> None:
-        """Take that memory again; without a kept copy it holds no defined values."""
+        """Allocate the weights' memory again; without a kept copy, its values are undefined."""
         for storage, nbytes, kept in self._asleep:
             storage.resize_(nbytes)
             if kept is not None:

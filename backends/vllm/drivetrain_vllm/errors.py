@@ -1,21 +1,21 @@
-"""From vLLM's errors to drivetrain's."""
+"""Map vLLM's errors to drivetrain's."""
 
 from __future__ import annotations
 
 from drivetrain.errors import DrivetrainError, EngineDied, EngineInternalError, EngineOutOfMemory, InvalidRequest
 
 OUT_OF_MEMORY = ("out of memory", "not enough memory", "cannot allocate memory", "no available memory")
-"""Words by which vLLM's errors are known to mean it."""
+"""Phrases by which vLLM's errors are recognised as out of memory."""
 DEAD = "enginecore encountered an issue"
-"""What vLLM's EngineDeadError says, which is all that its server passes on."""
+"""Message of vLLM's EngineDeadError; its server passes on nothing else."""
 
 
 def as_engine_error(error: BaseException) -> DrivetrainError:
-    """Return ``error`` as a member of drivetrain's tree; out of memory is told from everything else."""
+    """Map ``error`` to a drivetrain error: a dead engine, out of memory, a refused request, or an internal error."""
     if isinstance(error, DrivetrainError):
         return error
     if type(error).__name__ == "EngineGenerateError" and error.__cause__ is not None:
-        return as_engine_error(error.__cause__)  # it says nothing itself
+        return as_engine_error(error.__cause__)  # the wrapper itself has no message
     words = str(error).lower()
     mapped: DrivetrainError
     if type(error).__name__ == "EngineDeadError" or DEAD in words:

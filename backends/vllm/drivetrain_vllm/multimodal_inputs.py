@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""Images and videos on their way to vLLM."""
+"""Convert images and videos to vLLM's input format."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from drivetrain.media.qwen_vision import Patches, Seen
 def multimodal_input(
     prompt_token_ids: Sequence[int], seen: Seen, token_ids: tuple[int, int], cache_salt: str
 ) -> dict[str, Any]:
-    """What vLLM's own processor would make of a prompt: its ``MultiModalInput``.
+    """Return a prompt's ``MultiModalInput``, as vLLM's own processor would make it.
 
     Args:
-        prompt_token_ids: With the token id of each image and video as often as it has tokens.
-        seen: Images and videos, each in the order in which they stand in the prompt.
-        token_ids: Of an image, and of a video.
-        cache_salt: What cached prefixes are found by, beside their tokens and the names of what is seen.
+        prompt_token_ids: Ids with the placeholder token of each image and video repeated once per token.
+        seen: Images and videos, each in the order of the prompt.
+        token_ids: Placeholder token ids of an image and of a video.
+        cache_salt: Prefix-cache key, used beside tokens and media hashes.
     """
     import torch
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
@@ -40,7 +40,7 @@ def multimodal_input(
         fields[f"{kind}_grid_thw"] = MultiModalFieldConfig.batched(kind, keep_on_cpu=True)
     seconds = [video.seconds for video in seen.videos if video.seconds is not None]
     if seconds:
-        # vLLM multiplies and rounds down: rounded themselves, whole products would be one less.
+        # float64, as vLLM multiplies and rounds down: rounding errors could make whole products one less.
         values["second_per_grid_ts"] = torch.tensor(seconds, dtype=torch.float64)
         fields["second_per_grid_ts"] = MultiModalFieldConfig.batched("video", keep_on_cpu=True)
     return {
@@ -62,7 +62,7 @@ def multimodal_input(
 
 
 def places_of(prompt_token_ids: Sequence[int], counts: Sequence[int], token_id: int) -> list[int]:
-    """Where the tokens of each image or video begin; ``counts`` says how many there are."""
+    """Return the begin of each image's or video's tokens in the prompt; ``counts`` are their numbers of tokens."""
     ids = list(prompt_token_ids)
     places: list[int] = []
     begin = 0

@@ -1,4 +1,4 @@
-"""The entry point: what this plugin provides. Imports no engine."""
+"""Entry point of the vLLM plugin. Imports no engine."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from drivetrain_vllm.remote import VLLMServerBackend
 
 @hookimpl
 def drivetrain_backends() -> list[type[Backend]]:
-    """Provide vLLM, started here or running somewhere."""
+    """Provide vLLM, as an engine started here or a server running elsewhere."""
     return [VLLMBackend, VLLMServerBackend]

@@ -1,4 +1,4 @@
-"""The vllm-server backend: a server that somebody else launched, over HTTP. Nothing of vLLM's runs here."""
+"""The vllm-server backend: uses a running vLLM server over HTTP. No vLLM code runs in this process."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ KIND: Final = ServerKind(
     key_statuses=(401,),
 )
 _INFO_S: Final = 180.0
-"""Within this it has said what it was launched with: the first time it also looks at all that is installed there."""
+"""Timeout for the server's configuration: the first time, the server also inspects its installed packages."""
 _PREFIX: Final = "generate-tokens-"
-"""What the server puts before the id of a request."""
+"""Prefix that the server adds to a request's id."""
 _PROBE: Final[Mapping[str, object]] = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "detokenize": False}}
 
 
 class VLLMServerBackend(ServerBackend[ServerSays]):
-    """A running vLLM server, as ``vllm serve`` starts it."""
+    """A running vLLM server, as started by ``vllm serve``."""
 
     name: ClassVar[str] = "vllm-server"
     kind: ClassVar[ServerKind] = KIND
@@ -69,11 +69,11 @@ class VLLMServerBackend(ServerBackend[ServerSays]):
 
     @classmethod
     async def look(cls, client: ServerClient) -> ServerSays:
-        """Ask for its schema and its configuration, and whether its answers tell of the prefix cache."""
+        """Fetch the server's schema and configuration, and detect whether it reports cached tokens."""
         version = await client.get("/version", LOOK_S)
         openapi = await client.get("/openapi.json", BUSY_S)
         if not isinstance(version, dict) or "version" not in version or not isinstance(openapi, dict):
-            raise EngineStartError(f"what answers at {client.endpoint} is no vLLM server")
+            raise EngineStartError(f"the server at {client.endpoint} is not a vLLM server")
         paths, fields = schema_of(openapi)
         check_paths(paths, client.endpoint)
         says = ServerSays(
@@ -92,13 +92,13 @@ class VLLMServerBackend(ServerBackend[ServerSays]):
 
     @classmethod
     async def launch_of(cls, client: ServerClient) -> object:
-        """Ask whether its engine core lives, and for its configuration: it may be paused."""
+        """Check that the engine core is alive, even if paused, and return the launch's key."""
         await client.get(cls.alive_path, LOOK_S)
         return (await client.get(INFO, _INFO_S))["vllm_config"].get("instance_id")
 
     @classmethod
     def claims_of(cls, config: EngineConfig, says: ServerSays) -> frozenset[Capability]:
-        """What a plain server does rightly, or is made to from here."""
+        """Check the server, and return its capabilities."""
         check_server(says, str(config.endpoint))
         check_agreement(config, says)
         return claims(config, says)
@@ -116,8 +116,8 @@ class VLLMServerBackend(ServerBackend[ServerSays]):
         if short is not None and says.context_length > short:
             raise InvalidConfig(
                 f"the server at {self.client.endpoint} was launched with --max-model-len {says.context_length}: vLLM "
-                "then takes the long factors of this model's rotary embedding (longrope) for all sequences; answers "
-                f"would be wrong; launch it with --max-model-len {short}",
+                "then uses the long factors of this model's rotary embedding (longrope) for all sequences, which gives "
+                f"wrong output; launch it with --max-model-len {short}",
                 field=ENDPOINT,
             )
         require_plain_rope(model.fields, "rope" in str(says.part("model_config.hf_overrides")), "vLLM")
@@ -141,7 +141,7 @@ class VLLMServerBackend(ServerBackend[ServerSays]):
         )
 
     async def _warm_up(self) -> None:
-        """The first request finds everything cold, and one that is aborted meanwhile would have no token."""
+        """Warm up: the first request is slow, and one aborted during that time would end without a token."""
         match self.config.task:
             case Task.EMBED:
                 await self.embed([[0, 0]], None)
@@ -152,14 +152,14 @@ class VLLMServerBackend(ServerBackend[ServerSays]):
                 await self.client.post(GENERATE, self._body(request, self.new_name(), stream=False), BUSY_S)
 
     async def close(self) -> None:
-        """Let go on what was frozen, and disconnect; the server goes on."""
+        """Resume frozen requests and disconnect; the server keeps running."""
         with suppress(EngineDied):
             if self._is_frozen and self.is_there:
                 await self.unfreeze()
         await super().close()
 
     async def stats(self) -> EngineStats:
-        """Requests of all clients as the last step of the batch counted them."""
+        """Return requests of all clients, as counted by the batch's last step."""
         metrics = await self.call(self.client.text(METRICS, self.config.timeouts.control))
         return stats_of(metrics, self._server, self._weight_bytes)
 
@@ -175,10 +175,10 @@ class VLLMServerBackend(ServerBackend[ServerSays]):
         return self.whole(request, served.result(self.version))
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-        """Generate one sample, a delta a step."""
+        """Generate one sample, yielding a delta per step."""
         served = Served(request)
         if request.params.prompt_logprobs is not None:
-            # No stream holds them.
+            # Streams have no prompt logprobs.
             scored = replace(request, max_new_tokens=0, params=request.params.model_copy(update={"logprobs": None}))
             answer = await self.call(
                 self.client.post(GENERATE, self._body(scored, self.new_name(), stream=False), None)
@@ -186,7 +186,7 @@ class VLLMServerBackend(ServerBackend[ServerSays]):
             served.add({**answer, "choices": []})
         name = self.new_name()
         with self.sent(request.request_id, name) as sent:
-            # The last event tells of the prefix cache, after that which tells why it ended.
+            # The finish reason comes before the last event, which has the count of cached tokens.
             last: TokenDelta | None = None
             async with aclosing(self._events(self._body(request, name, stream=True))) as events:
                 async for event in events:
@@ -197,13 +197,13 @@ class VLLMServerBackend(ServerBackend[ServerSays]):
                     elif ids:
                         yield TokenDelta(ids, logprobs, top)
         if last is None:
-            raise EngineInternalError(f"request {request.request_id}: the server ended it and does not say why")
+            raise EngineInternalError(f"request {request.request_id}: the server ended it without a finish reason")
         yield replace(last, result=self.whole(request, served.result(self.version)))
 
     async def _events(self, body: Mapping[str, object]) -> AsyncGenerator[Mapping[str, Any], None]:
         events = self.client.events(GENERATE, body)
         async with aclosing(events):
-            # Only the first may wait for a connection.
+            # Only the first event may have to wait for a connection.
             event = await self.call(anext(events, None))
             while event is not None:
                 yield event
@@ -220,18 +220,18 @@ class VLLMServerBackend(ServerBackend[ServerSays]):
         if stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         if self._server.has_priorities:
-            body["priority"] = -request.priority  # vLLM takes the lower number to be the sooner
+            body["priority"] = -request.priority  # in vLLM a lower number is a higher priority
         return body
 
     async def send_abort(self, names: Sequence[str]) -> None:
-        """End requests, running, waiting or frozen."""
+        """End requests, whether running, waiting or frozen."""
         body = {"request_ids": [_PREFIX + name for name in names]}
         await self.call(self.client.post(ABORT, body, self.config.timeouts.control))
 
     # Pause and versions ------------------------------------------------------------------------------------------
 
     async def freeze(self, mode: PauseMode) -> None:
-        """Stop stepping, for all clients; ``RETRACT`` lets the caches go."""
+        """Stop stepping, for all clients; ``RETRACT`` also frees the caches."""
         clear = "true" if mode is PauseMode.RETRACT else "false"
         self._is_frozen = True
         path = f"/pause?mode=keep&clear_cache={clear}"
@@ -243,7 +243,7 @@ class VLLMServerBackend(ServerBackend[ServerSays]):
         self._is_frozen = False
 
     async def set_weight_version(self, version: str) -> None:
-        """Label the weights."""
+        """Label the weights with a version."""
         body = {"new_version": version}
         await self.call(self.client.post("/update_weight_version", body, self.config.timeouts.control))
         self.version = version
@@ -251,12 +251,12 @@ class VLLMServerBackend(ServerBackend[ServerSays]):
     # Models that do not generate ---------------------------------------------------------------------------------
 
     async def embed(self, prompts: list[list[int]], dimensions: int | None) -> list[list[float]]:
-        """Return one vector of length 1 per prompt."""
+        """Return one unit vector per prompt."""
         vectors = await self._pooled(prompts, task="embed")
         return vectors if dimensions is None else [shortened(vector, dimensions) for vector in vectors]
 
     async def reward_score(self, sequences: list[list[int]]) -> list[float]:
-        """Return the model's first score per sequence, as the model's head gives it."""
+        """Return the model's first score per sequence, without activation."""
         return [scores[0] for scores in await self._pooled(sequences, task="classify", use_activation=False)]
 
     async def _pooled(self, prompts: list[list[int]], **params: object) -> list[list[float]]:

@@ -1,4 +1,4 @@
-"""What a running vLLM server says of itself, and what follows from it. Pure functions over its answers."""
+"""Properties of a running vLLM server, and the capabilities they imply. Pure functions over its answers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ ABORT: Final = "/inference/v1/abort_requests"
 POOL: Final = "/pooling"
 INFO: Final = "/server_info?config_format=json"
 METRICS: Final = "/metrics/?name[]=vllm:num_requests_running&name[]=vllm:num_requests_waiting"
-"""These two alone: all of them keep the server busy for a hundredth of a second."""
+"""Only these two metrics: fetching all of them keeps the server busy for 10 ms."""
 UNLABELLED: Final = "default"
-"""Version of weights that nobody gave one."""
+"""Version label of weights that were never labelled."""
 
 _ALWAYS: Final = frozenset(
     {
@@ -47,7 +47,7 @@ _DRAWN: Final = frozenset(
         Capability.LOGIT_BIAS,
     }
 )
-"""What makes the distribution that is drawn from another than that of the temperature alone."""
+"""Parameters that change the sampled distribution beyond temperature."""
 _GRAMMARS: Final = frozenset({Capability.STRUCTURED_JSON, Capability.STRUCTURED_REGEX, Capability.STRUCTURED_EBNF})
 _PAUSES: Final = frozenset({Capability.PAUSE_IN_PLACE, Capability.PAUSE_RETRACT})
 
@@ -55,7 +55,7 @@ _PATHS: Final[Mapping[str, str]] = {
     "/server_info": "with VLLM_SERVER_DEV_MODE=1 in its environment: it says what it is only then",
     "/weight_info": "with VLLM_SERVER_DEV_MODE=1 in its environment: it says what weights it has only then",
 }
-"""What a server must have → how it is launched to have it."""
+"""Endpoints that a server must have, with the way to launch it."""
 
 _MUST_BE: Final[Mapping[str, tuple[object, ...]]] = {
     "model_config.logits_processors": (None,),
@@ -70,28 +70,28 @@ _MUST_BE: Final[Mapping[str, tuple[object, ...]]] = {
     "speculative_config": (None,),
     "watermark_config": (None,),
 }
-"""Part of the server's configuration → the values with which requests were seen to mean what they say."""
+"""Parts of the server's configuration with the values required for requests to have their documented meaning."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSays:
-    """What ``/openapi.json``, ``/server_info``, ``/version`` and ``/weight_info`` say, and one answer."""
+    """Contents of ``/openapi.json``, ``/server_info``, ``/version``, ``/weight_info``, and a fact from one answer."""
 
     version: str
-    """VLLM's."""
+    """VLLM's version."""
     paths: frozenset[str]
-    """What it answers."""
+    """The server's endpoints."""
     sampling_fields: frozenset[str]
-    """What it knows of a request's sampling params; what it does not, it drops."""
+    """Sampling parameters that the server knows; it drops others silently."""
     config: Mapping[str, Any]
-    """All its configuration."""
+    """The server's complete configuration."""
     weight_version: str
-    """The label that the weights have now."""
+    """Current version label of the weights."""
     reports_cached: bool = False
-    """Whether answers say how many tokens came from the prefix cache."""
+    """True if answers report the number of tokens from the prefix cache."""
 
     def part(self, name: str) -> Any:
-        """What the configuration says at a dotted name; None where a release says nothing."""
+        """Return the value at a dotted name of the configuration; None if this release has no such name."""
         found: Any = self.config
         for step in name.split("."):
             found = found.get(step) if isinstance(found, Mapping) else None
@@ -99,32 +99,32 @@ class ServerSays:
 
     @property
     def launch(self) -> object:
-        """Differs between two launches of a server on the same port."""
+        """A key that differs between two launches of a server on the same port."""
         return self.config.get("instance_id")
 
     @property
     def generates(self) -> bool:
-        """Whether the model does."""
+        """True if the model generates text."""
         return bool(self.part("scheduler_config.runner_type") == "generate")
 
     @property
     def logprobs_mode(self) -> str:
-        """Which distribution logprobs belong to, in vLLM's words."""
+        """The distribution to which logprobs belong, in vLLM's words."""
         return str(self.part("model_config.logprobs_mode"))
 
     @property
     def folder(self) -> str:
-        """The model that it was launched with, as it was named there."""
+        """The model as named at launch."""
         return str(self.part("model_config.model"))
 
     @property
     def dtype(self) -> str:
-        """The type of the served weights."""
+        """Dtype of the served weights."""
         return str(self.part("model_config.dtype")).removeprefix("torch.")
 
     @property
     def device(self) -> str:
-        """The kind of device."""
+        """The device type."""
         return str(self.part("device_config.device"))
 
     @property
@@ -134,12 +134,12 @@ class ServerSays:
 
     @property
     def has_priorities(self) -> bool:
-        """Whether the scheduler looks at priorities; it refuses them otherwise."""
+        """True if the scheduler honours priorities; otherwise it refuses them."""
         return bool(self.part("scheduler_config.policy") == "priority")
 
 
 def claims(config: EngineConfig, says: ServerSays) -> frozenset[Capability]:
-    """What a plain server does rightly, or is made to from here."""
+    """Return the capabilities of a plain server: those that it has, and those that this client adds."""
     if not says.generates:
         own = {Task.EMBED: Capability.EMBED, Task.REWARD: Capability.REWARD_SCORE}
         return frozenset({own[config.task]} if config.task in own else ())
@@ -156,49 +156,49 @@ def claims(config: EngineConfig, says: ServerSays) -> frozenset[Capability]:
 
 
 def _drawn(config: EngineConfig, says: ServerSays) -> frozenset[Capability]:
-    """Modes of logprobs, and what may be changed of the distribution while they are still what they say."""
+    """Return logprobs modes, and the parameters with which logprobs still have the mode's meaning."""
     if says.logprobs_mode == "raw_logprobs":
-        # A grammar's mask is in them, all else is not.
+        # Raw logprobs include a grammar's mask, but no other parameter.
         return _DRAWN | {Capability.LOGPROBS_RAW}
     if config.logprobs_mode is LogprobsMode.TEMPERATURE:
-        # As long as nothing else is applied, what is drawn from is that after temperature.
+        # Without further parameters, the processed distribution is the one after temperature.
         return frozenset({Capability.LOGPROBS_TEMPERATURE, Capability.LOGPROBS_PROCESSED})
     has_tokenizer = not says.part("model_config.skip_tokenizer_init")
     return _DRAWN | {Capability.LOGPROBS_PROCESSED} | (_GRAMMARS if has_tokenizer else frozenset())
 
 
 def check_paths(paths: frozenset[str], endpoint: str) -> None:
-    """Check that a server answers what this backend cannot do without.
+    """Check that a server has the endpoints that this backend needs.
 
     Raises:
-        EngineStartError: naming how to launch it.
+        EngineStartError: an endpoint is missing; the message names the launch argument.
     """
     for path, remedy in _PATHS.items():
         if path not in paths:
             raise EngineStartError(f"the vLLM server at {endpoint} has no {path}; launch it {remedy}")
     if not {GENERATE, POOL} & paths:
         raise EngineStartError(
-            f"the vLLM server at {endpoint} takes no token ids at {GENERATE}; launch it with --enable-scale-out"
+            f"the vLLM server at {endpoint} does not accept token ids at {GENERATE}; launch it with --enable-scale-out"
         )
 
 
 def check_server(says: ServerSays, endpoint: str) -> None:
-    """Check that a server is one whose answers are known to be right.
+    """Check that the server's arguments and request fields are supported.
 
     Raises:
-        EngineStartError: it does not know what this backend may ask it.
-        InvalidConfig: it was launched with an argument that changes what requests mean.
+        EngineStartError: it does not know a request field that this backend may send.
+        InvalidConfig: it was launched with an argument that changes the meaning of requests.
     """
     for name, values in _MUST_BE.items():
         if says.part(name) not in (*values, None):
             raise InvalidConfig(
-                f"the server at {endpoint} was launched with {name}={says.part(name)!r}, with which requests do not "
-                f"mean what they say, or which was not looked at; launch it with {' or '.join(map(repr, values))}",
+                f"the server at {endpoint} was launched with {name}={says.part(name)!r}, which changes the "
+                f"meaning of requests or was never tested; launch it with {' or '.join(map(repr, values))}",
                 field=ENDPOINT,
             )
     if says.generates and (unknown := PLAIN_FIELDS - says.sampling_fields):
         raise EngineStartError(
-            f"the server at {endpoint} is vLLM {says.version}, which knows nothing of {', '.join(sorted(unknown))}; "
+            f"the server at {endpoint} is vLLM {says.version}, which does not support {', '.join(sorted(unknown))}; "
             "launch a newer one"
         )
 
@@ -214,10 +214,10 @@ _AGREES: Final[Mapping[str, Callable[[ServerSays], object]]] = {
     "attention_backend": lambda says: says.part("attention_config.backend"),
     "enable_sleep": lambda says: bool(says.part("model_config.enable_sleep_mode")),
 }
-"""Field that only a launch can honour → what the server was launched with."""
+"""Fields that only a launch can honour, with the server's own value of each."""
 
 _ANY_WILL_DO: Final = (("dtype", "auto"), ("enable_sleep", False))
-"""Fields and values that ask nothing of a launch."""
+"""Fields and values that request nothing of a launch."""
 
 CONFIG_NAMES: Final[Mapping[str, str]] = {
     ENDPOINT: "the server's address",
@@ -227,11 +227,11 @@ CONFIG_NAMES: Final[Mapping[str, str]] = {
     "task": "runner",
     **{field: "checked against the server" for field in _AGREES},
 }
-"""Field of EngineConfig → what honours it here."""
+"""EngineConfig fields, with the argument or component that honours each."""
 
 
 def check_agreement(config: EngineConfig, says: ServerSays) -> None:
-    """Check that what the configuration says of the engine is what the server is.
+    """Check that the configuration agrees with the server.
 
     Raises:
         InvalidConfig: naming the field, its value and the server's.
@@ -248,7 +248,7 @@ def check_agreement(config: EngineConfig, says: ServerSays) -> None:
         if wanted not in held:
             raise InvalidConfig(
                 f"engine_kwargs={shown({name: wanted})}: only the launch of a server can set it, and the one at "
-                f"{config.endpoint} was launched without; leave it out",
+                f"{config.endpoint} was not launched with it; leave it out",
                 field="engine_kwargs",
             )
     if (config.task is Task.GENERATE) is not says.generates:
@@ -263,16 +263,16 @@ def check_agreement(config: EngineConfig, says: ServerSays) -> None:
 def _disagreement(config: EngineConfig, field: str, value: object, own: object) -> InvalidConfig:
     return InvalidConfig(
         f"{field}={value!r}, but the server at {config.endpoint} was launched with {own!r}; leave it out, or launch "
-        "the server so",
+        "the server with the configured value",
         field=field,
     )
 
 
 def check_count(params: SamplingParams, says: ServerSays) -> None:
-    """Check that a server gives as many alternatives as a request asks for.
+    """Check that the server returns as many top logprobs as a request asks for.
 
     Raises:
-        InvalidRequest: it gives fewer.
+        InvalidRequest: it returns fewer.
     """
     most = int(says.part("model_config.max_logprobs"))
     for field, count, room in (("logprobs", params.logprobs, 1), ("prompt_logprobs", params.prompt_logprobs, 0)):
@@ -288,10 +288,10 @@ _RUNNING: Final = re.compile(r"^vllm:num_requests_(running|waiting)\{[^}]*\} (\S
 
 
 def stats_of(metrics: str, says: ServerSays, weight_bytes: int) -> EngineStats:
-    """Requests of all clients, from ``/metrics``, and memory as far as the server says what it holds.
+    """Return requests of all clients, from ``/metrics``, and memory as far as the server reports it.
 
     Raises:
-        EngineInternalError: it does not say how many requests there are.
+        EngineInternalError: the metrics lack the number of requests.
     """
     found: dict[str, float] = {}
     for kind, value in _RUNNING.findall(metrics):
@@ -309,7 +309,7 @@ def stats_of(metrics: str, says: ServerSays, weight_bytes: int) -> EngineStats:
 
 
 def schema_of(openapi: Mapping[str, Any]) -> tuple[frozenset[str], frozenset[str]]:
-    """What ``/openapi.json`` says: the paths, and the names of a request's sampling params."""
+    """Return the paths of ``/openapi.json``, and the names of a request's sampling parameters."""
     schemas = openapi.get("components", {}).get("schemas", {})
     params = schemas.get("GenerateRequest", {}).get("properties", {}).get("sampling_params", {})
     named = params.get("$ref", "").rpartition("/")[2]

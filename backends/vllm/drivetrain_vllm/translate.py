@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""Between drivetrain's names and those of vLLM. Pure functions over plain values."""
+"""Translate drivetrain's names to those of vLLM. Pure functions over plain values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from drivetrain_sampling import NO_TOKEN, NOT_FINITE
 from drivetrain_sampling.encoded_params import carried
 
 BATCH_INVARIANT: Final = "VLLM_BATCH_INVARIANT"
-"""Environment variable by which all of vLLM's processes take kernels that no batch changes."""
+"""Environment variable that makes all of vLLM's processes use kernels whose results do not depend on the batch."""
 
 CONFIG_NAMES: Final[Mapping[str, str]] = {
     "revision": "revision",
@@ -49,7 +49,7 @@ CONFIG_NAMES: Final[Mapping[str, str]] = {
     "media": "drivetrain.media.qwen_vision",
     "engine_kwargs": "AsyncEngineArgs(**)",
 }
-"""Field of EngineConfig → what honours it here."""
+"""EngineConfig fields, with the argument or component that honours each."""
 
 WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "allowed_media_domains": ENGINE_FETCHES,
@@ -62,35 +62,35 @@ WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "mm_device_do_normalize": ENGINE_PREPARES,
     "video_pruning_rate": ENGINE_PREPARES,
 }
-"""Arguments of vLLM's that do nothing here, and why."""
+"""VLLM's arguments that have no effect here, and the reason."""
 
 SEEN_WORKING: Final = ("0.26.0", "0.32.0")
-"""Oldest and newest release that the conformance suite was run on: on a GPU and on a CPU. What differs between them is
-found by looking for it: whether vLLM labels tokens with weight versions."""
+"""Oldest and newest release on which the conformance suite was run, on a GPU and on a CPU. Their difference is detected
+by feature: whether vLLM labels tokens with weight versions."""
 
 KEY: Final = "drivetrain"
-"""Key of ``extra_args`` under which a request carries how to draw it."""
+"""Key of ``extra_args`` under which a request carries its sampling parameters."""
 
 STOPS: Final = "drivetrain_stops"
-"""Key of ``extra_args`` for a request's own stop ids, where it has a grammar."""
+"""Key of ``extra_args`` for a request's own stop ids, if it has a grammar."""
 
 SECOND_RUNNER: Final = "VLLM_USE_V2_MODEL_RUNNER"
-"""Environment variable by which vLLM takes its first (0) or second (1) model runner."""
+"""Environment variable that selects vLLM's first (0) or second (1) model runner."""
 
 ROUTED_EXPERTS: Final = "enable_return_routed_experts"
-"""Argument of vLLM's by which it notes the experts of each token."""
+"""VLLM's argument for recording the experts of each token."""
 
 KEEPS_WEIGHTS: Final = "drivetrain_sleep_keeps_weights"
 """Key of ``additional_config`` that tells vLLM's workers to copy weights to the host when they sleep."""
 
 LORA_RANK: Final = 64
-"""Largest rank of an adapter, unless ``max_lora_rank`` says."""
+"""Largest rank of an adapter, unless set by ``max_lora_rank``."""
 
 MOST_LORAS: Final = 8
-"""Most adapters loaded at once, unless ``max_loras`` says."""
+"""Most adapters loaded at once, unless set by ``max_loras``."""
 
 CPU_CACHE_BYTES: Final = 1 << 28
-"""Of keys and values on a CPU, unless ``engine_kwargs`` says."""
+"""Size of the KV cache on a CPU, unless set in ``engine_kwargs``."""
 
 _ON_A_CPU: Final[Mapping[str, object]] = {
     "enforce_eager": True,
@@ -99,24 +99,24 @@ _ON_A_CPU: Final[Mapping[str, object]] = {
     "distributed_executor_backend": "uni",
 }
 _TEMPERATURES: Final = (0.01, 2.0)
-"""Least and most that vLLM draws with, but for zero: it takes less for the least, and refuses more."""
+"""Lowest and highest temperature that vLLM honours, besides zero: it raises lower ones, and refuses higher ones."""
 
 
 def engine_arguments(
     config: EngineConfig, device: str, dtype: str, longest: int, overrides: Mapping[str, object] | None = None
 ) -> dict[str, object]:
-    """Keyword arguments of vLLM's ``AsyncEngineArgs``.
+    """Return keyword arguments for vLLM's ``AsyncEngineArgs``.
 
     Args:
         config: The configuration.
-        device: The kind of device.
-        dtype: Of the checkpoint: what vLLM takes for "auto" may be another.
-        longest: Most tokens of prompt and output together, those of :func:`room_of` included.
-        overrides: Fields of the model's own configuration that have another value here.
+        device: The device type.
+        dtype: Dtype of the checkpoint: vLLM's "auto" may choose another.
+        longest: Most tokens of prompt and output together, including those of :func:`room_of`.
+        overrides: Fields of the model's own configuration to override.
 
     Raises:
-        InvalidConfig: ``engine_kwargs`` sets what the configuration has a field for, what the backend relies on, or
-            what would have no effect.
+        InvalidConfig: ``engine_kwargs`` sets an argument that the configuration has a field for, that the backend
+            relies on, or that would have no effect.
     """
     relied_on: dict[str, object] = {
         "model": config.model,
@@ -129,7 +129,7 @@ def engine_arguments(
         "scheduling_policy": "priority",
         "max_logprobs": -1,
         "logprobs_mode": "raw_logprobs",
-        "generation_config": "vllm",  # a folder's own would change what requests mean
+        "generation_config": "vllm",  # the model folder's own would change the meaning of requests
         "worker_extension_cls": "drivetrain_vllm.in_engine.worker.Extension",
         "disable_log_stats": True,
     }
@@ -156,8 +156,8 @@ def engine_arguments(
         relied_on |= {
             "enable_lora": True,
             "max_lora_rank": config.max_lora_rank or LORA_RANK,
-            # One place more for an update, which loads the new adapter beside the old one. And on a CPU, vLLM gives a
-            # request without an adapter that of the last place, in a batch where others have one: it stays empty.
+            # One slot more for an update, which loads the new adapter beside the old one. On a CPU another one, kept
+            # empty: in a batch with adapters, vLLM applies the last slot's to requests without one.
             "max_loras": (config.max_loras or MOST_LORAS) + 1 + (device == "cpu"),
         }
     if device != "cpu" and config.enable_sleep:
@@ -171,28 +171,28 @@ def engine_arguments(
 
 
 def room_of(config: EngineConfig) -> int:
-    """Tokens by which vLLM's limit is above ours: it generates one after each prompt, also where it only scores."""
+    """Return the tokens by which vLLM's limit exceeds ours: it generates one token even if it only scores a prompt."""
     return int(config.task is Task.GENERATE)
 
 
 def visible_devices(device: str, count: int, visible: Sequence[str]) -> str:
-    """``CUDA_VISIBLE_DEVICES`` of an engine on ``count`` GPUs from ``device`` on; vLLM always takes the first ones.
+    """Return ``CUDA_VISIBLE_DEVICES`` with the engine's GPUs first, because vLLM always takes the first ones.
 
-    The others come after them: it can map their memory.
+    The other GPUs follow, so that vLLM can map their memory.
 
     Args:
-        device: Such as ``"cuda:1"``.
-        count: How many GPUs.
-        visible: Those that can be seen now, as the variable names them.
+        device: Device of the first GPU, such as ``"cuda:1"``.
+        count: Number of GPUs.
+        visible: The GPUs visible now, as the variable names them.
 
     Raises:
-        InvalidConfig: there are fewer.
+        InvalidConfig: there are fewer than ``count`` GPUs from ``device`` on.
     """
     first = int(device.partition(":")[2])
     chosen = list(visible[first : first + count])
     if len(chosen) < count:
         raise InvalidConfig(
-            f"device={device!r} with tensor_parallel_size={count} is more than can be seen: GPUs {', '.join(visible)}",
+            f"device={device!r} with tensor_parallel_size={count} needs more than the GPUs {', '.join(visible)}",
             field="device",
         )
     return ",".join([*chosen, *visible[:first], *visible[first + count :]])
@@ -202,12 +202,11 @@ def visible_devices(device: str, count: int, visible: Sequence[str]) -> str:
 
 
 def drawn_by_vllm(request: GenerateRequest, *, deterministic: bool = False) -> bool:
-    """Whether vLLM's own sampler and logprobs do exactly what this request asks for.
+    """Return whether vLLM's own sampler and logprobs do exactly what this request asks for.
 
     Args:
         request: The request.
-        deterministic: Whatever is beside it: a batch that holds a request of ours is ours as a whole, and what comes
-            of it is rounded otherwise.
+        deterministic: If true, always use our sampler: one such request switches the whole batch and changes rounding.
     """
     if deterministic:
         return False
@@ -233,12 +232,12 @@ def drawn_by_vllm(request: GenerateRequest, *, deterministic: bool = False) -> b
 
 
 def sampling_params(request: GenerateRequest, *, stream: bool, deterministic: bool = False) -> Any:
-    """VLLM's ``SamplingParams`` of a request.
+    """Return vLLM's ``SamplingParams`` of a request.
 
     Args:
         request: The request.
-        stream: Whether it is answered chunk by chunk.
-        deterministic: As :func:`drawn_by_vllm` takes it.
+        stream: True if the output is delivered chunk by chunk.
+        deterministic: As for :func:`drawn_by_vllm`.
     """
     from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
@@ -256,7 +255,7 @@ def sampling_params(request: GenerateRequest, *, stream: bool, deterministic: bo
     }
     if params.return_routed_experts:
         if stream:
-            # Some releases lose the experts of chunks that they join, where nobody has taken the one before yet.
+            # Some releases lose experts when they join chunks that were not read yet, so each chunk holds everything.
             native["output_kind"] = RequestOutputKind.CUMULATIVE
         if hasattr(SamplingParams, "routed_experts_prompt_start"):
             native["routed_experts_prompt_start"] = max(len(request.prompt_token_ids) - 1, 0)
@@ -284,15 +283,15 @@ def sampling_params(request: GenerateRequest, *, stream: bool, deterministic: bo
 
 
 def plain_sampling_params(request: GenerateRequest) -> dict[str, object]:
-    """VLLM's ``SamplingParams`` of a request as JSON, for a server that holds nothing of drivetrain's.
+    """Return vLLM's ``SamplingParams`` of a request as JSON, for a server without drivetrain's plugin.
 
     Raises:
-        InvalidRequest: the temperature is one that vLLM takes for another.
+        InvalidRequest: vLLM would change the temperature.
     """
     params = request.params
     if params.temperature and not _TEMPERATURES[0] <= params.temperature <= _TEMPERATURES[1]:
         raise InvalidRequest(
-            f"sampling_params.temperature={params.temperature:g}: a vLLM server draws at 0, and from "
+            f"sampling_params.temperature={params.temperature:g}: a vLLM server samples only at 0, and from "
             f"{_TEMPERATURES[0]:g} to {_TEMPERATURES[1]:g}",
             field="sampling_params.temperature",
         )
@@ -308,7 +307,7 @@ def plain_sampling_params(request: GenerateRequest) -> dict[str, object]:
         "presence_penalty": params.presence_penalty,
     }
     if params.logprobs is not None:
-        # The drawn token takes the place of one of those that were asked for.
+        # vLLM counts the drawn token among the requested ones.
         native["logprobs"] = params.logprobs and params.logprobs + 1
     if params.prompt_logprobs is not None:
         native["prompt_logprobs"] = params.prompt_logprobs
@@ -333,18 +332,18 @@ PLAIN_FIELDS: Final = frozenset(
     | {"frequency_penalty", "presence_penalty", "logprobs", "prompt_logprobs", "logit_bias", "seed"}
     | {"structured_outputs"}
 )
-"""What :func:`plain_sampling_params` may hold; a server drops in silence what it does not know."""
+"""Fields that :func:`plain_sampling_params` may set; a server silently drops unknown ones."""
 
 
 # Results ----------------------------------------------------------------------------------------------------------
 
 
 class Collected:
-    """What vLLM has said of one sample so far, chunk by chunk.
+    """Outputs of vLLM for one sample, collected chunk by chunk.
 
     Args:
         request: The request.
-        expert_layers: Numbers of the layers of which vLLM notes the experts.
+        expert_layers: Numbers of the layers for which vLLM records the experts.
     """
 
     def __init__(self, request: GenerateRequest, expert_layers: Sequence[int] = ()) -> None:
@@ -357,22 +356,22 @@ class Collected:
         self._replaced: list[tuple[str, float]] = []
         self._last: Any = None
         self._prompt: Any = None
-        """Logprobs of the prompt, which come with the first chunk of a stream."""
+        """Prompt logprobs, which come with the first chunk of a stream."""
 
     def replaced(self, version: str, tokens: float) -> None:
-        """Note that weights were replaced when the sample had so many tokens, or, if it was complete, infinitely many.
+        """Record that new weights follow this many tokens; infinity if every token was already sampled.
 
-        For releases of vLLM that do not say which weights made which token.
+        For releases of vLLM that do not report the weight version of each token.
         """
         self._replaced.append((version, tokens))
 
     def add(self, output: Any) -> tuple[list[int], list[float] | None, list[TopLogprobs] | None]:
-        """Take a ``RequestOutput``; return its ids, their logprobs and the likeliest tokens beside them."""
+        """Add a ``RequestOutput``; return its new ids, their logprobs, and the top logprobs."""
         self._last = output
         if output.prompt_logprobs:
             self._prompt = output.prompt_logprobs
         completion = output.outputs[0]
-        # With experts a chunk holds everything so far.
+        # With experts, chunks are cumulative.
         seen = len(self._ids) if self._params.return_routed_experts else 0
         ids = list(completion.token_ids[seen:]) if self._request.max_new_tokens else []
         logprobs, top = None, None
@@ -388,17 +387,17 @@ class Collected:
 
     @property
     def ended(self) -> bool:
-        """Whether the last chunk was the last."""
+        """True if the last chunk was added."""
         return bool(self._last.finished)
 
     def result(self, version: str) -> GenerateResult:
-        """The whole sample.
+        """Return the complete sample.
 
         Args:
-            version: Of the weights that are served now.
+            version: Version of the weights that are served now.
 
         Raises:
-            NonFiniteLogits: the model gave NaN or infinity where the next token was to be drawn.
+            NonFiniteLogits: the model gave NaN or infinity for the next token.
             NoTokenAllowed: no token was left to draw.
         """
         params, count = self._params, len(self._ids)
@@ -413,7 +412,7 @@ class Collected:
         prompt_ids = self._request.prompt_token_ids
         prompt = self._prompt if params.prompt_logprobs is not None else None
         if reason is FinishReason.ABORT and prompt is not None and len(prompt.start_indices) < len(prompt_ids):
-            prompt = None  # it was aborted before all of its prompt was read
+            prompt = None  # aborted during prefill
         return GenerateResult(
             token_ids=self._ids,
             finish_reason=reason,
@@ -436,9 +435,10 @@ class Collected:
         )
 
     def _experts(self, count: int) -> list[list[list[int]]]:
-        """Experts of the pass that each token was drawn from.
+        """Return each token's experts, from the pass that it was drawn from.
 
-        VLLM gives those of every token but the last, from one of the prompt on, and zeros for layers that have none.
+        vLLM omits the last token's own pass, includes some of the prompt's, and fills layers without experts with
+        zeros.
         """
         if not count:
             return []
@@ -452,7 +452,7 @@ class Collected:
         return experts
 
     def _ends(self, version: str) -> list[tuple[str, float]]:
-        """Versions, and where their tokens end: as vLLM says, or as :meth:`replaced` was told."""
+        """Return versions and the ends of their tokens, as reported by vLLM or by :meth:`replaced`."""
         spans = getattr(self._last.outputs[0], "weight_versions", None)
         if spans is not None:
             return [(str(span.version), float(span.end)) for span in spans]
@@ -460,28 +460,28 @@ class Collected:
 
 
 def _of(positions: Any, index: int, token: int) -> float:
-    """The logprob of a token at a position of vLLM's ``FlatLogprobs``."""
+    """Return a token's logprob at a position of vLLM's ``FlatLogprobs``."""
     start = positions.start_indices[index]
-    if positions.token_ids[start] == token:  # the token itself comes first
+    if positions.token_ids[start] == token:  # the drawn token comes first
         return float(positions.logprobs[start])
     return float(positions[index][token].logprob)
 
 
 def _top(positions: Any, index: int, count: int) -> TopLogprobs:
     start, end = positions.start_indices[index], positions.end_indices[index]
-    # First the token itself, then the likeliest, of which it may be one: chunks that vLLM joined have that one once.
+    # The drawn token comes first, then the likeliest ones, which may repeat it; joined chunks hold it only once.
     ranked: dict[int, tuple[int, bool, float]] = {}
     for place in range(start, end):
         ranked[positions.token_ids[place]] = (positions.ranks[place], place == start, positions.logprobs[place])
     likeliest = sorted(ranked.items(), key=lambda item: item[1])[:count]
-    # What cannot be drawn is no alternative.
+    # Tokens that cannot be drawn are no alternatives.
     return [(int(token), float(logprob)) for token, (_, _, logprob) in likeliest if logprob > -1e30]
 
 
 def _finish(
     reason: str | None, matched: int | str | None, ids: Sequence[int], request: GenerateRequest
 ) -> tuple[FinishReason, int | None]:
-    """Why a sample ended, and at which stop; ``ids`` end with its last."""
+    """Return the finish reason of a sample, and its stop id; ``ids`` end with its last id."""
     if not request.max_new_tokens and (reason != "abort" or matched in (NOT_FINITE, NO_TOKEN)):
         return FinishReason.LENGTH, None
     match reason:
@@ -499,11 +499,11 @@ def _finish(
 
 
 _CLAMPED: Final = -9998.0
-"""A server gives -9999 for minus infinity: what cannot be drawn."""
+"""Logprobs below this stand for minus infinity, which a server sends as -9999: a token that cannot be drawn."""
 
 
 class Served:
-    """What a server has said of one sample so far, answer by answer."""
+    """Answers of a vLLM server for one sample, collected one by one."""
 
     def __init__(self, request: GenerateRequest) -> None:
         self._request = request
@@ -518,11 +518,11 @@ class Served:
 
     @property
     def ended(self) -> bool:
-        """Whether the server said why it ended."""
+        """True if the server has sent a finish reason."""
         return self._reason is not None
 
     def add(self, answer: Mapping[str, Any]) -> tuple[list[int], list[float] | None, list[TopLogprobs] | None]:
-        """Take an answer, or an event of a stream; return its ids, their logprobs and the likeliest beside them."""
+        """Add an answer or an event of a stream; return its ids, their logprobs, and the top logprobs."""
         self._prompt = answer.get("prompt_logprobs") or self._prompt
         usage = answer.get("usage") or {}
         self._cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or self._cached
@@ -546,7 +546,7 @@ class Served:
 
     @property
     def _is_certain(self) -> bool:
-        """Whether what was drawn had no alternative: vLLM gives the distribution whose likeliest token it took."""
+        """True if the drawn token was the only one possible: vLLM reports the distribution before the greedy choice."""
         greedy = self._request.params.temperature == 0
         return greedy and self._request.logprobs_mode is LogprobsMode.PROCESSED
 
@@ -556,10 +556,10 @@ class Served:
         return _likeliest(entry["top_logprobs"], count)
 
     def result(self, version: str) -> GenerateResult:
-        """The whole sample.
+        """Return the complete sample.
 
         Args:
-            version: Of the weights that are served now.
+            version: Version of the weights that are served now.
         """
         params, count = self._request.params, len(self._ids)
         reason, matched = _finish(self._reason, self._matched, self._ids, self._request)
@@ -592,7 +592,7 @@ def _entries(of: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _likeliest(entries: Sequence[Mapping[str, Any]], count: int) -> TopLogprobs:
-    # First the token itself, then the likeliest, of which it may be one.
+    # The drawn token comes first, then the likeliest ones, which may repeat it.
     ranked = sorted(enumerate(entries), key=lambda item: (item[1]["rank"] or math.inf, item[0] == 0))
     found = [(int(entry["token_id"]), float(entry["logprob"])) for _, entry in ranked[:count]]
     return [(token, logprob) for token, logprob in found if logprob > _CLAMPED]

@@ -1,4 +1,4 @@
-"""Questions that several groups put to an engine."""
+"""Assertions and prompts that several groups of cases need."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from drivetrain_conformance.harness.testbench import Bench, NoOracle, ordinary_i
 from drivetrain_conformance.references.reference_stops import Ending, expected_ending
 
 _SEARCHED = 16
-"""Random texts in which a prompt is looked for after which the model ends at once."""
+"""Random texts that are searched for a prompt after which the model ends at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +23,10 @@ class EndingPrompt:
 
 
 def ending_prompt(bench: Bench) -> EndingPrompt:
-    """Find a prompt after which the oracle's model ends at once, by more than rounding could change."""
+    """Find a prompt after which the oracle's model ends at once, by a margin larger than rounding."""
     eos = list(bench.engine.model_info.eos_token_ids)
     assert eos, "the model has no EOS id, so nothing but its length ends a completion"
-    # EOS ids are among them: there are models, such as copies of their prompt, that never end of their own accord.
+    # The random texts contain EOS ids too: some models, such as one that copies its prompt, never end by themselves.
     ids = [*ordinary_ids(bench.engine), *eos]
     length = min(512, bench.engine.model_info.context_length // 2)
     for _ in range(_SEARCHED):
@@ -44,9 +44,10 @@ def ending_prompt(bench: Bench) -> EndingPrompt:
 
 
 def agrees_with_reference(bench: Bench, free: Completion, params: SamplingParams, completion: Completion) -> bool:
-    """Assert that a completion ended as the reference says; False if ``free`` cannot be what it would have been.
+    """Assert that a completion ended as the reference says; return False if the reference does not apply.
 
-    That is so where rounding, which differs between batches, decided between two tokens that are as likely.
+    The reference does not apply if the completion's tokens differ from those of ``free`` because rounding, which
+    depends on the batch, decided between two equally likely tokens.
     """
     asked = params.model_dump(exclude_defaults=True, exclude={"temperature", "max_new_tokens", "logit_bias"})
     if completion.token_ids != free.token_ids[: len(completion.token_ids)]:
@@ -61,9 +62,9 @@ def agrees_with_reference(bench: Bench, free: Completion, params: SamplingParams
 
 
 async def assert_idle_soon(bench: Bench, what: str, steps: int = 160) -> None:
-    """Assert that the engine lets go of its requests within some ``steps`` of generation.
+    """Assert that the engine drops its requests while it generates at most ``steps`` further tokens.
 
-    The clock is generation itself: short completions are made meanwhile, and the requests would take many more steps.
+    Short completions made meanwhile serve as the clock; the requests, left alone, would take many more steps.
     """
     prompt, made = bench.prompt(), 0
     while True:

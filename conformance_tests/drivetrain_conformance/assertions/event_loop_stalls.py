@@ -1,4 +1,4 @@
-"""How long an event loop stood still because of its own thread, however busy the machine is."""
+"""Measure how long an event loop was blocked by its own thread, independent of the machine's load."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _TICK: Final = 0.005
 
 @asynccontextmanager
 async def check_it_runs(longest: float) -> AsyncGenerator[None, None]:
-    """Raise at the end of the block if one callback held the running loop for more than ``longest`` seconds.
+    """Raise at the end of the block if one callback blocked the running loop for more than ``longest`` seconds.
 
-    Time in which the kernel let other threads run instead of a runnable loop does not count.
+    Time during which the loop's thread was runnable but not scheduled by the kernel is not counted.
     """
     stalls: list[float] = []
     watch = asyncio.create_task(_watch(stalls))
@@ -42,5 +42,5 @@ async def _watch(stalls: list[float]) -> None:
 
 
 def _waited(schedstat: Path) -> float:
-    """Seconds that the thread has been runnable without running: the second figure of the kernel's three."""
+    """Seconds that the thread spent runnable but not running: the second of the three figures in ``schedstat``."""
     return int(schedstat.read_bytes().split()[1]) / 1e9

@@ -1,4 +1,4 @@
-"""What this process holds, and what of it an engine left behind."""
+"""Record the resources that this process holds, to find those that an engine left behind."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ class Holdings:
     """Processes, threads, files and sockets of this process at one moment, and files that outlive processes."""
 
     children: frozenset[int]
-    """Those that ended and were not waited for included."""
+    """Pids of descendants, including zombies."""
     threads: Counter[str]
-    """How many there are of each name."""
+    """Number of threads of each name."""
     open_files: int
     connections: int
-    """Sockets of the internet families, those that listen included."""
+    """IPv4 and IPv6 sockets, including listening ones."""
     temporary_files: frozenset[str]
     shared_memory: frozenset[str]
 
     @classmethod
     def now(cls) -> Self:
-        """Look."""
+        """Record the current holdings."""
         gc.collect()
         me = psutil.Process()
         return cls(
             children=frozenset(child.pid for child in me.children(recursive=True)),
-            # Those of an event loop's own pool stay for the next who needs one.
+            # Threads of an event loop's default executor stay for later use.
             threads=Counter(t.name for t in threading.enumerate() if not t.name.startswith("asyncio_")),
             open_files=me.num_fds(),
             connections=len(me.net_connections(kind="inet")),
@@ -50,7 +50,7 @@ class Holdings:
         )
 
     def left_since(self, before: Holdings) -> str:
-        """What is held now that was not before, in words; empty if nothing is."""
+        """Describe what is held now and was not held before; empty if nothing is."""
         found = {
             "processes": self.children - before.children,
             "threads": sorted((self.threads - before.threads).elements()),
@@ -63,7 +63,7 @@ class Holdings:
 
 
 async def check_nothing_left(before: Holdings, within: float = 10.0) -> None:
-    """Raise if something is still held ``within`` seconds from now that was not held ``before``."""
+    """Raise if, ``within`` seconds from now, something is still held that was not held ``before``."""
     ends = time.monotonic() + within
     while left := Holdings.now().left_since(before):
         assert time.monotonic() < ends, f"left behind: {left}"
@@ -72,7 +72,7 @@ async def check_nothing_left(before: Holdings, within: float = 10.0) -> None:
 
 @contextmanager
 def temporary_folder(folder: Path) -> Generator[None, None, None]:
-    """Let this process and those that it starts make their temporary files in ``folder``, where nobody else does."""
+    """Make this process and its children create temporary files in ``folder``, which nobody else uses."""
     variable, chosen = os.environ.get("TMPDIR"), tempfile.tempdir
     os.environ["TMPDIR"], tempfile.tempdir = str(folder), None
     try:
@@ -90,7 +90,7 @@ def _names(folder: Path) -> frozenset[str]:
 
 
 def _is_anothers(name: str) -> bool:
-    """Whether a process that lives, and is not this one, uses this file of shared memory, or it has gone meanwhile."""
+    """Return True if another live process uses this shared-memory file, or if the file is gone."""
     try:
         status = (_SHARED_MEMORY / name).stat()
     except OSError:
@@ -101,7 +101,7 @@ def _is_anothers(name: str) -> bool:
 
 
 def _uses(pid: int, file: os.stat_result) -> bool:
-    # Not by its name: who made a semaphore has mapped it under a temporary one, which is gone.
+    # Compare by inode, not by name: the creator of a semaphore maps it under a temporary name that no longer exists.
     folder = Path("/proc") / str(pid)
     try:
         if any(os.path.samestat(link.stat(), file) for link in (folder / "fd").iterdir() if link.exists()):

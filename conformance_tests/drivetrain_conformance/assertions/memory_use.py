@@ -1,4 +1,4 @@
-"""How much memory an engine holds, as the system sees it: what an engine says of itself proves nothing."""
+"""Measure an engine's memory as the operating system and the driver see it, not as the engine reports it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from drivetrain.engine.engine import InferenceEngine
 from drivetrain_weight_sync.receiver.cpu_sleep import trim_heap
 
 SERIES: Final = 3
-"""Series of measurements after which what still grows is a leak."""
+"""Number of series of measurements; growth in every one of them is a leak."""
 
 
 def held_bytes(engine: InferenceEngine) -> int:
-    """Memory that is held now: of the GPUs where the engine is on one, otherwise of the engine's processes."""
+    """Return the memory held now: on the GPUs if the engine uses one, otherwise by the engine's processes."""
     if engine.model_info.device.startswith("cuda"):
         return sum(held_by_device())
-    gc.collect()  # an engine in this process is not to blame for the garbage of others
+    gc.collect()  # garbage of others in this process must not count against the engine
     trim_heap()
     return sum(_private_bytes(process) for process in processes_of(engine))
 
 
 def held_by_device() -> list[int]:
-    """Memory that is held now on each GPU that this process sees, by whomever."""
+    """Return the memory in use on each GPU that this process sees, by any process."""
     import torch
 
     held = []
@@ -36,7 +36,7 @@ def held_by_device() -> list[int]:
 
 
 def held_by_ranks(engine: InferenceEngine) -> dict[int, int]:
-    """Memory that is held now wherever a rank of an engine may be: on each GPU, or in each of its processes."""
+    """Return the memory held now at each place where a rank may live: per GPU, or per process of the engine."""
     if engine.model_info.device.startswith("cuda"):
         return dict(enumerate(held_by_device()))
     return {process.pid: _private_bytes(process) for process in processes_of(engine)}
@@ -45,17 +45,17 @@ def held_by_ranks(engine: InferenceEngine) -> dict[int, int]:
 async def check_steady(
     measure: Callable[[], Awaitable[Mapping[str, int]]], room: Mapping[str, int], between: str, measurements: int = 6
 ) -> None:
-    """Raise if something that is held grows with the work, for as long as one looks.
+    """Raise if held memory grows with the work in every series of measurements.
 
-    Pools and allocators take large pieces now and then, so one measurement says little, and a series of them may still
-    be warming up. The least of the first half is compared with the least of the second. What grew is looked at again:
-    a leak goes on, the rest comes to an end.
+    Pools and allocators occasionally take a large block, and a series may still be warming up, so one measurement
+    proves nothing. Within a series the minimum of the first half is compared with the minimum of the second. If
+    something grew, another series follows: a leak keeps growing, a cache does not.
 
     Args:
-        measure: Does a piece of work, and says what is held after it.
-        room: By how much each may grow with a piece of work. Others are not looked at.
+        measure: Does a piece of work, and returns what is held after it, by name.
+        room: Allowed growth per piece of work, by name. Other names are ignored.
         between: The work between two measurements, for the message.
-        measurements: In one series. An even number.
+        measurements: Number in one series; even.
     """
     half, message = measurements // 2, ""
     for _ in range(SERIES):
@@ -70,7 +70,7 @@ async def check_steady(
 
 
 def parameter_bytes(engine: InferenceEngine) -> int:
-    """Size of the model's parameters."""
+    """Return the size of the model's parameters."""
     import torch
 
     dtype: torch.dtype = getattr(torch, engine.model_info.dtype)
@@ -78,17 +78,17 @@ def parameter_bytes(engine: InferenceEngine) -> int:
 
 
 def threads_of(engine: InferenceEngine) -> int:
-    """Threads of an engine's processes."""
+    """Return the number of threads of an engine's processes."""
     return sum(_count(process.num_threads) for process in processes_of(engine))
 
 
 def descriptors_of(engine: InferenceEngine) -> int:
-    """Open descriptors of an engine's processes."""
+    """Return the number of open descriptors of an engine's processes."""
     return sum(_count(process.num_fds) for process in processes_of(engine))
 
 
 def processes_of(engine: InferenceEngine) -> list[psutil.Process]:
-    """The host process and all below it, or this process where the engine runs in it."""
+    """Return the host process and its descendants, or this process if the engine runs in it."""
     host = psutil.Process(engine.host_pid)
     return [host, *host.children(recursive=True)]
 
@@ -101,9 +101,9 @@ def _count(number: Callable[[], int]) -> int:
 
 
 def _private_bytes(process: psutil.Process) -> int:
-    """Memory that would be free if the process ended (USS).
+    """Return the memory that would be free if the process ended (USS).
 
-    A share of pages that others map too (PSS) grows when one of those others ends.
+    PSS would not do: a process's share of a common page grows when another process that maps it ends.
     """
     try:
         return int(process.memory_full_info().uss)

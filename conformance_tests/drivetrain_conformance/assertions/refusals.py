@@ -1,4 +1,4 @@
-"""What a case says of a call that must be refused."""
+"""Expect a call to be refused."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from drivetrain.errors import DrivetrainError, UnsupportedCapability
 def refused(
     kind: type[DrivetrainError], *, field: str = "", naming: str = "", state: str = "", otherwise: str = ""
 ) -> Iterator[None]:
-    """What runs within must raise ``kind``; any other error goes on, UnsupportedCapability always.
+    """Require the block to raise ``kind``. Other errors pass through, and so does UnsupportedCapability in any case.
 
     Args:
-        kind: The error.
-        field: The field that it must name, or the beginning of it.
-        naming: What its message must hold.
-        state: The engine's state that it must carry and name.
-        otherwise: What is wrong when nothing is raised; made up if not given.
+        kind: The expected error.
+        field: The field that the error must name, or its beginning.
+        naming: Text that the message must contain.
+        state: The engine state that the error must carry and its message must name.
+        otherwise: Message of the AssertionError if nothing is raised; default: made up from the arguments.
     """
     caught: DrivetrainError | None = None
     try:

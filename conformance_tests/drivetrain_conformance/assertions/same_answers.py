@@ -1,4 +1,4 @@
-"""Whether greedy answers are the same, where rounding may decide between tokens that are as likely as each other."""
+"""Compare greedy answers, allowing for rounding that decides between equally likely tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_same(
     engine: InferenceEngine | None = None,
     model: Path | None = None,
 ) -> None:
-    """Raise unless these greedy completions hold the same tokens and ended alike."""
+    """Raise unless these greedy completions have the same tokens and ended alike."""
     for one, other in zip(got, expected, strict=True):
         check_prefix(bench, one, other, engine, model)
         if one.token_ids == other.token_ids[: len(one.token_ids)]:
@@ -38,10 +38,10 @@ def check_prefix(
     engine: InferenceEngine | None = None,
     model: Path | None = None,
 ) -> None:
-    """Raise unless the tokens of ``part`` are the first of ``whole``, with the same logprobs where both have some.
+    """Raise unless ``part``'s tokens begin ``whole``, with the same logprobs where both have them.
 
-    The same token computed in another batch is rounded otherwise, which may decide between two that are as likely.
-    So where they part, ``part`` must still take the most likely token at each step, as the oracle computes it.
+    The same token is rounded differently in another batch, which may decide between two equally likely tokens. If the
+    tokens differ, each token of ``part`` must therefore be the oracle's most likely one.
     """
     assert part.prompt_token_ids == whole.prompt_token_ids, "these are answers to two prompts"
     if part.token_ids != whole.token_ids[: len(part.token_ids)]:
@@ -59,7 +59,7 @@ def check_prefix(
 def check_greedy(
     bench: Bench, completion: Completion, engine: InferenceEngine | None = None, model: Path | None = None
 ) -> None:
-    """Raise unless each token is the most likely one, within rounding, as the oracle computes it for ``model``."""
+    """Raise unless each token is, within rounding, the most likely one by the oracle's logits for ``model``."""
     tolerance = bench.tolerance(engine)
     found = gaps(bench, completion, model)
     if (found > tolerance).any():
@@ -72,14 +72,14 @@ def check_greedy(
 
 
 def gaps(bench: Bench, completion: Completion, model: Path | None = None) -> Logits:
-    """How far each token is below the most likely one of ``model``, in nats."""
+    """Return each token's distance below the most likely token of ``model``, in nats."""
     return _gaps(bench.output_logits(completion, model), completion)
 
 
 def _least_gaps(bench: Bench, completion: Completion, engine: InferenceEngine | None, model: Path | None) -> Logits:
-    """The same, for each token with the rounding that suits it best.
+    """Return the gaps, for each token under the rounding that makes its gap smallest.
 
-    A router that finds two experts as good as each other takes either, and all that follows depends on it.
+    A router that finds two experts equally good takes either, and all later tokens depend on the choice.
     """
     rounded = bench.rounded_output_logits(completion, engine, model)
     return np.asarray(np.min([_gaps(rows, completion) for rows in rounded], axis=0))

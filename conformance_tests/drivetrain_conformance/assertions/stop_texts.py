@@ -1,4 +1,4 @@
-"""Texts to stop at: samples that nothing stopped, and what can be said of the text in them."""
+"""Texts to stop at, taken from samples that nothing stopped."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from drivetrain.types.sampling import SamplingParams
 from drivetrain_conformance.harness.testbench import Bench, ordinary_ids
 
 TOKENS = 24
-"""Tokens of a free sample."""
+"""Length of a free sample, in tokens."""
 
 
 async def free_samples(bench: Bench, count: int, **fields: object) -> list[Completion]:
-    """Greedy completions that nothing but EOS and length ends, each with some text to stop at."""
+    """Return greedy completions that end only by EOS or length, each with some text to stop at."""
     params = SamplingParams.model_validate({"temperature": 0, "max_new_tokens": TOKENS, **fields})
     found: list[Completion] = []
     for _ in range(8):
@@ -29,9 +29,9 @@ async def free_samples(bench: Bench, count: int, **fields: object) -> list[Compl
 
 
 async def samples_of_spanning_characters(bench: Bench, count: int) -> list[Completion]:
-    """Greedy completions that each hold a character which took several tokens.
+    """Return greedy completions that each contain a character made of several tokens.
 
-    Half of the prompts end in such a character: some models write none of their own accord, but go on with them.
+    Half of the prompts end in such a character: some models write none by themselves, but continue with them.
     """
     ids = bench.engine.tokenizer.encode(TextPrompt(text="é", add_special_tokens=False))
     prompts = [bench.prompt(), [*bench.prompt(2), *ids]]
@@ -45,14 +45,15 @@ async def samples_of_spanning_characters(bench: Bench, count: int) -> list[Compl
 
 
 def plain(text: str) -> bool:
-    """Whether a text is one to stop at: not empty, and without signs of broken UTF-8."""
+    """Return True if a text can serve as a stop: not empty, and free of broken UTF-8."""
     return bool(text) and REPLACEMENT not in text
 
 
 def pieces(text: str, least: int, most: int | None = None) -> list[str]:
-    """Every piece of a text with so many characters, in order, that holds no sign of broken UTF-8.
+    """Return every substring with ``least`` to ``most`` characters, in order, that is free of broken UTF-8.
 
-    What is shown for the first bytes of a character is taken back when the rest comes, so nobody can ask to stop there.
+    The replacement character shown for a character's first bytes disappears when the rest arrives, so it cannot be a
+    stop.
     """
     lengths = range(least, (most or least) + 1)
     found = [text[at : at + n] for at in range(len(text)) for n in lengths if at + n <= len(text)]
@@ -60,7 +61,7 @@ def pieces(text: str, least: int, most: int | None = None) -> list[str]:
 
 
 def expressions(rng: random.Random, text: str) -> list[str]:
-    """Expressions that match somewhere in a text, and end with a character of it."""
+    """Return regexes that match somewhere in a text, and end with a character of it."""
     (one, other) = (re.escape(rng.choice(pieces(text, 1))) for _ in range(2))
     pair = rng.choice(pieces(text, 2))
     first, last = re.escape(pair[0]), re.escape(pair[1])
@@ -68,7 +69,7 @@ def expressions(rng: random.Random, text: str) -> list[str]:
 
 
 def letter_ids(engine: InferenceEngine, count: int) -> list[int]:
-    """Ids that stand for one ASCII letter each, wherever they come."""
+    """Return ids that decode to one ASCII letter each, wherever they occur."""
     found = [
         token
         for token in ordinary_ids(engine)
@@ -80,7 +81,7 @@ def letter_ids(engine: InferenceEngine, count: int) -> list[int]:
 
 
 def spanning_characters(run: Completion, engine: InferenceEngine) -> list[int]:
-    """Where in a text there are characters that were not there before their last token was."""
+    """Return the places in a text of characters that were incomplete until their last token was generated."""
     texts = [engine.decode(run.token_ids[:count]) for count in range(len(run.token_ids) + 1)]
     return [
         at

@@ -1,4 +1,4 @@
-"""What the cases of weight sync look at: whose answers these are, what an update left, which version made a token."""
+"""Assertions of the weight-sync cases: whose answers these are, the state after an update, each token's version."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.states import EngineState
-from drivetrain.engine.weight_updates import WeightTransaction
+from drivetrain.engine.weight_transaction import WeightTransaction
 from drivetrain.errors import DrivetrainError, EngineStateError, UnsupportedCapability
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import Completion, VersionSpan
@@ -27,9 +27,9 @@ from drivetrain_conformance.references.oracle import CacheOracle, log_softmax
 _E = TypeVar("_E", bound=BaseException)
 
 NEW: Final = "new"
-"""The version of most updates."""
+"""Version of most updates."""
 TOKENS: Final = 300
-"""Of a request that is in flight while weights change."""
+"""Length of a request that is in flight while weights change."""
 
 
 # Refusals --------------------------------------------------------------------------------------------------------
@@ -37,20 +37,20 @@ TOKENS: Final = 300
 
 @dataclass(slots=True)
 class Caught(Generic[_E]):
-    """What :func:`raises` caught."""
+    """Holds the error that :func:`raises` caught."""
 
     caught: _E | None = None
 
     @property
     def error(self) -> _E:
-        """The error; only after the block."""
+        """The error; available after the block only."""
         assert self.caught is not None
         return self.caught
 
 
 @contextmanager
 def raises(kind: type[_E] | tuple[type[_E], ...], what: str) -> Iterator[Caught[_E]]:
-    """Expect ``what`` to end in an error of this kind; others go on, and UnsupportedCapability always."""
+    """Require the block to raise ``kind``. Other errors pass through, and so does UnsupportedCapability in any case."""
     found: Caught[_E] = Caught()
     try:
         yield found
@@ -79,14 +79,14 @@ def check_made_by(
 
 
 async def check_holds(engine: InferenceEngine, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise unless every tensor of the engine, read from all its ranks, is that of the trainer."""
+    """Raise unless every tensor of the engine, read from all its ranks, equals the trainer's."""
     for spec in (await engine.weight_manifest()).tensors:
         read = await engine.get_weights_by_name(spec.name)
         assert read.data == raw_bytes(tensors[spec.name]), f"{spec.name} is not what was pushed"
 
 
 async def check_serves(bench: Bench, model: Path, version: str) -> None:
-    """Raise unless the engine is ready, says ``version``, and answers as ``model`` and no other does."""
+    """Raise unless the engine is ready, reports ``version``, and answers as ``model`` does and other weights do not."""
     engine = bench.engine
     check_state(engine, EngineState.READY)
     assert not engine.is_paused, "it is still paused"
@@ -101,19 +101,19 @@ async def check_serves(bench: Bench, model: Path, version: str) -> None:
 
 
 async def one(bench: Bench, prompt: list[int]) -> Completion:
-    """The greedy completion of one prompt, alone in the engine."""
+    """Return the greedy completion of one prompt, computed alone in the engine."""
     (completion,) = await bench.greedy([prompt])
     return completion
 
 
 async def one_by_one(bench: Bench, prompts: Sequence[list[int]]) -> list[Completion]:
-    """Greedy completions of several prompts, each alone in the engine."""
+    """Return greedy completions of several prompts, each computed alone in the engine."""
     return [await one(bench, prompt) for prompt in prompts]
 
 
 @asynccontextmanager
 async def unchanged(bench: Bench) -> AsyncIterator[None]:
-    """Raise if what happens within changes version, state or answers."""
+    """Raise if the block changes version, state or answers."""
     engine, prompts = bench.engine, bench.prompts(2)
     version = engine.get_weight_version()
     before = await one_by_one(bench, prompts)
@@ -128,21 +128,21 @@ async def unchanged(bench: Bench) -> AsyncIterator[None]:
 
 
 async def same_weights_again(bench: Bench) -> None:
-    """Update from disk to the weights that are there, under their own version.
+    """Update from disk to the current weights, under their current version, which changes nothing.
 
-    It changes nothing. A body that needs more than disk updates does it first, so that an engine without them
-    refuses before anything else was done to it.
+    A case that needs more than disk updates calls this first, so that an engine without them refuses before anything
+    else was done to it.
     """
     await bench.engine.load_weights_from_disk(str(bench.model), bench.engine.get_weight_version())
 
 
 async def same_label_again(engine: InferenceEngine) -> None:
-    """Give the weights the label that they have: it changes nothing, and engines without version spans refuse."""
+    """Relabel the weights with their current version, which changes nothing; engines without version spans refuse."""
     await engine.update_weight_version(engine.get_weight_version())
 
 
 def from_disk(model: Path, version: str = NEW, **fields: object) -> WeightUpdateRequest:
-    """A request for an update from a model folder."""
+    """Return a request for an update from a model folder."""
     return WeightUpdateRequest.model_validate({"version": version, "source": DiskSource(path=str(model)), **fields})
 
 
@@ -153,7 +153,7 @@ async def load_all(update: WeightTransaction) -> None:
 
 
 async def check_dirty(bench: Bench, version: str) -> None:
-    """Raise unless the engine serves nothing, says why, still names ``version``, and is not to be talked round."""
+    """Raise unless the engine is dirty: paused, at ``version``, and refusing requests and ``continue_generation``."""
     engine = bench.engine
     check_state(engine, EngineState.DIRTY)
     assert engine.is_paused
@@ -168,7 +168,7 @@ async def check_dirty(bench: Bench, version: str) -> None:
 
 
 async def check_recovers(bench: Bench) -> None:
-    """Raise unless a refused update leaves a dirty engine so, and a full one mends it."""
+    """Raise unless a dirty engine stays dirty after a refused update, and serves again after a full one."""
     engine, other = bench.engine, bench.other_weights()
     version = engine.get_weight_version()
     with raises(DrivetrainError, "a folder that is not there"):
@@ -182,7 +182,7 @@ async def check_recovers(bench: Bench) -> None:
 
 
 class Late:
-    """A request that arrives while weights change; whatever happens, it does not outlive its block."""
+    """A request that arrives while weights change; cancelled at the end of its block."""
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
@@ -190,17 +190,17 @@ class Late:
         self._task: asyncio.Task[Completion] | None = None
 
     def arrive(self) -> None:
-        """Ask the engine now."""
+        """Send the request now."""
         self._task = asyncio.create_task(one(self._bench, self._prompt))
 
     async def is_held(self) -> bool:
-        """Whether there is no answer, though there was time for one."""
+        """Return True if there is no answer yet, though there was time for one."""
         assert self._task is not None
         await asyncio.sleep(0.05)
         return not self._task.done()
 
     async def completion(self) -> Completion:
-        """Wait for the answer, a bounded time."""
+        """Wait for the answer, with a timeout."""
         assert self._task is not None
         async with asyncio.timeout(60):
             return await self._task
@@ -216,18 +216,18 @@ class Late:
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """What became of requests while weights changed."""
+    """Requests that were in flight, or arrived, while weights changed."""
 
     old: str
-    """The version before."""
+    """The version before the update."""
     completions: list[Completion]
-    """Of the two requests in flight."""
+    """Completions of the two requests in flight."""
     late: Completion
-    """Of the request that arrived meanwhile."""
+    """Completion of the request that arrived during the update."""
 
 
 async def update_in_flight(bench: Bench, mode: PauseMode) -> Updated:
-    """Update while two greedy requests, with logprobs, are under way and one arrives."""
+    """Update the weights while two greedy requests with logprobs are in flight and a third arrives."""
     engine = bench.engine
     old = engine.get_weight_version()
     await same_weights_again(bench)
@@ -246,7 +246,7 @@ async def update_in_flight(bench: Bench, mode: PauseMode) -> Updated:
 
 
 def check_spans(completion: Completion, *versions: str) -> None:
-    """Raise unless the spans are of these versions, each with some tokens, without a gap over all of them."""
+    """Raise unless the spans have these versions, are not empty, and cover all tokens without a gap."""
     spans = completion.weight_versions
     assert tuple(span.version for span in spans) == versions, f"the spans are {spans}"
     edges = [0, *(span.end for span in spans)]
@@ -256,9 +256,10 @@ def check_spans(completion: Completion, *versions: str) -> None:
 
 
 def check_boundary(bench: Bench, completion: Completion, old: Path, new: Path, *, recomputed: bool = True) -> None:
-    """Raise unless the tokens of the first span are greedy choices of ``old`` and those of the second of ``new``.
+    """Raise unless the first span's tokens are greedy choices of ``old``, and the second's of ``new``.
 
-    After a cache that was not recomputed they are no model's own, but they are not those of ``old`` either.
+    On a cache that was not recomputed, the second span's tokens are no model's greedy choices; they must only differ
+    from those of ``old``.
     """
     end = completion.weight_versions[0].end
     by_old, by_new = gaps(bench, completion, old), gaps(bench, completion, new)
@@ -270,7 +271,7 @@ def check_boundary(bench: Bench, completion: Completion, old: Path, new: Path, *
 
 
 def check_logprobs(bench: Bench, completion: Completion, model: Path, span: VersionSpan) -> None:
-    """Raise unless the logprobs of the span's tokens are those that ``model`` gives them after all before them."""
+    """Raise unless the logprobs of the span's tokens are those that ``model`` computes for them in their context."""
     assert completion.logprobs is not None
     expected = bench.output_logprobs(completion, model=model)
     off = np.abs(np.subtract(completion.logprobs, expected))[span.start : span.end]
@@ -281,21 +282,21 @@ def check_logprobs(bench: Bench, completion: Completion, model: Path, span: Vers
 
 
 def _are_close(bench: Bench, off: np.ndarray) -> bool:
-    """Return True if these gaps are rounding alone: of some hundred in bfloat16, one lies beyond the tolerance."""
+    """Return True if rounding explains these gaps: in bfloat16, about one in a hundred exceeds the tolerance."""
     return bool(np.quantile(off, 0.99) <= bench.tolerance() and off.max() <= 2 * bench.tolerance())
 
 
 def check_kept_cache(bench: Bench, completion: Completion, old: Path, new: Path) -> None:
-    """Raise unless the second span's logprobs are those of ``new`` on the KV cache that ``old`` had made.
+    """Raise unless the second span's logprobs are those of ``new`` on the KV cache that ``old`` computed.
 
-    They show from which token on the weights were new, and that the cache was kept.
+    This shows at which token the new weights took over, and that the cache was kept.
     """
     later, end = bench.oracle(new), completion.weight_versions[0].end
     if not isinstance(later, CacheOracle):
         return
     assert completion.logprobs is not None
     ids = [*completion.prompt_token_ids, *completion.token_ids]
-    # The last token of the old weights is read by the new ones.
+    # The new weights read the last token that the old ones made, so its cache entry is theirs.
     cached = len(completion.prompt_token_ids) + end - 1
     rows = log_softmax(later.logits_on_the_cache_of(bench.oracle(old), ids, cached))[:-1]
     expected = rows[np.arange(len(rows)), completion.token_ids[end:]]
@@ -307,6 +308,6 @@ def check_kept_cache(bench: Bench, completion: Completion, old: Path, new: Path)
 
 
 def check_late(bench: Bench, updated: Updated) -> None:
-    """Raise unless the request that arrived meanwhile is of the new version alone."""
+    """Raise unless the request that arrived during the update was answered by the new version alone."""
     check_spans(updated.late, NEW)
     check_made_by(bench, [updated.late], bench.other_weights())

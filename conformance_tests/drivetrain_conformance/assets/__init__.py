@@ -1,1 +1,1 @@
-"""Models, adapters and weights that cases work with, made on the spot."""
+"""Models, adapters and weights for the cases, created when needed."""

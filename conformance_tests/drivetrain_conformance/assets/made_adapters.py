@@ -1,4 +1,4 @@
-"""LoRA adapters that are made on the spot, and models into which they are merged, for the oracle."""
+"""Create random LoRA adapters, and models with an adapter merged into them for the oracle."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _TARGETS: Final = ("q_proj", "v_proj")
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter of a model, far from doing nothing."""
+    """An adapter that changes a model's answers noticeably."""
 
     path: Path
-    """A folder as peft writes it."""
+    """The adapter's folder, in peft's format."""
     scales: Mapping[str, float]
-    """Scale of each layer's ``B @ A``, by the layer's name."""
+    """Scale of each adapted layer's ``B @ A``, by the layer's name."""
 
 
 def make_adapter(
@@ -41,12 +41,12 @@ def make_adapter(
     Args:
         model: Folder of the model, whose attention has a ``q_proj`` and a ``v_proj``.
         folder: Where to write.
-        seed: Seed of its weights.
-        rank: Its rank.
-        columns: Width of its inputs, if it shall not fit.
-        targets: The layers that it adapts, by the last part of their names.
-        settings: Fields of ``adapter_config.json``. Heeded are ``lora_alpha``, ``use_rslora``, and of patterns and
-            ``layers_to_transform`` those that name whole parts of a layer's name.
+        seed: Seed of the adapter's weights.
+        rank: The adapter's rank.
+        columns: Width of its inputs, to make an adapter that does not fit.
+        targets: The adapted layers, by the last part of their names.
+        settings: Fields of ``adapter_config.json``. Of these, ``lora_alpha``, ``use_rslora``, ``rank_pattern``,
+            ``alpha_pattern`` and ``layers_to_transform`` affect the weights and scales.
     """
     import torch
     from safetensors.torch import save_file
@@ -76,7 +76,7 @@ def make_adapter(
         own = int(_setting(config, "rank_pattern", layer, rank))
         alpha = _setting(config, "alpha_pattern", layer, alpha_of_all)
         scales[layer] = alpha / (own**0.5 if config.get("use_rslora") else own)
-        # Each entry of the product is to be about as large as one of the weight.
+        # Make each entry of the product about as large as an entry of the weight.
         spread = (float(weight.float().std()) / scales[layer] / own**0.5) ** 0.5
         module = f"base_model.model.{layer}"
         tensors[f"{module}.lora_A.weight"] = torch.randn(own, columns or inputs, generator=generator) * spread
@@ -89,7 +89,7 @@ def make_adapter(
 def change_adapter(
     adapter: Adapter, folder: Path, change: Callable[[dict[str, object], dict[str, torch.Tensor]], object]
 ) -> Path:
-    """Write a copy of an adapter into ``folder``, its configuration and tensors changed, and return the folder."""
+    """Write a copy of an adapter into ``folder`` with its configuration and tensors changed; return the folder."""
     from safetensors.torch import load_file, save_file
 
     config = json.loads((adapter.path / "adapter_config.json").read_text(encoding="utf-8"))
@@ -107,7 +107,7 @@ def has_layers(model: Path, targets: Sequence[str]) -> bool:
 
 
 def _setting(config: Mapping[str, object], field: str, layer: str, otherwise: float) -> float:
-    """The value of the first key of a pattern that ends the layer's name."""
+    """Return the value of the pattern's first key that ends the layer's name."""
     pattern = config.get(field)
     matching = [value for key, value in (pattern if isinstance(pattern, dict) else {}).items() if layer.endswith(key)]
     return float(matching[0]) if matching else otherwise
@@ -119,7 +119,7 @@ def _is_transformed(layer: str, config: Mapping[str, object]) -> bool:
 
 
 def merge(model: Path, adapter: Adapter, folder: Path) -> Path:
-    """Write a copy of ``model`` into ``folder`` whose weights hold the adapter's product, and return it."""
+    """Write a copy of ``model`` into ``folder`` with the adapter merged into its weights; return the folder."""
     from safetensors.torch import load_file, save_file
 
     parts = load_file(adapter.path / "adapter_model.safetensors")

@@ -13,29 +13,29 @@ from drivetrain.testing import tiny_model
 
 
 class ModelKind(Enum):
-    """The model that a case's engine serves."""
+    """The kind of model that a case's engine serves."""
 
     TEXT = "text"
-    """The model that the suite was given, or a tiny one."""
+    """The model given to the suite, or a tiny one."""
     LARGE = "large"
-    """One of some 200 MB, whose memory is visible beside that of the process."""
+    """A model of about 200 MB, large enough to show in the memory of a process."""
     MOE = "moe"
     """A mixture of experts. Its cases need :attr:`~drivetrain.types.capability.Capability.MOE`."""
     VISION = "vision"
-    """One that takes images."""
+    """A model that takes images."""
     REWARD = "reward"
     """A sequence classifier with one output."""
 
 
 class Models:
-    """The model folders of one run; those that it writes are removed by :meth:`close`.
+    """Provides the model folders of one run; :meth:`close` removes those that it wrote.
 
     Args:
-        text: The model to serve; None: a tiny one.
+        text: The text model; None: a tiny one.
         moe: The mixture of experts; None: a tiny one.
-        vision: The one that takes images; None: a tiny one.
-        dtype: Of the weights of the tiny ones.
-        layers: Of the tiny one that is served; None: as few as it has by itself.
+        vision: The model that takes images; None: a tiny one.
+        dtype: Dtype of the tiny models' weights.
+        layers: Layers of the tiny text model; None: its default.
     """
 
     def __init__(
@@ -48,17 +48,17 @@ class Models:
     ) -> None:
         self._given = {ModelKind.TEXT: text, ModelKind.MOE: moe, ModelKind.VISION: vision}
         self.dtype = dtype
-        """Of the weights of the tiny ones."""
+        """Dtype of the tiny models' weights."""
         self._layers = layers
         self._folder = Path(tempfile.mkdtemp(prefix="drivetrain-conformance-"))
         self._others: dict[tuple[Path, int], Path] = {}
 
     def path(self, kind: ModelKind) -> Path:
-        """The folder of the model of this kind."""
+        """Return the folder of the model of this kind."""
         return self._given.get(kind) or _tiny(kind, self.dtype, self._layers)
 
     def with_other_weights(self, model: Path, seed: int = 1) -> Path:
-        """A copy of ``model`` in which every weight has another value; the same folder for the same arguments."""
+        """Return a copy of ``model`` with every weight changed; the same folder for the same arguments."""
         if (model, seed) not in self._others:
             folder = self._folder / f"{model.name}-{seed}"
             _copy_with_other_weights(model, folder, seed)
@@ -66,11 +66,11 @@ class Models:
         return self._others[model, seed]
 
     def folder(self, name: str) -> Path:
-        """An empty folder for a case's files."""
+        """Make an empty folder for a case's files."""
         return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self._folder))
 
     def close(self) -> None:
-        """Remove what was written."""
+        """Remove the folders that were written."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -101,7 +101,7 @@ def _tiny(kind: ModelKind, dtype: str, layers: int | None) -> Path:
 
 
 def _reward_model(dtype: str) -> Path:
-    """A tiny Qwen2 with one score instead of a language model's head."""
+    """Make a tiny Qwen2 with a score of one output instead of a language model's head."""
     import torch
     from transformers import AutoConfig, Qwen2ForSequenceClassification
 
@@ -117,7 +117,7 @@ def _reward_model(dtype: str) -> Path:
             shutil.copy(file, building)
         try:
             building.rename(folder)
-        except OSError:  # another process was first
+        except OSError:  # another process made it first
             shutil.rmtree(building)
     return folder
 

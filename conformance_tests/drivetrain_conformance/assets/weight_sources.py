@@ -1,4 +1,4 @@
-"""Where the cases of weight sync take their weights from: right ones, wrong ones, and a trainer that fails midway."""
+"""Weights for the cases of weight sync: correct ones, wrong ones, and a trainer that fails midway."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ Tensors = dict[str, torch.Tensor]
 
 
 def tensors_of(folder: Path) -> Tensors:
-    """Every tensor of a model folder, by its checkpoint name."""
+    """Return every tensor of a model folder, by its checkpoint name."""
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 def in_bfloat16(tensors: Tensors) -> Tensors:
-    """The tensors as a trainer in mixed precision has them."""
+    """Return the tensors as a mixed-precision trainer holds them."""
     return {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
 
 
 def of_a_diverged_model(tensors: Tensors) -> Tensors:
-    """The tensors with finite matrices so large that the model's activations overflow, and its logits are NaN."""
+    """Return finite tensors with matrices so large that activations overflow and the logits are NaN."""
     return {name: _overflowing(tensor) if _multiplies(name, tensor) else tensor for name, tensor in tensors.items()}
 
 
@@ -57,14 +57,14 @@ def _overflowing(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def module_of(folder: Path) -> PreTrainedModel:
-    """The model of a folder as a trainer holds it, in the dtype of the checkpoint."""
+    """Load a folder's model as a trainer holds it, in the checkpoint's dtype."""
     with no_progress_bars():
         module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     return module
 
 
 def reused_buffer(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor in memory that holds something else as soon as the next one is asked for."""
+    """Yield every tensor in one buffer, which is overwritten as soon as the next tensor is requested."""
     buffer = torch.empty(max(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8)
     for name, tensor in tensors.items():
         view = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -74,7 +74,7 @@ def reused_buffer(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
-    """The bytes of a tensor, row-major."""
+    """Return the bytes of a tensor, row-major."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -96,7 +96,7 @@ FORMS: Final = ("mapping", "pairs", "function", "module")
 
 
 def in_form(form: str, tensors: Tensors, folder: Path) -> WeightInput:
-    """These tensors, or for a module those of the folder, in a form in which a trainer may hold them."""
+    """Return these tensors (for ``module``, those of the folder) in one of the :data:`FORMS` that a trainer may use."""
     match form:
         case "mapping":
             return tensors
@@ -113,22 +113,22 @@ def in_form(form: str, tensors: Tensors, folder: Path) -> WeightInput:
 # Wrong weights ---------------------------------------------------------------------------------------------------
 
 GHOST: Final = "model.layers.0.ghost.weight"
-"""A tensor that no model has."""
+"""Name of a tensor that no model has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A way for a trainer's tensors to be wrong."""
+    """One way in which a trainer's tensors can be wrong."""
 
     what: str
     spoil: Callable[[Tensors, str], None]
-    """Spoils the tensor of that name, in place."""
+    """Changes the named tensor in place."""
     kind: type[DrivetrainError]
     field: str
     """Attribute of the error that names the tensors."""
 
     def check_named(self, error: DrivetrainError, name: str) -> None:
-        """Raise unless the error names the tensor that was spoiled, and no other."""
+        """Raise unless the error names the wrong tensor and no other."""
         expected = GHOST if self.field == "extra" else name
         named = getattr(error, self.field)
         assert named == (expected,), f"{self.what}: the error names {named}, not {expected}"
@@ -148,7 +148,7 @@ def _shorten(tensors: Tensors, name: str) -> None:
 
 
 def _convert(tensors: Tensors, name: str) -> None:
-    tensors[name] = tensors[name].double()  # rounded to whatever the engine holds
+    tensors[name] = tensors[name].double()  # rounded to whatever dtype the engine holds
 
 
 def _poison(value: float) -> Callable[[Tensors, str], None]:
@@ -170,7 +170,7 @@ FAULTS: Final = (
 
 
 def a_matrix(manifest: WeightManifest) -> str:
-    """The name of a floating-point matrix of the model, somewhere in the middle, that is tied to no other."""
+    """Return the name of a floating-point matrix in the middle of the model that no other tensor is tied to."""
     tied = set(manifest.aliases.values())
     names = [
         spec.name
@@ -181,12 +181,12 @@ def a_matrix(manifest: WeightManifest) -> str:
 
 
 def without_tensor(request: WeightUpdateRequest, name: str) -> WeightUpdateRequest:
-    """The request with a plan that lacks one tensor."""
+    """Return the request with one tensor missing from its plan."""
     return _each_placed(request, lambda placed: () if placed.spec.name == name else (placed,))
 
 
 def moved_tensor(request: WeightUpdateRequest, name: str) -> WeightUpdateRequest:
-    """The request with a plan in which one tensor lies a byte further on."""
+    """Return the request with one tensor's offset in the plan one byte too large."""
 
     def moved(placed: PlacedTensor) -> tuple[PlacedTensor, ...]:
         return (replace(placed, offset=placed.offset + 1) if placed.spec.name == name else placed,)
@@ -206,7 +206,7 @@ def _each_placed(
 
 
 def bad_folders(models: Models, model: Path) -> dict[str, Path]:
-    """Folders that hold no checkpoint of ``model``, each for another reason."""
+    """Make folders that hold no valid checkpoint of ``model``, each for a different reason."""
     truncated, garbage, lacking, outside, sound = (
         write_checkpoint(models.folder(what), model, tensors_of(model))
         for what in ("truncated", "garbage", "lacking", "outside", "sound")
@@ -230,7 +230,7 @@ def bad_folders(models: Models, model: Path) -> dict[str, Path]:
 
 
 def nowhere(models: Models) -> Path:
-    """A path at which there is nothing."""
+    """Return a path where nothing exists."""
     return models.folder("gone") / "nowhere"
 
 
@@ -238,18 +238,18 @@ def nowhere(models: Models) -> Path:
 
 
 def with_another_digest(request: WeightUpdateRequest, name: str) -> WeightUpdateRequest:
-    """The request of a trainer that sent another tensor of this name than what arrives."""
+    """Return the request with a digest that does not match the named tensor."""
     digests = dict(request.digests or {})
     return request.model_copy(update={"digests": {**digests, name: digests[name] ^ 1}})
 
 
 class Between:
-    """Stands between a ``WeightSync`` and its engine, and changes what the engine is told.
+    """Wraps an engine for ``WeightSync`` and changes the update requests on their way to it.
 
     Args:
         engine: The engine.
-        change: Applied to every request on its way.
-        buckets: After so many buckets the line breaks; None: it holds.
+        change: Applied to every request.
+        buckets: Number of buckets after which the connection breaks; None: it holds.
     """
 
     def __init__(
@@ -262,54 +262,54 @@ class Between:
         self.change = change
         self.buckets = buckets
         self.groups: list[CommunicatorSpec] = []
-        """That the engine was told to join."""
+        """Groups that the engine was told to join."""
 
     @property
     def isolation(self) -> Isolation:
-        """The engine's."""
+        """The engine's isolation."""
         return self._engine.isolation
 
     @property
     def capabilities(self) -> Set[Capability]:
-        """The engine's."""
+        """The engine's capabilities."""
         return self._engine.capabilities
 
     @property
     def config(self) -> EngineConfig:
-        """The engine's."""
+        """The engine's configuration."""
         return self._engine.config
 
     @property
     def gpus(self) -> Sequence[str]:
-        """The engine's."""
+        """The engine's GPUs."""
         return self._engine.gpus
 
     async def weight_manifest(self) -> WeightManifest:
-        """The engine's."""
+        """Return the engine's manifest."""
         return await self._engine.weight_manifest()
 
     async def init_weight_update_communicator(self, spec: CommunicatorSpec) -> None:
-        """The engine's."""
+        """Record the group, and let the engine join it."""
         self.groups.append(spec)
         await self._engine.init_weight_update_communicator(spec)
 
     async def destroy_weight_update_communicator(self, group_name: str) -> None:
-        """The engine's."""
+        """Let the engine leave the group."""
         await self._engine.destroy_weight_update_communicator(group_name)
 
     async def prepare_weight_update(self, request: WeightUpdateRequest) -> None:
-        """The engine's, of the changed request."""
+        """Prepare the changed request."""
         await self._engine.prepare_weight_update(self.change(request))
 
     async def release_weight_sources(self) -> None:
-        """The engine's."""
+        """Release the engine's weight sources."""
         await self._engine.release_weight_sources()
 
     @asynccontextmanager
     async def weight_update(
         self, request: WeightUpdateRequest, *, at_once: bool = False
     ) -> AsyncGenerator[UpdateUnderWay, None]:
-        """The engine's, of the changed request, over a line that may break."""
+        """Update the engine with the changed request, over a connection that may break."""
         breaks = self.buckets is not None
         async with self._engine.weight_update(self.change(request), at_once=at_once and not breaks) as update:
             if not breaks:

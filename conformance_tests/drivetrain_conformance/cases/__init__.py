@@ -1,4 +1,4 @@
-"""The cases: one module for each group, or a package of several."""
+"""The conformance cases: each group is a module, or a package of several modules."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ GROUPS: Final = (
     "faults",
     "histories",
 )
-"""Every group, in the order in which they run."""
+"""Every group, in running order."""
 
 
 def all_cases(groups: Sequence[str] = GROUPS) -> list[Case]:
-    """The cases of these groups, those that share an engine side by side; cases with engines of their own last."""
+    """Return the cases of these groups: those that can share an engine together, those with their own engines last."""
     for group in groups:
         module = importlib.import_module(f"{__name__}.{group}")
         for part in pkgutil.iter_modules(getattr(module, "__path__", ()), f"{module.__name__}."):

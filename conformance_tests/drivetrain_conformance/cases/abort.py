@@ -1,4 +1,4 @@
-"""Ending requests early: by their ids, all at once, and by walking away."""
+"""Ending requests early: by their ids, all at once, or by cancelling the call."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, end_requests, until_idle, until_running
 
 BOUND: Final = 30.0
-"""Seconds within which what was aborted must have come back; it takes milliseconds."""
+"""Timeout, in seconds, for aborted requests to come back; milliseconds are normal."""
 NOBODY: Final = "an id that no request has"
 TOKENS: Final = 250
-"""Of a request that is in flight for a while, and whose end a case waits for."""
+"""Length of a request that is in flight for a while and whose end the case awaits."""
 
 
 @case(Capability.ABORT)
 async def one_of_several_ends_and_the_others_go_on(bench: Bench) -> None:
-    """A request aborted by its id returns the first tokens of its uninterrupted run; the others are as without it."""
+    """A request aborted by its id returns the first tokens of its uninterrupted run; other requests are unaffected."""
     engine = bench.engine
     await engine.abort(NOBODY)
     prompts, params = bench.prompts(3), bench.long(TOKENS)
@@ -41,7 +41,7 @@ async def one_of_several_ends_and_the_others_go_on(bench: Bench) -> None:
 
 @case(Capability.ABORT)
 async def an_id_that_begins_another_aborts_only_its_own(bench: Bench) -> None:
-    """Aborting req-1 leaves req-10 and req-1x alone; what is no id is refused, and ends nothing."""
+    """Aborting req-1 leaves req-10 and req-1x alone; an invalid id is refused and ends nothing."""
     engine = bench.engine
     await engine.abort(NOBODY)
     prompts, ids = bench.prompts(4), ["req-1", "req-10", "req-1x", "req-"]
@@ -59,7 +59,7 @@ async def an_id_that_begins_another_aborts_only_its_own(bench: Bench) -> None:
 
 @case(Capability.ABORT)
 async def a_prompts_samples_end_together_or_one_by_one(bench: Bench) -> None:
-    """A prompt's id aborts all of its samples; the id of one sample aborts that one alone."""
+    """A prompt's id aborts all of its samples; a sample's id aborts only that sample."""
     engine = bench.engine
     await engine.abort(NOBODY)
     prompt = bench.prompt()
@@ -79,7 +79,7 @@ async def a_prompts_samples_end_together_or_one_by_one(bench: Bench) -> None:
 
 @case(Capability.ABORT)
 async def all_end_and_new_requests_are_served(bench: Bench) -> None:
-    """abort_generation ends every request, also what waits for its turn, and the next answers are as ever."""
+    """abort_generation() ends every request, including queued ones, and later answers are unchanged."""
     engine = bench.engine
     await engine.abort_generation()
     prompts = bench.prompts(4)
@@ -98,10 +98,10 @@ async def all_end_and_new_requests_are_served(bench: Bench) -> None:
     check_same(bench, await bench.greedy(prompts), before)
 
 
-# An engine that knows priorities has a queue, and a limit that makes it queue.
+# An engine with priorities has a queue, and max_num_seqs makes requests wait in it.
 @case(Capability.ABORT, Capability.PRIORITY, config={"max_num_seqs": 1})
 async def what_waits_its_turn_can_be_aborted(bench: Bench) -> None:
-    """Requests that wait in an engine that runs one at a time end without a token, by id and all at once."""
+    """In an engine that runs one request at a time, waiting requests abort without a token, by id and all at once."""
     engine = bench.engine
     await engine.generate(bench.prompt(), SamplingParams(max_new_tokens=1), priority=1)
     await engine.abort(NOBODY)
@@ -157,7 +157,7 @@ async def ids_that_are_not_running_are_passed_over(bench: Bench) -> None:
 
 @case(Capability.ABORT, Capability.STREAMING)
 async def a_stream_ends_with_its_completion(bench: Bench) -> None:
-    """A stream that is aborted ends with a completion, marked aborted, of exactly the tokens that it showed."""
+    """An aborted stream ends with a completion, marked aborted, of exactly the tokens that were streamed."""
     engine = bench.engine
     await engine.abort(NOBODY)
     prompts = bench.prompts(2)
@@ -184,7 +184,7 @@ async def a_stream_ends_with_its_completion(bench: Bench) -> None:
 
 @case(Capability.ABORT)
 async def an_abort_right_after_submission_is_not_lost(bench: Bench) -> None:
-    """A request that is aborted in the moment in which it was submitted comes back aborted."""
+    """A request that is aborted right after its submission comes back aborted."""
     engine = bench.engine
     await engine.abort(NOBODY)
     prompt = bench.prompt()
@@ -225,7 +225,7 @@ async def logprobs_of_an_aborted_request_belong_to_its_tokens(bench: Bench) -> N
 
 @case(Capability.ABORT, Capability.VERSION_SPANS)
 async def versions_of_an_aborted_request_cover_its_tokens(bench: Bench) -> None:
-    """An aborted completion says which weights made each of its tokens, and of no more."""
+    """An aborted completion's version spans cover exactly its tokens."""
     engine = bench.engine
     await engine.abort(NOBODY)
     own = engine.get_weight_version()
@@ -244,7 +244,7 @@ async def versions_of_an_aborted_request_cover_its_tokens(bench: Bench) -> None:
 
 @case()
 async def a_cancelled_call_leaves_nothing_running(bench: Bench) -> None:
-    """When a caller goes away its requests end, its ids are free, and the next answers are as ever."""
+    """Cancelling a call ends its requests in the engine and frees their ids; later answers are unchanged."""
     engine = bench.engine
     prompts, ids = bench.prompts(4), ["w", "x", "y", "z"]
     before = await bench.greedy(prompts)
@@ -260,7 +260,7 @@ async def a_cancelled_call_leaves_nothing_running(bench: Bench) -> None:
 
 @case(Capability.STREAMING)
 async def a_stream_that_is_left_early_leaves_nothing_running(bench: Bench) -> None:
-    """Closing a stream ends what it was reading, its ids are free, and the next answers are as ever."""
+    """Closing a stream early ends its requests in the engine and frees their ids; later answers are unchanged."""
     engine = bench.engine
     prompts, ids = bench.prompts(3), ["x", "y", "z"]
     before = await bench.greedy(prompts)

@@ -1,4 +1,4 @@
-"""Embeddings: one vector for each prompt, the same in any company."""
+"""Embeddings: one vector for each prompt, independent of the batch."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _CONFIG: Final = {"task": "embed"}
 
 @case(Capability.EMBED, config=_CONFIG, changes_weights=True)
 async def each_prompt_has_a_vector(bench: Bench) -> None:
-    """Each prompt's vector points where the last layer's state of its last token does, in the order of the prompts.
+    """Each prompt's vector has the direction of its last token's state in the last layer, in the order of the prompts.
 
-    That is so for models whose folder names no other pooling. After an update it is the state of the new weights.
+    This holds for models whose folder names no other pooling. After an update it holds for the new weights.
     """
     prompts = [bench.prompt(length) for length in (1, 6, 40)]
     vectors = np.array(await bench.engine.encode(prompts))
@@ -44,7 +44,7 @@ async def each_prompt_has_a_vector(bench: Bench) -> None:
 
 @case(Capability.EMBED, config=_CONFIG)
 async def text_and_its_ids_have_the_same_vector(bench: Bench) -> None:
-    """A text, its token ids, and either alone through encode_single have the same vector."""
+    """A text and its token ids have the same vector, through encode() and through encode_single()."""
     text = bench.engine.decode(bench.prompt(12))
     ids = [int(token) for token in bench.engine.tokenizer.inner(text)["input_ids"]]
     both: list[PromptLike] = [TextPrompt(text=text), TokenPrompt(token_ids=tuple(ids))]
@@ -56,7 +56,7 @@ async def text_and_its_ids_have_the_same_vector(bench: Bench) -> None:
 
 @case(Capability.EMBED, config=_CONFIG)
 async def different_prompts_differ(bench: Bench) -> None:
-    """Different prompts have different vectors, also those that differ by their last or first token alone."""
+    """Different prompts have different vectors, even if only their first or last token differs."""
     prompt, other = bench.prompt(10), bench.prompt(10)
     prompts = [prompt, other, [*prompt[:-1], other[-1]], [other[0], *prompt[1:]], prompt[::-1]]
     prompts = [list(ids) for ids in dict.fromkeys(map(tuple, prompts))]
@@ -67,7 +67,7 @@ async def different_prompts_differ(bench: Bench) -> None:
 
 @case(Capability.EMBED, config=_CONFIG)
 async def a_batch_changes_no_vector(bench: Bench) -> None:
-    """A prompt's vector is the same alone and among others of other lengths, within rounding."""
+    """A prompt's vector is the same alone and among prompts of other lengths, within rounding."""
     prompts = [bench.prompt(length) for length in (2, 5, 9, 33, 5)]
     alone = np.array([await bench.engine.encode_single(prompt) for prompt in prompts])
     _assert_near(bench, np.array(await bench.engine.encode(prompts)), alone)
@@ -75,7 +75,7 @@ async def a_batch_changes_no_vector(bench: Bench) -> None:
 
 @case(Capability.EMBED, config=_CONFIG)
 async def similarity_is_a_cosine(bench: Bench) -> None:
-    """Equal prompts have similarity 1; of others it is the cosine of their vectors, either way round."""
+    """Equal prompts have similarity 1; other similarities are the cosine of the vectors, and symmetric."""
     one, other = bench.prompt(8), bench.prompt(8)
     assert abs(await bench.engine.compute_similarity(one, one) - 1) <= bench.tolerance()
     a, b = _directions(np.array(await bench.engine.encode([one, other])))
@@ -87,7 +87,7 @@ async def similarity_is_a_cosine(bench: Bench) -> None:
 
 @case(Capability.EMBED, config=_CONFIG)
 async def dimensions_shorten_a_vector(bench: Bench) -> None:
-    """With dimensions=8 a vector has eight numbers, which point where the first eight of the whole one do."""
+    """With dimensions=8 a vector has eight numbers, in the direction of the full vector's first eight."""
     prompts = bench.prompts(2)
     whole = np.array(await bench.engine.encode(prompts))
     short = np.array(await bench.engine.encode(prompts, dimensions=8))
@@ -99,7 +99,7 @@ async def dimensions_shorten_a_vector(bench: Bench) -> None:
 
 @case(Capability.EMBED, config=_CONFIG)
 async def dimensions_that_cannot_be_are_refused(bench: Bench) -> None:
-    """A dimensions of zero, below, or beyond the model's is refused, naming the field, and the engine serves on."""
+    """Dimensions that are zero, negative or too large are refused, naming the field, and the engine serves on."""
     for dimensions in (0, -3, 10**7):
         with refused(InvalidRequest, field="dimensions"):
             await bench.engine.encode(bench.prompts(2), dimensions=dimensions)
@@ -120,7 +120,7 @@ async def bad_prompts_are_refused(bench: Bench) -> None:
 
 @case(Capability.EMBED, config=_CONFIG)
 async def an_embedding_engine_does_not_generate(bench: Bench) -> None:
-    """generate() on an engine made for embeddings is refused, naming the task, and harms nothing."""
+    """An engine made for embeddings refuses generate(), naming the task, and serves on."""
     with refused(InvalidRequest, field="task"):
         await bench.engine.generate(bench.prompt(), {"max_new_tokens": 2})
     assert await bench.engine.encode_single(bench.prompt())
@@ -128,21 +128,21 @@ async def an_embedding_engine_does_not_generate(bench: Bench) -> None:
 
 @case(Capability.EMBED)
 async def a_generating_engine_does_not_embed(bench: Bench) -> None:
-    """encode() on an engine made for generation is refused, naming the task, and harms nothing."""
+    """An engine made for generation refuses encode(), naming the task, and serves on."""
     with refused(InvalidRequest, field="task"):
         await bench.engine.encode(bench.prompts(2))
     assert (await bench.greedy([bench.prompt()]))[0].token_ids
 
 
 async def _without_head(bench: Bench, model: Path) -> Path:
-    """A folder with those tensors of ``model`` that the engine holds: it may have no use for the head's."""
+    """Write a folder with only the tensors of ``model`` that the engine holds, as it may have no use for the head."""
     held = {spec.name for spec in (await bench.engine.weight_manifest()).tensors}
     tensors = {name: tensor for name, tensor in tensors_of(model).items() if name in held}
     return write_checkpoint(bench.folder("headless"), model, tensors)
 
 
 def _assert_states(bench: Bench, vectors: NDArray[np.float64], prompts: Sequence[list[int]], model: Path) -> None:
-    """Assert that vectors point where the states of the prompts' last tokens do, as an independent pass has them."""
+    """Assert that vectors have the direction of the prompts' last-token states, computed by the oracle."""
     oracle = bench.oracle(model)
     if not isinstance(oracle, HiddenStatesOracle):
         raise NoOracle

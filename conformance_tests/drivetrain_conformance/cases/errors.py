@@ -1,4 +1,4 @@
-"""What cannot be honoured is refused before any work, with an error that names the field, and changes nothing."""
+"""Wrong arguments are refused before any work, with an error that names the field, and change nothing."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ WRONG_PARAMS: Final[Mapping[str, Sequence[object]]] = {
     "return_hidden_states": _NO_FLAG,
     "return_routed_experts": _NO_FLAG,
 }
-"""Values that each sampling param cannot have: of a wrong type, out of range, beyond float32, or without meaning."""
+"""Invalid values of each sampling param: of a wrong type, out of range, beyond float32, or meaningless."""
 
 VALID_PARAMS: Final[Mapping[str, Sequence[Fields]]] = {
     "n": ({"n": 3},),
@@ -107,7 +107,7 @@ VALID_PARAMS: Final[Mapping[str, Sequence[Fields]]] = {
     "return_hidden_states": ({"return_hidden_states": True},),
     "return_routed_experts": ({"return_routed_experts": True},),
 }
-"""Values that each sampling param can have and has not unless asked for."""
+"""Valid values of each sampling param that differ from its default."""
 
 
 _NO_NAME: Final[Sequence[object]] = (3, "", [], {}, "\ud800", "a\0b", "x" * 5000, None)
@@ -133,13 +133,13 @@ WRONG_ARGUMENTS: Final[Mapping[tuple[str, str], Sequence[object]]] = {
     ("decode", "token_ids"): (3, "ab", [-1], ["a"], [1.5], [2**70], None),
     ("supports", "capability"): ("flight", {}, 3, None),
 }
-"""Arguments that no method takes, whatever the engine can do: they are looked at before its capabilities are."""
+"""Invalid arguments by method and name, whatever the engine can do: they are checked before capabilities."""
 _GOOD: Final[Mapping[str, Fields]] = {
     "open_session": {"capacity": 8},
     "load_lora_adapter": {"lora_name": "a", "lora_path": "/nowhere"},
     "load_weights_from_disk": {"version": "v", "path": "/nowhere"},
 }
-"""The other arguments of those methods."""
+"""The other, valid arguments of those methods."""
 
 
 # Sampling params -----------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ _GOOD: Final[Mapping[str, Fields]] = {
 
 @case()
 async def no_sampling_param_takes_a_wrong_value(bench: Bench) -> None:
-    """Each sampling param refuses values of a wrong type and values out of its range, and names itself and them."""
+    """Each sampling param refuses values of a wrong type or out of range, naming the param and the value."""
     assert set(WRONG_PARAMS) == set(SamplingParams.model_fields), "a sampling param has no wrong values to try here"
     prompt = bench.prompt()
     async with _unharmed(bench):
@@ -161,7 +161,7 @@ async def no_sampling_param_takes_a_wrong_value(bench: Bench) -> None:
 
 @case()
 async def every_sampling_param_is_honoured_or_refused(bench: Bench) -> None:
-    """Each sampling param, given a value of its own, is honoured or refused for a capability that is unclaimed."""
+    """Each sampling param, set to a value other than its default, is honoured, or refused as unclaimed."""
     assert set(VALID_PARAMS) == set(SamplingParams.model_fields), "a sampling param has no valid values to try here"
     claimed = {capability.value for capability in bench.engine.capabilities}
     async with _unharmed(bench):
@@ -180,7 +180,7 @@ async def every_sampling_param_is_honoured_or_refused(bench: Bench) -> None:
 
 @case()
 async def an_unknown_sampling_param_is_refused_with_its_likely_name(bench: Bench) -> None:
-    """A sampling param that does not exist is refused, never passed over, and the one that was meant is suggested."""
+    """An unknown sampling param is refused, and the error suggests the likely name."""
     slips = {name[:-2] + name[-1] + name[-2]: name for name in SamplingParams.model_fields if len(name) > 5}
     slips |= {
         "max_tokens": "max_new_tokens",
@@ -208,7 +208,7 @@ async def an_unknown_sampling_param_is_refused_with_its_likely_name(bench: Bench
 
 @case()
 async def params_that_contradict_each_other_are_refused(bench: Bench) -> None:
-    """Params of which each is right and which make no sense together are refused, naming them."""
+    """Sampling params that are valid each but contradict each other are refused, naming them."""
     pairs: list[tuple[dict[str, object], tuple[str, ...]]] = [
         ({"max_new_tokens": 2, "min_new_tokens": 3}, ("min_new_tokens=3", "max_new_tokens=2")),
         ({"max_new_tokens": 0, "min_new_tokens": 1}, ("min_new_tokens=1", "max_new_tokens=0")),
@@ -225,7 +225,7 @@ async def params_that_contradict_each_other_are_refused(bench: Bench) -> None:
 
 @case()
 async def sampling_params_are_one_for_all_or_one_for_each(bench: Bench) -> None:
-    """A list of sampling params of another length than the prompts is refused; nothing is repeated, cut or padded."""
+    """A list of sampling params whose length is not that of the prompts is refused; nothing is repeated or cut."""
     prompts, one = bench.prompts(3), {"max_new_tokens": 1}
     async with _unharmed(bench):
         for params in ([], [one], [one] * 2, [one] * 4, (one,)):
@@ -239,19 +239,19 @@ async def sampling_params_are_one_for_all_or_one_for_each(bench: Bench) -> None:
 
 @case(Capability.STOP_TOKEN_IDS)
 async def stop_token_ids_outside_the_vocabulary_are_refused(bench: Bench) -> None:
-    """A stop token id that the model does not have is refused: it could never come."""
+    """A stop token id outside the vocabulary is refused, as it could never occur."""
     await _check_vocabulary(bench, "stop_token_ids", lambda token: {"stop_token_ids": [1, token]})
 
 
 @case(Capability.LOGIT_BIAS)
 async def logit_bias_outside_the_vocabulary_is_refused(bench: Bench) -> None:
-    """A bias for a token id that the model does not have is refused."""
+    """A bias for a token id outside the vocabulary is refused."""
     await _check_vocabulary(bench, "logit_bias", lambda token: {"logit_bias": {1: 0.5, token: 1.0}})
 
 
 @case(Capability.LOGIT_PROCESSORS)
 async def logit_processors_outside_the_vocabulary_are_refused(bench: Bench) -> None:
-    """An action mask or a ban that names a token id which the model does not have is refused."""
+    """An action mask or ban with a token id outside the vocabulary is refused."""
 
     def mask(token: int) -> Fields:
         return {"logit_processors": [{"kind": "action_mask", "allowed_token_ids": [1, token]}]}
@@ -265,7 +265,7 @@ async def logit_processors_outside_the_vocabulary_are_refused(bench: Bench) -> N
 
 @case(Capability.TOP_LOGPROBS, Capability.LOGPROBS_TEMPERATURE)
 async def more_alternatives_than_tokens_are_refused(bench: Bench) -> None:
-    """More alternatives per token than the vocabulary holds are refused, and as many as it holds are not cut."""
+    """More alternatives per token than the vocabulary holds are refused; any smaller number is not cut."""
     vocabulary = bench.engine.model_info.vocab_size
     async with _unharmed(bench):
         with refused(InvalidRequest, field="sampling_params.logprobs", naming=str(vocabulary + 1)):
@@ -287,7 +287,7 @@ async def more_prompt_alternatives_than_tokens_are_refused(bench: Bench) -> None
 
 
 async def _are_not_cut(bench: Bench, field: str) -> None:
-    """Many alternatives are all returned, unless the engine says that it gives fewer."""
+    """Check that many alternatives are all returned, unless the engine refuses so many."""
     many = min(200, bench.engine.model_info.vocab_size)
     try:
         found = await _alternatives(bench, field, many)
@@ -299,7 +299,7 @@ async def _are_not_cut(bench: Bench, field: str) -> None:
 
 
 async def _alternatives(bench: Bench, field: str, count: int) -> set[int]:
-    """How many alternatives tokens come with, if so many are asked for."""
+    """Return the numbers of alternatives that tokens come with when ``count`` are requested."""
     params = {field: count, "max_new_tokens": 2, "temperature": 1.0}
     (completion,) = (await bench.engine.generate([bench.prompt()], params)).completions
     tops = completion.top_logprobs if field == "logprobs" else completion.prompt_top_logprobs
@@ -309,7 +309,7 @@ async def _alternatives(bench: Bench, field: str, count: int) -> set[int]:
 
 @case(Capability.STOP_STRINGS)
 async def a_stop_string_that_can_never_match_is_refused(bench: Bench) -> None:
-    """The text of a special token as a stop string is refused while special tokens are left out of the text."""
+    """A special token's text as a stop string is refused while special tokens are left out of the text."""
     inner, prompt = bench.engine.tokenizer.inner, bench.prompt()
     async with _unharmed(bench):
         for special in inner.all_special_tokens:
@@ -324,7 +324,7 @@ async def a_stop_string_that_can_never_match_is_refused(bench: Bench) -> None:
 
 @case()
 async def prompts_that_no_model_could_take_are_refused(bench: Bench) -> None:
-    """A prompt that is empty, of a wrong type or not text is refused, naming which of the prompts it is."""
+    """A prompt that is empty, of a wrong type or not valid text is refused, naming its place in the list."""
     good, vocabulary = bench.prompt(), bench.engine.model_info.vocab_size
     user = {"role": "user", "content": "hello"}
     wrong: list[tuple[Any, str]] = [
@@ -385,7 +385,7 @@ async def prompts_longer_than_the_context_are_refused(bench: Bench) -> None:
 
 @case()
 async def one_bad_prompt_refuses_the_whole_call(bench: Bench) -> None:
-    """A call with one bad prompt among many is refused as a whole before any of the others is begun."""
+    """A call with one bad prompt among many is refused as a whole before any of the others is started."""
     good = bench.prompts(12)
     vocabulary, context = bench.engine.model_info.vocab_size, bench.engine.model_info.context_length
     async with _unharmed(bench):
@@ -403,7 +403,7 @@ async def one_bad_prompt_refuses_the_whole_call(bench: Bench) -> None:
 
 @case()
 async def request_ids_must_differ(bench: Bench) -> None:
-    """Request ids that are not one string for each prompt, or are in use, are refused; the first user is not hurt."""
+    """Request ids that are not one string per prompt, or already in use, are refused; running requests are unharmed."""
     good = bench.prompts(2)
     params: Any = {"max_new_tokens": 8, "temperature": 0}
     wrong: list[Any] = [
@@ -421,7 +421,7 @@ async def request_ids_must_differ(bench: Bench) -> None:
         for ids in [*wrong, 5, {"one": 1}]:
             with _refused("request_ids", f"request_ids={ids!r}"):
                 await bench.engine.generate(good, params, request_ids=ids)
-        # A sample's id and another request's id may not be the same either.
+        # A sample's id may not equal another request's id either.
         taken = await bench.engine.generate(good[:1], {**params, "n": 2}, request_ids=["one"])
         with refused(InvalidRequest, field="request_ids"):
             ids = ["one", taken.completions[1].request_id]
@@ -439,7 +439,7 @@ async def request_ids_must_differ(bench: Bench) -> None:
 
 @case()
 async def other_arguments_of_a_wrong_type_are_refused(bench: Bench) -> None:
-    """Priorities, timeouts, names, paths and token ids that are none are refused by name, by each method."""
+    """Invalid priorities, timeouts, names, paths and token ids are refused by name, by each method."""
     wrong: list[tuple[str, Any]] = [("priority", value) for value in ("high", 1.5, True, None, [1])]
     no_seconds: list[Any] = ["soon", 0, -1, _NAN, True, [1]]
     wrong += [("timeout", value) for value in no_seconds]
@@ -471,7 +471,7 @@ async def an_adapter_that_is_not_loaded_is_refused(bench: Bench) -> None:
 
 @case(Capability.STREAMING)
 async def streams_refuse_what_generate_refuses(bench: Bench) -> None:
-    """What generate() refuses a stream refuses with the same error, before its first chunk."""
+    """A stream refuses invalid requests with the same errors as generate(), before its first chunk."""
     good = bench.prompt()
     wrong: list[tuple[str, Any, Any, dict[str, Any]]] = [
         ("prompts", [], None, {}),
@@ -517,7 +517,7 @@ async def sequences_that_cannot_be_scored_are_refused(bench: Bench) -> None:
 
 @case()
 async def an_unknown_pause_mode_is_refused(bench: Bench) -> None:
-    """A pause mode that does not exist is refused with those that do, and the engine goes on serving."""
+    """An unknown pause mode is refused, naming the valid ones, and the engine serves on."""
     modes: tuple[Any, ...] = ("sometimes", "", "ABORT", None, 3, [])
     async with _unharmed(bench):
         for mode in modes:
@@ -528,7 +528,7 @@ async def an_unknown_pause_mode_is_refused(bench: Bench) -> None:
 
 @case()
 async def unknown_memory_tags_are_refused(bench: Bench) -> None:
-    """Memory tags that do not exist, or none at all, are refused by sleep and wake-up, and nothing falls asleep."""
+    """Unknown or missing memory tags are refused by sleep() and wake_up(), and nothing falls asleep."""
     wrong: tuple[Any, ...] = (["cache"], "cache", ["weights", "everything"], [], (), [None], 3, [3])
     async with _unharmed(bench):
         for tags in wrong:
@@ -541,7 +541,7 @@ async def unknown_memory_tags_are_refused(bench: Bench) -> None:
 
 @case(Capability.VERSION_SPANS)
 async def a_version_that_says_nothing_is_refused(bench: Bench) -> None:
-    """A weight version that is empty or no text is refused, and the one before stays."""
+    """A weight version that is empty or not a string is refused, and the previous one stays."""
     version = bench.engine.get_weight_version()
     wrong: tuple[Any, ...] = ("", None, 3, ["v2"])
     async with _unharmed(bench):
@@ -591,12 +591,13 @@ WRONG_CONFIG: Final[Mapping[str, Sequence[object]]] = {
     "endpoint": ("localhost:30000", "ftp://localhost:21", "http://", 3),
     "endpoint_api_key": ("", 3),
     "media": ("small", {"max_bytes": 0}, {"max_pixels": 1.5}, {"max_video_seconds": -1}, {"max_frames": 3}, None),
+    "busy_wait": ("perhaps", 7, None),
     "timeouts": (
         *("short", {"start": -1}, {"generate": 0}, {"close": "soon"}, {"begin": 3}, None),
         *({"control": _INFINITY}, {"start": _NAN}, {"generate": 10**400}, {"heartbeat": True}),
     ),
 }
-"""Values that each field of a configuration cannot have."""
+"""Invalid values of each configuration field."""
 
 VALID_CONFIG: Final[Mapping[str, object]] = {
     "revision": "main",
@@ -629,14 +630,15 @@ VALID_CONFIG: Final[Mapping[str, object]] = {
     "endpoint": "http://127.0.0.1:30000",
     "endpoint_api_key": "not-a-secret",
     "media": {"max_bytes": 1000},
+    "busy_wait": True,
     "timeouts": {"generate": 5.0},
 }
-"""Values that each field can have and has not unless asked for."""
+"""Valid values of each configuration field that differ from its default."""
 
 
 @case()
 async def no_configuration_field_takes_a_wrong_value(bench: Bench) -> None:
-    """Each field of a configuration refuses wrong values by name when the engine is made, before anything starts."""
+    """Each configuration field refuses invalid values by name when the engine is created, before it starts."""
     assert set(WRONG_CONFIG) == set(EngineConfig.model_fields), "a field has no wrong values to try here"
     for name, values in WRONG_CONFIG.items():
         for value in values:
@@ -646,7 +648,7 @@ async def no_configuration_field_takes_a_wrong_value(bench: Bench) -> None:
 
 @case()
 async def every_configuration_field_is_honoured_or_refused(bench: Bench) -> None:
-    """Each field of a configuration, given a value of its own, is taken, or refused by name or for a capability."""
+    """Each configuration field, set to a value other than its default, is accepted or refused by name or capability."""
     tried = {*VALID_CONFIG, "backend", "model", "tokenizer", "python"}
     assert tried == set(EngineConfig.model_fields), "a field has no valid value to try here"
     claimed = {capability.value for capability in bench.engine.capabilities}
@@ -662,7 +664,7 @@ async def every_configuration_field_is_honoured_or_refused(bench: Bench) -> None
 
 @case()
 async def a_configuration_field_that_asks_for_nothing_is_taken(bench: Bench) -> None:
-    """A field that switches off what an engine does not do, or bounds what it has none of, is no reason to refuse."""
+    """A field that disables or bounds a feature the engine lacks is accepted."""
     nothing: dict[str, object] = {"enable_sleep": False, "max_loras": 2, "max_lora_rank": 8}
     if not bench.claims(Capability.PREFIX_CACHE):
         nothing["enable_prefix_caching"] = False
@@ -677,7 +679,7 @@ async def a_configuration_field_that_asks_for_nothing_is_taken(bench: Bench) -> 
 
 @case()
 async def an_unknown_configuration_field_is_refused_with_its_likely_name(bench: Bench) -> None:
-    """A configuration field that does not exist is refused, and the one that was meant is suggested."""
+    """An unknown configuration field is refused, and the error suggests the likely name."""
     slips = {name[:-2] + name[-1] + name[-2]: name for name in EngineConfig.model_fields if name != "model"}
     slips |= {"max_num_seq": "max_num_seqs", "tensor_parallel": "tensor_parallel_size", "modell": "model"}
     for wrong, meant in slips.items():
@@ -701,7 +703,7 @@ async def an_unknown_configuration_field_is_refused_with_its_likely_name(bench: 
 
 @asynccontextmanager
 async def _unharmed(bench: Bench) -> AsyncGenerator[None, None]:
-    """What runs within leaves the engine serving as before: the same answer, the same state, nothing under way."""
+    """Require the block to leave the engine serving as before: same answer, same state, no request left."""
     prompt, version = bench.prompt(), bench.engine.get_weight_version()
     before = await bench.greedy([prompt], 8)
     yield
@@ -713,7 +715,7 @@ async def _unharmed(bench: Bench) -> AsyncGenerator[None, None]:
 
 @contextmanager
 def _refused(field: str, what: str, kind: type[InvalidRequest | InvalidConfig] = InvalidRequest) -> Iterator[None]:
-    """What runs within must be refused as ``kind``, naming the field; ``what`` says what was tried."""
+    """Require the block to raise ``kind``, naming the field; ``what`` describes the attempt."""
     try:
         with refused(kind, field=field):
             yield
@@ -726,7 +728,7 @@ def _refused(field: str, what: str, kind: type[InvalidRequest | InvalidConfig] =
 def _check_honest_refusal(
     error: UnsupportedCapability | InvalidRequest | InvalidConfig, claimed: Collection[str], field: str, what: str
 ) -> None:
-    """Assert that a refusal of ``what`` names the field, or a capability that there is and that is not claimed."""
+    """Assert that a refusal of ``what`` names the field, or an existing capability that is unclaimed."""
     if not isinstance(error, UnsupportedCapability):
         assert error.field.startswith(field), f"{what}: the error names {error.field!r}: {error}"
         return
@@ -736,7 +738,7 @@ def _check_honest_refusal(
 
 
 async def _check_vocabulary(bench: Bench, field: str, naming: Callable[[int], Fields]) -> None:
-    """Assert that params which name a token id are taken up to the last id and refused from there on."""
+    """Assert that a param accepts token ids up to the vocabulary's last one, and refuses larger ones."""
     vocabulary, prompt = bench.engine.model_info.vocab_size, bench.prompt()
     async with _unharmed(bench):
         for token in (vocabulary, vocabulary + 1000, 2**40):

@@ -1,4 +1,4 @@
-"""Engines whose processes are killed or frozen: everyone who waits hears of it in time, and the trainer goes on.
+"""Engines whose processes are killed or frozen: every caller gets an error in time, and the trainer goes on.
 
 The engine always runs in a host process here, which finds the backend through its entry point.
 """
@@ -33,9 +33,9 @@ from drivetrain_weight_sync import WeightSync
 from drivetrain_weight_sync.trainer.sync import UpdateUnderWay
 
 BOUND: Final = 30.0
-"""Seconds within which everyone who waits must have heard of a death; it takes less than one."""
+"""Timeout, in seconds, for every caller to hear of a death; less than one is normal."""
 HEARTBEAT: Final = 2.0
-"""Seconds of silence after which a frozen host counts as dead, where a case freezes one."""
+"""Heartbeat timeout, in seconds, in the case that freezes a host."""
 
 
 # While requests are in flight -----------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ HEARTBEAT: Final = 2.0
 
 @case(own_engine=True)
 async def a_host_killed_while_it_generates(bench: Bench) -> None:
-    """Every caller of a host that is killed gets EngineDied in time; the trainer lives on and can open another."""
+    """When the host is killed every caller gets EngineDied in time; the trainer lives on and can open another."""
     async with _hosted(bench) as engine:
         prompts = bench.prompts(3, engine=engine)
         before = await bench.greedy(prompts, engine=engine)
@@ -56,7 +56,7 @@ async def a_host_killed_while_it_generates(bench: Bench) -> None:
 
 @case(Capability.STREAMING, own_engine=True)
 async def a_host_killed_while_it_streams(bench: Bench) -> None:
-    """Every reader of a stream of a host that is killed gets EngineDied in time, however much it has read."""
+    """When the host is killed every reader of a stream gets EngineDied in time, however much it has read."""
     async with _hosted(bench) as engine:
         prompts = bench.prompts(3, engine=engine)
         _ = [chunk async for chunk in engine.generate_stream(prompts, _long(engine, 2))]
@@ -67,7 +67,7 @@ async def a_host_killed_while_it_streams(bench: Bench) -> None:
 
 @case(Capability.PAUSE_WAIT, own_engine=True)
 async def a_host_killed_while_it_is_paused(bench: Bench) -> None:
-    """A request that waits in the pause of a host that is killed ends in a typed error instead of waiting on."""
+    """When a paused host is killed, a request that waits for the pause to end gets a typed error."""
     async with _hosted(bench) as engine:
         prompt = bench.prompt(engine=engine)
         await engine.pause_generation(PauseMode.WAIT)
@@ -82,7 +82,7 @@ async def a_host_killed_while_it_is_paused(bench: Bench) -> None:
 
 @case(Capability.PAUSE_IN_PLACE, own_engine=True)
 async def a_host_killed_with_frozen_requests(bench: Bench) -> None:
-    """Requests that are frozen in a host that is killed end in EngineDied in time."""
+    """When the host is killed, requests that a pause had frozen get EngineDied in time."""
     async with _hosted(bench) as engine:
         prompts = bench.prompts(2, engine=engine)
         await engine.pause_generation(PauseMode.IN_PLACE)
@@ -98,7 +98,7 @@ async def a_host_killed_with_frozen_requests(bench: Bench) -> None:
 
 @case(own_engine=True)
 async def a_frozen_host(bench: Bench) -> None:
-    """A host that is stopped counts as dead once it was silent for its heartbeat's time: nobody waits for it longer."""
+    """A stopped host counts as dead after one heartbeat timeout of silence; no caller waits longer."""
     async with _hosted(bench, timeouts={"heartbeat": HEARTBEAT}) as engine:
         prompts = bench.prompts(2, engine=engine)
         async with _callers(engine, [_generating(engine, prompts) for _ in range(2)]):
@@ -108,9 +108,9 @@ async def a_frozen_host(bench: Bench) -> None:
 
 @case(own_engine=True)
 async def a_process_of_the_engine_that_is_killed(bench: Bench) -> None:
-    """When the largest process below the host is killed nobody hangs: calls are answered right, or end in EngineDied.
+    """When the largest process below the host is killed, calls are answered correctly or end in EngineDied.
 
-    An engine without such processes is its host; then that is killed.
+    If the engine has no process below its host, the host is killed.
     """
     async with _hosted(bench) as engine:
         prompts = bench.prompts(2, engine=engine)
@@ -137,7 +137,7 @@ async def a_process_of_the_engine_that_is_killed(bench: Bench) -> None:
 
 @case(own_engine=True)
 async def a_host_killed_while_it_starts(bench: Bench) -> None:
-    """A start whose host is killed fails by name and in time, and leaves nothing behind."""
+    """If the host is killed during start, start() fails in time with EngineStartError, and leaves nothing behind."""
     with temporary_folder(bench.folder("temporary")):
         before = Holdings.now()
         engine = bench.create(isolation="process")
@@ -157,7 +157,7 @@ async def a_host_killed_while_it_starts(bench: Bench) -> None:
 
 @case(Capability.SLEEP_KV_CACHE, own_engine=True)
 async def a_host_killed_while_it_sleeps(bench: Bench) -> None:
-    """The death of a sleeping engine is noticed though nobody asks it for anything; it cannot be woken."""
+    """The death of a sleeping engine is noticed without any call to it; it cannot be woken."""
     async with _hosted(bench) as engine:
         prompt = bench.prompt(engine=engine)
         await engine.sleep([MemoryTag.KV_CACHE])
@@ -167,7 +167,7 @@ async def a_host_killed_while_it_sleeps(bench: Bench) -> None:
 
 @case(own_engine=True)
 async def a_host_killed_while_it_is_closed(bench: Bench) -> None:
-    """Closing an engine whose host is killed in that moment is no error, and leaves nothing behind."""
+    """If the host is killed while it is being closed, closing raises no error, and leaves nothing behind."""
     async with _hosted(bench) as engine:
         closing = asyncio.create_task(engine.teardown())
         await asyncio.sleep(0)
@@ -180,7 +180,7 @@ async def a_host_killed_while_it_is_closed(bench: Bench) -> None:
 
 @case(Capability.WEIGHTS_DISK, own_engine=True)
 async def a_host_killed_during_an_update(bench: Bench) -> None:
-    """An update whose engine is killed midway ends in a typed error in time; the version is still the old one."""
+    """If the engine is killed during an update, the update ends in EngineDied, and the old version stays published."""
     async with _hosted(bench) as engine:
         own = engine.get_weight_version()
         request = WeightUpdateRequest(version="never", source=DiskSource(path=str(bench.other_weights())))
@@ -195,7 +195,7 @@ async def a_host_killed_during_an_update(bench: Bench) -> None:
 
 @case(Capability.WEIGHTS_SHARED_MEMORY, own_engine=True)
 async def a_host_killed_during_a_push(bench: Bench) -> None:
-    """A push through shared memory whose engine is killed midway ends in a typed error, and leaves no shared memory."""
+    """If the engine is killed during a push through shared memory, the push ends in EngineDied and frees the memory."""
     before = Holdings.now()
     async with _hosted(bench) as engine:
         own = engine.get_weight_version()
@@ -215,7 +215,7 @@ async def a_host_killed_during_a_push(bench: Bench) -> None:
 
 
 class _Doomed(Between):
-    """Kills the engine's host as soon as an update of it has begun."""
+    """Kills the engine's host as soon as a weight update has begun."""
 
     began = False
 
@@ -238,7 +238,7 @@ Call = Callable[[], Coroutine[object, object, object]]
 
 @asynccontextmanager
 async def _hosted(bench: Bench, **fields: object) -> AsyncGenerator[InferenceEngine, None]:
-    """An engine in a host process, none of whose processes may be left afterwards, whatever became of them."""
+    """Open an engine in a host process; require that none of its processes is left at the end."""
     processes: list[psutil.Process] = []
     try:
         async with bench.open(isolation="process", **fields) as engine:
@@ -261,7 +261,7 @@ def _signal_host(engine: InferenceEngine, number: signal.Signals) -> None:
 
 
 async def _left(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """Those that still run after some time, or none as soon as none does."""
+    """Return the processes that still run after some time; return early once none does."""
     ends = time.monotonic() + BOUND
     while True:
         left = [process for process in processes if _runs(process)]
@@ -271,7 +271,7 @@ async def _left(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """What was orphaned and killed is for the system's first process to bury; until then it is a zombie."""
+    """Return True if a process runs; a killed orphan that init has not reaped yet (a zombie) does not."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -299,9 +299,9 @@ def _streaming(engine: InferenceEngine, prompts: Sequence[Sequence[int]]) -> Cal
 
 @asynccontextmanager
 async def _callers(engine: InferenceEngine, calls: Sequence[Call]) -> AsyncGenerator[None, None]:
-    """Callers that ask again and again, however fast the engine is; the block makes it die, and each must hear of it.
+    """Call the engine again and again while the block kills it; each caller must get an error, and state FAILED.
 
-    Meanwhile the event loop must go on turning.
+    The event loop must not be blocked meanwhile.
     """
     doomed = False
     longest = 0.0
@@ -347,7 +347,7 @@ async def _callers(engine: InferenceEngine, calls: Sequence[Call]) -> AsyncGener
 
 
 async def _is_failed(engine: InferenceEngine, prompt: list[int]) -> None:
-    """It is failed for good: it says so, refuses everything at once, and can be closed."""
+    """Assert that the engine failed for good: it reports it, refuses every call at once, and can be closed."""
     async with asyncio.timeout(BOUND):
         while engine.state is not EngineState.FAILED:  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Generation itself: what every engine does, whatever it claims."""
+"""Generation basics, which every engine supports whatever it claims."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ async def at_most_max_new_tokens(bench: Bench) -> None:
 
 @case()
 async def token_ids_reach_the_model_as_they_are(bench: Bench) -> None:
-    """A prompt of token ids is what the model sees: nothing is added, removed or tokenised again."""
+    """A prompt of token ids reaches the model unchanged: nothing is added, removed or tokenised again."""
     vocabulary = bench.engine.model_info.vocab_size
-    # Ids whose text would be tokenised otherwise, special ones among them.
+    # These ids, some of them special, would change if their text were tokenised again.
     prompts = [bench.prompt(), bench.prompt(1), [0, vocabulary - 1, 0], [bench.rng.randrange(vocabulary)] * 9]
     prompts += [[*bench.prompt(3), eos, *bench.prompt(3)] for eos in bench.engine.model_info.eos_token_ids]
     completions = await bench.greedy(prompts, 2)
@@ -74,7 +74,7 @@ async def token_ids_reach_the_model_as_they_are(bench: Bench) -> None:
 
 @case()
 async def text_is_tokenised_by_the_models_tokenizer(bench: Bench) -> None:
-    """A prompt of text becomes the ids that the model's tokenizer gives, with its special tokens or without."""
+    """A text prompt becomes the ids that the model's tokenizer gives, with its special tokens or without."""
     inner = bench.engine.tokenizer.inner
     for text in ("one", "Ein Boot ~ 舟 ~ 🛶\n\n\tthat's it ", "x" * 70):
         plain = list(inner(text, add_special_tokens=False)["input_ids"])
@@ -89,7 +89,7 @@ async def text_is_tokenised_by_the_models_tokenizer(bench: Bench) -> None:
 
 @case()
 async def messages_are_rendered_by_the_chat_template(bench: Bench) -> None:
-    """Chat messages become the ids of what the model's chat template makes of them."""
+    """Chat messages become the ids of the text that the model's chat template renders."""
     inner, engine = bench.engine.tokenizer.inner, bench.engine
     ask: list[tuple[PromptLike, dict[str, Any]]] = [
         (list(_MESSAGES), {"add_generation_prompt": True}),
@@ -143,7 +143,7 @@ async def one_prompt_is_a_batch_of_one(bench: Bench) -> None:
     check_same(bench, [alone.completions[0]], [listed.completions[0]])
 
 
-# What comes back -----------------------------------------------------------------------------------------------------
+# Outputs -------------------------------------------------------------------------------------------------------------
 
 
 @case()
@@ -160,7 +160,7 @@ async def samples_are_grouped_by_prompt(bench: Bench) -> None:
 
 @case()
 async def each_prompt_can_have_params_of_its_own(bench: Bench) -> None:
-    """With a list of sampling params each prompt is generated under its own, and samples group by prompt."""
+    """With a list of sampling params each prompt is generated with its own params, and samples group by prompt."""
     prompts, counts = bench.prompts(4), (3, 1, 2, 1)
     params: list[SamplingParams | Mapping[str, object]] = [
         SamplingParams(n=n, temperature=0, max_new_tokens=6 - n) for n in counts
@@ -180,7 +180,7 @@ async def each_prompt_can_have_params_of_its_own(bench: Bench) -> None:
 
 @case()
 async def greedy_samples_of_a_prompt_are_alike(bench: Bench) -> None:
-    """At temperature 0 every sample of a prompt is the same: n works there too."""
+    """At temperature 0 all n samples of a prompt are the same."""
     (prompt,) = bench.prompts(1)
     output = await bench.engine.generate([prompt], SamplingParams(n=3, temperature=0, max_new_tokens=8))
     first, *others = output.completions
@@ -191,9 +191,9 @@ async def greedy_samples_of_a_prompt_are_alike(bench: Bench) -> None:
 
 @case()
 async def the_text_is_the_decoding_of_the_ids(bench: Bench) -> None:
-    """A completion's text is what its ids decode to, without the EOS that ended it."""
+    """A completion's text is the decoding of its ids, without the EOS that ended it."""
     output = await bench.engine.generate(bench.prompts(6), SamplingParams(n=4, max_new_tokens=24))
-    ended = await bench.greedy([ending_prompt(bench).token_ids], 4)  # samples end by EOS only as chance has it
+    ended = await bench.greedy([ending_prompt(bench).token_ids], 4)  # random samples end by EOS only by chance
     decode = bench.engine.tokenizer.inner.decode
     for completion in [*output.completions, *ended]:
         ids = completion.token_ids[: -1 if completion.finish_reason is FinishReason.STOP else None]
@@ -203,7 +203,7 @@ async def the_text_is_the_decoding_of_the_ids(bench: Bench) -> None:
 
 @case()
 async def decode_turns_ids_into_text(bench: Bench) -> None:
-    """decode() gives the tokenizer's text of any ids, special tokens left out or kept as asked."""
+    """decode() gives the tokenizer's text of any ids, with or without special tokens."""
     engine, inner = bench.engine, bench.engine.tokenizer.inner
     special = _special_id(engine)
     ids = [*bench.prompt(5), special, *bench.prompt(5)]
@@ -218,7 +218,7 @@ async def decode_turns_ids_into_text(bench: Bench) -> None:
 
 @case(Capability.LOGIT_BIAS)
 async def special_tokens_stay_in_the_ids_and_in_the_text_if_asked_for(bench: Bench) -> None:
-    """A special token that was sampled is in the ids; skip_special_tokens says whether it is in the text."""
+    """A sampled special token is in the ids; skip_special_tokens decides if it is in the text."""
     special = _special_id(bench.engine)
     params = {"temperature": 0, "max_new_tokens": 3, "logit_bias": {special: _FORCE}}
     prompt = bench.prompt()
@@ -231,7 +231,7 @@ async def special_tokens_stay_in_the_ids_and_in_the_text_if_asked_for(bench: Ben
 
 @case()
 async def request_ids_come_back(bench: Bench) -> None:
-    """A completion carries the id that was given for it, one of its own for each sample, and a new one otherwise."""
+    """A completion carries its given id, made unique for each sample, or a new id if none was given."""
     prompts = bench.prompts(2)
     given = await bench.engine.generate(prompts, SamplingParams(max_new_tokens=1), request_ids=["first", "second"])
     assert [completion.request_id for completion in given.completions] == ["first", "second"]
@@ -245,11 +245,11 @@ async def request_ids_come_back(bench: Bench) -> None:
     assert len({c.request_id for output in made_up for c in output.completions}) == 6
 
 
-# How it ends ---------------------------------------------------------------------------------------------------------
+# Endings -------------------------------------------------------------------------------------------------------------
 
 
 def _assert_ends_lawfully(engine: InferenceEngine, completion: Completion) -> None:
-    """EOS comes last or not at all, and then says that it ended the completion."""
+    """Assert that EOS occurs only as the last token, and then is named as the stop."""
     eos, ids = engine.model_info.eos_token_ids, completion.token_ids
     assert not set(ids[:-1]) & set(eos), f"it went on past EOS: {ids}"
     if completion.finish_reason is FinishReason.STOP:
@@ -264,7 +264,7 @@ def _assert_ends_lawfully(engine: InferenceEngine, completion: Completion) -> No
 
 @case()
 async def eos_ends_a_completion(bench: Bench) -> None:
-    """EOS ends a completion, stays in its ids, is left out of its text, and is named as what stopped it."""
+    """EOS ends a completion, stays in its ids, is left out of its text, and is named as the stop."""
     output = await bench.engine.generate(bench.prompts(4), SamplingParams(n=8, max_new_tokens=48))
     for completion in output.completions:
         _assert_ends_lawfully(bench.engine, completion)
@@ -276,7 +276,7 @@ async def eos_ends_a_completion(bench: Bench) -> None:
 
 @case(Capability.LOGPROBS_TEMPERATURE)
 async def eos_has_its_logprob(bench: Bench) -> None:
-    """The EOS that ended a completion was sampled, so it has a logprob like every token before it."""
+    """The EOS that ended a completion was sampled, so it has a logprob like every other token."""
     ending = ending_prompt(bench)
     params = SamplingParams(temperature=0, max_new_tokens=4, logprobs=0)
     (completion,) = (await bench.engine.generate([ending.token_ids], params)).completions
@@ -288,7 +288,7 @@ async def eos_has_its_logprob(bench: Bench) -> None:
 
 @case(Capability.LOGIT_BIAS)
 async def every_eos_of_the_model_ends_a_completion(bench: Bench) -> None:
-    """Each of the model's EOS ids ends a completion at once, and not only the first of them."""
+    """Each of the model's EOS ids ends a completion at once, not only the first of them."""
     for eos in bench.engine.model_info.eos_token_ids:
         params = SamplingParams(temperature=0, max_new_tokens=5, logit_bias={eos: _FORCE})
         for completion in (await bench.engine.generate(bench.prompts(2), params)).completions:
@@ -298,7 +298,7 @@ async def every_eos_of_the_model_ends_a_completion(bench: Bench) -> None:
 
 @case(Capability.IGNORE_EOS)
 async def ignore_eos_goes_on_past_it(bench: Bench) -> None:
-    """With ignore_eos a completion goes on past EOS to its full length, and the EOS is a token like any other."""
+    """With ignore_eos a completion continues past EOS to its full length, and EOS is a token like any other."""
     ending = ending_prompt(bench)
     params = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
     (completion,) = (await bench.engine.generate([ending.token_ids], params)).completions
@@ -312,7 +312,7 @@ async def ignore_eos_goes_on_past_it(bench: Bench) -> None:
 
 @case(Capability.IGNORE_EOS, Capability.LOGIT_BIAS)
 async def nothing_but_eos_is_a_full_completion_if_ignored(bench: Bench) -> None:
-    """A model that says nothing but EOS still gives max_new_tokens of them if EOS is ignored."""
+    """With ignore_eos a model that draws nothing but EOS still generates max_new_tokens of them."""
     eos = bench.engine.model_info.eos_token_ids[0]
     params = {"temperature": 0, "max_new_tokens": 7, "ignore_eos": True, "logit_bias": {eos: _FORCE}}
     for skip in (True, False):
@@ -324,7 +324,7 @@ async def nothing_but_eos_is_a_full_completion_if_ignored(bench: Bench) -> None:
 
 @case(Capability.MIN_NEW_TOKENS)
 async def min_new_tokens_keeps_eos_away(bench: Bench) -> None:
-    """Before min_new_tokens no EOS is drawn, where the model would have ended at once."""
+    """Before min_new_tokens no EOS is drawn, even where the model would have ended at once."""
     ending, eos = ending_prompt(bench), set(bench.engine.model_info.eos_token_ids)
     for least in (1, 5):
         params = SamplingParams(temperature=0, max_new_tokens=9, min_new_tokens=least)
@@ -366,7 +366,7 @@ async def a_completion_may_fill_the_context(bench: Bench) -> None:
 
 @case(Capability.IGNORE_EOS)
 async def without_max_new_tokens_the_context_is_filled(bench: Bench) -> None:
-    """max_new_tokens=None generates exactly until the context is full, and says that length ended it."""
+    """With max_new_tokens=None generation continues until the context is full, and finishes by length."""
     context = bench.engine.model_info.context_length
     prompts = [bench.prompt(context - room) for room in (9, 1, 4)]
     output = await bench.engine.generate(prompts, SamplingParams(ignore_eos=True))
@@ -390,7 +390,7 @@ async def a_prompt_that_fills_the_context_is_refused(bench: Bench) -> None:
 async def a_batch_equals_each_prompt_alone(bench: Bench) -> None:
     """Greedy completions of many prompts of all lengths in one call are those of each prompt by itself."""
     prompts = [bench.prompt(length) for length in (1, 2, 3, 5, 8, 13, 21, 34, 55, 89)]
-    prompts += [prompts[4], prompts[7] + bench.prompt(2), prompts[9][:70]]  # what begins alike may share a cache
+    prompts += [prompts[4], prompts[7] + bench.prompt(2), prompts[9][:70]]  # common prefixes may share a cache
     together = await bench.greedy(prompts, 10)
     assert [completion.prompt_token_ids for completion in together] == prompts
     for prompt, completion in zip(prompts, together, strict=True):
@@ -400,13 +400,13 @@ async def a_batch_equals_each_prompt_alone(bench: Bench) -> None:
 
 @case()
 async def calls_at_once_do_not_mix(bench: Bench) -> None:
-    """Many generate calls at the same time each get the completions of their own prompts."""
+    """Concurrent generate() calls each get the completions of their own prompts."""
     counts = [bench.rng.choice((1, 3, 8, 16)) for _ in range(24)]
     prompts = [bench.prompt(bench.rng.choice((1, 4, 9, 33))) for _ in counts]
     alone = [(await bench.greedy([prompt], count))[0] for prompt, count in zip(prompts, counts, strict=True)]
 
     async def ask(prompt: Sequence[int], count: int) -> Completion:
-        await asyncio.sleep(bench.rng.random() * 0.05)  # spread over the others' generation
+        await asyncio.sleep(bench.rng.random() * 0.05)  # spread over the other calls' generation
         (completion,) = await bench.greedy([prompt], count)
         return completion
 
@@ -418,7 +418,7 @@ async def calls_at_once_do_not_mix(bench: Bench) -> None:
 
 @case()
 async def cancelling_a_call_ends_its_requests(bench: Bench) -> None:
-    """A cancelled generate call is over at once in the engine too, and the calls beside it go on."""
+    """Cancelling a generate() call ends its requests in the engine; concurrent calls go on."""
     prompt = bench.prompt()
     (alone,) = await bench.greedy([prompt], 24)
     doomed = asyncio.create_task(bench.engine.generate(bench.prompts(4), bench.long()))
@@ -438,7 +438,7 @@ async def cancelling_a_call_ends_its_requests(bench: Bench) -> None:
 
 @case()
 async def a_timeout_is_a_typed_error_and_the_engine_serves_on(bench: Bench) -> None:
-    """timeout= ends a call in DeadlineExceeded, which says what was waited for; its requests end, others go on."""
+    """timeout= ends a call in DeadlineExceeded, naming what was waited for; its requests end, others go on."""
     prompt = bench.prompt()
     (alone,) = await bench.greedy([prompt], 24)
     with refused(DeadlineExceeded, naming="completions"):
@@ -455,7 +455,7 @@ async def a_timeout_is_a_typed_error_and_the_engine_serves_on(bench: Bench) -> N
 
 @case(Capability.PRIORITY, config={"max_num_seqs": 1})
 async def higher_priority_starts_sooner(bench: Bench) -> None:
-    """Of the requests that wait, one with a higher priority starts and ends before those with a lower one."""
+    """Waiting requests start and end in the order of their priority, highest first."""
     engine, ended = bench.engine, list[int]()
     priorities = (0, 1, 6, -2, 3)
 
@@ -495,12 +495,12 @@ async def higher_priority_starts_sooner(bench: Bench) -> None:
     assert ended == sorted(priorities, reverse=True)
 
 
-# What it says of itself ----------------------------------------------------------------------------------------------
+# Self-description ----------------------------------------------------------------------------------------------------
 
 
 @case(Capability.VERSION_SPANS)
 async def version_spans_cover_every_token(bench: Bench) -> None:
-    """Each completion says which version made which of its tokens, in spans without gaps over all of them."""
+    """A completion's version spans cover all of its tokens without gaps."""
     engine = bench.engine
     version = engine.get_weight_version()
     try:
@@ -517,7 +517,7 @@ async def version_spans_cover_every_token(bench: Bench) -> None:
 
 @case()
 async def the_description_is_the_engines_own(bench: Bench) -> None:
-    """describe() says what the engine is and can do, in plain data that can be written down."""
+    """describe() states the engine's identity, state and capabilities as plain data that can be serialised."""
     engine = bench.engine
     description = engine.describe()
     assert description.backend == engine.config.backend
@@ -533,7 +533,7 @@ async def the_description_is_the_engines_own(bench: Bench) -> None:
 
 @case()
 async def the_model_info_is_true(bench: Bench) -> None:
-    """model_info states the vocabulary, and the EOS ids that the model's configurations and its tokenizer name."""
+    """model_info states the vocabulary size, and the EOS ids of the model's configurations and tokenizer."""
     info = bench.engine.model_info
     assert info.vocab_size == bench.oracle().logits(bench.prompt(2)).shape[-1]
     assert set(info.eos_token_ids) == _named_ends(bench.model, bench.engine.tokenizer)
@@ -542,11 +542,11 @@ async def the_model_info_is_true(bench: Bench) -> None:
 
 @case(own_engine=True)
 async def frequencies_that_depend_on_length_are_right_or_refused(bench: Bench) -> None:
-    """A longrope model gives each row the factors of its own length, also one that grows long, or refuses to start.
+    """A longrope model rotates each row by the factors for its own length, as rows grow, or refuses to start.
 
-    Or it takes a context_length within which one set of factors serves all rows, and says so. Each token is compared
-    with a plain forward pass of what is before it. To mend it: a long row must not change a short one beside it, and
-    a row that grows past the short length needs its cache computed anew.
+    It may instead require a context_length within which one set of factors serves all rows, and say so. Each token is
+    compared with a plain forward pass over the tokens before it. To mend it: a long row must not change a short one
+    beside it, and a row that grows past the short length needs its cache computed anew.
     """
     short, reaches = 64, 12
     model = tiny_model("phi3", dtype=bench.models.dtype, max_position_embeddings=512, **_longrope(short))
@@ -554,7 +554,7 @@ async def frequencies_that_depend_on_length_are_right_or_refused(bench: Bench) -
     refusal = await _refusal_of(engine.start())
     if refusal is not None:
         if not (isinstance(refusal, InvalidConfig) and refusal.field == "context_length"):
-            return  # it serves no such model at all
+            return  # the engine does not serve this kind of model
         assert f"context_length={short}" in f"{refusal}", f"the refusal names no length that is served: {refusal}"
         engine = bench.create(model=model, context_length=short)
         await engine.start()
@@ -577,7 +577,7 @@ async def frequencies_that_depend_on_length_are_right_or_refused(bench: Bench) -
 
 @case(own_engine=True)
 async def every_file_that_names_an_end_is_heeded(bench: Bench) -> None:
-    """Where config.json, generation_config.json and the tokenizer each name another EOS, each of them ends a sample.
+    """If config.json, generation_config.json and the tokenizer each name another EOS, each of them ends a sample.
 
     The engine ignores the sampling fields of generation_config.json: a request's params are the only source.
     """
@@ -607,7 +607,7 @@ async def every_file_that_names_an_end_is_heeded(bench: Bench) -> None:
 
 @case(Capability.READ_WEIGHTS)
 async def the_model_info_is_true_of_the_weights(bench: Bench) -> None:
-    """model_info states the architecture, the dtype and the number of parameters of the weights that are served."""
+    """model_info states the architecture, dtype and number of parameters of the served weights."""
     info, engine = bench.engine.model_info, bench.engine
     assert (await engine.validate_weights()).ok
     config = json.loads((bench.model / "config.json").read_text())
@@ -625,7 +625,7 @@ async def the_model_info_is_true_of_the_weights(bench: Bench) -> None:
 
 
 def _special_id(engine: InferenceEngine) -> int:
-    """A special token that does not end a completion."""
+    """Return a special token that does not end a completion."""
     ids = set(engine.tokenizer.inner.all_special_ids) | set(engine.tokenizer.inner.added_tokens_decoder)
     special = [
         token
@@ -639,7 +639,7 @@ def _special_id(engine: InferenceEngine) -> int:
 
 
 async def _until_seen(engine: InferenceEngine, task: asyncio.Task[GenerationOutput]) -> None:
-    """Return when the engine has some of the requests, or has ended them."""
+    """Return once the engine runs a request, or has finished the call."""
     async with asyncio.timeout(60):
         while not task.done() and not (await engine.stats()).running:  # noqa: ASYNC110 - it may be another process
             await asyncio.sleep(0.002)
@@ -654,7 +654,7 @@ async def _refusal_of(start: Awaitable[None]) -> Exception | None:
 
 
 def _longrope(short: int) -> dict[str, Any]:
-    """Fields of a tiny Phi-3 whose rotary embedding has other frequencies beyond ``short`` tokens."""
+    """Return the fields of a tiny Phi-3 whose rotary frequencies change beyond ``short`` tokens."""
     factors = {"short_factor": [1.0] * 32, "long_factor": [8.0] * 32}
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": short, **factors}
     return {"original_max_position_embeddings": short, "rope_parameters": rope}

@@ -1,4 +1,4 @@
-"""Serving for long: memory, threads and descriptors that grow with requests, and an event loop that stands still."""
+"""Long service: memory, threads and descriptors do not grow with requests, and the event loop is not blocked."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from drivetrain_conformance.harness.testbench import Bench, until_idle, until_ru
 ROUNDS: Final = 4
 """Rounds of requests between two measurements."""
 ROOM: Final = 48 * 1024
-"""Bytes by which one round may leave more memory held: allocators' own. A round makes some 14 requests."""
+"""Bytes by which memory may grow in one round of about 14 requests: allocator overhead."""
 LONGEST: Final = 0.5
-"""Seconds for which a request may hold the trainer's event loop."""
+"""Seconds for which a request may block the trainer's event loop."""
 
 
 @case()
 async def requests_leave_nothing_behind(bench: Bench) -> None:
-    """Batches, streams, aborted, cancelled and refused requests leave no memory, thread or descriptor behind."""
+    """Batches, streams, and aborted, cancelled and refused requests leak no memory, thread or descriptor."""
     prompts = bench.prompts(4)
 
     async def held_after_some() -> dict[str, int]:
@@ -35,15 +35,15 @@ async def requests_leave_nothing_behind(bench: Bench) -> None:
             await _requests_of_every_kind(bench, prompts)
         return await _held(bench.engine)
 
-    await held_after_some()  # caches of all sorts fill at first
-    # Pools take a thread more now and then. A leak takes one with every round.
+    await held_after_some()  # the first round fills caches
+    # A pool occasionally adds a thread. A leak adds one every round.
     room = {"bytes of memory": ROUNDS * ROOM, "bytes of KV cache": 0, "threads": 1, "descriptors": 1}
     await check_steady(held_after_some, room, f"{ROUNDS} rounds of requests")
 
 
 @case()
 async def requests_do_not_hold_the_event_loop(bench: Bench) -> None:
-    """While requests of every kind are served, and long ones are refused, the trainer's event loop goes on."""
+    """Serving requests of every kind, and refusing overlong ones, does not block the trainer's event loop."""
     prompts = bench.prompts(4)
     await _requests_of_every_kind(bench, prompts)
     too_long: tuple[str | range, ...] = ("a " * 500_000, range(10**9))
@@ -75,7 +75,7 @@ async def _requests_of_every_kind(bench: Bench, prompts: Sequence[list[int]]) ->
 
 
 async def _held(engine: InferenceEngine) -> dict[str, int]:
-    """Bytes, threads and descriptors of the processes of an engine that has nothing to do."""
+    """Measure the memory, threads and descriptors of an idle engine's processes."""
     await until_idle(engine)
     return {
         "bytes of memory": held_bytes(engine),

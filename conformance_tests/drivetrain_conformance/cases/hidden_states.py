@@ -1,4 +1,4 @@
-"""What a model computes on its way: hidden states for value functions, experts for router replay."""
+"""Intermediate results: hidden states for value functions, routed experts for router replay."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _EXPERTS: Final = SamplingParams(max_new_tokens=8, temperature=0, return_routed_
 
 @case()
 async def neither_is_returned_unasked(bench: Bench) -> None:
-    """A request that asks for neither hidden states nor experts gets neither."""
+    """A request that asks for neither hidden states nor routed experts gets neither."""
     (completion,) = await bench.greedy([bench.prompt()])
     assert completion.hidden_states is None
     assert completion.routed_experts is None
@@ -36,7 +36,7 @@ async def neither_is_returned_unasked(bench: Bench) -> None:
 
 @case(Capability.HIDDEN_STATES)
 async def there_is_one_state_for_each_token(bench: Bench) -> None:
-    """Each output token comes with the state that it was drawn from, of the model's hidden size."""
+    """Each output token comes with the hidden state that it was drawn from, of the model's hidden size."""
     prompts = [bench.prompt(length) for length in (1, 5, 17)]
     output = await bench.engine.generate(prompts, _STATES.model_copy(update={"temperature": 1.0, "n": 2}))
     size = _config(bench)["hidden_size"]
@@ -46,7 +46,7 @@ async def there_is_one_state_for_each_token(bench: Bench) -> None:
 
 @case(Capability.HIDDEN_STATES)
 async def states_are_those_of_the_last_layer(bench: Bench) -> None:
-    """States are what the language model's head is given, as an independent forward pass computes it."""
+    """Hidden states are the inputs of the language model's head, as an independent forward pass computes them."""
     output = await bench.engine.generate([bench.prompt(length) for length in (3, 12)], _STATES)
     oracle = bench.oracle()
     if not isinstance(oracle, HiddenStatesOracle):
@@ -59,7 +59,7 @@ async def states_are_those_of_the_last_layer(bench: Bench) -> None:
 
 @case(Capability.HIDDEN_STATES)
 async def states_do_not_depend_on_the_batch_or_the_cache(bench: Bench) -> None:
-    """States are all there and the same alone, in a batch, and for a prompt that was seen before."""
+    """Hidden states are complete and equal for a prompt alone, in a batch, and when its prefix is cached."""
     long = bench.prompt(min(400, bench.engine.model_info.context_length // 2))
     prompts = [bench.prompt(4), long, bench.prompt(9)]
     alone = [(await bench.engine.generate(prompt, _STATES)).completions[0] for prompt in prompts]
@@ -78,7 +78,7 @@ def _states(completion: Completion) -> NDArray[np.float64]:
 def _assert_near(bench: Bench, found: NDArray[np.float64], expected: NDArray[np.float64]) -> None:
     assert found.shape == expected.shape
     worst = float(np.abs(found - expected).max())
-    # A logprob's tolerance is that of a number around one; states are of any size.
+    # A logprob's tolerance suits numbers around one; hidden states can be of any size.
     allowed = bench.tolerance() * max(1.0, float(np.abs(expected).max()))
     assert worst <= allowed, f"a state is off by {worst:.3g}; {allowed:.3g} is allowed"
 
@@ -88,7 +88,7 @@ def _assert_near(bench: Bench, found: NDArray[np.float64], expected: NDArray[np.
 
 @case(Capability.ROUTED_EXPERTS, model=ModelKind.MOE)
 async def experts_have_their_shape_and_range(bench: Bench) -> None:
-    """Experts are of shape (tokens, MoE layers, experts per token), each an expert's id, none twice for a token."""
+    """Experts have shape (tokens, MoE layers, experts per token); each is a valid id, and none repeats for a token."""
     prompts = [bench.prompt(length) for length in (1, 6, 20)]
     output = await bench.engine.generate(prompts, _EXPERTS.model_copy(update={"temperature": 1.0, "n": 2}))
     _, layers, count = _router_logprobs(bench, prompts[0]).shape
@@ -119,7 +119,7 @@ async def experts_are_the_routers_choice(bench: Bench) -> None:
 
 @case(Capability.ROUTED_EXPERTS, model=ModelKind.MOE)
 async def experts_do_not_depend_on_the_batch_or_the_cache(bench: Bench) -> None:
-    """A prompt's experts are the same alone, in a mixed batch, and when the prompt was seen before."""
+    """A prompt's experts are the same alone, in a mixed batch, and when its prefix is cached."""
     long = bench.prompt(min(400, bench.engine.model_info.context_length // 2))
     prompts = [bench.prompt(4), long, bench.prompt(9)]
     alone = [(await bench.engine.generate(prompt, _EXPERTS)).completions[0] for prompt in prompts]
@@ -138,7 +138,7 @@ def _experts(completion: Completion) -> NDArray[np.int64]:
 
 
 def _router_logprobs(bench: Bench, token_ids: Sequence[int]) -> NDArray[np.float64]:
-    """The router's own, of shape (tokens, MoE layers, experts)."""
+    """Return the router's logprobs, shape (tokens, MoE layers, experts)."""
     import torch
     from transformers import AutoModelForCausalLM
 

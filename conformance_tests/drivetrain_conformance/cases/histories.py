@@ -1,4 +1,4 @@
-"""Random histories and random requests: what holds of each feature must hold of any sequence and mixture of them."""
+"""Random histories and random requests: the contract holds for every sequence and mixture of features."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ _KV_CACHE = frozenset({MemoryTag.KV_CACHE})
 _LONG = Generate(0, long=True)
 _MOST = 0.7
 _SOME = 0.6
-"""Shares of the histories: in those of some less happens than in those with updates."""
+"""Shares of the profile's histories. Histories without updates do less, so they get the smaller share."""
 _ADAPTED = Fields(lora=True)
 
 
 def _keeps_the_contract(
     bench: Bench, *families: Family, begins: tuple[Action, ...], share: float = 1.0, adapter: Adapter | None = None
 ) -> None:
-    """Play one history that needs every capability of the case, then random ones of these families and what is claimed.
+    """Play one history that needs every capability of the case, then random ones from these families.
 
     Args:
         bench: The workplace.
-        families: What happens in them.
-        begins: An accepted call for each of the case's capabilities.
-        share: Of the profile's histories.
-        adapter: One that the engine has loaded, for requests to use.
+        families: The families of actions that random histories are made of.
+        begins: The first history: an accepted call for each of the case's capabilities.
+        share: Share of the profile's number of histories.
+        adapter: An adapter that the engine has loaded, for requests to use.
     """
     engine = bench.engine
     weight_sets = 3 if Family.UPDATES in families else 1
@@ -78,9 +78,9 @@ def _keeps_the_contract(
 
 @case(Capability.STREAMING, Capability.ABORT)
 def random_requests_keep_the_contract(bench: Bench) -> None:
-    """However requests, streams and aborts follow each other, each request comes back as it must.
+    """In any order of requests, streams and aborts, each request comes back as the contract says.
 
-    One that was not aborted is whole; one that was aborted has the first tokens of its answer.
+    A request that was not aborted is complete; an aborted one has the first tokens of its answer.
     """
     begins = (Generate(0, long=True, streamed=True), _LONG, Proceed(4), Abort(0, AbortPoint(8)), AbortAll())
     _keeps_the_contract(bench, Family.REQUESTS, begins=begins, share=_SOME)
@@ -88,7 +88,7 @@ def random_requests_keep_the_contract(bench: Bench) -> None:
 
 @case(Capability.ABORT, Capability.PAUSE_ABORT, Capability.PAUSE_WAIT)
 def random_pauses_keep_the_contract(bench: Bench) -> None:
-    """However requests, aborts and pauses follow each other, requests wait, freeze, end and go on as the modes say."""
+    """In any order of requests, aborts and pauses, requests wait, freeze, end and continue as the pause modes say."""
     pauses = (_LONG, Pause(PauseMode.ABORT), Generate(1), Continue(), Generate(2), Pause(PauseMode.WAIT), Continue())
     begins = (*pauses, _LONG, Abort())
     _keeps_the_contract(bench, Family.REQUESTS, Family.PAUSES, begins=begins, share=_SOME)
@@ -96,7 +96,7 @@ def random_pauses_keep_the_contract(bench: Bench) -> None:
 
 @case(Capability.ABORT, Capability.PAUSE_ABORT, Capability.SLEEP_KV_CACHE)
 def random_sleeps_keep_the_contract(bench: Bench) -> None:
-    """However requests, aborts, pauses and sleeps follow each other, nothing runs asleep, and all goes on awake."""
+    """In any order of requests, aborts, pauses and sleeps, nothing runs while asleep, and all continues once awake."""
     asleep = Sleep(_KV_CACHE, InFlight.ABORT)
     begins = (_LONG, asleep, _LONG, WakeUp(_KV_CACHE), Generate(1), Pause(PauseMode.ABORT), Continue())
     _keeps_the_contract(bench, Family.REQUESTS, Family.PAUSES, Family.SLEEPS, begins=begins, share=_SOME)
@@ -104,9 +104,9 @@ def random_sleeps_keep_the_contract(bench: Bench) -> None:
 
 @case(Capability.ABORT, Capability.PAUSE_ABORT, Capability.WEIGHTS_DISK)
 def random_histories_keep_the_contract(bench: Bench) -> None:
-    """However requests, aborts, pauses, sleeps and weight updates follow each other, the contract is kept.
+    """In any order of requests, aborts, pauses, sleeps and weight updates, the contract is kept.
 
-    Updates may break half-way. Each token is the one that the weights which it is said to come from would choose.
+    Updates may fail halfway. Each token is the choice of the weights that its version span names.
     """
     begins = (Update(1), Generate(0), BrokenUpdate(2), Generate(1), Pause(), Update(2), Continue(), _LONG, Abort())
     _keeps_the_contract(bench, *_with_sleeps(bench), begins=begins, share=_MOST)
@@ -120,9 +120,9 @@ def random_histories_keep_the_contract(bench: Bench) -> None:
     config={"enable_lora": True, "max_loras": 2, "max_lora_rank": 8},
 )
 def random_histories_keep_the_adapter(bench: Bench) -> None:
-    """However requests with and without an adapter, pauses, sleeps and updates of the base follow each other, it acts.
+    """In any order of requests, pauses, sleeps and base updates, a loaded adapter keeps acting on its requests alone.
 
-    Each token is the one that its version's weights with or without the adapter would choose.
+    Each token is the choice of its version's weights, with or without the adapter.
     """
     adapter = make_adapter(bench.model, bench.folder("adapter"), seed=1)
     bench.run(bench.engine.load_lora_adapter(ADAPTER, str(adapter.path)))
@@ -135,16 +135,16 @@ def random_histories_keep_the_adapter(bench: Bench) -> None:
 
 
 def _with_sleeps(bench: Bench) -> set[Family]:
-    """All families, if the engine can sleep."""
+    """Return all families, without sleeps if the engine cannot sleep."""
     sleeps = any(bench.claims(tag) for tag in (Capability.SLEEP_KV_CACHE, Capability.SLEEP_WEIGHTS))
     return set(Family) if sleeps else set(Family) - {Family.SLEEPS}
 
 
 @case()
 def random_requests_are_honoured(bench: Bench) -> None:
-    """Whatever mixture of the fields that are claimed a call's requests set, each field does what it says in all.
+    """Whichever claimed fields a call's requests combine, each field has its documented effect on all of them.
 
-    Lengths, ends, stops, text, logprobs, masks, spans and seeds are looked at, and each token is one that an
+    Lengths, ends, stops, text, logprobs, masks, spans and seeds are checked, and each token must be one that an
     independent computation of the distribution could have drawn.
     """
     engine = bench.engine
@@ -165,7 +165,7 @@ def random_requests_are_honoured(bench: Bench) -> None:
 
 
 def _letters(bench: Bench) -> list[str]:
-    """The characters that the model writes most, for stop strings."""
+    """Return the characters that the model writes most often, for stop strings."""
     params = [SamplingParams(max_new_tokens=24, temperature=temperature) for temperature in (0, 0, 1, 1)]
     output = bench.run(bench.engine.generate(bench.prompts(4), params))
     written = Counter("".join(completion.text for completion in output.completions))

@@ -1,4 +1,4 @@
-"""An engine's life: how it starts, what it says of itself, how it ends, and that nothing of it stays."""
+"""An engine's life: start, description, profile, saving, end, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ from drivetrain_conformance.harness.testbench import Bench, NoOracle
 from drivetrain_conformance.references.oracle import log_softmax
 
 BOUND: Final = 60.0
-"""Seconds after which what is awaited counts as hanging, but for the start of an engine."""
+"""Timeout, in seconds, of each wait except the start of an engine."""
 QUICK: Final = 5.0
-"""Seconds within which an engine may have started before its event loop could look at a deadline."""
+"""Seconds within which an engine may start although its deadline passed: the event loop had no time to look."""
 _LASTING: Final = 60
-"""Tokens of a request beside which others wait for their turn."""
+"""Length of a request beside which others wait for their turn."""
 SHORT: Final = SamplingParams(max_new_tokens=4, temperature=0)
 
 
@@ -58,9 +58,9 @@ SHORT: Final = SamplingParams(max_new_tokens=4, temperature=0)
 
 @case(own_engine=True)
 async def a_life(bench: Bench) -> None:
-    """From its making to its end an engine says truly which state it is in, and refuses what cannot be done in it.
+    """From creation to teardown an engine reports its state correctly, and refuses calls that the state rules out.
 
-    Meanwhile it keeps to what its configuration says of lengths, requests at once and the first version.
+    Meanwhile it obeys its configuration: dtype, context length, concurrent requests and first version.
     """
     stages: list[tuple[str, str]] = []
     engine = bench.create(**_settings_that_are_taken(bench))
@@ -99,7 +99,7 @@ async def a_life(bench: Bench) -> None:
 
 _SETTINGS: Final[Mapping[str, object]] = {
     "weight_version": "of-the-configuration",
-    # No multiple of what engines cut memory into, and more than some would cap it at.
+    # Not a multiple of any engine's block size, and above the cap that some would apply.
     "context_length": 701,
     "max_num_batched_tokens": 128,
     "max_num_seqs": 2,
@@ -108,7 +108,7 @@ _SETTINGS: Final[Mapping[str, object]] = {
 
 
 def _settings_that_are_taken(bench: Bench) -> dict[str, object]:
-    """Those of ``_SETTINGS`` that the backend does not refuse; another case says that refusals name the field."""
+    """Return the ``_SETTINGS`` that the backend accepts; another case checks that refusals name the field."""
     taken: dict[str, object] = {}
     for name, value in _SETTINGS.items():
         with suppress(InvalidConfig, UnsupportedCapability):
@@ -121,14 +121,14 @@ def _settings_that_are_taken(bench: Bench) -> dict[str, object]:
 
 
 async def _check_first_version(engine: InferenceEngine, completion: Completion) -> None:
-    """The version of the configuration is that of the first weights."""
+    """Check that the first weights have the configuration's version."""
     spans = (VersionSpan(engine.config.weight_version, 0, len(completion.token_ids)),)
     if engine.supports(Capability.VERSION_SPANS):
         assert completion.weight_versions == spans, f"the first tokens carry {completion.weight_versions}"
 
 
 async def _check_context_length(bench: Bench, engine: InferenceEngine) -> None:
-    """A prompt that leaves one token is served whole, though reading it takes steps; a longer one is refused."""
+    """Check that a prompt that leaves room for one token is served whole, and a longer one is refused."""
     length = engine.config.context_length
     if length is None:
         return
@@ -152,7 +152,7 @@ async def _check_context_length(bench: Bench, engine: InferenceEngine) -> None:
 
 
 async def _check_requests_at_once(bench: Bench, engine: InferenceEngine) -> None:
-    """No more requests than were asked for run at once: the engine says so, and their tokens come accordingly."""
+    """Check that no more than max_num_seqs requests run at once, by the engine's stats and by when tokens arrive."""
     most, prompts = engine.config.max_num_seqs, bench.prompts(5, engine=engine)
     if most is None:
         return
@@ -175,7 +175,7 @@ async def _check_requests_at_once(bench: Bench, engine: InferenceEngine) -> None
 async def _most_that_begin_at_once(
     engine: InferenceEngine, prompts: Sequence[list[int]], params: SamplingParams
 ) -> int:
-    """How many streams had some tokens and less than half of them, at most."""
+    """Return the largest number of streams that had some, but less than half, of their tokens at one time."""
     made: Counter[int] = Counter()
     most = 0
     async for chunk in engine.generate_stream(list(prompts), params):
@@ -191,7 +191,7 @@ async def _ask_all(engine: InferenceEngine, prompts: Sequence[list[int]], params
 
 @case()
 async def an_engine_that_was_never_started_can_be_closed(bench: Bench) -> None:
-    """Tearing down an engine that was made but not started is no error, and ends it."""
+    """Tearing down an engine that was never started raises no error, and closes it."""
     engine = bench.create()
     await engine.teardown()
     _check_state(engine, EngineState.CLOSED)
@@ -200,7 +200,7 @@ async def an_engine_that_was_never_started_can_be_closed(bench: Bench) -> None:
 
 @case()
 async def it_describes_itself(bench: Bench) -> None:
-    """The description is what the engine's own properties say, and can be written as JSON."""
+    """The description agrees with the engine's properties, and can be written as JSON."""
     engine = bench.engine
     told = engine.describe()
     assert told.backend == engine.config.backend
@@ -225,7 +225,7 @@ async def it_describes_itself(bench: Bench) -> None:
 
 @case(own_engine=True)
 async def off_the_main_thread(bench: Bench) -> None:
-    """An engine starts and serves in a thread that is not the main one; signal handlers and GPU variables stay."""
+    """An engine starts and serves off the main thread, leaving signal handlers and GPU variables unchanged."""
     numbers = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
     handlers = [signal.getsignal(number) for number in numbers]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -250,7 +250,7 @@ async def off_the_main_thread(bench: Bench) -> None:
 
 @case(own_engine=True)
 async def a_model_that_is_cut_off_is_not_served(bench: Bench) -> None:
-    """A start from a checkpoint whose files are cut off fails by name and leaves nothing; it is never served."""
+    """A start from truncated checkpoint files fails with EngineStartError and leaves nothing; they are never served."""
     broken = _cut_off(bench)
 
     async def start() -> None:
@@ -282,7 +282,7 @@ async def a_folder_without_a_model_is_refused(bench: Bench) -> None:
 
 @case(own_engine=True)
 async def a_start_that_takes_too_long_is_given_up(bench: Bench) -> None:
-    """A start that does not end in time is DeadlineExceeded, saying what was waited for, and leaves nothing."""
+    """A start that times out raises DeadlineExceeded, saying what was waited for, and leaves nothing."""
 
     async def start() -> None:
         engine = bench.create(timeouts={"start": 0.001, "close": 1.0})
@@ -294,7 +294,7 @@ async def a_start_that_takes_too_long_is_given_up(bench: Bench) -> None:
             late = error
         took = time.monotonic() - began
         if late is None:
-            # An engine that was ready when the event loop could look at the deadline may serve.
+            # An engine that was ready before the event loop looked at the deadline may serve.
             await engine.teardown()
             assert took < QUICK, f"it started after {took:.1f} s, where it had a millisecond"
         else:
@@ -306,7 +306,7 @@ async def a_start_that_takes_too_long_is_given_up(bench: Bench) -> None:
 
 @case(own_engine=True)
 async def a_start_that_is_cancelled_leaves_nothing(bench: Bench) -> None:
-    """A caller that gives a start up, sooner or later, leaves nothing behind."""
+    """Cancelling a start, sooner or later, leaves nothing behind."""
     moments = iter((0.1, 0.0, 0.3))
 
     async def start() -> None:
@@ -329,9 +329,9 @@ async def a_start_that_is_cancelled_leaves_nothing(bench: Bench) -> None:
 
 @case(own_engine=True)
 async def two_in_a_row_leave_nothing(bench: Bench) -> None:
-    """Engines can follow each other in one process and answer alike; no process, thread, file, port or memory stays.
+    """Engines in one process one after another answer alike and leave no process, thread, file, port or memory.
 
-    A child of this process that is none of the engine's lives on.
+    A child process that is not the engine's lives on.
     """
     answers: list[list[Completion]] = []
     prompts: list[list[int]] = []
@@ -354,7 +354,7 @@ async def two_in_a_row_leave_nothing(bench: Bench) -> None:
 
 @case(Capability.ABORT, own_engine=True)
 async def closing_returns_requests_in_flight(bench: Bench) -> None:
-    """Requests in flight when the engine is closed come back aborted with the tokens so far, and in bounded time."""
+    """Requests in flight when the engine is closed come back in time, aborted, with their tokens so far."""
     async with bench.open() as engine:
         await engine.abort("an id that no request has")
         params = SamplingParams(
@@ -371,7 +371,7 @@ async def closing_returns_requests_in_flight(bench: Bench) -> None:
 
 @case(own_engine=True)
 async def closing_never_hangs(bench: Bench) -> None:
-    """Whatever was asked a moment before, closing ends in time, and so does each call: answered, or refused by name."""
+    """Closing ends in time whatever was just requested, and so does each call: answered, or refused by name."""
     async with bench.open() as engine:
         prompts = bench.prompts(6, engine=engine)
         tasks = [asyncio.create_task(engine.generate(prompt, SamplingParams(max_new_tokens=200))) for prompt in prompts]
@@ -388,7 +388,7 @@ async def closing_never_hangs(bench: Bench) -> None:
 
 @case(Capability.PROFILE)
 async def a_profile_is_a_trace_that_a_viewer_opens(bench: Bench) -> None:
-    """A recording leaves a trace file in the folder that was named, with events in it, and can be made again."""
+    """A profile leaves a trace file with events in the given folder, and can be recorded again."""
     engine = bench.engine
     prompts = bench.prompts(2)
     before = await bench.greedy(prompts)
@@ -411,7 +411,7 @@ async def a_profile_is_a_trace_that_a_viewer_opens(bench: Bench) -> None:
 
 @case(Capability.SAVE_SHARDED, Capability.WEIGHTS_DISK, own_engine=True)
 async def a_saved_folder_loads_again(bench: Bench) -> None:
-    """After an update the engine saves a folder that an engine can load, tokenizer and all, and that answers alike."""
+    """A folder saved after an update is complete: an engine loads it, tokenizer included, and answers alike."""
 
     async def save(engine: InferenceEngine, folder: Path) -> None:
         await engine.save_sharded_model(str(folder))
@@ -421,7 +421,7 @@ async def a_saved_folder_loads_again(bench: Bench) -> None:
 
 @case(Capability.SAVE_REMOTE, Capability.WEIGHTS_DISK, own_engine=True)
 async def a_model_saved_to_a_url_loads_again(bench: Bench) -> None:
-    """What was saved to an fsspec URL after an update is a whole model: an engine that loads it answers alike."""
+    """A model saved to an fsspec URL after an update is complete: an engine that loads it answers alike."""
 
     async def save(engine: InferenceEngine, folder: Path) -> None:
         await engine.save_remote_model(folder.as_uri())
@@ -431,7 +431,7 @@ async def a_model_saved_to_a_url_loads_again(bench: Bench) -> None:
 
 @case(Capability.SAVE_SHARDED, Capability.WEIGHTS_DISK)
 async def what_is_saved_is_what_is_served(bench: Bench) -> None:
-    """After an update the new weights are saved, not those that were loaded at the start; saving disturbs nothing."""
+    """After an update the new weights are saved, not those loaded at the start; saving disturbs nothing."""
     engine = bench.engine
     own, prompts = engine.get_weight_version(), bench.prompts(3)
     first, folder = bench.folder("saved"), bench.folder("saved") / "made" / "on the way"
@@ -452,7 +452,7 @@ async def what_is_saved_is_what_is_served(bench: Bench) -> None:
 
 @case(Capability.SAVE_SHARDED)
 async def nothing_is_saved_where_something_is(bench: Bench) -> None:
-    """A folder that holds anything, a file, and a place where none can be made are refused and left as they are."""
+    """Saving to a folder that is not empty, a file, or an impossible path is refused and changes nothing there."""
     engine = bench.engine
     full, around = bench.folder("full"), bench.folder("around")
     file = full / "config.json"
@@ -486,7 +486,7 @@ async def a_relative_folder_is_the_trainers(bench: Bench) -> None:
 
 @case(Capability.SAVE_REMOTE)
 async def a_url_that_leads_nowhere_is_refused(bench: Bench) -> None:
-    """A protocol that there is not, a URL without one, and a place that is taken are refused before any work."""
+    """A URL with an unknown or no protocol, or whose place is taken, is refused before any work."""
     full = bench.folder("full")
     (full / "config.json").write_text("of somebody else")
     wrong = {
@@ -505,7 +505,7 @@ async def a_url_that_leads_nowhere_is_refused(bench: Bench) -> None:
 
 @case(Capability.SAVE_SHARDED, Capability.SLEEP_WEIGHTS, Capability.WEIGHTS_DISK)
 async def weights_that_are_lost_are_not_saved(bench: Bench) -> None:
-    """Weights that sleep, or woke up without their values, are not saved; after an update they are."""
+    """Weights that are asleep, or woken without their values, are not saved; after an update they are."""
     engine, folder = bench.engine, bench.folder("saved")
     own = engine.get_weight_version()
     await engine.sleep([MemoryTag.WEIGHTS])
@@ -520,7 +520,7 @@ async def weights_that_are_lost_are_not_saved(bench: Bench) -> None:
 
 @case(Capability.SAVE_SHARDED, Capability.STREAMING, model=ModelKind.LARGE)
 async def requests_run_on_during_a_save(bench: Bench) -> None:
-    """Tokens go on coming while weights are saved, and are the same."""
+    """Tokens keep coming while weights are saved, and are the same."""
     engine, prompt = bench.engine, bench.prompt()
     params = bench.long(50)
     (whole,) = (await engine.generate([prompt], params)).completions
@@ -540,7 +540,7 @@ async def requests_run_on_during_a_save(bench: Bench) -> None:
 
 @case(Capability.SAVE_SHARDED, Capability.WEIGHTS_DISK)
 async def an_update_waits_for_a_save(bench: Bench) -> None:
-    """An update begins after the saves that were asked for before it: each saves the weights of one version."""
+    """An update waits for the saves requested before it, so that each saves the weights of one version."""
     engine, own = bench.engine, bench.engine.get_weight_version()
     folders = [bench.folder("saved") for _ in range(12)]
     ended: list[str] = []
@@ -576,7 +576,7 @@ def _check_state(engine: InferenceEngine, state: EngineState) -> None:
 
 
 async def _refused(asked: Coroutine[object, object, object], state: str) -> None:
-    """What is asked must be refused in bounded time, by the state's name."""
+    """Require a call to be refused in time, naming the engine's state."""
     done = f"an engine that is {state} did what it was asked to do"
     with refused(EngineStateError, state=state, otherwise=done):
         async with asyncio.timeout(BOUND):
@@ -584,7 +584,7 @@ async def _refused(asked: Coroutine[object, object, object], state: str) -> None
 
 
 async def _everything_is_refused(engine: InferenceEngine, state: str) -> None:
-    """Whatever the engine claims, its state comes first."""
+    """Require every call to be refused for the engine's state, whatever capabilities it claims."""
     asked: list[Callable[[], Coroutine[object, object, object]]] = [
         lambda: engine.generate([1, 2, 3], SHORT),
         engine.stats,
@@ -609,7 +609,7 @@ async def _everything_is_refused(engine: InferenceEngine, state: str) -> None:
 
 
 async def _is_failed(engine: InferenceEngine) -> None:
-    """It did not start, says so, and can be closed."""
+    """Assert that the engine failed to start, reports it, and can be closed."""
     assert engine.state is EngineState.FAILED
     await _refused(engine.generate([1, 2, 3], SHORT), "failed")
     async with asyncio.timeout(BOUND):
@@ -617,7 +617,7 @@ async def _is_failed(engine: InferenceEngine) -> None:
 
 
 async def _leaves_nothing(bench: Bench, attempt: Callable[[], Coroutine[object, object, None]], times: int = 2) -> None:
-    """Run ``attempt`` more than once: what the first leaves may be a cache that others use again, the rest leaks."""
+    """Run ``attempt`` repeatedly: the first run may leave a cache that later ones reuse; anything more is a leak."""
     with temporary_folder(bench.folder("temporary")):
         await attempt()
         before = Holdings.now()
@@ -627,7 +627,7 @@ async def _leaves_nothing(bench: Bench, attempt: Callable[[], Coroutine[object, 
 
 
 def _cut_off(bench: Bench) -> Path:
-    """A copy of the model, of whose weights only the first third is there."""
+    """Copy the model with every weight file truncated to a third."""
     folder = bench.folder("cut") / bench.model.name
     shutil.copytree(bench.model, folder, copy_function=shutil.copyfile)
     for path in (folder, *folder.iterdir()):
@@ -638,7 +638,7 @@ def _cut_off(bench: Bench) -> Path:
 
 
 def _trace_events(path: Path, folder: Path) -> int:
-    """How many events a viewer finds in the trace: JSON, packed or not."""
+    """Return the number of events in the trace, which is JSON, gzipped or not."""
     assert path.resolve().is_relative_to(folder.resolve()), f"{path} is not in {folder}"
     data = path.read_bytes()
     trace = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
@@ -661,7 +661,7 @@ async def _saved_and_loaded_again(
 
 
 async def _check_saved(engine: InferenceEngine, folder: Path, model: Path) -> None:
-    """Raise unless ``folder`` holds each tensor that the engine names, once, as ``model`` has it."""
+    """Raise unless ``folder`` holds each tensor that the engine names, once, with the values of ``model``."""
     manifest, saved, expected = await engine.weight_manifest(), tensors_of(folder), tensors_of(model)
     stored = [manifest.aliases.get(name, name) for name in saved]
     assert sorted(stored) == sorted(spec.name for spec in manifest.tensors)

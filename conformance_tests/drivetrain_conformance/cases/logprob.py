@@ -1,4 +1,4 @@
-"""Logprobs: of which distribution they are, and that they are right, whatever else is asked for."""
+"""Logprobs: they are correct, and of the documented distribution, whatever else a request asks for."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _TRANSFORMS: Final[Mapping[str, tuple[Capability, object]]] = {
     "presence_penalty": (Capability.PRESENCE_PENALTY, -1.5),
     "logit_bias": (Capability.LOGIT_BIAS, {40: 4.0, 41: 2.0, 42: -100.0}),
 }
-"""What changes the distribution that is drawn from: field → its capability, and a value that changes much."""
+"""Fields that change the sampling distribution: the capability of each, and a value that changes much."""
 
 
 _WHOLE_CONTEXT: Final = 4096
-"""Tokens of the longest context that is scored as a whole."""
+"""Longest context, in tokens, that is scored as a whole."""
 
 
 # Modes ------------------------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ async def temperature_is_what_a_trainer_recomputes(bench: Bench) -> None:
 
 @case(Capability.LOGPROBS_PROCESSED)
 async def processed_is_the_distribution_drawn_from(bench: Bench) -> None:
-    """Processed logprobs are those after temperature, and 0 when greedy: a point mass."""
+    """Processed logprobs are those after temperature; when greedy they are 0, as the distribution is a point mass."""
     await _check_mode(bench, LogprobsMode.PROCESSED)
 
 
@@ -70,7 +70,7 @@ async def _check_mode(bench: Bench, mode: LogprobsMode) -> None:
 
 
 async def _check_before_min_new_tokens(bench: Bench, mode: LogprobsMode) -> None:
-    """Where EOS is likely and held back, it still counts in modes raw and temperature, and does not in processed."""
+    """Check that a likely EOS held back by min_new_tokens counts in raw and temperature mode, but not in processed."""
     asked = SamplingParams(temperature=0.8, max_new_tokens=3, min_new_tokens=3, n=4, logprobs=0, logprobs_mode=mode)
     held_back = DisallowedTokens(token_ids=bench.engine.model_info.eos_token_ids)
     output = await bench.engine.generate([ending_prompt(bench).token_ids], asked)
@@ -79,7 +79,7 @@ async def _check_before_min_new_tokens(bench: Bench, mode: LogprobsMode) -> None
 
 
 def _assert_not_rounded(logprobs: Sequence[float]) -> None:
-    """Assert that log_softmax was computed in float32: the tolerance for a bfloat16 model would hide rounded ones."""
+    """Assert that logprobs were computed in float32: a bfloat16 model's tolerance would hide rounded ones."""
     bits = np.asarray([value for value in logprobs if value], dtype=np.float32).view(np.uint32)
     rounded = int((bits & 0xFFFF == 0).sum())
     assert rounded <= len(bits) / 2, f"{rounded} of {len(bits)} logprobs are bfloat16 numbers, so they were rounded"
@@ -131,7 +131,7 @@ async def processed_follows_everything_at_once(bench: Bench) -> None:
 
 @case(Capability.LOGPROBS_TEMPERATURE)
 async def temperature_is_the_mode_unless_another_is_asked_for(bench: Bench) -> None:
-    """Logprobs that are asked for without a mode are in mode temperature, and say so."""
+    """Logprobs requested without a mode are in mode temperature, and say so."""
     params = SamplingParams(temperature=0.5, max_new_tokens=8, logprobs=0)
     output = await bench.engine.generate(bench.prompts(2), params)
     for completion in output.completions:
@@ -140,7 +140,7 @@ async def temperature_is_the_mode_unless_another_is_asked_for(bench: Bench) -> N
 
 @case(Capability.LOGPROBS_RAW, config={"logprobs_mode": "raw"})
 async def the_configured_mode_is_the_default(bench: Bench) -> None:
-    """Logprobs that are asked for without a mode are in the engine's configured one, and say so."""
+    """Logprobs requested without a mode are in the engine's configured mode, and say so."""
     params = SamplingParams(temperature=0.5, max_new_tokens=8, logprobs=0)
     output = await bench.engine.generate(bench.prompts(2), params)
     for completion in output.completions:
@@ -255,25 +255,25 @@ async def a_rollout_agrees_with_the_trainer(bench: Bench) -> None:
 
 @case(Capability.TOP_LOGPROBS, Capability.LOGPROBS_RAW)
 async def top_logprobs_raw(bench: Bench) -> None:
-    """In mode raw the k most likely tokens at each step are the model's, most likely first, each once."""
+    """In mode raw the top k tokens at each step are the model's, most likely first, each once."""
     await _check_top(bench, LogprobsMode.RAW)
 
 
 @case(Capability.TOP_LOGPROBS, Capability.LOGPROBS_TEMPERATURE)
 async def top_logprobs_after_temperature(bench: Bench) -> None:
-    """In mode temperature the k most likely tokens at each step have their logprobs after temperature."""
+    """In mode temperature the top k tokens at each step have their logprobs after temperature."""
     await _check_top(bench, LogprobsMode.TEMPERATURE)
 
 
 @case(Capability.TOP_LOGPROBS, Capability.LOGPROBS_PROCESSED)
 async def top_logprobs_processed(bench: Bench) -> None:
-    """In mode processed the k most likely tokens are those of the distribution drawn from: one when greedy."""
+    """In mode processed the top k tokens are those of the sampling distribution: one when greedy."""
     await _check_top(bench, LogprobsMode.PROCESSED)
 
 
 @case(Capability.TOP_LOGPROBS, Capability.LOGPROBS_PROCESSED, Capability.TOP_K)
 async def tokens_that_cannot_be_drawn_are_not_among_the_likely(bench: Bench) -> None:
-    """With top_k=3 the five most likely tokens of the processed distribution are three."""
+    """With top_k=3 the top five tokens of the processed distribution are only three."""
     params = SamplingParams(
         temperature=1.2, top_k=3, max_new_tokens=6, logprobs=5, logprobs_mode=LogprobsMode.PROCESSED
     )
@@ -337,7 +337,7 @@ async def prompt_logprobs_are_raw(bench: Bench) -> None:
 
 @case(Capability.PROMPT_LOGPROBS)
 async def prompt_logprobs_name_the_likely_tokens(bench: Bench) -> None:
-    """With prompt_logprobs=3 each prompt token but the first comes with the three that were most likely."""
+    """With prompt_logprobs=3 each prompt token but the first comes with the three most likely tokens."""
     params = SamplingParams(temperature=0.5, max_new_tokens=2, prompt_logprobs=3)
     output = await bench.engine.generate([bench.prompt(9), bench.prompt(20)], params)
     for completion in output.completions:
@@ -354,7 +354,7 @@ async def prompt_logprobs_name_the_likely_tokens(bench: Bench) -> None:
 
 @case(Capability.PROMPT_LOGPROBS)
 async def a_cached_prefix_changes_no_prompt_logprob(bench: Bench) -> None:
-    """Prompt logprobs are all there, and the same, when the prompt was seen before and is asked about twice."""
+    """Prompt logprobs are complete and correct when the prompt's prefix is cached, also on a second request."""
     prompt = bench.prompt(min(400, bench.engine.model_info.context_length // 2))
     await bench.greedy([prompt])
     params = SamplingParams(temperature=0, max_new_tokens=2, prompt_logprobs=0)
@@ -365,7 +365,7 @@ async def a_cached_prefix_changes_no_prompt_logprob(bench: Bench) -> None:
 
 @case(Capability.PROMPT_LOGPROBS, Capability.LOGPROBS_RAW)
 async def prompt_and_output_logprobs_are_one_sequence(bench: Bench) -> None:
-    """Raw logprobs of a prompt and of what was sampled after it are those of one forward pass over both."""
+    """Raw logprobs of a prompt and its completion are those of one forward pass over both."""
     params = SamplingParams(max_new_tokens=10, logprobs=0, prompt_logprobs=0, logprobs_mode=LogprobsMode.RAW)
     output = await bench.engine.generate([bench.prompt(5), bench.prompt(25)], params)
     for completion in output.completions:
@@ -375,7 +375,7 @@ async def prompt_and_output_logprobs_are_one_sequence(bench: Bench) -> None:
 
 @case(Capability.SCORE_TOKENS, Capability.PROMPT_LOGPROBS)
 async def given_tokens_are_scored_and_none_is_sampled(bench: Bench) -> None:
-    """compute_logprobs returns the logprob of each given token, also where they fill the context, and samples none."""
+    """compute_logprobs() returns each given token's logprob, even if they fill the context, and samples none."""
     context = bench.engine.model_info.context_length
     lengths = (2, 11, 30, context) if context <= _WHOLE_CONTEXT else (2, 11, 30)
     sequences = [bench.prompt(length) for length in lengths]
@@ -403,7 +403,7 @@ async def scoring_names_the_likely_tokens(bench: Bench) -> None:
 
 @case(Capability.SCORE_TOKENS, Capability.PROMPT_LOGPROBS, Capability.LOGPROBS_RAW)
 async def a_rollout_can_be_replayed(bench: Bench) -> None:
-    """Scoring a rollout's own tokens gives the logprobs that it had when they were sampled."""
+    """Scoring a rollout's own tokens gives the logprobs that they had when they were sampled."""
     params = SamplingParams(max_new_tokens=16, n=2, logprobs=0, logprobs_mode=LogprobsMode.RAW)
     rollouts = (await bench.engine.generate(bench.prompts(3), params)).completions
     replayed = await bench.engine.compute_logprobs([one.prompt_token_ids + one.token_ids for one in rollouts])
@@ -466,7 +466,7 @@ def _assert_top(found: TopLogprobs, row: Logits, count: int, tolerance: float) -
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two sequences begin with in common."""
+    """Return the length of the common prefix of two sequences."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 

@@ -36,7 +36,7 @@ _GREEDY: Final = SamplingParams(max_new_tokens=12, temperature=0)
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """An adapter, and the model that a request with it is answered by."""
+    """An adapter, and the model with that adapter merged in."""
 
     adapter: Adapter
     merged: Path
@@ -51,13 +51,13 @@ _SHAPES: Final[Mapping[int, tuple[Sequence[str], Mapping[str, object]]]] = {
     2: (("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), {"lora_alpha": 5}),
     3: (("o_proj", "down_proj"), {"lora_alpha": 24}),
 }
-"""By seed: the layers that an adapter changes, where the model has them, and what else its configuration says."""
+"""By seed: the layers that an adapter changes, if the model has them, and further fields of its configuration."""
 _made: Final[WeakKeyDictionary[Models, dict[tuple[Path, int, int], _Made]]] = WeakKeyDictionary()
-"""Those of each run: a merged model is as large as the model, so the cases share them."""
+"""Adapters and merged models of each run, shared by its cases: a merged model is as large as the model."""
 
 
 def _make(bench: Bench, seed: int, rank: int = 4) -> _Made:
-    """An adapter of the engine's model; the same for the same arguments."""
+    """Return a random adapter of the engine's model; the same for the same arguments."""
     known, key = _made.setdefault(bench.models, {}), (bench.model, seed, rank)
     if key not in known:
         targets, settings = _SHAPES.get(seed, _SHAPES[1])
@@ -71,7 +71,7 @@ def _make(bench: Bench, seed: int, rank: int = 4) -> _Made:
 
 @asynccontextmanager
 async def _loaded(bench: Bench, **made: _Made) -> AsyncGenerator[None, None]:
-    """Adapters by their names, loaded while the block runs."""
+    """Keep adapters loaded under these names while the block runs."""
     names: list[str] = []
     try:
         for name, one in made.items():
@@ -88,7 +88,7 @@ async def _answers(bench: Bench, prompts: Sequence[list[int]], lora: str | None)
 
 
 def _assert_made_by(bench: Bench, completions: Sequence[Completion], made: _Made | None) -> None:
-    """Assert that these greedy answers are those of the base with the adapter merged into it, or of the base."""
+    """Assert that these greedy answers come from the base model, with the adapter merged into it if one is given."""
     for completion in completions:
         check_greedy(bench, completion, model=made.merged if made else None)
 
@@ -98,9 +98,9 @@ def _assert_made_by(bench: Bench, completions: Sequence[Completion], made: _Made
 
 @case(Capability.LORA, config=_CONFIG)
 async def an_adapter_adds_its_product(bench: Bench) -> None:
-    """Requests with an adapter are answered as by the model with the adapter merged in, those without by the base.
+    """Requests with an adapter are answered as by the model with it merged in, requests without by the base.
 
-    Adapters of attention, of the MLP and of both, and their ``lora_alpha``, count alike.
+    Adapters of attention, of the MLP and of both are tried, with several values of ``lora_alpha``.
     """
     prompts = bench.prompts(3)
     before = await bench.greedy(prompts)
@@ -133,9 +133,9 @@ async def logprobs_are_those_with_the_adapter(bench: Bench) -> None:
 
 @case(Capability.LORA, config=_CONFIG)
 async def requests_in_flight_use_different_adapters(bench: Bench) -> None:
-    """Requests that run at once use the adapter that each names, or none, as they do alone.
+    """Concurrent requests each use the adapter that they name, or none, and are answered as they are alone.
 
-    If an adapter diverged, requests with it end in NonFiniteLogits, and those beside and after them are as they were.
+    A request with a diverged adapter ends in NonFiniteLogits; requests beside and after it are unaffected.
     """
     prompts = bench.prompts(2)
     made = {"a": _make(bench, seed=1), "b": _make(bench, seed=2, rank=8)}
@@ -167,14 +167,14 @@ async def requests_in_flight_use_different_adapters(bench: Bench) -> None:
 
 
 def _diverge(_: dict[str, object], tensors: dict[str, torch.Tensor]) -> None:
-    """Make finite tensors so large that what they add overflows."""
+    """Make finite tensors so large that their product overflows."""
     for tensor in tensors.values():
         tensor.mul_(1e20)
 
 
 @case(Capability.LORA, config=_CONFIG)
 async def an_adapter_holds_in_streams_pauses_and_sleeps(bench: Bench) -> None:
-    """A request's adapter makes its streams and prompt logprobs, and is kept while it is frozen and through a sleep."""
+    """An adapter applies to streams and prompt logprobs, and stays in effect through freezes and sleep."""
     engine, made = bench.engine, _make(bench, seed=1)
     prompts = bench.prompts(2)
     async with _loaded(bench, a=made):
@@ -205,7 +205,7 @@ _FREEZING: Final = {
 
 
 async def _check_prompt_logprobs(bench: Bench, prompt: list[int], made: _Made) -> None:
-    """Logprobs of a prompt are the merged model's, also where nothing is sampled."""
+    """Check that a prompt's logprobs are the merged model's, also with max_new_tokens=0."""
     rows = log_softmax(bench.oracle(made.merged).logits(prompt))
     for count in (1, 0) if bench.claims(Capability.SCORE_TOKENS) else (1,):
         params = SamplingParams(max_new_tokens=count, temperature=0, prompt_logprobs=0)
@@ -217,7 +217,7 @@ async def _check_prompt_logprobs(bench: Bench, prompt: list[int], made: _Made) -
 
 
 async def _check_fields(bench: Bench, made: _Made) -> None:
-    """Penalties, biases, masks and stop ids hold beside an adapter: greedy tokens are the best after all of them."""
+    """Check that penalties, biases, masks and stop ids work with an adapter: greedy tokens are the best after them."""
     fields: dict[str, object] = {"max_new_tokens": 12, "temperature": 0}
     few = sorted(set(bench.prompt(40)))
     for needed, name, value in (
@@ -245,7 +245,7 @@ async def _check_fields(bench: Bench, made: _Made) -> None:
 
 @case(Capability.LORA, config=_CONFIG)
 async def cached_prefixes_are_not_shared_between_adapters(bench: Bench) -> None:
-    """A long prompt that the base or another adapter has seen is computed anew by each adapter."""
+    """A long prompt that the base or another adapter has cached is computed anew by each adapter."""
     prompt = bench.prompt(min(400, bench.engine.model_info.context_length // 2))
     made = {"a": _make(bench, seed=1), "b": _make(bench, seed=2)}
     async with _loaded(bench, **made):
@@ -266,7 +266,7 @@ async def a_pinned_adapter_is_served(bench: Bench) -> None:
 
 @case(Capability.LORA)
 async def adapters_without_enable_lora(bench: Bench) -> None:
-    """An engine that claims adapters without enable_lora serves them; one that does not refuses them."""
+    """An engine that claims adapters without enable_lora serves them; any other refuses them."""
     made = _make(bench, seed=1)
     async with _loaded(bench, a=made):
         _assert_made_by(bench, await _answers(bench, bench.prompts(2), "a"), made)
@@ -280,11 +280,11 @@ _SETTINGS: Final[Mapping[str, tuple[Sequence[str], Mapping[str, object]]]] = {
     "rank_pattern": (("q_proj", "v_proj"), {"rank_pattern": {"q_proj": 2}}),
     "layers_to_transform": (("q_proj", "v_proj"), {"layers_to_transform": [1]}),
     "target_modules": (("q_proj", "v_proj"), {"target_modules": None}),
-    # Engines hold these in one layer with others, to which nothing is to be added.
+    # Engines fuse these layers with others, which must stay unchanged.
     "q_proj": (("k_proj",), {}),
     "gate_proj": (("up_proj",), {}),
 }
-"""Adapters by what a refusal has to name: layers that they adapt, and fields of their configuration."""
+"""Adapters by the name that a refusal must contain: the layers that they adapt, and fields of their configuration."""
 
 _NOT_PLAIN: Final[Mapping[str, object]] = {
     "init_lora_weights": "pissa",
@@ -298,7 +298,7 @@ _NOT_PLAIN: Final[Mapping[str, object]] = {
     "use_qalora": True,
     "a_field_that_nobody_knows": 1,
 }
-"""Fields by which a folder with the tensors of plain LoRA is something else."""
+"""Fields that turn an adapter with plain LoRA tensors into something else."""
 
 
 def _set(fields: Mapping[str, object], config: dict[str, object], _: object) -> None:
@@ -306,7 +306,7 @@ def _set(fields: Mapping[str, object], config: dict[str, object], _: object) -> 
 
 
 async def _is_taken(bench: Bench, adapter: Adapter, naming: str) -> bool:
-    """Load an adapter as ``a``; return False if it is refused with a message that holds ``naming``."""
+    """Load an adapter as ``a``; return False if it is refused with a message that contains ``naming``."""
     try:
         await bench.engine.load_lora_adapter("a", str(adapter.path))
     except InvalidRequest as error:
@@ -363,7 +363,7 @@ async def an_unloaded_adapter_is_refused(bench: Bench) -> None:
 
 @case(Capability.LORA, config=_CONFIG)
 async def an_unknown_adapter_is_refused(bench: Bench) -> None:
-    """A request for an adapter that was never loaded is refused, naming it and those that are loaded."""
+    """A request for an adapter that was never loaded is refused, naming it and the loaded ones."""
     async with _loaded(bench, known=_make(bench, seed=1)):
         with refused(InvalidRequest, field="lora", naming="known"):
             await _answers(bench, bench.prompts(1), "unknown")
@@ -373,7 +373,7 @@ async def an_unknown_adapter_is_refused(bench: Bench) -> None:
 
 @case(Capability.LORA, config=_CONFIG)
 async def a_name_is_given_once(bench: Bench) -> None:
-    """Loading under a name that is taken, or empty, is refused; the adapter that has it is served on."""
+    """Loading under a name that is taken, or empty, is refused; the adapter of that name is served on."""
     made, other = _make(bench, seed=1), _make(bench, seed=2)
     async with _loaded(bench, a=made):
         for path in (made.path, other.path):
@@ -386,7 +386,7 @@ async def a_name_is_given_once(bench: Bench) -> None:
 
 @case(Capability.LORA, config=_CONFIG)
 async def a_name_may_come_back_as_another_adapter(bench: Bench) -> None:
-    """After unloading, the same name with another path is the other adapter, also for a prompt that is cached."""
+    """A name that is loaded again with another path serves the other adapter, also for a cached prompt."""
     made, other = _make(bench, seed=1), _make(bench, seed=2)
     prompts = [bench.prompt(), bench.prompt(min(400, bench.engine.model_info.context_length // 2))]
     async with _loaded(bench, a=made):
@@ -419,7 +419,7 @@ async def no_more_adapters_than_the_limit(bench: Bench) -> None:
 
 @case(Capability.LORA, config=_CONFIG)
 async def no_larger_rank_than_the_limit(bench: Bench) -> None:
-    """An adapter whose rank is above max_lora_rank is refused, naming the limit, and takes no place."""
+    """An adapter whose rank is above max_lora_rank is refused, naming the limit, and takes no slot."""
     large, prompts = make_adapter(bench.model, bench.folder("adapter"), seed=1, rank=16), bench.prompts(2)
     pattern = {"rank_pattern": {"v_proj": 16}}
     partly = make_adapter(bench.model, bench.folder("adapter"), seed=1, settings=pattern)
@@ -433,7 +433,7 @@ async def no_larger_rank_than_the_limit(bench: Bench) -> None:
 
 
 def _without(tensors: dict[str, torch.Tensor], part: str, most: int) -> None:
-    """Remove tensors whose names hold ``part``."""
+    """Remove up to ``most`` tensors whose names contain ``part``."""
     for name in [name for name in tensors if part in name][:most]:
         del tensors[name]
 
@@ -450,7 +450,7 @@ _DEFECTS: Final[Mapping[str, Callable[[dict[str, object], dict[str, torch.Tensor
 
 @case(Capability.LORA, config=_CONFIG)
 async def what_is_no_adapter_is_refused(bench: Bench) -> None:
-    """A path that holds no adapter of this model, or a damaged one, is refused; the engine serves on."""
+    """A path that holds no adapter of this model, or a damaged one, is refused, and the engine serves on."""
     made, empty, broken, cut = _make(bench, seed=1), *(bench.folder("adapter") for _ in range(3))
     (broken / "adapter_config.json").write_text("{", encoding="utf-8")
     make_adapter(bench.model, cut, seed=1)
@@ -468,7 +468,7 @@ async def what_is_no_adapter_is_refused(bench: Bench) -> None:
             await _answers(bench, bench.prompts(1), "a")
         held.append((threads_of(bench.engine), descriptors_of(bench.engine)))
     for what, counts in zip(("threads", "descriptors"), zip(*held, strict=True), strict=True):
-        # Pools take a few more now and then. A leak takes one with every refusal.
+        # A pool occasionally adds a few. A leak adds one with every refusal.
         assert counts[-1] - counts[0] < len(counts) - 1, f"{what} grow while adapters are refused: {counts}"
     _assert_made_by(bench, await _answers(bench, bench.prompts(1), None), None)
     async with _loaded(bench, a=made):
@@ -477,7 +477,7 @@ async def what_is_no_adapter_is_refused(bench: Bench) -> None:
 
 @case(Capability.LORA, Capability.IGNORE_EOS, config=_CONFIG)
 async def an_adapter_in_use_is_not_unloaded(bench: Bench) -> None:
-    """Unloading an adapter that requests under way use is refused; they, and later ones, use it on."""
+    """Unloading an adapter that requests in flight use is refused; they, and later requests, keep using it."""
     made = _make(bench, seed=1)
     async with _loaded(bench, a=made):
         async with bench.in_flight(bench.prompts(2), bench.long(ignore_eos=True), lora="a"):
@@ -509,7 +509,7 @@ async def an_adapter_is_updated_in_place(bench: Bench) -> None:
 
 @case(Capability.LORA, Capability.WEIGHTS_LORA, Capability.IGNORE_EOS, config=_CONFIG, changes_weights=True)
 async def an_adapter_that_cannot_be_updated_serves_on(bench: Bench) -> None:
-    """An update from a bad folder, or while requests had to change adapters, is refused; mode wait ends them first."""
+    """A bad adapter update, or one with requests in flight, is refused; mode wait first lets the requests end."""
     made, newer, prompts = _make(bench, seed=1), _make(bench, seed=3), bench.prompts(2)
     version = bench.engine.get_weight_version()
 

@@ -1,4 +1,4 @@
-"""Images, video and sound beside the prompt. The files are made here, byte by byte, so that nothing has to be read."""
+"""Images, videos and sounds in prompts. The media files are generated here, byte by byte."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _SEEN: Final = SamplingParams(max_new_tokens=12, temperature=0, logprobs=0)
 
 @case(Capability.IMAGES, model=ModelKind.VISION, config=_BOUNDED)
 async def another_image_has_another_answer(bench: Bench) -> None:
-    """The same words beside two different images are answered differently, and beside one image the same again."""
+    """The same text with two different images is answered differently, and with the same image equally."""
     black, noise = (ImageInput(data=_png(pixel)) for pixel in (_black, _pattern))
     await _assert_tells_apart(bench, "image", black, noise)
 
@@ -65,7 +65,7 @@ async def images_are_read_from_bytes_files_and_data_urls(bench: Bench) -> None:
 
 @case(Capability.IMAGES, model=ModelKind.VISION, config=_BOUNDED)
 async def images_stay_with_their_prompts(bench: Bench) -> None:
-    """In a batch each prompt has its own images, and a prompt without any is answered as it is alone."""
+    """In a batch each prompt has its own images, and a prompt without images is answered as it is alone."""
     black, pattern = (ImageInput(data=_png(pixel)) for pixel in (_black, _pattern))
     prompts = [_chat("image", [black]), _chat("image", [pattern]), _chat("image", []), _chat("image", [black, pattern])]
     alone = [(await bench.engine.generate(prompt, _GREEDY)).completions[0] for prompt in prompts]
@@ -75,7 +75,7 @@ async def images_stay_with_their_prompts(bench: Bench) -> None:
 
 @case(Capability.IMAGES, model=ModelKind.VISION, config=_BOUNDED)
 async def images_are_fetched_once(bench: Bench) -> None:
-    """An image on a server is what its bytes are, and is fetched once for all samples of its prompt."""
+    """An image behind a URL is fetched once for all samples of its prompt, and seen like its bytes."""
     data = _png(_pattern)
     with _served({"/pattern.png": data}) as (address, asked):
         params = _SEEN.model_copy(update={"n": 3})
@@ -89,7 +89,7 @@ async def images_are_fetched_once(bench: Bench) -> None:
 
 @case(Capability.IMAGES, model=ModelKind.VISION, config=_BOUNDED)
 async def what_is_no_image_is_refused(bench: Bench) -> None:
-    """An image that is broken, too large or missing is refused as the request's mistake, with its batch."""
+    """An image that is broken, too large or missing is refused as a mistake in the request, with its whole batch."""
     missing = str(bench.folder("images") / "missing.png")
     os.mkfifo(fifo := bench.folder("fifos") / "fifo.png")
     good, nothing = _png(_black), base64.b64encode(b"nothing").decode()
@@ -127,7 +127,7 @@ async def what_is_no_image_is_refused(bench: Bench) -> None:
 
 @case(Capability.IMAGES, model=ModelKind.VISION, config=_BOUNDED)
 async def an_image_is_seen_as_the_model_sees_it(bench: Bench) -> None:
-    """Logprobs of answers are those of an independent pass over the prompt that comes back and the images."""
+    """Answers have the logprobs of an independent forward pass over the returned prompt and the images."""
     for images in (
         [_png(_pattern)],
         [_png(_black)],
@@ -142,7 +142,7 @@ async def an_image_is_seen_as_the_model_sees_it(bench: Bench) -> None:
 
 @case(Capability.IMAGES, model=ModelKind.VISION, config=_BOUNDED)
 async def a_prompt_comes_back_as_it_was_seen(bench: Bench) -> None:
-    """The ids of a prompt hold each image as often as the model takes it, and asked as such they mean the same."""
+    """A completion's prompt ids repeat each image's placeholder as the model needs, and can be sent back."""
     images = [_png(_pattern), _png(_stripes, 96, 40)]
     media = tuple(ImageInput(data=image) for image in images)
     engine = bench.engine
@@ -172,7 +172,7 @@ async def a_prompt_comes_back_as_it_was_seen(bench: Bench) -> None:
 
 @case(Capability.IMAGES, model=ModelKind.VISION, config=_BOUNDED)
 async def images_count_in_the_context(bench: Bench) -> None:
-    """Prompt and output fit the context together with the images, and what does not is refused."""
+    """Images count towards the context length; a request that does not fit is refused."""
     image = [_png(_pattern)]
     seen = (await bench.engine.generate(_with_images(image), _SEEN)).completions[0].prompt_token_ids
     room = bench.engine.model_info.context_length - len(seen)
@@ -186,7 +186,7 @@ async def images_count_in_the_context(bench: Bench) -> None:
 
 @case(Capability.IMAGES, Capability.PROMPT_LOGPROBS, model=ModelKind.VISION, config=_BOUNDED)
 async def prompts_with_images_are_scored(bench: Bench) -> None:
-    """Logprobs of a prompt's own tokens are those of an independent pass, those of its images' tokens too."""
+    """Prompt logprobs, also those of image placeholders, are those of an independent forward pass."""
     images = [_png(_pattern), _png(_stripes, 96, 40)]
     params = _SEEN.model_copy(update={"prompt_logprobs": 0})
     (completion,) = (await bench.engine.generate(_with_images(images), params)).completions
@@ -196,7 +196,7 @@ async def prompts_with_images_are_scored(bench: Bench) -> None:
 
 @case(Capability.IMAGES, Capability.REPETITION_PENALTY, model=ModelKind.VISION, config=_BOUNDED)
 async def images_are_tokens_to_penalties(bench: Bench) -> None:
-    """The repetition penalty holds for the token that stands for an image as for any other of the prompt."""
+    """The repetition penalty applies to an image's placeholder token as to any other prompt token."""
     images = [_png(_pattern)]
     params = _SEEN.model_copy(update={"repetition_penalty": 1.5, "logprobs": None})
     (completion,) = (await bench.engine.generate(_with_images(images), params)).completions
@@ -206,12 +206,12 @@ async def images_are_tokens_to_penalties(bench: Bench) -> None:
         assert drawn.scaled[token] >= drawn.scaled.max() - bench.tolerance()
 
 
-# What must not be mixed ----------------------------------------------------------------------------------------------
+# No mixing -----------------------------------------------------------------------------------------------------------
 
 
 @case(Capability.IMAGES, Capability.PREFIX_CACHE, model=ModelKind.VISION, config=_BOUNDED)
 async def a_cached_image_is_no_other(bench: Bench) -> None:
-    """The cache serves an image again, but no other beside the same ids: not even one that differs only in shape."""
+    """The prefix cache serves an image again, but never for another image with the same ids, even one of equal size."""
     engine = bench.engine
     for first, second in (
         (_png(_pattern), _png(_stripes)),
@@ -233,7 +233,7 @@ async def a_cached_image_is_no_other(bench: Bench) -> None:
 
 @case(Capability.IMAGES, Capability.WEIGHTS_DISK, model=ModelKind.VISION, config=_BOUNDED, changes_weights=True)
 async def new_weights_see_an_image_anew(bench: Bench) -> None:
-    """After an update an image that was seen before is seen with the new weights, the vision model's among them."""
+    """After an update an image seen before is seen with the new weights, including the vision model's."""
     other, images = bench.other_weights(), [_png(_pattern)]
     await bench.engine.generate(_with_images(images), _SEEN)
     await bench.engine.load_weights_from_disk(str(other), "new")
@@ -244,7 +244,7 @@ async def new_weights_see_an_image_anew(bench: Bench) -> None:
 
 @case(Capability.IMAGES, Capability.READ_WEIGHTS, model=ModelKind.VISION, config=_BOUNDED)
 async def every_tensor_of_a_model_with_images_can_be_read(bench: Bench) -> None:
-    """Each tensor of the checkpoint, those of the vision model too, is in the manifest and reads back as it is."""
+    """Each tensor of the checkpoint, including the vision model's, is in the manifest and reads back unchanged."""
     await bench.engine.generate(_with_images([_png(_pattern)]), _SEEN)
     stored = tensors_of(bench.model)
     manifest = await bench.engine.weight_manifest()
@@ -255,7 +255,7 @@ async def every_tensor_of_a_model_with_images_can_be_read(bench: Bench) -> None:
 
 @case(Capability.IMAGES, Capability.PAUSE_RETRACT, model=ModelKind.VISION, config=_BOUNDED)
 async def a_retracted_image_is_seen_again(bench: Bench) -> None:
-    """A request whose cache is released goes on with its image."""
+    """A retracted request continues with its image."""
     await _check_retracted(bench, lambda side: ([_png(_pattern, side, 84)], []))
 
 
@@ -264,7 +264,7 @@ async def a_retracted_image_is_seen_again(bench: Bench) -> None:
 
 @case(Capability.VIDEO, model=ModelKind.VISION, config=_BOUNDED)
 async def another_video_has_another_answer(bench: Bench) -> None:
-    """The same words beside two different videos are answered differently, and beside one the same again."""
+    """The same text with two different videos is answered differently, and with the same video equally."""
     black, moving = _Video((_black,) * 4), _Video(_MOVING)
     await _assert_tells_apart(bench, "video", VideoInput(data=black.file), VideoInput(data=moving.file))
 
@@ -281,7 +281,7 @@ async def videos_are_read_from_bytes_files_and_data_urls(bench: Bench) -> None:
 
 @case(Capability.VIDEO, model=ModelKind.VISION, config=_BOUNDED)
 async def videos_are_fetched_once(bench: Bench) -> None:
-    """A video on a server is what its bytes are, and is fetched once for all samples of its prompt."""
+    """A video behind a URL is fetched once for all samples of its prompt, and seen like its bytes."""
     video = _Video(_MOVING)
     with _served({"/moving.avi": video.file}) as (address, asked):
         prompt = _chat("video", [VideoInput(url=f"{address}/moving.avi")])
@@ -293,7 +293,7 @@ async def videos_are_fetched_once(bench: Bench) -> None:
 
 @case(Capability.VIDEO, model=ModelKind.VISION, config=_BOUNDED)
 async def what_is_no_video_is_refused(bench: Bench) -> None:
-    """A video that is broken, too large or missing is refused as the request's mistake, with its batch."""
+    """A video that is broken, too large or missing is refused as a mistake in the request, with its whole batch."""
     missing = str(bench.folder("videos") / "missing.avi")
     good = _Video(_MOVING).file
     for broken in (
@@ -322,7 +322,7 @@ async def what_is_no_video_is_refused(bench: Bench) -> None:
 
 @case(Capability.VIDEO, model=ModelKind.VISION, config=_BOUNDED)
 async def a_video_is_seen_as_the_model_sees_it(bench: Bench) -> None:
-    """Logprobs of answers are those of an independent pass over the prompt that comes back and the videos' frames."""
+    """Answers have the logprobs of an independent forward pass over the returned prompt and the videos' frames."""
     for videos in (
         [_Video(_MOVING)],
         [_Video((_black,) * 4)],
@@ -340,7 +340,7 @@ async def a_video_is_seen_as_the_model_sees_it(bench: Bench) -> None:
 
 @case(Capability.VIDEO, Capability.IMAGES, model=ModelKind.VISION, config=_BOUNDED)
 async def images_and_videos_stand_in_one_prompt(bench: Bench) -> None:
-    """Each is seen in its own place, in whatever order they come, beside prompts that hold others or none."""
+    """Images and videos in one prompt are seen in their own places, in any order and beside other prompts."""
     image, other, video = _png(_stripes, 96, 40), _png(_pattern), _Video(_MOVING, 4, 84, 56)
     one, first, second = ImageInput(data=image), ImageInput(data=other), VideoInput(data=video.file)
     beside: list[tuple[list[MediaInput], list[bytes], list[_Video]]] = [
@@ -358,7 +358,7 @@ async def images_and_videos_stand_in_one_prompt(bench: Bench) -> None:
 
 @case(Capability.VIDEO, Capability.IMAGES, model=ModelKind.VISION, config=_BOUNDED)
 async def a_prompt_with_a_video_comes_back_as_it_was_seen(bench: Bench) -> None:
-    """The ids of a prompt hold each image and video as often as the model takes it, and asked as such mean the same."""
+    """A completion's prompt ids repeat each image's and video's placeholder, and can be sent back as a prompt."""
     image, video = _png(_stripes, 96, 40), _Video(_MOVING)
     media = (VideoInput(data=video.file), ImageInput(data=image))
     asked = _chat("video", media)
@@ -385,7 +385,7 @@ async def a_prompt_with_a_video_comes_back_as_it_was_seen(bench: Bench) -> None:
 
 @case(Capability.VIDEO, model=ModelKind.VISION, config=_BOUNDED)
 async def videos_count_in_the_context(bench: Bench) -> None:
-    """Prompt and output fit the context together with the videos, and what does not is refused."""
+    """Videos count towards the context length; a request that does not fit is refused."""
     prompt = _with(videos=[_Video(_MOVING)])
     seen = (await bench.engine.generate(prompt, _SEEN)).completions[0].prompt_token_ids
     room = bench.engine.model_info.context_length - len(seen)
@@ -399,7 +399,7 @@ async def videos_count_in_the_context(bench: Bench) -> None:
 
 @case(Capability.VIDEO, Capability.PROMPT_LOGPROBS, model=ModelKind.VISION, config=_BOUNDED)
 async def prompts_with_videos_are_scored(bench: Bench) -> None:
-    """Logprobs of a prompt's own tokens are those of an independent pass, those of its videos' tokens too."""
+    """Prompt logprobs, also those of video placeholders, are those of an independent forward pass."""
     videos = [_Video(_MOVING, 4), _Video((_stripes, _black), 2, 96, 40)]
     params = _SEEN.model_copy(update={"prompt_logprobs": 0})
     (completion,) = (await bench.engine.generate(_with(videos=videos), params)).completions
@@ -409,7 +409,7 @@ async def prompts_with_videos_are_scored(bench: Bench) -> None:
 
 @case(Capability.VIDEO, Capability.PREFIX_CACHE, model=ModelKind.VISION, config=_BOUNDED)
 async def a_cached_video_is_no_other(bench: Bench) -> None:
-    """The cache serves a video again, but no other beside the same ids: not one that differs only in shape or speed."""
+    """The prefix cache serves a video again, but never for another that differs only in shape or speed."""
     engine = bench.engine
     for first, second, is_speed in (
         (_Video(_MOVING), _Video((*_MOVING[:3], _stripes)), False),
@@ -422,7 +422,7 @@ async def a_cached_video_is_no_other(bench: Bench) -> None:
             (completion,) = (await engine.generate(_with(videos=[video]), _SEEN)).completions
             _check_seen(bench, completion, videos=[video])
             seen.append(completion.prompt_token_ids)
-            if not is_speed:  # some models are not told of it
+            if not is_speed:  # some models are not told the speed
                 assert (completion.cached_tokens <= _first_place(completion)) is is_new
         assert seen[0] == seen[1], "the videos take different ids, so they could not have been mixed"
     await engine.reset_prefix_cache()
@@ -433,7 +433,7 @@ async def a_cached_video_is_no_other(bench: Bench) -> None:
 
 @case(Capability.VIDEO, Capability.WEIGHTS_DISK, model=ModelKind.VISION, config=_BOUNDED, changes_weights=True)
 async def new_weights_see_a_video_anew(bench: Bench) -> None:
-    """After an update a video that was seen before is seen with the new weights, the vision model's among them."""
+    """After an update a video seen before is seen with the new weights, including the vision model's."""
     other, videos = bench.other_weights(), [_Video(_MOVING)]
     await bench.engine.generate(_with(videos=videos), _SEEN)
     await bench.engine.load_weights_from_disk(str(other), "new")
@@ -444,7 +444,7 @@ async def new_weights_see_a_video_anew(bench: Bench) -> None:
 
 @case(Capability.VIDEO, Capability.PAUSE_RETRACT, model=ModelKind.VISION, config=_BOUNDED)
 async def a_retracted_video_is_seen_again(bench: Bench) -> None:
-    """A request whose cache is released goes on with its video."""
+    """A retracted request continues with its video."""
     await _check_retracted(bench, lambda side: ([], [_Video(_MOVING, 2, side, 84)]))
 
 
@@ -453,7 +453,7 @@ async def a_retracted_video_is_seen_again(bench: Bench) -> None:
 
 @case(Capability.AUDIO, model=ModelKind.VISION)
 async def another_sound_has_another_answer(bench: Bench) -> None:
-    """The same words beside two different sounds are answered differently, and beside one the same again."""
+    """The same text with two different sounds is answered differently, and with the same sound equally."""
     await _assert_tells_apart(bench, "audio", AudioInput(data=_wav(440)), AudioInput(data=_wav(97)))
 
 
@@ -483,7 +483,7 @@ class _Video:
 
     @property
     def film(self) -> Film:
-        """What a decoder must make of the file, of which this knows nothing."""
+        """The decoded video, computed without the file."""
         return Film(
             np.array(
                 [[[frame(x, y) for x in range(self.width)] for y in range(self.height)] for frame in self.frames],
@@ -504,7 +504,7 @@ def _with(*, videos: Sequence[_Video]) -> ChatPrompt:
 def _logits_of(
     bench: Bench, ids: Sequence[int], images: Sequence[bytes], videos: Sequence[_Video], model: Path | None = None
 ) -> Logits:
-    """The oracle's logits of ids among which these images and videos stand."""
+    """Return the oracle's logits of ids that contain the placeholders of these images and videos."""
     oracle = bench.oracle(model)
     if videos:
         if not isinstance(oracle, VideosOracle):
@@ -522,7 +522,7 @@ def _output_logits(
     model: Path | None = None,
     videos: Sequence[_Video] = (),
 ) -> Logits:
-    """The oracle's logits of a completion's tokens, up to one that stands for an image: to it, that is one more."""
+    """Return the oracle's logits of a completion up to its first placeholder, which the oracle would see as media."""
     prompt, tokens = completion.prompt_token_ids, completion.token_ids
     if images or videos:
         places = _places(completion)
@@ -532,13 +532,13 @@ def _output_logits(
 
 
 def _first_place(completion: Completion) -> int:
-    """How many tokens of the prompt are before its first image or video, which is a token that repeats."""
+    """Return the number of prompt tokens before the first placeholder, which is the first token to repeat."""
     pairs = itertools.pairwise(completion.prompt_token_ids)
     return next(at for at, (one, other) in enumerate(pairs) if one == other)
 
 
 def _places(completion: Completion) -> set[int]:
-    """The tokens that stand for images and videos, more than two in a row; words have no such rows."""
+    """Return the placeholder tokens of images and videos: those that occur more than twice in a row."""
     runs = itertools.groupby(completion.prompt_token_ids)
     return {token for token, run in runs if len(list(run)) > 2}
 
@@ -550,7 +550,7 @@ def _check_seen(
     model: Path | None = None,
     videos: Sequence[_Video] = (),
 ) -> None:
-    """Raise unless a greedy completion, and its logprobs, are those of the images and videos."""
+    """Raise unless a completion's tokens and logprobs are the oracle's greedy ones for these images and videos."""
     assert completion.logprobs is not None
     assert completion.token_ids
     rows = log_softmax(_output_logits(bench, completion, images, model, videos))
@@ -566,7 +566,7 @@ def _check_seen(
 def _check_scored(
     bench: Bench, completion: Completion, images: Sequence[bytes] = (), videos: Sequence[_Video] = ()
 ) -> None:
-    """Raise unless the logprobs of a prompt's tokens are those of the images and videos in it."""
+    """Raise unless the prompt's logprobs are the oracle's for these images and videos."""
     prompt, scores = completion.prompt_token_ids, completion.prompt_logprobs
     assert scores is not None
     assert scores[0] is None
@@ -577,13 +577,13 @@ def _check_scored(
 
 
 async def _check_retracted(bench: Bench, of_side: Callable[[int], tuple[Sequence[bytes], Sequence[_Video]]]) -> None:
-    """Raise unless a request that is retracted goes on with what it saw, of which there is one for each width."""
+    """Raise unless a retracted request continues with its media, of a width whose answer has no placeholder."""
     params = bench.long(160, logprobs=0)
     for side in range(56, 196, 28):
         images, videos = of_side(side)
         prompt = _with_images(images) if images else _with(videos=videos)
         (whole,) = (await bench.engine.generate(prompt, params)).completions
-        if not _places(whole) & set(whole.token_ids):  # the oracle can follow all of it
+        if not _places(whole) & set(whole.token_ids):  # no placeholder in the answer, so the oracle can check all of it
             break
     else:
         raise AssertionError(
@@ -606,12 +606,12 @@ async def _check_retracted(bench: Bench, of_side: Callable[[int], tuple[Sequence
 def _served(
     files: Mapping[str, bytes], redirects: Mapping[str, str] = _NONE, sizes: Mapping[str, int] = _NONE
 ) -> Iterator[tuple[str, list[str]]]:
-    """A server of these files: its address, and the paths that it was asked for and had.
+    """Serve files over HTTP; yield the address, and the list of paths that were requested and found.
 
     Args:
-        files: Their bodies, by path.
-        redirects: Where paths lead to, beside them.
-        sizes: Paths at which it says so many bytes, and sends none.
+        files: Bodies, by path.
+        redirects: Redirected paths and their targets.
+        sizes: Paths that announce this content length and send no body.
     """
     asked: list[str] = []
 
@@ -631,7 +631,7 @@ def _served(
                 self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
@@ -644,14 +644,14 @@ def _served(
 
 
 def _chat(kind: str, media: Sequence[MediaInput]) -> ChatPrompt:
-    """A question about what lies beside it; each medium has its placeholder in the message."""
+    """Return a question about media, with one placeholder in the message for each."""
     question = {"type": "text", "text": f"Describe the {kind} in one word."}
     content = [*({"type": _KINDS[type(one)]} for one in media), question]
     return ChatPrompt(messages=(Message.model_validate({"role": "user", "content": content}),), media=tuple(media))
 
 
 async def _answers(bench: Bench, kind: str, *media: MediaInput) -> list[Completion]:
-    """Greedy answers to the same question about each medium."""
+    """Return greedy answers to the same question about each medium."""
     return (await bench.engine.generate([_chat(kind, [one]) for one in media], _GREEDY)).completions
 
 
@@ -684,7 +684,7 @@ _MOVING: Final = (_pattern, _black, _stripes, _pattern)
 
 
 def _png(pixel: Callable[[int, int], Pixel], width: int = _SIDE, height: int = _SIDE) -> bytes:
-    """An image of eight bits per channel, as the PNG specification has it (RFC 2083)."""
+    """Encode an image with eight bits per channel as PNG (RFC 2083)."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
@@ -695,19 +695,19 @@ def _png(pixel: Callable[[int, int], Pixel], width: int = _SIDE, height: int = _
 
 
 def _png_header(width: int, height: int) -> bytes:
-    """A small image that says to be of this size."""
+    """Return a small PNG whose header claims this size."""
     data = _png(_black)
     header = b"IHDR" + struct.pack(">II", width, height) + data[24:29]
     return data[:12] + header + struct.pack(">I", zlib.crc32(header)) + data[33:]
 
 
 def _eps() -> bytes:
-    """A program that draws nothing, which decoders would run."""
+    """Return a PostScript program that draws nothing; some decoders would run it."""
     return b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n%%EndComments\nshowpage\n%%EOF\n"
 
 
 def _avi(frames: Sequence[Callable[[int, int], Pixel]], per_second: int, width: int, height: int) -> bytes:
-    """A video of uncompressed frames, in the RIFF form of AVI 1.0."""
+    """Encode a video as uncompressed frames in AVI 1.0 (RIFF)."""
     assert width % 4 == 0, "a bitmap's rows are whole words"
 
     def chunk(kind: bytes, body: bytes) -> bytes:
@@ -716,7 +716,7 @@ def _avi(frames: Sequence[Callable[[int, int], Pixel]], per_second: int, width: 
     def parts(kind: bytes, *bodies: bytes) -> bytes:
         return chunk(b"LIST", kind + b"".join(bodies))
 
-    # A bitmap's rows go from the bottom up, its channels from blue to red.
+    # A bitmap stores rows bottom-up and channels as blue, green, red.
     images = [
         bytes(value for y in reversed(range(height)) for x in range(width) for value in reversed(frame(x, y)))
         for frame in frames
@@ -753,7 +753,7 @@ def _avi(frames: Sequence[Callable[[int, int], Pixel]], per_second: int, width: 
 
 
 def _wav(period: int, rate: int = 16_000) -> bytes:
-    """One second of a sawtooth whose period is so many samples."""
+    """Return one second of a sawtooth with a period of this many samples."""
     samples = struct.pack(f"<{rate}h", *((at % period) * 40_000 // period - 20_000 for at in range(rate)))
     file = io.BytesIO()
     with wave.open(file, "wb") as writer:

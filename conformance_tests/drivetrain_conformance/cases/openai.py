@@ -1,4 +1,4 @@
-"""Requests and answers of the OpenAI API: the same generation under other names, with nothing dropped on the way."""
+"""The OpenAI API: the same generation under other names, with no field dropped."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ from drivetrain_conformance.references.oracle import log_softmax
 Payload = dict[str, object]
 
 _BOUND: Final = 30.0
-"""Seconds within which what was ended early must have come back; it takes milliseconds."""
+"""Timeout, in seconds, for requests that were ended early; milliseconds are normal."""
 _WHITE: Final = (
     "iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAIAAAAlC+aJAAAAS0lEQVR42u3PMQ0AAAwDoPo33UrYvQQckD4XAQEBAQEBAQEBAQEB"
     "AQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAYHLAMpT0sIcNbcEAAAAAElFTkSuQmCC"
 )
 """An image of 64 by 64 white pixels, as PNG in base64."""
 _FORCE: Final = 100.0
-"""Added to a logit, it decides."""
+"""A logit bias that forces a token."""
 
 
-# What is generated ---------------------------------------------------------------------------------------------------
+# Generation ----------------------------------------------------------------------------------------------------------
 
 
 @case()
 async def a_chat_completion_is_what_generate_makes(bench: Bench) -> None:
-    """A chat completion holds the tokens, text and finish reason that generate returns for the same messages."""
+    """A chat completion holds the tokens, text and finish reason that generate() returns for the same messages."""
     messages = _messages(bench)
     answer = await bench.engine.chat_completion(_greedy(messages=messages, max_tokens=10))
     prompt = ChatPrompt(messages=tuple(Message.model_validate(message) for message in messages))
@@ -88,7 +88,7 @@ async def a_completion_takes_text_and_ids_one_or_several(bench: Bench) -> None:
 
 @case()
 async def max_tokens_is_16_unless_a_completion_says_otherwise(bench: Bench) -> None:
-    """A completion without max_tokens has at most 16 tokens, as in the OpenAI API; null stands for an absent field."""
+    """A completion without max_tokens has at most 16 tokens, as in the OpenAI API; null counts as absent."""
     prompts = bench.prompts(4)
     for fields in ({}, {"max_tokens": None, "n": None, "stop": None}):
         answer = await bench.engine.completion({"prompt": prompts, **fields})
@@ -99,7 +99,7 @@ async def max_tokens_is_16_unless_a_completion_says_otherwise(bench: Bench) -> N
 
 @case()
 async def choices_are_counted_over_prompts_and_their_samples(bench: Bench) -> None:
-    """Choices are numbered prompt by prompt and, within one, sample by sample; each says the ids of its prompt."""
+    """Choices are numbered prompt by prompt, then sample by sample; each carries the ids of its prompt."""
     prompts = bench.prompts(2)
     answer = await bench.engine.completion({"prompt": prompts, "n": 3, "max_tokens": 4})
     assert [choice["index"] for choice in answer["choices"]] == list(range(6))
@@ -110,7 +110,7 @@ async def choices_are_counted_over_prompts_and_their_samples(bench: Bench) -> No
 
 @case()
 async def usage_counts_each_prompt_once_and_each_token(bench: Bench) -> None:
-    """prompt_tokens are those of the prompts, whatever n; completion_tokens are all that were generated."""
+    """The usage counts each prompt once, whatever n, and every generated token."""
     prompts = [bench.prompt(5), bench.prompt(9)]
     answer = await bench.engine.completion({"prompt": prompts, "n": 2, "max_tokens": 6})
     generated = sum(len(choice["token_ids"]) for choice in answer["choices"])
@@ -122,7 +122,7 @@ async def usage_counts_each_prompt_once_and_each_token(bench: Bench) -> None:
 
 @case(Capability.PREFIX_CACHE)
 async def usage_says_what_was_cached(bench: Bench) -> None:
-    """A prompt asked a second time reports cached tokens, and after a reset of the cache none."""
+    """A prompt sent a second time reports cached tokens, and none after a reset of the cache."""
     payload = _greedy(prompt=bench.prompt(min(600, bench.engine.model_info.context_length // 2)), max_tokens=2)
 
     async def cached() -> int:
@@ -137,7 +137,7 @@ async def usage_says_what_was_cached(bench: Bench) -> None:
 
 @case(Capability.VERSION_SPANS)
 async def choices_carry_their_weight_versions(bench: Bench) -> None:
-    """Each choice says which weight version made which of its tokens."""
+    """Each choice carries its weight version and the version spans of its tokens."""
     before = bench.engine.get_weight_version()
     try:
         await bench.engine.update_weight_version("another")
@@ -157,7 +157,7 @@ _SHIFTING: Final[Mapping[str, tuple[Capability, object, object]]] = {
     "repetition_penalty": (Capability.REPETITION_PENALTY, 3.0, 3.0),
     "logit_bias": (Capability.LOGIT_BIAS, {"40": _FORCE, "41": _FORCE}, {40: _FORCE, 41: _FORCE}),
 }
-"""Fields that change a greedy answer: their capability, a value as JSON has it, and the same for SamplingParams."""
+"""Fields that change a greedy answer: their capability, a value in JSON, and its equivalent in SamplingParams."""
 
 _NARROWING: Final[Mapping[str, tuple[Capability, object]]] = {
     "top_k": (Capability.TOP_K, 1),
@@ -200,7 +200,7 @@ for _field, (_capability, _value) in _NARROWING.items():
 
 @case(Capability.SEED)
 async def seed_is_honoured(bench: Bench) -> None:
-    """A request with a seed draws the same again, choice by choice, as generate does with that seed."""
+    """A request with a seed draws the same tokens again, choice by choice, and as generate() does."""
     prompt = bench.prompt()
     payload: Payload = {"prompt": prompt, "n": 2, "max_tokens": 12, "seed": 7}
     first, second = [await bench.engine.completion(payload) for _ in range(2)]
@@ -213,7 +213,7 @@ async def seed_is_honoured(bench: Bench) -> None:
 
 @case(Capability.STOP_STRINGS)
 async def stop_is_honoured(bench: Bench) -> None:
-    """A stop string, alone or in a list, ends a choice; the text is cut before it, and the choice says which it was."""
+    """A stop string, alone or in a list, ends a choice; its text is cut before the string, and the string is named."""
     engine = bench.engine
     for run in await bench.greedy(bench.prompts(8), 16):
         stop = next((char for char in run.text[2:] if char != REPLACEMENT), None)
@@ -232,7 +232,7 @@ async def stop_is_honoured(bench: Bench) -> None:
 
 @case(Capability.STOP_TOKEN_IDS)
 async def stop_token_ids_are_honoured(bench: Bench) -> None:
-    """A stop token id ends a choice and stays in its ids and its usage, not in its text."""
+    """A stop token id ends a choice and stays in its ids and usage, but not in its text."""
     engine = bench.engine
     for run in await bench.greedy(bench.prompts(4), 8):
         stop = run.token_ids[-1]
@@ -251,7 +251,7 @@ async def stop_token_ids_are_honoured(bench: Bench) -> None:
 
 @case(Capability.LOGIT_BIAS)
 async def eos_ends_a_choice(bench: Bench) -> None:
-    """A choice that ends at EOS says stop; the token stays in its ids and its usage."""
+    """A choice that ends at EOS says stop; the token stays in its ids and usage."""
     eos = bench.engine.model_info.eos_token_ids[0]
     payload = _greedy(messages=_messages(bench), max_tokens=5, logit_bias={str(eos): _FORCE})
     answer = await bench.engine.chat_completion(payload)
@@ -263,7 +263,7 @@ async def eos_ends_a_choice(bench: Bench) -> None:
 
 @case(Capability.LOGIT_BIAS, Capability.IGNORE_EOS)
 async def ignore_eos_is_honoured(bench: Bench) -> None:
-    """With ignore_eos a choice goes on past EOS up to its length."""
+    """With ignore_eos a choice continues past EOS to its full length."""
     eos = bench.engine.model_info.eos_token_ids[0]
     payload = _greedy(prompt=bench.prompt(), max_tokens=5, logit_bias={str(eos): _FORCE}, ignore_eos=True)
     (choice,) = (await bench.engine.completion(payload))["choices"]
@@ -282,7 +282,7 @@ async def min_tokens_is_honoured(bench: Bench) -> None:
 
 @case(Capability.STRUCTURED_JSON)
 async def response_format_is_honoured(bench: Bench) -> None:
-    """response_format holds the answer to its JSON schema."""
+    """response_format constrains the answer to its JSON schema."""
     schema = {"enum": ["yes", "no"]}
     payload: Payload = {
         "messages": _messages(bench),
@@ -298,7 +298,7 @@ async def response_format_is_honoured(bench: Bench) -> None:
 
 @case(Capability.LORA, config={"enable_lora": True})
 async def lora_is_honoured(bench: Bench) -> None:
-    """The adapter that lora names is the one to use; if it is not loaded, the request is refused by name."""
+    """The lora field selects the adapter; if it is not loaded, the request is refused, naming it."""
     refusal = await _chat_refusal(bench, {"messages": _messages(bench), "max_tokens": 2, "lora": "nobody"})
     assert refusal["error"]["param"] == "lora"
     assert "nobody" in refusal["error"]["message"]
@@ -306,7 +306,7 @@ async def lora_is_honoured(bench: Bench) -> None:
 
 @case(Capability.ABORT)
 async def a_request_is_aborted_by_its_id(bench: Bench) -> None:
-    """request_id is the answer's id and aborts it; what was generated so far comes back, marked aborted."""
+    """request_id becomes the answer's id, and aborting it returns the tokens so far, marked aborted."""
     engine = bench.engine
     await engine.abort("nobody")
     prompt = bench.prompt()
@@ -353,7 +353,7 @@ async def chat_logprobs_are_the_engines(bench: Bench) -> None:
 
 @case(Capability.LOGPROBS_RAW, Capability.TOP_LOGPROBS)
 async def chat_top_logprobs_are_the_most_likely(bench: Bench) -> None:
-    """top_logprobs=k adds the k most likely tokens in each place, most likely first."""
+    """top_logprobs=k adds the k most likely tokens at each position, most likely first."""
     payload = {"messages": _messages(bench), "max_tokens": 6, "logprobs": True, "top_logprobs": 3}
     answer = await bench.engine.chat_completion({**payload, "logprobs_mode": "raw"})
     (choice,) = answer["choices"]
@@ -366,7 +366,7 @@ async def chat_top_logprobs_are_the_most_likely(bench: Bench) -> None:
 
 @case(Capability.LOGPROBS_PROCESSED, Capability.TOP_LOGPROBS, Capability.TOP_K)
 async def answers_are_json_where_tokens_cannot_be_drawn(bench: Bench) -> None:
-    """Answers are valid JSON, also where the engine gives minus infinity for tokens that cannot be drawn."""
+    """Answers are valid JSON even where tokens have a logprob of minus infinity."""
     drawn: Payload = {"top_k": 2, "logprobs_mode": "processed", "max_tokens": 3, "seed": 1}
     answers = (
         await bench.engine.chat_completion(
@@ -382,7 +382,7 @@ async def answers_are_json_where_tokens_cannot_be_drawn(bench: Bench) -> None:
 
 @case(Capability.LOGPROBS_TEMPERATURE)
 async def completion_logprobs_are_the_engines(bench: Bench) -> None:
-    """logprobs=0 gives lists as long as the ids: tokens, their logprobs, and where in the text each begins."""
+    """logprobs=0 gives lists as long as the ids: tokens, their logprobs, and their offsets in the text."""
     payload = {"prompt": bench.prompts(2), "max_tokens": 10, "temperature": 0.6, "logprobs": 0}
     answer = await bench.engine.completion({**payload, "logprobs_mode": "temperature"})
     for choice in answer["choices"]:
@@ -400,7 +400,7 @@ async def completion_logprobs_are_the_engines(bench: Bench) -> None:
 
 @case(Capability.LOGPROBS_RAW, Capability.TOP_LOGPROBS)
 async def completion_top_logprobs_hold_the_token_itself(bench: Bench) -> None:
-    """logprobs=k adds the k most likely tokens in each place and the one that was drawn, with their logprobs."""
+    """logprobs=k adds the k most likely tokens at each position and the drawn one, with their logprobs."""
     payload = {"prompt": bench.prompt(), "max_tokens": 8, "logprobs": 3, "logprobs_mode": "raw"}
     (choice,) = (await bench.engine.completion(payload))["choices"]
     found = choice["logprobs"]
@@ -432,7 +432,7 @@ async def echo_begins_with_the_prompt(bench: Bench) -> None:
 
 @case(Capability.LOGPROBS_RAW, Capability.PROMPT_LOGPROBS)
 async def echo_with_logprobs_has_those_of_the_prompt(bench: Bench) -> None:
-    """With echo and logprobs the lists run over prompt and output, all raw; the first token has no logprob."""
+    """With echo and logprobs the lists cover prompt and output, all raw; the first token has no logprob."""
     payload = {"prompt": bench.prompt(7), "max_tokens": 5, "temperature": 0.6, "echo": True, "logprobs": 0}
     (choice,) = (await bench.engine.completion(payload))["choices"]
     _check_sequence(bench, choice)
@@ -441,7 +441,7 @@ async def echo_with_logprobs_has_those_of_the_prompt(bench: Bench) -> None:
 
 @case(Capability.LOGPROBS_RAW, Capability.PROMPT_LOGPROBS, Capability.SCORE_TOKENS)
 async def max_tokens_0_with_echo_scores_a_text(bench: Bench) -> None:
-    """With max_tokens=0, echo and logprobs a completion only scores its prompt, as evaluation harnesses ask it to."""
+    """With max_tokens=0, echo and logprobs a completion only scores its prompt, as evaluation harnesses require."""
     payload: Payload = {"prompt": bench.prompts(2, 9), "max_tokens": 0, "echo": True, "logprobs": 0}
     answer = await bench.engine.completion(payload)
     for choice in answer["choices"]:
@@ -455,7 +455,7 @@ async def max_tokens_0_with_echo_scores_a_text(bench: Bench) -> None:
 
 @case(Capability.STREAMING)
 async def a_chat_stream_put_together_is_the_answer(bench: Bench) -> None:
-    """Chunks bring a choice's role, then its content, then its finish reason; together they are the answer."""
+    """Chunks bring a choice's role, its content, and its finish reason; together they are the whole answer."""
     payload = _greedy(messages=_messages(bench), max_tokens=12, n=2)
     chunks = await _chat_chunks(bench, {**payload, "stream": True})
     whole = await bench.engine.chat_completion(payload)
@@ -479,7 +479,7 @@ async def a_chat_stream_put_together_is_the_answer(bench: Bench) -> None:
 
 @case(Capability.STREAMING)
 async def a_completion_stream_put_together_is_the_answer(bench: Bench) -> None:
-    """The chunks of each choice's text and ids together are what the call without a stream returns."""
+    """The chunks of each choice concatenate to the text and ids that the call without a stream returns."""
     payload = _greedy(prompt=bench.prompts(2), max_tokens=12, n=2)
     chunks = await _text_chunks(bench, payload)
     whole = await bench.engine.completion(payload)
@@ -496,7 +496,7 @@ async def a_completion_stream_put_together_is_the_answer(bench: Bench) -> None:
 
 @case(Capability.STREAMING)
 async def a_streams_usage_comes_last_if_asked_for(bench: Bench) -> None:
-    """With include_usage the usage of all choices is in one more chunk, without choices; before, usage is null."""
+    """With include_usage a last chunk without choices has the usage of all choices; in earlier chunks it is null."""
     options: Payload = {"stream": True, "stream_options": {"include_usage": True}}
     messages, prompts = _messages(bench), [bench.prompt(5), bench.prompt(9)]
     chat = await _chat_chunks(bench, {"messages": messages, "max_tokens": 4, "n": 2, **options})
@@ -512,7 +512,7 @@ async def a_streams_usage_comes_last_if_asked_for(bench: Bench) -> None:
 
 @case(Capability.STREAMING, Capability.LOGPROBS_RAW)
 async def a_streams_logprobs_come_with_their_tokens(bench: Bench) -> None:
-    """Each chunk of a stream brings the logprobs of its own tokens."""
+    """Each chunk of a stream carries the logprobs of its own tokens."""
     raw: Payload = {"logprobs_mode": "raw", "max_tokens": 10, "temperature": 0.7}
     content: list[SampledLogprob] = []
     token_ids: list[int] = []
@@ -537,7 +537,7 @@ async def a_streams_logprobs_come_with_their_tokens(bench: Bench) -> None:
 
 @case(Capability.STREAMING)
 async def a_stream_that_is_closed_early_leaves_nothing_running(bench: Bench) -> None:
-    """Closing a stream before its end aborts what it was generating."""
+    """Closing a stream before its end aborts its requests."""
     params = bench.long()
     payload = _greedy(messages=_messages(bench), max_tokens=min(params.max_new_tokens or 1, 600), n=2)
     if params.ignore_eos:
@@ -560,7 +560,7 @@ _TEMPLATE: Final = (
 
 @case(Capability.STRUCTURED_REGEX, Capability.STREAMING, own_engine=True)
 async def tool_calls_are_read_from_the_text(bench: Bench) -> None:
-    """Calls to the tools of a request come back as tool_calls with ids of their own, also when streamed."""
+    """Calls to the tools of a request come back as tool_calls with unique ids, also when streamed."""
     folder = bench.folder("tools") / "model"
     shutil.copytree(bench.model, folder)
     (folder / "chat_template.jinja").write_text(_TEMPLATE, encoding="utf-8")
@@ -598,7 +598,7 @@ async def tool_calls_are_read_from_the_text(bench: Bench) -> None:
 
 
 _ENDLESS: Final = "{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4
-"""A chat template that does not end."""
+"""A chat template that practically never ends."""
 
 
 # Refusals ------------------------------------------------------------------------------------------------------------
@@ -606,7 +606,7 @@ _ENDLESS: Final = "{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4
 
 @case()
 async def what_is_not_honoured_is_refused_by_name(bench: Bench) -> None:
-    """A field that is unknown, out of range, or not to be had is refused with OpenAI's error body, naming it."""
+    """A field that is unknown, out of range or unsupported is refused with OpenAI's error body, naming it."""
     good: Payload = {"messages": _messages(bench), "max_tokens": 2}
     vocabulary = bench.engine.model_info.vocab_size
     wrong: list[tuple[str, object]] = [
@@ -650,7 +650,7 @@ async def what_is_not_honoured_is_refused_by_name(bench: Bench) -> None:
 
 @case()
 async def the_served_model_answers_to_its_name(bench: Bench) -> None:
-    """The served model answers to its path, to its name, and to none; any other is refused as not found."""
+    """The model field may be the served model's path or name, or absent; any other value is refused as not found."""
     served = bench.engine.config.model
     for name in (None, served, bench.model.name):
         answer = await bench.engine.completion({"prompt": bench.prompt(), "max_tokens": 1, "model": name})
@@ -666,7 +666,7 @@ async def the_served_model_answers_to_its_name(bench: Bench) -> None:
 
 @case(Capability.IMAGES, model=ModelKind.VISION)
 async def images_in_messages_reach_the_prompt(bench: Bench) -> None:
-    """A message in parts may hold images: each leaves its place in the prompt, and the text is in it too."""
+    """Images in a message's parts take their places in the prompt beside its text."""
     text = {"type": "text", "text": "what is it?"}
     image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{_WHITE}"}}
     lengths: list[int] = []
@@ -706,7 +706,7 @@ def _of_text(choice: CompletionChoice) -> Completion:
 
 
 def _shown(bench: Bench, token_ids: list[int]) -> list[int]:
-    """The ids that are in the text: all but an EOS at the end."""
+    """Return the ids that appear in the text: all but a final EOS."""
     ended = token_ids and token_ids[-1] in bench.engine.model_info.eos_token_ids
     return token_ids[:-1] if ended else token_ids
 
@@ -742,7 +742,7 @@ def _check_sequence(bench: Bench, choice: CompletionChoice) -> None:
 
 
 def _check_token(bench: Bench, token: int, text: str, data: list[int] | None) -> None:
-    """Raise unless a token is written as it decodes, where it decodes by itself."""
+    """Raise unless a token's text is its decoding, if it decodes by itself."""
     alone = bench.engine.decode([token], skip_special_tokens=False)
     if REPLACEMENT in alone:
         assert text.startswith(("bytes:", "token_id:")) or REPLACEMENT in text

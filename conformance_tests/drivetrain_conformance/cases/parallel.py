@@ -1,4 +1,4 @@
-"""Engines that are spread over several ranks: they answer as the model does, and sleep and update as a whole."""
+"""Engines on several ranks: they answer as the model does, and they sleep and update as one."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from drivetrain_conformance.harness.testbench import Bench
 from drivetrain_weight_sync import Strategy, WeightSync
 
 TOKENS: Final = 24
-"""Of each answer that is compared."""
+"""Length of each answer that is compared."""
 BOUND: Final = 120.0
-"""Seconds after which what is awaited counts as hanging."""
+"""Timeout, in seconds, of each wait."""
 ATTEMPTS: Final = 3
-"""At what may come too late by chance: two ranks that wait for each other may leave a busy machine little else."""
+"""Attempts at aborts that may arrive too late: two busy ranks may leave a machine little time for anything else."""
 BOTH: Final = [MemoryTag.WEIGHTS, MemoryTag.KV_CACHE]
 
 
@@ -73,7 +73,7 @@ async def experts_split_over_two_ranks(bench: Bench) -> None:
 
 @case(Capability.TENSOR_PARALLEL, Capability.WEIGHTS_DISK, hardware=Hardware.TWO_RANKS, own_engine=True)
 async def an_update_reaches_every_rank(bench: Bench) -> None:
-    """After an update an engine on two ranks answers as the new weights do, and after one back as the first did."""
+    """After an update an engine on two ranks answers as the new weights do, and after the reverse update as before."""
     async with bench.open(tensor_parallel_size=2) as engine:
         await _answers_as_the_model(bench, engine)
         for folder, version in ((bench.other_weights(), "others"), (bench.model, "back")):
@@ -90,7 +90,7 @@ async def an_update_reaches_every_rank(bench: Bench) -> None:
     own_engine=True,
 )
 async def an_update_of_a_mixture_reaches_every_rank(bench: Bench) -> None:
-    """A mixture of experts, each of which is split over two ranks, answers as the weights do that it was given last."""
+    """A mixture whose experts are split over two ranks answers as its latest weights do."""
     async with bench.open(tensor_parallel_size=2) as engine:
         await _answers_as_the_model(bench, engine)
         other = bench.other_weights()
@@ -107,7 +107,7 @@ async def an_update_of_a_mixture_reaches_every_rank(bench: Bench) -> None:
     own_engine=True,
 )
 async def a_push_reaches_every_rank(bench: Bench) -> None:
-    """What is pushed to two ranks is put together again as it was, and what arrives otherwise than sent is found."""
+    """Weights pushed to two ranks read back as sent; a tensor that arrives altered fails verification."""
     await _reaches_every_rank(bench, [Strategy.SHARED_MEMORY, Strategy.BROADCAST])
 
 
@@ -119,7 +119,7 @@ async def a_push_reaches_every_rank(bench: Bench) -> None:
     own_engine=True,
 )
 async def a_push_through_one_gpus_memory_reaches_every_rank(bench: Bench) -> None:
-    """The same through the memory of the first GPU, for ranks on that one and on a second."""
+    """Weights pushed through the first GPU's memory reach the rank on that GPU and the rank on a second one."""
     await _reaches_every_rank(bench, [Strategy.CUDA_IPC], device="cuda:0")
 
 
@@ -134,7 +134,7 @@ async def a_push_through_one_gpus_memory_reaches_every_rank(bench: Bench) -> Non
     own_engine=True,
 )
 async def a_push_reaches_the_rank_of_each_expert(bench: Bench) -> None:
-    """With half of a mixture's experts on each of two ranks each arrives where it is, and all are read back as sent."""
+    """With half of a mixture's experts on each of two ranks, each expert reaches its rank and reads back as sent."""
     strategies = [Strategy.SHARED_MEMORY, Strategy.CUDA_IPC]
     await _reaches_every_rank(bench, strategies, device="cuda:0", expert_parallel_size=2)
 
@@ -145,7 +145,7 @@ async def _reaches_every_rank(
     other = bench.other_weights()
     async with bench.open(tensor_parallel_size=2, expert_parallel_size=expert_parallel_size) as engine:
         for strategy in strategies:
-            WeightSync.connect({}, engine, strategy)  # refused before a GPU is asked for
+            WeightSync.connect({}, engine, strategy)  # an unclaimed strategy is refused before a GPU is used
         between = Between(engine)
         tensors, first = (
             {name: tensor.to(device) for name, tensor in tensors_of(folder).items()} for folder in (other, bench.model)
@@ -182,7 +182,7 @@ async def _reaches_every_rank(
     own_engine=True,
 )
 async def every_rank_gives_its_memory_back(bench: Bench) -> None:
-    """Sleep gives memory back on each of two ranks; woken step by step and updated the engine answers as before."""
+    """Sleep frees memory on each of two ranks; after a wake-up in steps and an update the engine answers as before."""
     async with bench.open(tensor_parallel_size=2) as engine:
         share = parameter_bytes(engine) / 2
         for turn in range(3):
@@ -201,7 +201,7 @@ async def every_rank_gives_its_memory_back(bench: Bench) -> None:
 
 @case(Capability.DATA_PARALLEL, Capability.PAUSE_WAIT, hardware=Hardware.TWO_RANKS, own_engine=True)
 async def a_pause_holds_every_replica(bench: Bench) -> None:
-    """A pause of two replicas waits for the requests of both; what arrives meanwhile is neither lost nor served."""
+    """A pause of two replicas waits for the requests of both; later requests wait until it ends, and none is lost."""
     async with bench.open(data_parallel_size=2) as engine:
         prompts = bench.prompts(16, engine=engine)
         early = asyncio.create_task(bench.greedy(prompts, TOKENS, engine))
@@ -223,7 +223,7 @@ async def a_pause_holds_every_replica(bench: Bench) -> None:
 
 @case(Capability.TENSOR_PARALLEL, Capability.ABORT, hardware=Hardware.TWO_RANKS, own_engine=True)
 async def an_abort_ends_a_request_on_every_rank(bench: Bench) -> None:
-    """Aborting what runs on two ranks returns it, and the ranks agree on what goes on: the answers stay right."""
+    """An abort returns requests that run on two ranks, and the ranks stay in step: later answers are correct."""
     async with bench.open(tensor_parallel_size=2) as engine:
         await engine.abort("an id that no request has")
         params = SamplingParams(max_new_tokens=800, temperature=0, ignore_eos=engine.supports(Capability.IGNORE_EOS))
@@ -253,7 +253,7 @@ def _check_state(engine: InferenceEngine, state: EngineState) -> None:
 async def _answers_as_the_model(
     bench: Bench, engine: InferenceEngine, model: Path | None = None, prompts: int = 6
 ) -> None:
-    """One request alone, and several of unlike lengths together, take the likeliest tokens of ``model``."""
+    """Check one request alone, and several of different lengths together, against the likeliest tokens of ``model``."""
     asked = [bench.prompt(3 + 5 * (index % 7), engine) for index in range(prompts)]
     answers = await bench.greedy(asked[:1], TOKENS, engine) + await bench.greedy(asked, TOKENS, engine)
     assert [completion.prompt_token_ids for completion in answers] == [asked[0], *asked]

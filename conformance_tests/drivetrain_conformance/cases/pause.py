@@ -1,4 +1,4 @@
-"""The pause table: what becomes of requests in flight, of those that arrive, and of both when generation goes on."""
+"""The pause table: requests in flight and arriving requests, for each mode, before and after continuing."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from drivetrain_conformance.harness.testbench import Bench, until_idle
 _T = TypeVar("_T")
 
 BOUND: Final = 60.0
-"""Seconds after which what is awaited counts as hanging."""
+"""Timeout, in seconds, of each wait."""
 SOON: Final = 10.0
-"""Seconds within which what has ended is known to have ended."""
+"""Timeout, in seconds, for a request that has already ended to return."""
 QUIET: Final = 0.1
-"""Seconds for which nothing may happen. A request of a few tokens would be over by then."""
+"""Seconds during which nothing may happen: long enough for a request of a few tokens to finish."""
 TOKENS: Final = 250
-"""Of a request that is in flight for a while, and whose end a case waits for."""
+"""Length of a request that is in flight for a while and whose end the case awaits."""
 
 
 # The table ------------------------------------------------------------------------------------------------------------
@@ -38,7 +38,7 @@ TOKENS: Final = 250
 
 @case(Capability.PAUSE_ABORT)
 async def abort_ends_requests_in_flight(bench: Bench) -> None:
-    """Pausing by abort returns what is in flight, marked aborted, with the tokens so far; arrivals wait, then run."""
+    """Pausing by abort returns requests in flight, aborted, with their tokens so far; arrivals wait, then run."""
     engine = bench.engine
     await _pauses_when_idle(bench, PauseMode.ABORT)
     prompts, params = bench.prompts(2), _long(bench)
@@ -59,7 +59,7 @@ async def abort_ends_requests_in_flight(bench: Bench) -> None:
 
 @case(Capability.PAUSE_WAIT)
 async def wait_lets_requests_in_flight_end(bench: Bench) -> None:
-    """Pausing by wait returns when what is in flight has run to its own end; arrivals wait, then run."""
+    """Pausing by wait returns once all requests in flight have ended by themselves; arrivals wait, then run."""
     engine = bench.engine
     await _pauses_when_idle(bench, PauseMode.WAIT)
     prompts, params = bench.prompts(2), _long(bench)
@@ -69,7 +69,7 @@ async def wait_lets_requests_in_flight_end(bench: Bench) -> None:
 
     async def pause() -> int:
         await engine.pause_generation(PauseMode.WAIT)
-        return (await engine.stats()).running  # at once: a little later they have ended, whoever waited for it
+        return (await engine.stats()).running  # ask at once: a little later they would have ended anyway
 
     pausing = asyncio.create_task(pause())
     await _is_paused(engine)
@@ -85,31 +85,31 @@ async def wait_lets_requests_in_flight_end(bench: Bench) -> None:
 
 @case(Capability.PAUSE_IN_PLACE)
 async def in_place_freezes_requests_in_flight(bench: Bench) -> None:
-    """Requests frozen in place make no progress, then go on as if nothing had happened; arrivals wait, then run."""
+    """Requests frozen in place make no progress, then continue as if never paused; arrivals wait, then run."""
     await _freezes(bench, PauseMode.IN_PLACE)
 
 
 @case(Capability.PAUSE_RETRACT)
 async def retract_freezes_requests_in_flight(bench: Bench) -> None:
-    """Retracted requests make no progress, then go on as if nothing had happened; arrivals wait, then run."""
+    """Retracted requests make no progress, then continue as if never paused; arrivals wait, then run."""
     await _freezes(bench, PauseMode.RETRACT)
 
 
 @case(Capability.PAUSE_IN_PLACE, Capability.STREAMING)
 async def no_token_is_made_while_frozen_in_place(bench: Bench) -> None:
-    """A stream that is frozen in place shows nothing more until generation goes on, and then the rest."""
+    """A stream frozen in place shows nothing more until generation continues, and then the rest."""
     await _stream_stands_still(bench, PauseMode.IN_PLACE)
 
 
 @case(Capability.PAUSE_RETRACT, Capability.STREAMING)
 async def no_token_is_made_while_retracted(bench: Bench) -> None:
-    """A stream that is retracted shows nothing more until generation goes on, and then the rest."""
+    """A retracted stream shows nothing more until generation continues, and then the rest."""
     await _stream_stands_still(bench, PauseMode.RETRACT)
 
 
 @case(Capability.PAUSE_WAIT, Capability.STREAMING)
 async def a_stream_that_arrives_waits(bench: Bench) -> None:
-    """A stream that is opened while the engine is paused shows nothing until generation goes on."""
+    """A stream that is opened while the engine is paused shows nothing until generation continues."""
     engine = bench.engine
     prompt = bench.prompt()
     await _can_pause(engine, PauseMode.WAIT)
@@ -118,7 +118,7 @@ async def a_stream_that_arrives_waits(bench: Bench) -> None:
     first_chunk = time.monotonic() - begun
     await engine.pause_generation(PauseMode.WAIT)
     async with _streamed(engine, prompt, SamplingParams(max_new_tokens=8, temperature=0)) as (chunks, reading):
-        await asyncio.sleep(max(QUIET, 3 * first_chunk))  # long enough for one to come, on a busy machine too
+        await asyncio.sleep(max(QUIET, 3 * first_chunk))  # long enough for a chunk, even on a busy machine
         assert chunks == []
         assert not reading.done()
         await engine.continue_generation()
@@ -131,7 +131,7 @@ async def a_stream_that_arrives_waits(bench: Bench) -> None:
 
 @case(Capability.PAUSE_WAIT)
 async def all_that_arrived_is_served(bench: Bench) -> None:
-    """Every request that arrived while the engine was paused is served once generation goes on."""
+    """Every request that arrived during a pause is served once generation continues."""
     engine = bench.engine
     prompts = bench.prompts(12)
     whole = await bench.greedy(prompts, 6)
@@ -148,7 +148,7 @@ async def all_that_arrived_is_served(bench: Bench) -> None:
 
 @case()
 async def going_on_without_a_pause_changes_nothing(bench: Bench) -> None:
-    """Continuing an engine that is not paused is no error, however often, and it serves on."""
+    """Continuing an engine that is not paused raises no error, however often, and the engine serves on."""
     engine = bench.engine
     prompts = bench.prompts(2)
     before = await bench.greedy(prompts)
@@ -162,7 +162,7 @@ async def going_on_without_a_pause_changes_nothing(bench: Bench) -> None:
 
 @case(Capability.PAUSE_WAIT)
 async def an_unknown_mode_is_refused(bench: Bench) -> None:
-    """An unknown mode is refused, naming the argument and the value; a running engine runs on, a paused one waits."""
+    """An unknown mode is refused, naming argument and value; a running engine runs on, a paused one stays paused."""
     engine = bench.engine
     await _unknown_mode_is_refused(engine)
     _check_running(engine)
@@ -176,7 +176,7 @@ async def an_unknown_mode_is_refused(bench: Bench) -> None:
 
 @case(Capability.PAUSE_WAIT)
 async def many_callers_at_once(bench: Bench) -> None:
-    """Callers that pause, continue and generate at the same moment leave an engine that goes on and answers right."""
+    """Concurrent callers that pause, continue and generate leave an engine that runs and answers correctly."""
     engine = bench.engine
     prompts = bench.prompts(2)
     before = await bench.greedy(prompts)
@@ -195,7 +195,7 @@ async def many_callers_at_once(bench: Bench) -> None:
 
 @case(Capability.PAUSE_ABORT, Capability.PAUSE_WAIT, Capability.PAUSE_IN_PLACE, Capability.PAUSE_RETRACT)
 async def any_mode_may_follow_any(bench: Bench) -> None:
-    """An idle engine can be paused in any mode after any other, holds arrivals in each, and one continue ends it."""
+    """An idle engine can be paused in any mode after any other; arrivals wait in each, and one continue ends it."""
     engine = bench.engine
     await _can_pause(engine, *PauseMode)
     for first, second in itertools.product(PauseMode, PauseMode):
@@ -218,7 +218,7 @@ async def any_mode_may_follow_any(bench: Bench) -> None:
 
 @case(Capability.PAUSE_IN_PLACE, Capability.PAUSE_RETRACT)
 async def one_freeze_can_follow_the_other(bench: Bench) -> None:
-    """Requests frozen in place can be retracted, and the other way round; in the end no token is lost or changed."""
+    """Requests frozen in place can be retracted, and the reverse; no token is lost or changed."""
     engine = bench.engine
     await _can_pause(engine, PauseMode.IN_PLACE, PauseMode.RETRACT)
     prompts, params = bench.prompts(2), _long(bench)
@@ -227,7 +227,7 @@ async def one_freeze_can_follow_the_other(bench: Bench) -> None:
         async with bench.in_flight(prompts, params) as task:
             for mode in modes:
                 await engine.pause_generation(mode)
-            _check_paused(engine, PauseMode.RETRACT)  # what was released is not there again
+            _check_paused(engine, PauseMode.RETRACT)  # a cache that was released does not come back
             await asyncio.sleep(QUIET)
             assert not task.done()
             await engine.continue_generation()
@@ -237,7 +237,7 @@ async def one_freeze_can_follow_the_other(bench: Bench) -> None:
 
 @case(Capability.PAUSE_IN_PLACE, Capability.PAUSE_RETRACT)
 async def many_pauses_change_no_token(bench: Bench) -> None:
-    """Requests that were frozen time and again, one way and the other, end with the tokens of an undisturbed run."""
+    """Requests that are frozen repeatedly, in both modes in turn, end with the tokens of an undisturbed run."""
     engine = bench.engine
     modes = (PauseMode.IN_PLACE, PauseMode.RETRACT)
     await _can_pause(engine, *modes)
@@ -255,13 +255,13 @@ async def many_pauses_change_no_token(bench: Bench) -> None:
 
 @case(Capability.PAUSE_ABORT, Capability.PAUSE_IN_PLACE)
 async def abort_ends_what_was_frozen_in_place(bench: Bench) -> None:
-    """Pausing by abort after in_place returns the frozen requests, aborted, with the tokens that they had."""
+    """Pausing by abort after in_place returns the frozen requests, aborted, with their tokens so far."""
     await _abort_ends_what_is_frozen(bench, PauseMode.IN_PLACE)
 
 
 @case(Capability.PAUSE_ABORT, Capability.PAUSE_RETRACT)
 async def abort_ends_what_was_retracted(bench: Bench) -> None:
-    """Pausing by abort after retract returns the frozen requests, aborted, with the tokens that they had."""
+    """Pausing by abort after retract returns the frozen requests, aborted, with their tokens so far."""
     await _abort_ends_what_is_frozen(bench, PauseMode.RETRACT)
 
 
@@ -290,19 +290,19 @@ async def waiting_for_frozen_requests_is_refused(bench: Bench) -> None:
 
 @case(Capability.ABORT, Capability.PAUSE_IN_PLACE)
 async def a_request_frozen_in_place_can_be_aborted(bench: Bench) -> None:
-    """Aborting one frozen request returns it with the tokens that it had; the others stay frozen and then go on."""
+    """Aborting one frozen request returns it with its tokens so far; the others stay frozen and then continue."""
     await _frozen_request_can_be_aborted(bench, PauseMode.IN_PLACE)
 
 
 @case(Capability.ABORT, Capability.PAUSE_RETRACT)
 async def a_retracted_request_can_be_aborted(bench: Bench) -> None:
-    """Aborting one retracted request returns it with the tokens that it had; the others stay frozen and then go on."""
+    """Aborting one retracted request returns it with its tokens so far; the others stay frozen and then continue."""
     await _frozen_request_can_be_aborted(bench, PauseMode.RETRACT)
 
 
 @case(Capability.ABORT, Capability.PAUSE_WAIT)
 async def a_request_that_waits_can_be_aborted(bench: Bench) -> None:
-    """Aborting a request that arrived during a pause returns it without a token; the others wait on and then run."""
+    """Aborting a request that arrived during a pause returns it without a token; the others keep waiting, then run."""
     engine = bench.engine
     await engine.abort("an id that no request has")
     await _can_pause(engine, PauseMode.WAIT)
@@ -331,7 +331,7 @@ async def a_request_that_waits_can_be_aborted(bench: Bench) -> None:
 
 @case(Capability.PAUSE_WAIT)
 async def an_arrival_that_is_cancelled_is_gone(bench: Bench) -> None:
-    """A caller that goes away while its request waits leaves nothing that runs later, and its id is free."""
+    """Cancelling a call whose request waits in a pause removes the request and frees its id."""
     engine = bench.engine
     prompt = bench.prompt()
     await engine.pause_generation(PauseMode.WAIT)
@@ -351,7 +351,7 @@ async def an_arrival_that_is_cancelled_is_gone(bench: Bench) -> None:
 
 @case(Capability.PAUSE_IN_PLACE)
 async def a_frozen_call_that_is_cancelled_is_gone(bench: Bench) -> None:
-    """A caller that goes away while its requests are frozen leaves nothing that goes on later."""
+    """Cancelling a call whose requests are frozen removes the requests and frees their ids."""
     engine = bench.engine
     await _can_pause(engine, PauseMode.IN_PLACE)
     async with bench.in_flight(bench.prompts(2), bench.long(), request_ids=["a", "b"]) as task:
@@ -370,7 +370,7 @@ async def a_frozen_call_that_is_cancelled_is_gone(bench: Bench) -> None:
 
 @case(Capability.PAUSE_WAIT)
 async def an_arrival_does_not_wait_for_ever(bench: Bench) -> None:
-    """The time that a request may take includes its wait in a pause: then it ends in DeadlineExceeded, and is gone."""
+    """A request's timeout includes its wait in a pause; on timeout it ends in DeadlineExceeded and is removed."""
     engine = bench.engine
     prompt = bench.prompt()
     await engine.pause_generation(PauseMode.WAIT)
@@ -385,7 +385,7 @@ async def an_arrival_does_not_wait_for_ever(bench: Bench) -> None:
 
 @case(Capability.PAUSE_WAIT, Capability.ABORT)
 async def a_pause_that_takes_too_long_leaves_the_engine_running(bench: Bench) -> None:
-    """A wait that reaches its timeout is DeadlineExceeded; the engine is not paused, and no request was harmed."""
+    """Pausing by wait that times out raises DeadlineExceeded; the engine stays unpaused, and requests go on."""
     engine = bench.engine
     await engine.abort("an id that no request has")
     prompts, params = bench.prompts(2), _long(bench)
@@ -419,7 +419,7 @@ async def closing_a_paused_engine_leaves_nothing_waiting(bench: Bench) -> None:
 
 @case(Capability.PAUSE_IN_PLACE, Capability.ABORT, own_engine=True)
 async def closing_returns_frozen_requests(bench: Bench) -> None:
-    """Requests that are frozen when the engine is closed come back aborted, with the tokens that they had."""
+    """Requests that are frozen when the engine is closed come back aborted, with their tokens so far."""
     async with bench.open() as engine:
         await engine.abort("an id that no request has")
         await _can_pause(engine, PauseMode.IN_PLACE)
@@ -434,12 +434,12 @@ async def closing_returns_frozen_requests(bench: Bench) -> None:
                 assert 0 < len(completion.token_ids) < 800
 
 
-# Caches and numbers ---------------------------------------------------------------------------------------------------
+# Caches and logprobs --------------------------------------------------------------------------------------------------
 
 
 @case(Capability.PAUSE_WAIT, Capability.PREFIX_CACHE)
 async def a_pause_keeps_the_prefix_cache(bench: Bench) -> None:
-    """A pause forgets no cached prefix; a reset within it forgets all; the answers are the same either way."""
+    """A pause keeps every cached prefix, and a reset within it drops all; answers are the same either way."""
     engine = bench.engine
     await _can_pause(engine, PauseMode.WAIT)
     await engine.reset_prefix_cache()
@@ -459,7 +459,7 @@ async def a_pause_keeps_the_prefix_cache(bench: Bench) -> None:
 
 @case(Capability.PAUSE_IN_PLACE, Capability.PREFIX_CACHE)
 async def a_reset_of_the_prefix_cache_spares_frozen_requests(bench: Bench) -> None:
-    """Requests frozen in place lose, repeat and change no token when the prefix cache is reset meanwhile."""
+    """Resetting the prefix cache changes no token of requests that are frozen in place."""
     engine = bench.engine
     await _can_pause(engine, PauseMode.IN_PLACE)
     await engine.reset_prefix_cache()
@@ -475,7 +475,7 @@ async def a_reset_of_the_prefix_cache_spares_frozen_requests(bench: Bench) -> No
 
 @case(Capability.PAUSE_RETRACT, Capability.LOGPROBS_RAW)
 async def logprobs_stay_true_across_a_retraction(bench: Bench) -> None:
-    """Each logprob of a request that was retracted is the one that an independent forward pass computes."""
+    """Each logprob of a retracted request equals that of an independent forward pass."""
     engine = bench.engine
     await _can_pause(engine, PauseMode.RETRACT)
     params = bench.long(TOKENS, logprobs=0, logprobs_mode=LogprobsMode.RAW)
@@ -508,21 +508,21 @@ def _check_running(engine: InferenceEngine) -> None:
 
 
 async def _can_pause(engine: InferenceEngine, *modes: PauseMode) -> None:
-    """Pause in each mode while there is nothing to disturb: an engine that lacks one is left as it was."""
+    """Pause an idle engine in each mode, so that an engine without one refuses before the case changes anything."""
     for mode in modes:
         await engine.pause_generation(mode)
         await engine.continue_generation()
 
 
 async def _result(task: asyncio.Task[_T], within: float = BOUND) -> _T:
-    """Await a task that must end in time."""
+    """Await a task, with a timeout."""
     done, _ = await asyncio.wait([task], timeout=within)
     assert done, f"it has not ended after {within:g} s"
     return task.result()
 
 
 async def _begun(engine: InferenceEngine, task: asyncio.Task[GenerationOutput], count: int = 1) -> None:
-    """Return when the engine works on so many requests, or is done with them: an engine may be that fast."""
+    """Return once the engine runs this many requests, or has already finished them."""
     async with asyncio.timeout(BOUND):
         while (await engine.stats()).running < count and not task.done():  # noqa: ASYNC110 - it may be another process
             await asyncio.sleep(0.002)
@@ -536,7 +536,7 @@ async def _is_paused(engine: InferenceEngine) -> None:
 
 @asynccontextmanager
 async def _arrival(bench: Bench) -> AsyncGenerator[None, None]:
-    """A request arrives at the paused engine and waits there; the block lets generation go on, and it is served."""
+    """Require a request to wait at the paused engine, and to be answered after the block has continued it."""
     engine = bench.engine
     prompt = bench.prompt()
     before = (await engine.stats()).running
@@ -554,7 +554,7 @@ async def _arrival(bench: Bench) -> AsyncGenerator[None, None]:
 
 
 async def _pauses_when_idle(bench: Bench, mode: PauseMode) -> None:
-    """Nothing is in flight: twice is as once, the mode's name will do, and one continue ends it."""
+    """Pause an idle engine twice, once by the mode's name; one continue must end the pause."""
     engine = bench.engine
     await engine.pause_generation(mode)
     await engine.pause_generation(mode.value)
@@ -589,16 +589,16 @@ async def _freezes(bench: Bench, mode: PauseMode) -> None:
 
 
 def _long(bench: Bench) -> SamplingParams:
-    """A request that is in flight for a while, with logprobs where the engine has some."""
+    """Return params of a request that is in flight for a while, with logprobs if the engine has them."""
     if not bench.claims(Capability.LOGPROBS_RAW):
         return bench.long(TOKENS)
     return bench.long(TOKENS, logprobs=0, logprobs_mode=LogprobsMode.RAW)
 
 
 def _with_a_state(bench: Bench) -> list[SamplingParams]:
-    """Params under which each token depends on more than those before it, or on what was counted of them."""
+    """Return params under which each token also depends on state beside the tokens: seeds, schedules, counts."""
     engine = bench.engine
-    # Where weights are rounded more, a sample may part from its repetition at any token, by right.
+    # With coarser rounding a repeated sample may legitimately differ at any token.
     if engine.model_info.dtype != "float32":
         return []
     most = bench.long(TOKENS).max_new_tokens
@@ -615,7 +615,7 @@ def _with_a_state(bench: Bench) -> list[SamplingParams]:
         found.append(bench.long(TOKENS, presence_penalty=1.5))
     if all(map(engine.supports, _HELD_BACK)):
         (last,) = bench.prompt(1)
-        # The last token alone is a stop: held back until there, and then the likeliest.
+        # The last token is forced but also a stop, so it is held back until min_new_tokens, and then ends the sample.
         ends: dict[str, Any] = {"logit_bias": {last: 100.0}, "min_new_tokens": most - 1, "stop_token_ids": (last,)}
         found.append(bench.long(TOKENS, repetition_penalty=1.3, **ends))
     return found
@@ -633,7 +633,7 @@ _HELD_BACK: Final = (
 async def _streamed(
     engine: InferenceEngine, prompt: Sequence[int], params: SamplingParams
 ) -> AsyncGenerator[tuple[list[CompletionChunk], asyncio.Task[None]], None]:
-    """The chunks that a stream has shown so far, and the task that reads it."""
+    """Read a stream in a task; yield the list of its chunks so far, and the task."""
     chunks: list[CompletionChunk] = []
 
     async def read() -> None:
@@ -661,7 +661,7 @@ async def _stream_stands_still(bench: Bench, mode: PauseMode) -> None:
             if reading.done():
                 reading.result()
             await engine.pause_generation(mode)
-            await asyncio.sleep(QUIET)  # what was made before the pause may still be under way
+            await asyncio.sleep(QUIET)  # tokens made before the pause may still be on their way
             shown = sum(len(chunk.token_ids) for chunk in chunks)
             await asyncio.sleep(3 * QUIET)
             late = sum(len(chunk.token_ids) for chunk in chunks) - shown

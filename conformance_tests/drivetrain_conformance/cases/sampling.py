@@ -1,6 +1,6 @@
-"""Which tokens are drawn, and how often: held against the reference distribution, and against themselves.
+"""Sampling: the distribution of drawn tokens follows the reference, and draws repeat or differ as seeds say.
 
-The statistical cases make about 25 checks, each of which fails by chance at most once in a million runs on a right
+The statistical cases make about 25 checks, each of which fails by chance at most once in a million runs on a correct
 engine; see :mod:`drivetrain_conformance.references.goodness_of_fit`.
 """
 
@@ -24,13 +24,13 @@ from drivetrain_conformance.references.oracle import Logits, log_softmax
 from drivetrain_conformance.references.reference_sampling import step, steps
 
 _PROMPTS: Final = 4
-"""Prompts among which the draws of a statistical case are shared."""
+"""Prompts over which the draws of a statistical case are spread."""
 _AT_ONCE: Final = 1024
-"""Most samples of one prompt."""
+"""Maximum number of samples of one prompt in one call."""
 _FAR_BACK: Final = 160
-"""Tokens of a sample whose first ones still count as penalties' when the last ones are drawn."""
+"""Length of a sample whose first tokens must still count for the penalties of its last ones."""
 _SEQUENCES: Final = 256
-"""Sampled sequences for a look at a token that is not the first."""
+"""Sampled sequences in a check of a token other than the first."""
 
 
 # First tokens -----------------------------------------------------------------------------------------------------
@@ -69,19 +69,19 @@ async def top_k_keeps_the_k_most_likely(bench: Bench) -> None:
 
 @case(Capability.TOP_P)
 async def top_p_keeps_the_nucleus(bench: Bench) -> None:
-    """With top_p=0.5 only the fewest most likely tokens that hold half of it, after temperature, are drawn."""
+    """With top_p=0.5 only the smallest set of likely tokens with half the probability, after temperature, is drawn."""
     await _check_first_tokens(bench, SamplingParams(max_new_tokens=1, top_p=0.5, temperature=0.7))
 
 
 @case(Capability.MIN_P)
 async def min_p_drops_the_unlikely(bench: Bench) -> None:
-    """With min_p=0.3 only tokens at least that likely, beside the most likely one and after temperature, are drawn."""
+    """With min_p=0.3 only tokens with at least 0.3 of the top token's probability, after temperature, are drawn."""
     await _check_first_tokens(bench, SamplingParams(max_new_tokens=1, min_p=0.3, temperature=1.7))
 
 
 @case(Capability.LOGIT_BIAS)
 async def logit_bias_is_added(bench: Bench) -> None:
-    """Biased tokens are drawn as often as their raised and lowered logits say; -100 as good as never."""
+    """Biased tokens are drawn as often as their changed logits say; with -100 practically never."""
     likely, less, never = bench.prompt(3)
     bias = {likely: 3.0, less: -3.0, never: -100.0}
     await _check_first_tokens(bench, SamplingParams(max_new_tokens=1, logit_bias=bias), marked=[likely])
@@ -89,7 +89,7 @@ async def logit_bias_is_added(bench: Bench) -> None:
 
 @case(Capability.REPETITION_PENALTY)
 async def repetition_penalty_counts_the_prompt(bench: Bench) -> None:
-    """Tokens of the prompt are drawn less often, as their positive logits divided and negative ones multiplied say."""
+    """With repetition_penalty=2 tokens of the prompt are drawn less often, as their penalised logits say."""
     await _check_first_tokens(bench, SamplingParams(max_new_tokens=1, repetition_penalty=2.0), prompt_length=120)
 
 
@@ -101,21 +101,21 @@ async def a_repetition_penalty_below_one_rewards(bench: Bench) -> None:
 
 @case(Capability.TOP_K, Capability.TOP_P)
 async def top_p_is_a_share_of_what_top_k_left(bench: Bench) -> None:
-    """With top_k=8 and top_p=0.6 the nucleus is taken of the eight tokens' own distribution."""
+    """With top_k=8 and top_p=0.6 the nucleus is taken from the distribution of the eight tokens."""
     await _check_first_tokens(bench, SamplingParams(max_new_tokens=1, top_k=8, top_p=0.6))
 
 
 @case(Capability.TOP_P, Capability.MIN_P)
 async def min_p_comes_after_top_p(bench: Bench) -> None:
-    """With min_p=0.4 and top_p=0.6 the nucleus is taken of all tokens, not of those that min_p would leave."""
+    """With min_p=0.4 and top_p=0.6 the nucleus is taken from all tokens, before min_p."""
     await _check_first_tokens(bench, SamplingParams(max_new_tokens=1, top_p=0.6, min_p=0.4))
 
 
 @case(Capability.LOGIT_BIAS, Capability.REPETITION_PENALTY)
 async def logit_bias_is_added_after_the_penalties(bench: Bench) -> None:
-    """A bias on tokens that are penalised is added as it is, and not divided or multiplied by the penalty."""
+    """A bias is added to a logit after the repetition penalty, and is itself not penalised."""
     prompts = bench.prompts(_PROMPTS, length=48)
-    # Bias raises a logit to where the penalty, applied afterwards, would take much of it away again.
+    # A penalty applied after the bias would take much of the raised logit away again.
     bias = {token: 4.0 for prompt in prompts for token in prompt[:2]}
     params = SamplingParams(max_new_tokens=1, repetition_penalty=1.6, logit_bias=bias)
     await _check_first_tokens(bench, params, prompts=prompts, marked=bias)
@@ -123,7 +123,7 @@ async def logit_bias_is_added_after_the_penalties(bench: Bench) -> None:
 
 @case(Capability.TOP_K, Capability.TOP_P, Capability.MIN_P, Capability.LOGIT_BIAS, Capability.REPETITION_PENALTY)
 async def everything_at_once_follows_the_documented_order(bench: Bench) -> None:
-    """Penalty, bias, temperature, top-k, top-p and min-p together leave the reference's distribution."""
+    """Penalty, bias, temperature, top-k, top-p and min-p together give the reference's distribution."""
     bias = {token: 1.5 for token in bench.prompt(4)}
     params = SamplingParams(
         max_new_tokens=1,
@@ -139,7 +139,7 @@ async def everything_at_once_follows_the_documented_order(bench: Bench) -> None:
 
 @case(Capability.SEED)
 async def seeded_draws_follow_the_model(bench: Bench) -> None:
-    """The samples of one seed, whose seeds are consecutive, are as good draws as any."""
+    """The samples of one seed, drawn with consecutive seeds, follow the model's distribution."""
     await _check_first_tokens(bench, SamplingParams(max_new_tokens=1, seed=1))
 
 
@@ -162,7 +162,7 @@ async def _check_first_tokens(
 
 
 async def _draw(bench: Bench, prompts: Sequence[list[int]], params: SamplingParams) -> list[list[Completion]]:
-    """Completions of each prompt, ``profile.samples`` in all."""
+    """Return completions of each prompt, ``profile.samples`` in all."""
     each = max(1, bench.profile.samples // len(prompts))
     params = params.model_copy(update={"n": min(each, _AT_ONCE)})
     drawn: list[list[Completion]] = [[] for _ in prompts]
@@ -175,7 +175,7 @@ async def _draw(bench: Bench, prompts: Sequence[list[int]], params: SamplingPara
 
 
 def _slack(bench: Bench, params: SamplingParams) -> float:
-    """How far a logprob of the drawn distribution may be off, in nats: a low temperature magnifies."""
+    """Return the tolerance of a logprob of the sampling distribution, in nats; a low temperature magnifies it."""
     coldest = params.temperature or 1.0
     for processor in params.logit_processors:
         if isinstance(processor, TemperatureSchedule):
@@ -193,7 +193,7 @@ def _count(
     generated: Sequence[int],
     marked: Collection[int] = (),
 ) -> None:
-    """Assert that each token could be drawn; count them, unless rounding may have moved the line between the two."""
+    """Assert that each token could be drawn, and count the tokens unless rounding may change which are possible."""
     reference = step(logits, params, prompt, generated, bench.tolerance())
     impossible = sorted({token for token in tokens if not reference.possibly[token]})
     assert not impossible, f"tokens {impossible} were drawn, which the params rule out"
@@ -206,18 +206,18 @@ def _count(
 
 @case()
 async def later_tokens_follow_what_was_drawn(bench: Bench) -> None:
-    """The eighth token of a sequence follows the model's distribution after the seven that were drawn."""
+    """The eighth token of a sequence follows the model's distribution given the seven drawn before it."""
     await _check_later_token(bench, SamplingParams(max_new_tokens=8))
 
 
 @case()
 async def each_step_is_drawn_anew(bench: Bench) -> None:
-    """Where in its distribution a token was drawn says nothing of where the next one will be."""
+    """A token's position within its distribution does not predict the next token's position."""
     params = SamplingParams(max_new_tokens=3, n=_SEQUENCES // 2)
     drawn = (await bench.engine.generate(bench.prompt(), params)).completions
     whole = [completion for completion in drawn if len(completion.token_ids) == 3]
     rows = [np.exp(log_softmax(bench.output_logits(completion)[-2:])) for completion in whole]
-    # An engine that used a random number twice would come back to the same part of the distribution, as it orders it.
+    # An engine that used a random number twice would draw from the same part of its ordered distribution again.
     for order in (_by_id, _by_rank):
         tally = Tally(_slack(bench, params))
         for completion, (before, after) in zip(whole, rows, strict=True):
@@ -236,7 +236,7 @@ def _by_rank(probabilities: Logits) -> NDArray[np.intp]:
 
 
 def _parts(probabilities: Logits, order: Callable[[Logits], NDArray[np.intp]]) -> NDArray[np.intp]:
-    """In which eighth of the distribution, in this order, the middle of each token's share lies."""
+    """Return, for each token, the eighth of the ordered distribution in which the middle of its share lies."""
     ranked = order(probabilities)
     middles = np.cumsum(probabilities[ranked]) - probabilities[ranked] / 2
     parts = np.empty(len(probabilities), dtype=np.intp)
@@ -246,18 +246,18 @@ def _parts(probabilities: Logits, order: Callable[[Logits], NDArray[np.intp]]) -
 
 @case(Capability.FREQUENCY_PENALTY)
 async def frequency_penalty_counts_what_was_generated(bench: Bench) -> None:
-    """With a frequency penalty of -2 tokens come again more often, for each time that they were generated."""
+    """With a frequency penalty of -2 a token recurs more often with each time that it was generated."""
     await _check_later_token(bench, SamplingParams(max_new_tokens=16, frequency_penalty=-2.0))
 
 
 @case(Capability.PRESENCE_PENALTY)
 async def presence_penalty_sees_what_was_generated(bench: Bench) -> None:
-    """With a presence penalty of -2 tokens that were generated come again more often, however many times they were."""
+    """With a presence penalty of -2 a generated token recurs more often, regardless of how often it occurred."""
     await _check_later_token(bench, SamplingParams(max_new_tokens=12, presence_penalty=-2.0))
 
 
 async def _check_later_token(bench: Bench, params: SamplingParams) -> None:
-    """Look at the last token: given what came before them, those of all sequences are independent of each other."""
+    """Check the last token of each sequence: given the tokens before them, these are independent draws."""
     params = params.model_copy(update={"n": _SEQUENCES})
     completions = (await bench.engine.generate(bench.prompt(), params)).completions
     tally = Tally(_slack(bench, params))
@@ -291,38 +291,38 @@ async def top_k_of_one_is_greedy(bench: Bench) -> None:
 
 @case(Capability.TOP_P)
 async def a_small_top_p_is_greedy(bench: Bench) -> None:
-    """A nucleus always holds the most likely token, so that a tiny one holds it alone."""
+    """With a tiny top_p only the most likely token is drawn."""
     await _check_takes_the_best(bench, SamplingParams(top_p=1e-6, max_new_tokens=12))
 
 
 @case(Capability.MIN_P)
 async def min_p_of_one_is_greedy(bench: Bench) -> None:
-    """With min_p=1 only the most likely token is left."""
+    """With min_p=1 only the most likely token is drawn."""
     await _check_takes_the_best(bench, SamplingParams(min_p=1.0, max_new_tokens=12))
 
 
 @case(Capability.REPETITION_PENALTY)
 async def greedy_follows_the_repetition_penalty(bench: Bench) -> None:
-    """At temperature 0 the token whose penalised logit is largest is taken; prompt and output count, each once."""
+    """At temperature 0 the token with the largest penalised logit is taken; prompt and output tokens count once."""
     await _check_takes_the_best(bench, bench.long(_FAR_BACK, repetition_penalty=1.4))
 
 
 @case(Capability.FREQUENCY_PENALTY)
 async def greedy_follows_the_frequency_penalty(bench: Bench) -> None:
-    """At temperature 0 each time that a token was generated lowers its logit by the frequency penalty."""
+    """At temperature 0 each occurrence of a generated token lowers its logit by the frequency penalty."""
     await _check_takes_the_best(bench, SamplingParams(temperature=0, max_new_tokens=24, frequency_penalty=-0.3))
     await _check_takes_the_best(bench, bench.long(_FAR_BACK, frequency_penalty=0.7))
 
 
 @case(Capability.PRESENCE_PENALTY)
 async def greedy_follows_the_presence_penalty(bench: Bench) -> None:
-    """At temperature 0 the logit of a token that was generated is lowered by the presence penalty once."""
+    """At temperature 0 the presence penalty lowers the logit of a generated token once."""
     await _check_takes_the_best(bench, bench.long(_FAR_BACK, presence_penalty=1.2))
 
 
 @case(Capability.LOGIT_BIAS)
 async def greedy_follows_the_logit_bias(bench: Bench) -> None:
-    """At temperature 0 a bias decides which token is taken: a large one makes it the only one, or rules it out."""
+    """At temperature 0 a large logit bias forces a token or rules it out."""
     free = await bench.greedy(bench.prompts(3))
     banned, forced = free[0].token_ids[0], bench.prompt(1)[0]
     params = SamplingParams(temperature=0, max_new_tokens=12, logit_bias={banned: -100.0})
@@ -331,7 +331,7 @@ async def greedy_follows_the_logit_bias(bench: Bench) -> None:
     params = SamplingParams(temperature=0, max_new_tokens=5, logit_bias={forced: 100.0})
     for completion in await _check_takes_the_best(bench, params):
         assert completion.token_ids == [forced] * 5
-    # An engine may have room for some tens of them.
+    # Engines may support only a few dozen biases.
     many = {token: -100.0 for token in ordinary_ids(bench.engine)[: bench.engine.model_info.vocab_size // 2]}
     await _check_takes_the_best(bench, SamplingParams(temperature=0, max_new_tokens=12, logit_bias=many))
 
@@ -343,7 +343,7 @@ async def greedy_follows_the_logit_bias(bench: Bench) -> None:
     Capability.LOGIT_BIAS,
 )
 async def greedy_follows_penalties_and_bias_together(bench: Bench) -> None:
-    """At temperature 0 penalties and bias together choose the token that the reference chooses, at every step."""
+    """At temperature 0 penalties and bias together choose the reference's token at every step."""
     params = SamplingParams(
         temperature=0,
         max_new_tokens=24,
@@ -374,7 +374,7 @@ async def _check_takes_the_best(
 
 @case(Capability.SEED)
 async def a_seed_fixes_the_output(bench: Bench) -> None:
-    """The same seed gives the same tokens alone, in a batch, in another order, beside and after other requests."""
+    """The same seed gives the same tokens alone, in a batch, in another order, and beside and after other requests."""
     prompts = [bench.prompt(length) for length in (4, 7, 13, 21)]
     params = [SamplingParams(max_new_tokens=16, seed=seed) for seed in (11, 12, 2**62, 0)]
     alone = [_ids(await bench.engine.generate(prompt, one))[0] for prompt, one in zip(prompts, params, strict=True)]
@@ -391,7 +391,7 @@ async def a_seed_fixes_the_output(bench: Bench) -> None:
 
 @case(Capability.SEED)
 async def another_seed_draws_otherwise(bench: Bench) -> None:
-    """Requests that differ by their seed alone are drawn otherwise, and so are the samples of one seed."""
+    """Requests that differ only by their seed draw different tokens, and so do the samples of one seed."""
     prompts = bench.prompts(3)
     params = [SamplingParams(max_new_tokens=24, n=2, seed=seed) for seed in (1, 1001, 2**32 + 1, 2**53, 2**63 - 1)]
     drawn = [await bench.engine.generate(prompts, one) for one in params]
@@ -400,7 +400,7 @@ async def another_seed_draws_otherwise(bench: Bench) -> None:
 
 @case(Capability.SEED)
 async def sample_i_uses_seed_plus_i(bench: Bench) -> None:
-    """Sample i of a request with seed s is what a request for one sample with seed s + i gives."""
+    """Sample i of a request with seed s equals the single sample of a request with seed s + i."""
     prompt = bench.prompt()
     samples = _ids(await bench.engine.generate(prompt, SamplingParams(max_new_tokens=12, n=4, seed=77)))
     singles = [
@@ -422,7 +422,7 @@ async def a_seed_is_no_ones_elses(bench: Bench) -> None:
 
 @case()
 async def without_a_seed_nothing_repeats(bench: Bench) -> None:
-    """Samples that are drawn without a seed differ, within a call and from call to call."""
+    """Samples drawn without a seed differ, within a call and from call to call."""
     prompts = bench.prompts(3)
     params = SamplingParams(max_new_tokens=24, n=4)
     outputs = [await bench.engine.generate(prompts, params) for _ in range(2)]
@@ -436,7 +436,7 @@ async def without_a_seed_nothing_repeats(bench: Bench) -> None:
 
 @case(Capability.SEED, own_engine=True)
 async def a_configured_seed_repeats_a_run(bench: Bench) -> None:
-    """Two engines with the same configured seed answer the same calls alike; no two calls of one are alike."""
+    """Two engines with the same configured seed answer the same calls alike; repeated calls to one differ."""
     drawn = []
     for _ in range(2):
         async with bench.open(seed=7) as engine:
@@ -450,13 +450,13 @@ async def a_configured_seed_repeats_a_run(bench: Bench) -> None:
 async def _two_calls(engine: InferenceEngine) -> list[list[int]]:
     prompt = ordinary_ids(engine)[:6]
     own = SamplingParams(max_new_tokens=16, seed=3)
-    _ids(await engine.generate(prompt, own))  # a request's own seed takes nothing from the configured one's stream
+    _ids(await engine.generate(prompt, own))  # a request's own seed must not advance the configured seed's stream
     params = SamplingParams(max_new_tokens=16, n=2)
     return [ids for _ in range(2) for ids in _ids(await engine.generate(prompt, params))]
 
 
 def _assert_agree(bench: Bench, again: Sequence[list[int]], before: Sequence[list[int]]) -> None:
-    """Assert that outputs repeat; where the weights' type rounds coarsely a token may tip, but not in most."""
+    """Assert that outputs repeat: all of them, or most if the weights' dtype rounds coarsely enough to flip a token."""
     same = sum(one == other for one, other in zip(again, before, strict=True))
     wanted = len(before) if bench.tolerance() < 1e-2 else (len(before) + 1) // 2
     assert same >= wanted, f"{len(before) - same} of {len(before)} outputs differ: {again} instead of {before}"
@@ -467,7 +467,7 @@ def _assert_differ(drawn: Sequence[object]) -> None:
 
 
 def _by_sample(output: GenerationOutput) -> list[tuple[tuple[int, ...], ...]]:
-    """What each sample index drew for all prompts: a single completion may be just an EOS, and so equal another."""
+    """Return the tokens of each sample index for all prompts: a single completion may equal another by chance."""
     return [
         tuple(map(tuple, ids))
         for ids in zip(*([c.token_ids for c in group] for group in output.by_prompt()), strict=True)
@@ -483,7 +483,7 @@ def _ids(output: GenerationOutput) -> list[list[int]]:
 
 @case(Capability.DETERMINISTIC, Capability.SEED, Capability.LOGPROBS_TEMPERATURE, config={"deterministic": True})
 async def deterministic_logprobs_are_bitwise_the_same(bench: Bench) -> None:
-    """With deterministic=True greedy tokens and logprobs are the same to the last bit alone and in any batch."""
+    """With deterministic=True greedy tokens and logprobs are bitwise the same alone and in any batch."""
     prompts = [bench.prompt(length) for length in (3, 9, 17, 40, 6, 6)]
     params = SamplingParams(temperature=0, max_new_tokens=16, logprobs=0)
     alone = [(await bench.engine.generate(prompt, params)).completions[0] for prompt in prompts]
@@ -499,7 +499,7 @@ async def deterministic_logprobs_are_bitwise_the_same(bench: Bench) -> None:
 
 @case(Capability.DETERMINISTIC, Capability.SEED, config={"deterministic": True})
 async def deterministic_samples_are_the_same(bench: Bench) -> None:
-    """With deterministic=True seeded samples are the same alone and in any batch, whatever the weights' type."""
+    """With deterministic=True seeded samples are the same alone and in any batch, in any dtype."""
     prompts = bench.prompts(4, length=9)
     params = [SamplingParams(max_new_tokens=24, seed=seed) for seed in range(4)]
     alone = [_ids(await bench.engine.generate(prompt, one))[0] for prompt, one in zip(prompts, params, strict=True)]
@@ -540,7 +540,7 @@ async def disallowed_tokens_are_never_drawn(bench: Bench) -> None:
 
 @case(Capability.LOGIT_PROCESSORS)
 async def a_temperature_schedule_moves_from_start_to_end(bench: Bench) -> None:
-    """Under a schedule the first token has the start's temperature, and tokens from the last step on the end's."""
+    """A temperature schedule gives the first token its start temperature, and tokens after its last step the end."""
     schedule = TemperatureSchedule(start=0.4, end=2.0, steps=3)
     await _check_first_tokens(bench, SamplingParams(max_new_tokens=1, logit_processors=(schedule,)))
     for count in (2, 5):

@@ -19,7 +19,7 @@ _CONFIG: Final = {"task": "reward"}
 
 @case(Capability.REWARD_SCORE, model=ModelKind.REWARD, config=_CONFIG, changes_weights=True)
 async def scores_are_the_models(bench: Bench) -> None:
-    """Each score is what a forward pass of the classifier gives for input and output together, also after an update."""
+    """Each score equals that of a forward pass of the classifier over input and output, also after an update."""
     inputs = [bench.prompt(length) for length in (1, 6, 20)]
     outputs = [bench.prompt(length) for length in (9, 1, 30)]
     scores = await bench.engine.score(inputs, outputs)
@@ -42,7 +42,7 @@ async def a_batch_changes_no_score(bench: Bench) -> None:
 
 @case(Capability.REWARD_SCORE, model=ModelKind.REWARD, config=_CONFIG)
 async def only_the_sequence_counts(bench: Bench) -> None:
-    """Where input ends and output begins does not matter; which tokens there are does, to the last."""
+    """The boundary between input and output does not affect a score; every token does, up to the last."""
     sequence = bench.prompt(12)
     early, late = await bench.engine.score([sequence[:3], sequence[:9]], [sequence[3:], sequence[9:]])
     _assert_near(bench, [early], [late])
@@ -52,7 +52,7 @@ async def only_the_sequence_counts(bench: Bench) -> None:
 
 @case(Capability.REWARD_SCORE, model=ModelKind.REWARD, config=_CONFIG)
 async def as_many_outputs_as_inputs(bench: Bench) -> None:
-    """Fewer or more outputs than inputs are refused, naming both counts; nothing is cut to fit."""
+    """Input and output lists of different lengths are refused, naming both counts; nothing is cut to fit."""
     for inputs, outputs in ((2, 1), (1, 2)):
         with refused(InvalidRequest, field="output_ids", naming=str(inputs)):
             await bench.engine.score(bench.prompts(inputs), bench.prompts(outputs))
@@ -76,7 +76,7 @@ async def sequences_that_cannot_be_are_refused(bench: Bench) -> None:
 
 @case(Capability.REWARD_SCORE, model=ModelKind.REWARD, config=_CONFIG)
 async def a_reward_engine_does_not_generate(bench: Bench) -> None:
-    """generate() on an engine made for scores is refused, naming the task, and harms nothing."""
+    """An engine made for scores refuses generate(), naming the task, and serves on."""
     with refused(InvalidRequest, field="task"):
         await bench.engine.generate(bench.prompt(), {"max_new_tokens": 2})
     assert len(await bench.engine.score(bench.prompts(1), bench.prompts(1))) == 1
@@ -84,7 +84,7 @@ async def a_reward_engine_does_not_generate(bench: Bench) -> None:
 
 @case(Capability.REWARD_SCORE)
 async def a_generating_engine_does_not_score(bench: Bench) -> None:
-    """score() on an engine made for generation is refused, naming the task, and harms nothing."""
+    """An engine made for generation refuses score(), naming the task, and serves on."""
     with refused(InvalidRequest, field="task"):
         await bench.engine.score(bench.prompts(2), bench.prompts(2))
     assert (await bench.greedy([bench.prompt()]))[0].token_ids
@@ -96,7 +96,7 @@ async def _score_of(bench: Bench, sequence: list[int]) -> float:
 
 
 def _forward(folder: Path, sequences: Sequence[list[int]]) -> list[float]:
-    """The classifier's output, one sequence at a time, in float32 on the CPU."""
+    """Return the classifier's outputs, computed one sequence at a time in float32 on the CPU."""
     import torch
     from transformers import AutoModelForSequenceClassification
 

@@ -1,4 +1,4 @@
-"""The prefix cache, and the turns of a conversation that share it."""
+"""The prefix cache, and sessions whose turns share it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from drivetrain_conformance.harness.testbench import Bench
 
 _GREEDY: Final = SamplingParams(max_new_tokens=8, temperature=0)
 _LONG: Final = 400
-"""More than a block of any engine's cache, which may be of 128 tokens, and than two of most."""
+"""Longer than one block of any engine's cache (up to 128 tokens), and than two blocks of most."""
 
 
 # Prefix cache -----------------------------------------------------------------------------------------------------
@@ -26,7 +26,7 @@ _LONG: Final = 400
 
 @case(Capability.PREFIX_CACHE)
 async def a_prompt_is_found_again(bench: Bench) -> None:
-    """A long prompt that was seen before is found in the cache, and answered as before."""
+    """The second request with a long prompt finds it in the cache, and is answered like the first."""
     prompt = _prompt(bench)
     await bench.engine.reset_prefix_cache()
     first, second = await _ask(bench, prompt), await _ask(bench, prompt)
@@ -37,7 +37,7 @@ async def a_prompt_is_found_again(bench: Bench) -> None:
 
 @case(Capability.PREFIX_CACHE)
 async def a_reset_forgets_every_prefix(bench: Bench) -> None:
-    """After reset_prefix_cache a prompt is not found, is answered as before, and is found from then on."""
+    """After reset_prefix_cache() a prompt is not found, is answered as before, and is found from then on."""
     prompts = [_prompt(bench), _prompt(bench)]
     before = [await _ask(bench, prompt) for prompt in prompts]
     await bench.engine.reset_prefix_cache()
@@ -50,7 +50,7 @@ async def a_reset_forgets_every_prefix(bench: Bench) -> None:
 
 @case(Capability.PREFIX_CACHE)
 async def a_reset_of_an_empty_cache_is_harmless(bench: Bench) -> None:
-    """reset_prefix_cache may be called again and again, and nothing is found or broken afterwards."""
+    """reset_prefix_cache() may be called repeatedly; afterwards nothing is found, and nothing is broken."""
     prompt = _prompt(bench)
     for _ in range(3):
         await bench.engine.reset_prefix_cache()
@@ -61,7 +61,7 @@ async def a_reset_of_an_empty_cache_is_harmless(bench: Bench) -> None:
 
 @case(Capability.PREFIX_CACHE)
 async def only_what_two_prompts_share_is_found(bench: Bench) -> None:
-    """Of a prompt that begins like an earlier one no more is found than they share, and the answer is its own."""
+    """A prompt that begins like an earlier one finds at most the common prefix, and is answered correctly."""
     prompt = _prompt(bench)
     await bench.engine.reset_prefix_cache()
     await _ask(bench, prompt)
@@ -78,7 +78,7 @@ async def only_what_two_prompts_share_is_found(bench: Bench) -> None:
 
 @case(Capability.PREFIX_CACHE)
 async def an_answer_is_found_with_its_prompt(bench: Bench) -> None:
-    """A conversation that goes on from an answer finds the earlier turn, and is answered as without a cache."""
+    """A prompt that continues an answer finds the earlier turn, and is answered as without a cache."""
     prompt = _prompt(bench)
     await bench.engine.reset_prefix_cache()
     first = await _ask(bench, prompt)
@@ -91,7 +91,7 @@ async def an_answer_is_found_with_its_prompt(bench: Bench) -> None:
 
 @case(Capability.PREFIX_CACHE)
 async def samples_share_a_cached_prompt(bench: Bench) -> None:
-    """Several samples of a cached prompt, in a batch with others, each say what was found; all are answered right."""
+    """Each of several samples of a cached prompt, in a batch with others, reports cached tokens and is correct."""
     prompt, others = _prompt(bench), bench.prompts(3)
     await bench.engine.reset_prefix_cache()
     alone = [await _ask(bench, one) for one in (prompt, *others)]
@@ -103,7 +103,7 @@ async def samples_share_a_cached_prompt(bench: Bench) -> None:
 
 @case(Capability.PREFIX_CACHE, own_engine=True)
 async def without_prefix_caching_nothing_is_found(bench: Bench) -> None:
-    """With enable_prefix_caching=False no prompt is ever found; it is answered as with the cache."""
+    """With enable_prefix_caching=False no prompt is ever found, and it is answered as with the cache."""
     async with bench.open() as engine:
         prompt = bench.prompt(min(_LONG, engine.model_info.context_length // 2), engine)
         await engine.reset_prefix_cache()
@@ -116,7 +116,7 @@ async def without_prefix_caching_nothing_is_found(bench: Bench) -> None:
 
 @case(Capability.HICACHE_STORAGE, Capability.PREFIX_CACHE)
 async def clearing_the_storage_tier_forgets_it(bench: Bench) -> None:
-    """After clear_hicache_storage and reset_prefix_cache a prompt is found nowhere, and is answered as before."""
+    """After clear_hicache_storage() and reset_prefix_cache() a prompt is found nowhere, and answered as before."""
     prompt = _prompt(bench)
     before = await _ask(bench, prompt)
     await bench.engine.clear_hicache_storage()
@@ -130,13 +130,12 @@ async def clearing_the_storage_tier_forgets_it(bench: Bench) -> None:
 
 # Sessions ---------------------------------------------------------------------------------------------------------
 #
-# A turn's prompt is what is new in it: the model sees the turn that it builds on, that turn's answer, and then the
-# prompt.
+# A turn's prompt is only its new part: the model sees the parent turn, the parent's answer, and then the prompt.
 
 
 @case(Capability.SESSIONS)
 async def a_turn_goes_on_from_the_last(bench: Bench) -> None:
-    """A later turn is answered as a prompt that holds all before it, and says what of that was found in the cache."""
+    """A later turn is answered like a prompt with all earlier turns, and reports how much of it was cached."""
     async with _session(bench) as session:
         opening, reply, more = _prompt(bench), bench.prompt(7), bench.prompt(4)
         first = await _turn(bench, session, opening)
@@ -151,7 +150,7 @@ async def a_turn_goes_on_from_the_last(bench: Bench) -> None:
 
 @case(Capability.SESSIONS)
 async def turns_branch_from_any_earlier_one(bench: Bench) -> None:
-    """Several turns branch from one; none sees another's, and each can be gone on from."""
+    """Several turns branch from one; none sees another's, and each can be continued."""
     async with _session(bench) as session:
         opening = _prompt(bench)
         first = await _turn(bench, session, opening)
@@ -170,7 +169,7 @@ async def turns_branch_from_any_earlier_one(bench: Bench) -> None:
 
 @case(Capability.SESSIONS)
 async def a_turn_replaces_what_followed_another(bench: Bench) -> None:
-    """A turn that replaces builds on the turn it names; those that had followed that one cannot be named any more."""
+    """A turn in mode REPLACE builds on its parent; the turns that had followed the parent can no longer be named."""
     async with _session(bench) as session:
         opening = _prompt(bench)
         first = await _turn(bench, session, opening)
@@ -187,7 +186,7 @@ async def a_turn_replaces_what_followed_another(bench: Bench) -> None:
 
 @case(Capability.SESSIONS)
 async def sessions_do_not_see_each_other(bench: Bench) -> None:
-    """Two sessions that are open at once go on from their own turns, and requests outside both see neither."""
+    """Two open sessions continue from their own turns, and requests outside of them see neither."""
     async with _session(bench) as one, _session(bench) as other:
         assert one != other
         openings, replies = [_prompt(bench), _prompt(bench)], bench.prompts(2)
@@ -204,7 +203,7 @@ async def sessions_do_not_see_each_other(bench: Bench) -> None:
 
 @case(Capability.SESSIONS)
 async def a_session_has_the_id_that_it_was_given(bench: Bench) -> None:
-    """open_session takes an id, once at a time; after closing, the id opens a session that knows nothing of before."""
+    """open_session() takes an id that is not in use; after closing, the same id opens an empty session."""
     session = await bench.engine.open_session(4096, session_id="rollout-1")
     assert session == "rollout-1"
     with refused(InvalidRequest, field="session_id", naming="rollout-1"):
@@ -220,7 +219,7 @@ async def a_session_has_the_id_that_it_was_given(bench: Bench) -> None:
 
 @case(Capability.SESSIONS)
 async def an_unknown_session_is_refused(bench: Bench) -> None:
-    """Turns of a session that was never opened or is closed are refused, naming it, and so is closing it."""
+    """Turns of a session that is unknown or closed are refused, naming it, and so is closing it."""
     async with _session(bench) as closed:
         first = await _turn(bench, closed, bench.prompt())
     for session in ("no-such-session", closed):
@@ -234,7 +233,7 @@ async def an_unknown_session_is_refused(bench: Bench) -> None:
 
 @case(Capability.SESSIONS)
 async def an_unknown_turn_is_refused(bench: Bench) -> None:
-    """A turn that names a parent which the session does not have is refused; the session goes on."""
+    """A turn whose parent is unknown to the session is refused; the session goes on."""
     async with _session(bench) as session, _session(bench) as other:
         opening, reply = bench.prompt(), bench.prompt()
         first = await _turn(bench, session, opening)
@@ -249,7 +248,7 @@ async def an_unknown_turn_is_refused(bench: Bench) -> None:
 
 @case(Capability.SESSIONS)
 async def a_capacity_that_cannot_be_is_refused(bench: Bench) -> None:
-    """A session's capacity is at least one token."""
+    """A session's capacity must be at least one token."""
     await bench.engine.close_session(await bench.engine.open_session(1))
     for capacity in (0, -1):
         with refused(InvalidRequest, field="capacity"):
@@ -289,6 +288,6 @@ async def _turn(
 
 
 async def _assert_answers(bench: Bench, turn: Completion, seen: list[int]) -> None:
-    """Assert that a turn was answered as ``seen`` is outside any session."""
+    """Assert that a turn was answered as the prompt ``seen`` is outside any session."""
     assert turn.prompt_token_ids == seen, "the prompt of a completion is what the model saw"
     check_same(bench, [turn], [await _ask(bench, seen)])

@@ -1,4 +1,4 @@
-"""Memory given back and taken again: that it really is, what may be asked meanwhile, what is answered afterwards."""
+"""Sleep: memory is really freed and taken back, and calls are refused or answered as the state says."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from drivetrain_conformance.harness.testbench import Bench
 _T = TypeVar("_T")
 
 BOUND: Final = 60.0
-"""Seconds after which what is awaited counts as hanging."""
+"""Timeout, in seconds, of each wait."""
 QUIET: Final = 0.1
-"""Seconds for which nothing may happen."""
+"""Seconds during which nothing may happen."""
 TOKENS: Final = 250
-"""Of a request that is in flight for a while, and whose end a case waits for."""
+"""Length of a request that is in flight for a while and whose end the case awaits."""
 MIB: Final = 2**20
 MOST: Final = 0.9
-"""Share of an engine's own figure that must come back when that memory sleeps."""
+"""Share of the memory reported by the engine that sleep must free."""
 WRITTEN: Final = 0.7
-"""The same of a KV cache: part of it may never have been written, and such pages are not resident."""
+"""The same share for a KV cache, parts of which may never have been written and so are not resident."""
 WEIGHTS, KV_CACHE, CUDA_GRAPH = MemoryTag.WEIGHTS, MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH
 SOON: Final = 10.0
-"""Seconds within which what has ended is known to have ended."""
+"""Timeout, in seconds, for a request that has already ended to return."""
 SHORT: Final = SamplingParams(max_new_tokens=4, temperature=0)
 
 
-# What may be asked ----------------------------------------------------------------------------------------------------
+# Calls in each state --------------------------------------------------------------------------------------------------
 
 
 @case(Capability.SLEEP_KV_CACHE)
 async def a_sleeping_engine_refuses_by_name(bench: Bench) -> None:
-    """Asleep, every request is refused at once, naming the state and the remedy; awake, the answers are as before."""
+    """A sleeping engine refuses every request at once, naming state and remedy; once awake it answers as before."""
     engine = bench.engine
     prompts = bench.prompts(3)
     before = await bench.greedy(prompts)
@@ -61,7 +61,7 @@ async def a_sleeping_engine_refuses_by_name(bench: Bench) -> None:
 
 @case(Capability.SLEEP_KV_CACHE)
 async def twice_is_as_once(bench: Bench) -> None:
-    """Sleeping what sleeps and waking what is awake are no errors and change nothing; tags may be given by name."""
+    """Putting a sleeping engine to sleep, or waking one that is awake, changes nothing; tags may be given by name."""
     engine = bench.engine
     prompts = bench.prompts(2)
     before = await bench.greedy(prompts)
@@ -79,7 +79,7 @@ async def twice_is_as_once(bench: Bench) -> None:
 
 @case(Capability.SLEEP_KV_CACHE)
 async def wrong_tags_are_refused(bench: Bench) -> None:
-    """An unknown tag and an empty list are refused, naming the argument; the engine stays awake, or asleep."""
+    """An unknown tag and an empty list are refused, naming the argument; the engine stays in its state."""
     engine = bench.engine
     await _wrong_tags_are_refused(engine)
     _check_awake(engine)
@@ -92,7 +92,7 @@ async def wrong_tags_are_refused(bench: Bench) -> None:
 
 @case(Capability.SLEEP_WEIGHTS, changes_weights=True)
 async def weights_that_slept_are_not_served(bench: Bench) -> None:
-    """Weights that slept and were not kept leave the engine dirty when they wake; only an update ends that."""
+    """Weights that slept without being kept leave the engine dirty when they wake; only an update ends that."""
     engine = bench.engine
     await engine.sleep_weights_only()
     _check_asleep(engine, {WEIGHTS})
@@ -110,7 +110,7 @@ async def weights_that_slept_are_not_served(bench: Bench) -> None:
 
 @case(Capability.SLEEP_WEIGHTS, Capability.WEIGHTS_DISK)
 async def an_update_mends_weights_that_slept(bench: Bench) -> None:
-    """Weights that slept and woke are served again after a committed update, and are the ones that it brought."""
+    """After a committed update an engine whose weights slept and woke serves the updated weights."""
     engine = bench.engine
     await _can_sleep(bench, WEIGHTS, update=True)
     own, prompts = engine.get_weight_version(), bench.prompts(3)
@@ -132,7 +132,7 @@ async def an_update_mends_weights_that_slept(bench: Bench) -> None:
 
 @case(Capability.SLEEP_WEIGHTS, Capability.WEIGHTS_DISK)
 async def sleeping_weights_take_no_update(bench: Bench) -> None:
-    """While the memory of the weights is given back an update is refused by the state's name and changes nothing."""
+    """While the weights are asleep an update is refused, naming the state, and changes nothing."""
     engine = bench.engine
     await _can_sleep(bench, WEIGHTS, update=True)
     own, prompts = engine.get_weight_version(), bench.prompts(2)
@@ -149,7 +149,7 @@ async def sleeping_weights_take_no_update(bench: Bench) -> None:
 
 @case(Capability.SLEEP_KV_CACHE, Capability.WEIGHTS_DISK)
 async def weights_can_change_while_the_cache_sleeps(bench: Bench) -> None:
-    """An update is taken while only the KV cache sleeps; the engine sleeps on, and serves the new weights awake."""
+    """An update is accepted while only the KV cache sleeps; once awake, the engine serves the new weights."""
     engine = bench.engine
     await _can_sleep(bench, KV_CACHE, update=True)
     own, prompts = engine.get_weight_version(), bench.prompts(2)
@@ -217,7 +217,7 @@ async def any_order_of_tags(bench: Bench) -> None:
     config={"sleep_keeps_weights": True},
 )
 async def any_order_of_tags_with_weights_kept(bench: Bench) -> None:
-    """With weights that are kept, any order of sleep and wake ends in an engine that answers as before."""
+    """With kept weights, any order of sleep and wake ends in an engine that answers as before."""
     await _can_sleep(bench, WEIGHTS, KV_CACHE)
     prompts = bench.prompts(2)
     before = await bench.greedy(prompts)
@@ -229,7 +229,7 @@ async def any_order_of_tags_with_weights_kept(bench: Bench) -> None:
 
 @case(Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, Capability.WEIGHTS_DISK)
 async def half_awake_can_sleep_again(bench: Bench) -> None:
-    """From the state in which some memory is back the engine can sleep again, and then wake as a whole."""
+    """An engine that is partly awake can sleep again, and then wake as a whole."""
     engine = bench.engine
     await _can_sleep(bench, WEIGHTS, KV_CACHE, update=True)
     own, prompts = engine.get_weight_version(), bench.prompts(2)
@@ -247,7 +247,7 @@ async def half_awake_can_sleep_again(bench: Bench) -> None:
 
 @case(Capability.SLEEP_KEEPS_WEIGHTS, Capability.SLEEP_WEIGHTS, config={"sleep_keeps_weights": True})
 async def kept_weights_come_back_as_they_were(bench: Bench) -> None:
-    """Weights that are kept need no update after they woke: the answers and the version are those of before."""
+    """Kept weights need no update after they wake: answers and version are as before."""
     engine = bench.engine
     own, prompts = engine.get_weight_version(), bench.prompts(4)
     before = await bench.greedy(prompts)
@@ -266,7 +266,7 @@ async def kept_weights_come_back_as_they_were(bench: Bench) -> None:
 
 @case(Capability.SLEEP_KV_CACHE, Capability.ABORT)
 async def requests_in_flight_are_not_sleeps_to_decide(bench: Bench) -> None:
-    """With requests in flight sleep is refused and they go on untouched, unless its arguments say to abort them."""
+    """sleep() with requests in flight is refused and leaves them alone, unless its arguments say to abort them."""
     engine = bench.engine
     await engine.abort("an id that no request has")
     await _can_sleep(bench, KV_CACHE)
@@ -290,7 +290,7 @@ async def requests_in_flight_are_not_sleeps_to_decide(bench: Bench) -> None:
 
 @case(Capability.SLEEP_KV_CACHE, Capability.ABORT)
 async def all_samples_are_aborted_before_sleep(bench: Bench) -> None:
-    """Sleep that aborts first ends every sample of a prompt, and the engine that wakes is idle and serves."""
+    """sleep(abort_first=True) ends every sample of a prompt; once awake the engine is idle and serves."""
     engine = bench.engine
     await engine.abort("an id that no request has")
     await _can_sleep(bench, KV_CACHE)
@@ -308,7 +308,7 @@ async def all_samples_are_aborted_before_sleep(bench: Bench) -> None:
 
 @case(Capability.SLEEP_KV_CACHE)
 async def sleep_can_let_requests_end_first(bench: Bench) -> None:
-    """With time to drain, requests in flight run to their own end before sleep; one that arrives then is not lost."""
+    """With a drain timeout requests in flight end before sleep; one that arrives meanwhile is answered or refused."""
     engine = bench.engine
     await _can_sleep(bench, KV_CACHE)
     prompts, params = bench.prompts(3), bench.long(60)
@@ -329,7 +329,7 @@ async def sleep_can_let_requests_end_first(bench: Bench) -> None:
 
 @case(Capability.SLEEP_KV_CACHE, Capability.PAUSE_RETRACT)
 async def retracted_requests_survive_a_sleep_of_the_cache(bench: Bench) -> None:
-    """Retracted requests hold no cache: they stay frozen while it sleeps, and then go on with the same tokens."""
+    """Retracted requests hold no cache: they stay frozen while it sleeps, and then continue with the same tokens."""
     engine = bench.engine
     await _can_sleep(bench, KV_CACHE)
     await engine.pause_generation(PauseMode.RETRACT)
@@ -353,7 +353,7 @@ async def retracted_requests_survive_a_sleep_of_the_cache(bench: Bench) -> None:
 
 @case(Capability.SLEEP_KV_CACHE, Capability.PAUSE_IN_PLACE)
 async def requests_frozen_in_place_keep_the_cache_awake(bench: Bench) -> None:
-    """Requests that were frozen in place hold cache: sleep is refused, and they go on as if nothing had happened."""
+    """Requests frozen in place hold cache: sleep is refused, and they continue as if never paused."""
     engine = bench.engine
     await _can_sleep(bench, KV_CACHE)
     await engine.pause_generation(PauseMode.IN_PLACE)
@@ -373,7 +373,7 @@ async def requests_frozen_in_place_keep_the_cache_awake(bench: Bench) -> None:
 
 @case(Capability.SLEEP_KV_CACHE, Capability.PAUSE_WAIT)
 async def arrivals_of_a_pause_wait_through_a_sleep(bench: Bench) -> None:
-    """What arrives at a paused engine waits through a sleep and a wake within the pause, and is served after it."""
+    """Requests that arrive during a pause wait through sleep and wake-up, and are served after the pause."""
     engine = bench.engine
     await _can_sleep(bench, KV_CACHE)
     prompts = bench.prompts(3)
@@ -396,7 +396,7 @@ async def arrivals_of_a_pause_wait_through_a_sleep(bench: Bench) -> None:
 
 @case(Capability.SLEEP_WEIGHTS, Capability.PAUSE_WAIT, Capability.WEIGHTS_DISK)
 async def arrivals_of_a_pause_are_served_by_the_new_weights(bench: Bench) -> None:
-    """What arrives while a paused engine's weights sleep is answered by the weights that the next update brought."""
+    """A request that arrives while a paused engine's weights sleep is answered by the next update's weights."""
     engine = bench.engine
     await _can_sleep(bench, WEIGHTS, update=True)
     own, (prompt,) = engine.get_weight_version(), bench.prompts(1)
@@ -419,7 +419,7 @@ async def arrivals_of_a_pause_are_served_by_the_new_weights(bench: Bench) -> Non
 
 @case(Capability.SLEEP_KV_CACHE)
 async def a_caller_that_went_away_does_not_disturb_a_sleep(bench: Bench) -> None:
-    """Requests whose caller was cancelled a moment before do not keep the engine from sleeping, nor from serving."""
+    """Requests whose call was just cancelled do not keep the engine from sleeping or serving."""
     engine = bench.engine
     await _can_sleep(bench, KV_CACHE)
     prompts = bench.prompts(2)
@@ -436,7 +436,7 @@ async def a_caller_that_went_away_does_not_disturb_a_sleep(bench: Bench) -> None
 
 @case(Capability.SLEEP_KV_CACHE)
 async def many_callers_at_once(bench: Bench) -> None:
-    """Callers that sleep, wake and generate at the same moment neither hang nor harm: each is answered or refused."""
+    """Concurrent callers that sleep, wake and generate neither hang nor do harm: each is answered or refused."""
     engine = bench.engine
     await _can_sleep(bench, KV_CACHE)
     prompts = bench.prompts(4)
@@ -466,7 +466,7 @@ async def many_callers_at_once(bench: Bench) -> None:
 
 @case(Capability.SLEEP_WEIGHTS, model=ModelKind.LARGE, changes_weights=True)
 async def the_memory_of_weights_comes_back(bench: Bench) -> None:
-    """Sleep gives most of the weights' memory back to the system, as the system itself counts it."""
+    """Sleep frees most of the weights' memory, as the operating system or driver counts it."""
     engine = bench.engine
     await _can_sleep(bench, WEIGHTS)
     size = parameter_bytes(engine)
@@ -486,12 +486,12 @@ async def the_memory_of_weights_comes_back(bench: Bench) -> None:
 
 @case(Capability.SLEEP_KV_CACHE, model=ModelKind.LARGE)
 async def the_memory_of_the_cache_comes_back(bench: Bench) -> None:
-    """Sleep gives most of the KV cache's memory back to the system, as the system itself counts it."""
+    """Sleep frees most of the KV cache's memory, as the operating system or driver counts it."""
     engine = bench.engine
     await _can_sleep(bench, KV_CACHE)
     await _fill_cache(bench)
     size = (await engine.stats()).kv_cache_bytes
-    # An engine may keep no cache between requests. It must not claim that it finds prefixes there, then.
+    # An engine may keep no cache between requests, but then it must not claim a prefix cache.
     keeps = bench.claims(Capability.PREFIX_CACHE) or size > 0
     assert size > 8 * MIB or not keeps, f"after a long prompt the engine says that its cache holds {size} bytes"
     awake = held_bytes(engine)
@@ -505,7 +505,7 @@ async def the_memory_of_the_cache_comes_back(bench: Bench) -> None:
 
 @case(Capability.SLEEP_CUDA_GRAPH, hardware=Hardware.GPU)
 async def the_memory_of_cuda_graphs_comes_back(bench: Bench) -> None:
-    """CUDA graphs can sleep and wake: memory comes back meanwhile, nothing is served, and the answers are as before."""
+    """CUDA graphs can sleep and wake: their memory is freed, nothing is served meanwhile, and answers are unchanged."""
     engine = bench.engine
     prompts = bench.prompts(3)
     before = await bench.greedy(prompts)
@@ -522,7 +522,7 @@ async def the_memory_of_cuda_graphs_comes_back(bench: Bench) -> None:
 
 @case(Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, Capability.WEIGHTS_DISK, model=ModelKind.LARGE)
 async def memory_is_taken_again_step_by_step(bench: Bench) -> None:
-    """Waking the weights takes their memory and leaves the cache's free; with an update the engine is as before."""
+    """Waking the weights takes only their memory, not the cache's; after an update the engine is as before."""
     engine = bench.engine
     await _can_sleep(bench, WEIGHTS, KV_CACHE, update=True)
     own, prompts = engine.get_weight_version(), bench.prompts(2)
@@ -533,7 +533,7 @@ async def memory_is_taken_again_step_by_step(bench: Bench) -> None:
     await engine.sleep([WEIGHTS, KV_CACHE])
     asleep = held_bytes(engine)
     await engine.wake_up([WEIGHTS])
-    # Memory that was never written may not be resident yet, so it is looked at when the update has filled it.
+    # Memory that was never written may not be resident, so measure after the update has filled it.
     await engine.load_weights_from_disk(str(bench.model), own)
     half_awake = held_bytes(engine)
     await engine.wake_up([KV_CACHE])
@@ -551,7 +551,7 @@ async def memory_is_taken_again_step_by_step(bench: Bench) -> None:
     config={"sleep_keeps_weights": True},
 )
 async def kept_weights_give_their_memory_back_too(bench: Bench) -> None:
-    """Weights that are kept elsewhere leave the GPU when they sleep and come back to it when they wake."""
+    """Kept weights leave the GPU when they sleep, and return to it when they wake."""
     engine = bench.engine
     prompts = bench.prompts(2)
     before = await bench.greedy(prompts, 4)
@@ -566,7 +566,7 @@ async def kept_weights_give_their_memory_back_too(bench: Bench) -> None:
 
 @case(Capability.SLEEP_KV_CACHE)
 async def many_cycles_of_the_cache_hold_no_more_memory(bench: Bench) -> None:
-    """Cycle after cycle of the KV cache's sleep the answers stay the same, and memory does not grow."""
+    """In repeated sleep cycles of the KV cache the answers stay the same, and memory does not grow."""
     engine = bench.engine
     await _can_sleep(bench, KV_CACHE)
     prompts = bench.prompts(3)
@@ -583,7 +583,7 @@ async def many_cycles_of_the_cache_hold_no_more_memory(bench: Bench) -> None:
 
 @case(Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, Capability.WEIGHTS_DISK)
 async def many_cycles_give_the_same_answers(bench: Bench) -> None:
-    """Cycle after cycle of sleep, wake and update the answers stay the same, and memory does not grow."""
+    """In repeated cycles of sleep, wake-up and update the answers stay the same, and memory does not grow."""
     engine = bench.engine
     await _can_sleep(bench, WEIGHTS, KV_CACHE, update=True)
     own, prompts = engine.get_weight_version(), bench.prompts(3)
@@ -602,7 +602,7 @@ async def many_cycles_give_the_same_answers(bench: Bench) -> None:
 
 @case(Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, Capability.WEIGHTS_DISK, model=ModelKind.LARGE)
 async def cycles_of_a_large_model_hold_no_more_memory(bench: Bench) -> None:
-    """Not even a part of the weights stays behind with each cycle of sleep, wake and update."""
+    """Repeated cycles of sleep, wake-up and update leak no part of a large model's weights."""
     engine = bench.engine
     await _can_sleep(bench, WEIGHTS, KV_CACHE, update=True)
     own, cycles = engine.get_weight_version(), max(4, bench.profile.cycles // 12)
@@ -620,12 +620,12 @@ async def cycles_of_a_large_model_hold_no_more_memory(bench: Bench) -> None:
     _check_no_growth(awake, room)
 
 
-# Caches and numbers ---------------------------------------------------------------------------------------------------
+# Caches and logprobs --------------------------------------------------------------------------------------------------
 
 
 @case(Capability.SLEEP_KV_CACHE, Capability.PREFIX_CACHE)
 async def no_prefix_is_found_after_a_sleep(bench: Bench) -> None:
-    """After the KV cache slept no prompt is found in it, and what is cached from then on is right."""
+    """After the KV cache slept no prompt is found in it; prefixes cached afterwards are correct."""
     engine = bench.engine
     await _can_sleep(bench, KV_CACHE)
     await engine.reset_prefix_cache()
@@ -644,7 +644,7 @@ async def no_prefix_is_found_after_a_sleep(bench: Bench) -> None:
 
 @case(Capability.SLEEP_KV_CACHE, Capability.LOGPROBS_RAW)
 async def logprobs_are_the_same_after_a_sleep(bench: Bench) -> None:
-    """The first request after waking, and each one after it, has the logprobs of before."""
+    """Every request after waking has the same logprobs as before."""
     engine = bench.engine
     await _can_sleep(bench, KV_CACHE)
     params = SamplingParams(max_new_tokens=12, temperature=0, logprobs=0, logprobs_mode=LogprobsMode.RAW)
@@ -679,21 +679,21 @@ def _check_awake(engine: InferenceEngine) -> None:
 
 
 async def _can_sleep(bench: Bench, *tags: MemoryTag, update: bool = False) -> None:
-    """Ask for all that the case needs before anything is changed: an engine that lacks some of it is left as it was."""
+    """Use all capabilities of the case without effect, so that an engine lacking one refuses before any change."""
     await bench.engine.wake_up(tags)
     if update:
         await bench.engine.load_weights_from_disk(str(bench.model), bench.engine.get_weight_version())
 
 
 async def _result(task: asyncio.Task[_T], within: float = BOUND) -> _T:
-    """Await a task that must end in time."""
+    """Await a task, with a timeout."""
     done, _ = await asyncio.wait([task], timeout=within)
     assert done, f"it has not ended after {within:g} s"
     return task.result()
 
 
 async def _refused(asked: Coroutine[object, object, object], state: str, mentions: str = "") -> None:
-    """What is asked must be refused in bounded time, by the state's name."""
+    """Require a call to be refused in time, naming the engine's state."""
     done = f"an engine that is {state} did what it was asked to do"
     with refused(EngineStateError, state=state, naming=mentions, otherwise=done):
         async with asyncio.timeout(BOUND):
@@ -701,7 +701,7 @@ async def _refused(asked: Coroutine[object, object, object], state: str, mention
 
 
 async def _requests_are_refused(bench: Bench, state: str, mentions: str) -> None:
-    """Requests of every kind that the engine serves at all."""
+    """Require requests of every kind that the engine serves to be refused."""
     engine, prompt = bench.engine, bench.prompt()
     await _refused(engine.generate(prompt, SHORT), state, mentions)
     await _refused(engine.generate([prompt, prompt], SamplingParams(n=2, max_new_tokens=1)), state, mentions)
@@ -744,7 +744,7 @@ async def _wrong_tags_are_refused(engine: InferenceEngine) -> None:
 
 @asynccontextmanager
 async def _waiting(bench: Bench, prompt: Sequence[int]) -> AsyncGenerator[asyncio.Task[list[Completion]], None]:
-    """A request that arrives and waits."""
+    """Send a request and require it to wait."""
     task = asyncio.create_task(bench.greedy([prompt]))
     try:
         await asyncio.sleep(QUIET)
@@ -760,7 +760,7 @@ Steps = tuple[frozenset[MemoryTag], ...]
 
 
 def _orders(bench: Bench) -> list[tuple[Steps, Steps]]:
-    """In which steps to sleep and to wake: at most 12 pairs of all that there are."""
+    """Return at most 12 pairs of step orders, in which to sleep and to wake."""
     tags = [WEIGHTS, KV_CACHE]
     if bench.claims(Capability.SLEEP_CUDA_GRAPH):
         tags.append(CUDA_GRAPH)
@@ -787,7 +787,7 @@ async def _in_steps(bench: Bench, falling_asleep: Steps, waking: Steps) -> None:
 
 
 async def _fill_cache(bench: Bench) -> None:
-    """Let the KV cache hold something, also on an engine that takes memory for it as it is needed."""
+    """Make the KV cache hold something, even on an engine that allocates it on demand."""
     on_gpu = bench.engine.model_info.device.startswith("cuda")
     length = min(900, bench.engine.model_info.context_length - 1)
     params = SamplingParams(max_new_tokens=1, temperature=0)
@@ -795,12 +795,12 @@ async def _fill_cache(bench: Bench) -> None:
 
 
 def _is_looked_at(bench: Bench, turn: int) -> bool:
-    """Whether memory is measured in this cycle; in all of them it would take longer than the cycles."""
+    """Return True in the cycles in which memory is measured: measuring takes longer than a cycle."""
     return turn % max(2, bench.profile.cycles // 5) == 1
 
 
 def _check_no_growth(held: Sequence[int], room: int) -> None:
-    """Compare with the second measurement: until then caches of all sorts fill."""
+    """Compare with the second measurement, as caches fill until then."""
     begin, end = held[1], min(held[-2:])
     assert end - begin <= room, (
         f"{(end - begin) / MIB:.0f} MiB more were held in the end: "

@@ -1,4 +1,4 @@
-"""Where generation ends, and which ids and text remain: held against a reference that tries every prefix."""
+"""Stops: generation ends, and ids and text remain, as a reference that tries every prefix says."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from drivetrain_conformance.harness.testbench import Bench, ordinary_ids
 _FORCE: Final = 100.0
 _NEVER: Final = "never-[0-9]{9}"
 _BACKTRACKS: Final = r"(?s:.|[\s\S])+\Z."
-"""Has two ways to take each character, tries all 2**n of a text, and never matches: nothing follows the end."""
+"""A regex that backtracks through all 2**n ways to match a text of n characters, and never matches."""
 _KEEP: Final = {"include_stop_str_in_output": st.booleans()}
 
 Fields = Mapping[str, object]
@@ -58,7 +58,7 @@ async def a_stop_token_id_ends_generation(bench: Bench) -> None:
 
 @case(Capability.STOP_TOKEN_IDS)
 async def a_stop_token_id_in_the_prompt_ends_nothing(bench: Bench) -> None:
-    """Stop token ids are looked for in what is generated, not in the prompt."""
+    """A stop token id in the prompt ends nothing; only generated ids count."""
     asked: list[tuple[Completion, Fields]] = []
     for run in await free_samples(bench, 4):
         new = [token for token in run.prompt_token_ids if token not in run.token_ids]
@@ -68,7 +68,7 @@ async def a_stop_token_id_in_the_prompt_ends_nothing(bench: Bench) -> None:
 
 @case(Capability.STOP_TOKEN_IDS, Capability.IGNORE_EOS)
 async def stop_token_ids_hold_where_eos_is_ignored(bench: Bench) -> None:
-    """ignore_eos lifts the model's EOS ids and nothing else: the request's own stop token ids still end it."""
+    """With ignore_eos the model's EOS ids end nothing, but the request's own stop token ids still do."""
     runs = await free_samples(bench, 4, ignore_eos=True)
     await _check(
         bench, [(run, {"ignore_eos": True, "stop_token_ids": [bench.rng.choice(run.token_ids)]}) for run in runs]
@@ -77,7 +77,7 @@ async def stop_token_ids_hold_where_eos_is_ignored(bench: Bench) -> None:
     given = [(run, {"ignore_eos": True, "stop_token_ids": [eos, run.token_ids[-1]]}) for run in runs]
     await _check(bench, given)
     if bench.claims(Capability.LOGIT_BIAS):
-        # A sample whose every token is EOS: whatever else is named, only ignore_eos lets it go on.
+        # Every token of this sample is EOS: only ignore_eos lets it go on, whatever other stop token ids are set.
         params: dict[str, object] = {"max_new_tokens": 3, "temperature": 0, "logit_bias": {eos: _FORCE}}
         other = next(token for token in bench.prompt() if token not in bench.engine.model_info.eos_token_ids)
         (forced,) = (
@@ -88,7 +88,7 @@ async def stop_token_ids_hold_where_eos_is_ignored(bench: Bench) -> None:
 
 @case(Capability.STOP_TOKEN_IDS, Capability.LOGIT_BIAS)
 async def a_special_stop_token_id_ends_generation(bench: Bench) -> None:
-    """A special token that is no EOS ends generation if its id is a stop token id, and only then."""
+    """A special token that is not an EOS ends generation if, and only if, its id is a stop token id."""
     engine = bench.engine
     specials = [*engine.tokenizer.inner.all_special_ids, *engine.tokenizer.inner.added_tokens_decoder]
     special = next(token for token in specials if token not in engine.model_info.eos_token_ids)
@@ -105,7 +105,7 @@ async def a_special_stop_token_id_ends_generation(bench: Bench) -> None:
 
 @case(Capability.STOP_STRINGS)
 async def a_stop_string_ends_generation_at_its_first_match(bench: Bench) -> None:
-    """Generation ends at the first match of a stop string, also one that spans tokens; text and ids end before it."""
+    """Generation ends at a stop string's first match, even across tokens; text and ids end before the match."""
     runs = await free_samples(bench, 6)
     asked: list[tuple[Completion, Fields]] = []
     for run in runs:
@@ -119,12 +119,12 @@ async def a_stop_string_ends_generation_at_its_first_match(bench: Bench) -> None
 
 @case(Capability.STOP_STRINGS)
 async def the_first_of_several_stop_strings_wins(bench: Bench) -> None:
-    """Of several stop strings the one that is complete first ends generation and is named, in any order of asking."""
+    """The stop string that is complete first ends generation and is named, however the strings are ordered."""
     asked: list[tuple[Completion, Fields]] = []
     for run in await free_samples(bench, 4):
         stops = [bench.rng.choice(pieces(run.text, 1, 4)) for _ in range(4)]
         asked += [(run, {"stop": stops}), (run, {"stop": stops[::-1]})]
-        # One that ends another, and one that begins another.
+        # One stop string ends another, and one begins another.
         long = max(pieces(run.text, 2, 4), key=len)
         asked += [(run, {"stop": [long, long[1:]]}), (run, {"stop": [long, long[:-1]]})]
     await _check(bench, asked)
@@ -132,7 +132,7 @@ async def the_first_of_several_stop_strings_wins(bench: Bench) -> None:
 
 @case(Capability.STOP_STRINGS)
 async def what_merely_ends_like_a_match_is_no_match(bench: Bench) -> None:
-    """Text that ends or begins like a stop string does not end generation: only the whole string does."""
+    """Text that is only part of a stop string does not end generation."""
     asked: list[tuple[Completion, Fields]] = []
     for run in await free_samples(bench, 6):
         for piece in bench.rng.sample(pieces(run.text, 1, 3), 3):
@@ -143,13 +143,13 @@ async def what_merely_ends_like_a_match_is_no_match(bench: Bench) -> None:
 
 @case(Capability.STOP_STRINGS)
 async def a_stop_string_is_not_looked_for_in_the_prompt(bench: Bench) -> None:
-    """Text of the prompt does not match, nor does a string that begins in the prompt and ends in the completion."""
+    """Text of the prompt does not match a stop string, nor does a match that begins in the prompt."""
     asked: list[tuple[Completion, Fields]] = []
     for run in await free_samples(bench, 6):
         before = bench.engine.decode(run.prompt_token_ids)
         over = before[-2:] + next(piece for piece in (run.text[:2], run.text[:1], "") if REPLACEMENT not in piece)
         stops = [stop for stop in (before, before[-3:], over) if stop not in run.text and REPLACEMENT not in stop]
-        # On a model that repeats its prompt all of them may be in the text as well, but not with what never comes.
+        # If a model repeats its prompt, its text may hold all of these strings; so add one that cannot occur.
         asked.append((run, {"stop": [*stops, f"{before[-3:]}never~{before[:3]}"]}))
     assert not any(isinstance(completion.matched_stop, str) for completion, _ in await _check(bench, asked))
 
@@ -166,7 +166,7 @@ async def a_match_at_the_start_leaves_nothing(bench: Bench) -> None:
 
 @case(Capability.STOP_STRINGS)
 async def the_stop_string_is_kept_if_asked_for(bench: Bench) -> None:
-    """With include_stop_str_in_output, ids and text end with the stop string and not a token or character later."""
+    """With include_stop_str_in_output, ids and text end exactly with the stop string."""
     asked: list[tuple[Completion, Fields]] = []
     for run in await free_samples(bench, 6):
         for length in (1, 2, 3):
@@ -178,7 +178,7 @@ async def the_stop_string_is_kept_if_asked_for(bench: Bench) -> None:
 
 @case(Capability.STOP_STRINGS, Capability.LOGIT_BIAS)
 async def a_stop_string_may_overlap_itself(bench: Bench) -> None:
-    """A stop string that could begin within its own match ends generation at the first place where it is whole."""
+    """A stop string that can overlap itself ends generation at the first place where it is complete."""
     letter, other = letter_ids(bench.engine, 2)
     fields: dict[str, object] = {"temperature": 0, "max_new_tokens": 12, "logit_bias": {letter: _FORCE}}
     (free,) = (await bench.engine.generate([bench.prompt()], fields)).completions
@@ -194,11 +194,11 @@ async def a_stop_string_may_overlap_itself(bench: Bench) -> None:
 
 @case(Capability.STOP_STRINGS)
 async def a_stop_string_matches_inside_characters_of_several_tokens(bench: Bench) -> None:
-    """A character whose bytes come in several tokens matches once it is whole, and its first bytes match nothing."""
+    """A character made of several tokens matches a stop string once it is complete; its first bytes match nothing."""
     asked: list[tuple[Completion, Fields]] = []
     for run in await samples_of_spanning_characters(bench, 24):
         for at in spanning_characters(run, bench.engine)[:2]:
-            character, alike = run.text[at], chr(ord(run.text[at]) ^ 1)  # which begin with the same bytes
+            character, alike = run.text[at], chr(ord(run.text[at]) ^ 1)  # two characters whose first bytes are equal
             around = (run.text[max(0, at - 1) : at + 1], run.text[at : at + 2], run.text[at + 1 : at + 2])
             for stop in filter(plain, (character, *around)):
                 stops = [alike + character, stop]
@@ -209,7 +209,7 @@ async def a_stop_string_matches_inside_characters_of_several_tokens(bench: Bench
 
 @case(Capability.STOP_STRINGS, Capability.LOGIT_BIAS)
 async def a_special_token_is_text_if_it_is_kept(bench: Bench) -> None:
-    """With skip_special_tokens=False the text of a special token matches like any other text."""
+    """With skip_special_tokens=False the text of a special token matches a stop string like any other text."""
     engine = bench.engine
     special = next(t for t in engine.tokenizer.inner.all_special_ids if t not in engine.model_info.eos_token_ids)
     fields: dict[str, object] = {"logit_bias": {special: _FORCE}, "max_new_tokens": 4, "temperature": 0}
@@ -226,7 +226,7 @@ async def a_special_token_is_text_if_it_is_kept(bench: Bench) -> None:
 
 @case(Capability.STOP_REGEX)
 async def a_stop_regex_ends_generation_at_the_first_text_that_has_a_match(bench: Bench) -> None:
-    """Generation ends at the first text that holds a match of a stop regex, also across tokens; it is named."""
+    """Generation ends as soon as the text contains a match of a stop regex, even across tokens; the regex is named."""
     asked: list[tuple[Completion, Fields]] = []
     for run in await free_samples(bench, 6):
         for pattern in expressions(bench.rng, run.text):
@@ -239,7 +239,7 @@ async def a_stop_regex_ends_generation_at_the_first_text_that_has_a_match(bench:
 
 @case(Capability.STOP_REGEX)
 async def a_stop_regex_that_never_matches_ends_nothing(bench: Bench) -> None:
-    """A stop regex that nothing matches as a whole changes nothing, though much of the text begins a match."""
+    """A stop regex that never matches completely changes nothing, though much of the text begins a match."""
     asked: list[tuple[Completion, Fields]] = []
     for run in await free_samples(bench, 4):
         begun = [re.escape(piece) for piece in bench.rng.sample(pieces(run.text, 1, 2), 3)]
@@ -249,7 +249,7 @@ async def a_stop_regex_that_never_matches_ends_nothing(bench: Bench) -> None:
 
 @case(Capability.STOP_REGEX, Capability.IGNORE_EOS)
 async def a_stop_regex_that_takes_too_long_ends_its_own_request(bench: Bench) -> None:
-    """A stop regex that tries ever more ways to match is refused by name, and others are answered as before."""
+    """A stop regex that backtracks too long is refused by name, and other requests are answered as before."""
     params: Fields = {"max_new_tokens": 48, "temperature": 0, "ignore_eos": True, "skip_special_tokens": False}
     prompt = bench.prompt()
     before = await bench.engine.generate(prompt, params)
@@ -284,7 +284,7 @@ async def stops_of_all_kinds_work_side_by_side(bench: Bench) -> None:
 
 @case(Capability.STOP_TOKEN_IDS, Capability.MIN_NEW_TOKENS)
 async def no_stop_token_id_before_min_new_tokens(bench: Bench) -> None:
-    """A stop token id is not drawn before min_new_tokens, and ends generation where it comes after."""
+    """A stop token id is not drawn before min_new_tokens, and ends generation after it."""
     for run in await free_samples(bench, 4):
         stop = run.token_ids[0]
         for least in (1, 6):
@@ -299,7 +299,7 @@ async def no_stop_token_id_before_min_new_tokens(bench: Bench) -> None:
 
 @case(Capability.STOP_STRINGS, Capability.MIN_NEW_TOKENS)
 async def no_stop_string_before_min_new_tokens(bench: Bench) -> None:
-    """A stop string that is complete before min_new_tokens ends nothing; one that is completed later does."""
+    """A stop string that is complete before min_new_tokens ends nothing; one completed later does."""
     asked: list[tuple[Completion, Fields]] = []
     for least in (1, 2, 7, 15):
         for run in await free_samples(bench, 4, min_new_tokens=least):
@@ -312,7 +312,7 @@ async def no_stop_string_before_min_new_tokens(bench: Bench) -> None:
 
 @case(Capability.STOP_REGEX, Capability.MIN_NEW_TOKENS)
 async def no_stop_regex_before_min_new_tokens(bench: Bench) -> None:
-    """A stop regex whose match is complete before min_new_tokens ends nothing; one that is completed later does."""
+    """A stop regex whose match is complete before min_new_tokens ends nothing; one completed later does."""
     asked: list[tuple[Completion, Fields]] = []
     for least in (1, 2, 7, 15):
         for run in await free_samples(bench, 4, min_new_tokens=least):
@@ -323,7 +323,7 @@ async def no_stop_regex_before_min_new_tokens(bench: Bench) -> None:
 
 @case(Capability.STOP_STRINGS, Capability.STOP_REGEX, Capability.MIN_NEW_TOKENS, Capability.LOGIT_BIAS)
 async def a_match_may_begin_before_min_new_tokens(bench: Bench) -> None:
-    """What counts is where a match ends: one that begins before min_new_tokens and ends after it is a match."""
+    """A match counts by its end: one that begins before min_new_tokens and ends after it stops generation."""
     (letter,) = letter_ids(bench.engine, 1)
     text = bench.engine.decode([letter])
     fields: dict[str, object] = {
@@ -339,12 +339,12 @@ async def a_match_may_begin_before_min_new_tokens(bench: Bench) -> None:
     assert [len(completion.token_ids) for completion, _ in stopped] == [2, 2, 0]
 
 
-# What is cut with the ids --------------------------------------------------------------------------------------------
+# Cutting at a stop ---------------------------------------------------------------------------------------------------
 
 
 @case(Capability.STOP_STRINGS, Capability.LOGPROBS_TEMPERATURE)
 async def logprobs_are_cut_with_the_ids(bench: Bench) -> None:
-    """A completion that a stop string cut has one logprob for each id that remains, the one that it had before."""
+    """A completion cut at a stop string has the original logprob for each id that remains."""
     for run in await free_samples(bench, 4, logprobs=0):
         stop = pieces(run.text, 1, 3)[-1]
         fields: dict[str, object] = {"temperature": 0, "max_new_tokens": TOKENS, "logprobs": 0}
@@ -357,7 +357,7 @@ async def logprobs_are_cut_with_the_ids(bench: Bench) -> None:
 
 @case(Capability.STOP_STRINGS, Capability.TOP_LOGPROBS, Capability.LOGPROBS_TEMPERATURE)
 async def top_logprobs_are_cut_with_the_ids(bench: Bench) -> None:
-    """A completion that a stop string cut has the alternatives of the ids that remain, and no others."""
+    """A completion cut at a stop string has the alternatives of the ids that remain, and no others."""
     for run in await free_samples(bench, 4, logprobs=2):
         for completion, _ in await _check(bench, [(run, {"stop": pieces(run.text, 1, 3)[-1], "logprobs": 2})]):
             assert completion.top_logprobs is not None
@@ -369,7 +369,7 @@ async def top_logprobs_are_cut_with_the_ids(bench: Bench) -> None:
 
 @case(Capability.STOP_STRINGS, Capability.VERSION_SPANS)
 async def version_spans_are_cut_with_the_ids(bench: Bench) -> None:
-    """The version spans of a completion that a stop string cut end where its ids end."""
+    """The version spans of a completion cut at a stop string end where its ids end."""
     engine, version = bench.engine, bench.engine.get_weight_version()
     try:
         await engine.update_weight_version("relabelled")
@@ -389,7 +389,7 @@ async def version_spans_are_cut_with_the_ids(bench: Bench) -> None:
 
 @case(Capability.STOP_STRINGS)
 async def each_sample_stops_by_itself(bench: Bench) -> None:
-    """With n above 1 and in batches each sample ends at its own first match, and stops of one touch no other."""
+    """With n above 1 and in batches each sample ends at its own first match, and one prompt's stops affect no other."""
     runs = await free_samples(bench, 4)
     fields: list[Fields] = [{"n": 3, "stop": bench.rng.choice(pieces(run.text, 1, 2))} for run in runs[:2]]
     fields += [{}, {"stop": runs[0].text, "n": 2}]
@@ -403,7 +403,7 @@ async def each_sample_stops_by_itself(bench: Bench) -> None:
 
 @case(Capability.STOP_STRINGS)
 async def no_sample_holds_a_stop_string(bench: Bench) -> None:
-    """Of many random samples none holds a stop string, but at its very end where it is asked to be kept."""
+    """No random sample contains a stop string, except at its very end with include_stop_str_in_output."""
     runs = await free_samples(bench, 4)
     stops = tuple({*pieces(runs[0].text, 1, 2)[:6], *pieces(runs[1].text, 1)[:4]})
     decode, hit = bench.engine.decode, 0
@@ -427,7 +427,7 @@ async def no_sample_holds_a_stop_string(bench: Bench) -> None:
 
 @case(Capability.STOP_STRINGS)
 def any_stop_strings_agree_with_the_reference(bench: Bench) -> None:
-    """Whatever the stop strings, ids, text and the stop that matched are those of the brute-force reference."""
+    """Whatever the stop strings, ids, text and the matched stop are those of the brute-force reference."""
     runs = bench.run(free_samples(bench, 6, max_new_tokens=16))
     bench.run(_check(bench, [(runs[0], {"max_new_tokens": 16, "stop": "never"})]))
     parts = [part for run in runs for part in pieces(run.text, 1, 5)]
@@ -446,7 +446,7 @@ def any_stop_strings_agree_with_the_reference(bench: Bench) -> None:
 
 @case(Capability.STOP_STRINGS, Capability.STOP_REGEX, Capability.STOP_TOKEN_IDS, Capability.LOGIT_BIAS)
 def any_stops_agree_with_the_reference(bench: Bench) -> None:
-    """Whatever stops of all kinds on a text of few letters, where near matches abound, the reference agrees."""
+    """With stops of all kinds on a text of few letters, where near matches abound, the reference agrees."""
     ids = letter_ids(bench.engine, 3)
     a, b, c = (bench.engine.decode([token]) for token in ids)
     bias: dict[str, object] = {"logit_bias": dict.fromkeys(ids, _FORCE), "max_new_tokens": 16, "temperature": 0}
@@ -490,7 +490,7 @@ def _params(fields: Fields) -> SamplingParams:
 
 
 async def _check(bench: Bench, asked: Sequence[tuple[Completion, Fields]]) -> list[tuple[Completion, SamplingParams]]:
-    """Ask again for each completion, now with stops, compare with the reference, and return what was asked and came."""
+    """Repeat each request with stops, compare with the reference, and return the completions and their params."""
     params = [_params(fields) for _, fields in asked]
     output = await bench.engine.generate([run.prompt_token_ids for run, _ in asked], params)
     answers = zip((run for run, _ in asked), params, output.completions, strict=True)

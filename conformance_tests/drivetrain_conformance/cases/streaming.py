@@ -1,4 +1,4 @@
-"""Streams: the same completions as from generate(), a piece at a time, and nothing that is taken back."""
+"""Streams: the same completions as from generate(), piece by piece, and nothing shown is taken back."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from drivetrain_conformance.references.reference_stops import Ending
 Fields = Mapping[str, object]
 
 _PATIENCE: Final = 0.3
-"""Seconds of a timeout that a few tokens keep and many do not."""
+"""A timeout, in seconds, long enough for a few tokens and too short for many."""
 
 
 @dataclass(slots=True)
 class Heard:
-    """What a listener has of one sample, chunk after chunk."""
+    """The chunks that a listener received of one sample."""
 
     chunks: list[CompletionChunk] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Heard:
 
     @property
     def completion(self) -> Completion:
-        """The completion that the last chunk carried."""
+        """The completion on the last chunk."""
         assert self.chunks[-1].completion is not None, "the stream ended without the completion"
         return self.chunks[-1].completion
 
@@ -58,7 +58,7 @@ class Heard:
 
 @case(Capability.STREAMING)
 async def the_chunks_are_the_completion(bench: Bench) -> None:
-    """Put together, the chunks of each sample are exactly the ids and text of the completion on its last chunk."""
+    """The chunks of each sample concatenate to exactly the ids and text of the completion on its last chunk."""
     params = SamplingParams(n=2, max_new_tokens=TOKENS)
     heard = await _listen(bench, bench.prompts(4), params)
     assert {key: sample.completion.sample_index for key, sample in heard.items()} == {
@@ -87,7 +87,7 @@ async def a_stream_equals_generate(bench: Bench) -> None:
 
 @case(Capability.STREAMING)
 async def tokens_come_while_others_are_generated(bench: Bench) -> None:
-    """A long completion comes in many chunks, the first long before the last, and not all at once at the end."""
+    """A long completion arrives in many chunks while it is generated, not all at once at the end."""
     params = bench.long(200)
     heard = await _listen(bench, bench.prompts(2), params)
     longest = max(heard.values(), key=lambda sample: len(sample.token_ids))
@@ -101,7 +101,7 @@ async def tokens_come_while_others_are_generated(bench: Bench) -> None:
 
 @case(Capability.STREAMING)
 async def chunks_say_whose_they_are(bench: Bench) -> None:
-    """Chunks of many prompts and samples, with params and ids of their own, name their prompt, sample and request."""
+    """Chunks of many prompts and samples, with their own params and ids, name their prompt, sample and request."""
     prompts, counts = bench.prompts(3), (1, 3, 2)
     params = [SamplingParams(n=n, temperature=0, max_new_tokens=4 + 5 * n) for n in counts]
     heard = await _listen(bench, prompts, params, request_ids=["one", "two", "three"])
@@ -129,7 +129,7 @@ async def eos_comes_with_the_last_chunk(bench: Bench) -> None:
 
 @case(Capability.STREAMING, Capability.LOGPROBS_TEMPERATURE)
 async def each_streamed_token_has_its_logprob(bench: Bench) -> None:
-    """Each chunk has one logprob for each of its ids; put together they are the completion's, and the model's."""
+    """Each chunk has a logprob for each id; together they are the completion's logprobs, and the model's."""
     params = SamplingParams(temperature=0.7, max_new_tokens=TOKENS, n=2, logprobs=0)
     for sample in (await _listen(bench, bench.prompts(3), params)).values():
         completion = sample.completion
@@ -142,7 +142,7 @@ async def each_streamed_token_has_its_logprob(bench: Bench) -> None:
 
 @case(Capability.STREAMING, Capability.LOGPROBS_TEMPERATURE, Capability.TOP_LOGPROBS)
 async def each_streamed_token_has_its_alternatives(bench: Bench) -> None:
-    """Each chunk has the most likely alternatives of each of its ids; put together they are the completion's."""
+    """Each chunk has the top alternatives of each of its ids; together they are the completion's."""
     params = SamplingParams(max_new_tokens=TOKENS, logprobs=3)
     for sample in (await _listen(bench, bench.prompts(3), params)).values():
         together = [top for chunk in sample.chunks for top in chunk.top_logprobs or []]
@@ -153,7 +153,7 @@ async def each_streamed_token_has_its_alternatives(bench: Bench) -> None:
 
 @case(Capability.STREAMING)
 async def without_logprobs_no_chunk_has_any(bench: Bench) -> None:
-    """A stream that asked for no logprobs carries none."""
+    """A stream that did not ask for logprobs carries none."""
     params = SamplingParams(max_new_tokens=5)
     for sample in (await _listen(bench, bench.prompts(2), params)).values():
         assert {(chunk.logprobs is None, chunk.top_logprobs is None) for chunk in sample.chunks} == {(True, True)}
@@ -165,17 +165,17 @@ async def without_logprobs_no_chunk_has_any(bench: Bench) -> None:
 
 @case(Capability.STREAMING)
 async def no_character_is_shown_half(bench: Bench) -> None:
-    """A character whose bytes come in several tokens is shown when it is whole, and never as broken bytes before."""
+    """A character made of several tokens is shown once it is complete, and never as broken bytes."""
     runs = await samples_of_spanning_characters(bench, 24)
     params = SamplingParams(temperature=0, max_new_tokens=TOKENS)
-    # What was shown is never taken back: see Heard. So a character that is there at the end was never shown half.
+    # _listen() checks that shown text is never taken back, so a character in the final text was never shown broken.
     heard = await _listen(bench, [run.prompt_token_ids for run in runs], params)
     check_same(bench, [heard[index, 0].completion for index in range(len(runs))], runs)
 
 
 @case(Capability.STREAMING, Capability.STOP_STRINGS)
 async def a_stream_shows_nothing_past_a_stop_string(bench: Bench) -> None:
-    """Of a stop string, and of text that might become one, nothing is shown; a stream ends where generate() does."""
+    """A stream shows no text that may still become a stop string, and ends where generate() does."""
     asked: list[tuple[Completion, Fields]] = []
     for run in await free_samples(bench, 6):
         stop = max(pieces(run.text, 2, 5), key=len)
@@ -187,7 +187,7 @@ async def a_stream_shows_nothing_past_a_stop_string(bench: Bench) -> None:
 
 @case(Capability.STREAMING, Capability.STOP_REGEX)
 async def a_stream_shows_nothing_past_a_stop_regex(bench: Bench) -> None:
-    """Of a stop regex's match nothing is shown, and a stream ends where generate() does."""
+    """A stream never shows the match of a stop regex, and ends where generate() does."""
     asked: list[tuple[Completion, Fields]] = []
     for run in await free_samples(bench, 6):
         for pattern in expressions(bench.rng, run.text):
@@ -197,7 +197,7 @@ async def a_stream_shows_nothing_past_a_stop_regex(bench: Bench) -> None:
 
 @case(Capability.STREAMING, Capability.STOP_STRINGS, Capability.STOP_REGEX, Capability.LOGIT_BIAS)
 def a_stream_with_any_stops_agrees_with_the_reference(bench: Bench) -> None:
-    """Whatever the stops, a stream takes nothing back and ends as the brute-force reference says."""
+    """With any stops, a stream takes nothing back and ends as the brute-force reference says."""
     ids = letter_ids(bench.engine, 3)
     a, b, c = (bench.engine.decode([token]) for token in ids)
     bias: Fields = {"logit_bias": dict.fromkeys(ids, 100.0), "max_new_tokens": 16, "temperature": 0}
@@ -230,7 +230,7 @@ def a_stream_with_any_stops_agrees_with_the_reference(bench: Bench) -> None:
 
 @case(Capability.STREAMING)
 async def streams_and_calls_run_side_by_side(bench: Bench) -> None:
-    """Several streams and generate calls at once each get their own completions, and do not hold each other up."""
+    """Concurrent streams and generate() calls each get their own completions."""
     prompts = bench.prompts(8)
     params = SamplingParams(temperature=0, max_new_tokens=TOKENS)
     alone = [(await bench.engine.generate([prompt], params)).completions[0] for prompt in prompts]
@@ -244,7 +244,7 @@ async def streams_and_calls_run_side_by_side(bench: Bench) -> None:
 
 @case(Capability.STREAMING)
 async def closing_a_stream_ends_its_requests(bench: Bench) -> None:
-    """Closing a stream early ends its requests in the engine, and those beside it go on."""
+    """Closing a stream early ends its requests in the engine; other requests go on."""
     prompt = bench.prompt()
     params = SamplingParams(temperature=0, max_new_tokens=TOKENS)
     alone = (await bench.engine.generate([prompt], params)).completions
@@ -278,13 +278,13 @@ async def cancelling_a_listener_ends_its_requests(bench: Bench) -> None:
     done, _ = await asyncio.wait([task], timeout=30)
     assert done, "a cancelled listener did not end"
     if not task.cancelled():
-        task.result()  # it had ended before, and says how
+        task.result()  # it ended before the cancellation; raise its error, if any
     await assert_idle_soon(bench, "requests of a listener that was cancelled are still there")
 
 
 @case(Capability.STREAMING)
 async def a_stream_that_nobody_reads_does_no_harm(bench: Bench) -> None:
-    """A stream that is not read does not hold up others, loses nothing, and goes on where it was left."""
+    """An unread stream does not block other requests, loses nothing, and can be read to its end later."""
     prompts = bench.prompts(2)
     params = SamplingParams(temperature=0, max_new_tokens=TOKENS)
     whole = (await bench.engine.generate(prompts, params)).completions
@@ -312,29 +312,33 @@ async def a_stream_that_takes_too_long_is_a_typed_error(bench: Bench) -> None:
 
 @case(Capability.STREAMING)
 async def a_slow_reader_does_not_outlast_the_timeout(bench: Bench) -> None:
-    """timeout= ends a stream whose reader is slower than the engine, though a chunk always lies ready for it."""
+    """timeout= also ends a stream whose reader is slower than the engine, so that a chunk is always waiting for it."""
     now = asyncio.get_running_loop().time
+    params = bench.long()
+    # A fast engine would be done before the look that is taken after four times as long.
+    assert params.max_new_tokens is not None
+    timeout = min(_PATIENCE, params.max_new_tokens / max(bench.tokens_per_second, 1.0) / 10)
     begun, is_over = now(), False
     try:
-        async with aclosing(bench.engine.generate_stream(bench.prompts(2), bench.long(), timeout=_PATIENCE)) as stream:
+        async with aclosing(bench.engine.generate_stream(bench.prompts(2), params, timeout=timeout)) as stream:
             async for _ in stream:
-                await asyncio.sleep(0.02)
-                if is_over := now() - begun > 4 * _PATIENCE:
+                await asyncio.sleep(timeout / 15)
+                if is_over := now() - begun > 4 * timeout:
                     break
             running = (await bench.engine.stats()).running
     except DeadlineExceeded:
         running = 0
-    assert not (is_over and running), f"after {4 * _PATIENCE:g} s a stream with timeout={_PATIENCE:g} still went on"
+    assert not (is_over and running), f"after {4 * timeout:g} s a stream with timeout={timeout:g} still went on"
     await assert_idle_soon(bench, "requests of a stream that timed out are still there")
 
 
 @case(Capability.STREAMING)
 async def answers_that_came_while_the_event_loop_was_blocked_are_kept(bench: Bench) -> None:
-    """A trainer's step that blocks the event loop past a request's timeout costs no answer that came meanwhile."""
+    """Answers that arrive while the trainer blocks the event loop past a request's timeout are not lost."""
     params, seconds = bench.long(12), 1.0
     whole = asyncio.create_task(bench.engine.generate(bench.prompt(), params, timeout=seconds))
     chunks = bench.engine.generate_stream(bench.prompt(), params, timeout=seconds)
-    await anext(chunks)  # so both are with the engine, and seldom answered yet
+    await anext(chunks)  # both requests have now reached the engine, and are seldom answered yet
     time.sleep(1.2 * seconds)  # noqa: ASYNC251 - as a training step does
     answered = await asyncio.gather(whole, _completions(chunks), return_exceptions=True)
     assert not any(isinstance(one, DeadlineExceeded) for one in answered), f"answers were thrown away: {answered}"
@@ -343,7 +347,7 @@ async def answers_that_came_while_the_event_loop_was_blocked_are_kept(bench: Ben
 
 @case(Capability.STREAMING, Capability.ABORT)
 async def an_aborted_stream_ends_with_what_it_has(bench: Bench) -> None:
-    """Aborting a streamed request ends its stream with a completion marked aborted, of just what was streamed."""
+    """Aborting a streamed request ends its stream with a completion, marked aborted, of exactly what was streamed."""
     params = bench.long()
     prompts, heard = bench.prompts(2), [Heard(), Heard()]
     async with aclosing(bench.engine.generate_stream(prompts, params, request_ids=["ends", "goes-on"])) as stream:
@@ -365,7 +369,7 @@ async def an_aborted_stream_ends_with_what_it_has(bench: Bench) -> None:
 
 
 def _hear(engine: InferenceEngine, sample: Heard, chunk: CompletionChunk) -> None:
-    """Take a chunk: it says something new, comes before the end, and its text is that of the ids so far."""
+    """Add a chunk: it must not be empty, nor follow the last chunk."""
     assert not sample.chunks or sample.chunks[-1].completion is None, "a chunk came after the last one"
     assert chunk.token_ids or chunk.text or chunk.completion, "an empty chunk"
     assert (chunk.finish_reason is None) == (chunk.completion is None)
@@ -375,10 +379,10 @@ def _hear(engine: InferenceEngine, sample: Heard, chunk: CompletionChunk) -> Non
 
 
 def _check_whole(sample: Heard) -> None:
-    """Assert that the chunks put together are the completion, and that none showed what the completion has not."""
+    """Assert that the chunks together are the completion, with no text that the completion lacks."""
     completion = sample.completion
     assert sample.token_ids == completion.token_ids, f"{sample.token_ids} were shown, not {completion.token_ids}"
-    # Each chunk is added to those before it, so this also says that nothing which was shown was taken back.
+    # Text is only ever appended, so equality also shows that nothing was taken back.
     assert sample.text == completion.text, f"shown: {sample.text!r}, completion: {completion.text!r}"
 
 
@@ -392,7 +396,7 @@ async def _listen(
     params: SamplingParams | Sequence[SamplingParams],
     **arguments: Sequence[str],
 ) -> dict[tuple[int, int], Heard]:
-    """Listen to a stream to its end; return what was heard of each sample, by prompt and sample."""
+    """Read a stream to its end; return the chunks of each sample, by prompt and sample index."""
     heard: dict[tuple[int, int], Heard] = {}
     stream = bench.engine.generate_stream(list(prompts), params, **arguments)  # type: ignore[arg-type]
     async with aclosing(stream):
@@ -411,7 +415,7 @@ def _of(params: SamplingParams | Sequence[SamplingParams], chunk: CompletionChun
 
 
 async def _check_stops(bench: Bench, asked: Sequence[tuple[Completion, Fields]]) -> None:
-    """Stream each sample again with stops, and compare with what the reference makes of the unstopped one."""
+    """Stream each sample again with stops, and compare with the reference applied to the unstopped one."""
     params = [_params(fields) for _, fields in asked]
     heard = await _listen(bench, [run.prompt_token_ids for run, _ in asked], params)
     for index, ((free, _), own) in enumerate(zip(asked, params, strict=True)):

@@ -1,4 +1,4 @@
-"""Output that is held to a JSON schema, a regular expression or a grammar."""
+"""Output constrained to a JSON schema, a regular expression or a grammar."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _GRAMMAR: Final = EbnfGrammar(ebnf='root ::= answer " " digit digit\nanswer ::= 
 
 @case(Capability.STRUCTURED_JSON)
 async def json_follows_the_schema(bench: Bench) -> None:
-    """Samples that a JSON schema is asked of are JSON with its keys, its types and its values, and nothing else."""
+    """Samples constrained to a JSON schema are JSON with its keys, types and values, and nothing else."""
     params = SamplingParams(max_new_tokens=_room(bench), n=4, structured_output=_SCHEMA)
     output = await bench.engine.generate(bench.prompts(2), params)
     for completion in _ended(output.completions):
@@ -51,7 +51,7 @@ async def json_follows_the_schema(bench: Bench) -> None:
 
 @case(Capability.STRUCTURED_REGEX)
 async def the_whole_output_matches_the_regex(bench: Bench) -> None:
-    """Samples that a regular expression is asked of match it and then end, also where EOS is ignored otherwise."""
+    """Samples constrained to a regular expression match it and then end, even with ignore_eos."""
     params = SamplingParams(max_new_tokens=_room(bench), n=8, structured_output=_REGEX)
     ignoring = params.model_copy(update={"ignore_eos": bench.claims(Capability.IGNORE_EOS)})
     output = await bench.engine.generate(bench.prompts(2), [params, ignoring])
@@ -63,7 +63,7 @@ async def the_whole_output_matches_the_regex(bench: Bench) -> None:
 
 @case(Capability.STRUCTURED_EBNF)
 async def output_follows_the_grammar(bench: Bench) -> None:
-    """Samples that an EBNF grammar is asked of are sentences of it."""
+    """Samples constrained to an EBNF grammar are sentences of it."""
     params = SamplingParams(max_new_tokens=_room(bench), n=8, structured_output=_GRAMMAR)
     output = await bench.engine.generate(bench.prompts(2), params)
     for completion in _ended(output.completions):
@@ -72,7 +72,7 @@ async def output_follows_the_grammar(bench: Bench) -> None:
 
 @case(Capability.STRUCTURED_REGEX, Capability.STOP_TOKEN_IDS)
 async def greedy_output_matches_too(bench: Bench) -> None:
-    """At temperature 0 the grammar holds as well, the same request has the same answer, and a stop id ends it."""
+    """At temperature 0 the grammar holds too, the same request has the same answer, and a stop id ends it."""
     params = SamplingParams(max_new_tokens=_room(bench), temperature=0, structured_output=_REGEX)
     prompts = bench.prompts(3)
     first, second = [(await bench.engine.generate(prompts, params)).completions for _ in range(2)]
@@ -89,7 +89,7 @@ async def greedy_output_matches_too(bench: Bench) -> None:
 
 @case(Capability.STRUCTURED_REGEX)
 async def a_grammar_holds_its_own_request_alone(bench: Bench) -> None:
-    """In a batch each request follows its own grammar, and those without one are as they are alone."""
+    """In a batch each request follows its own grammar, and requests without one answer as they do alone."""
     prompts = bench.prompts(6)
     free = SamplingParams(max_new_tokens=12, temperature=0)
     grammars = (_REGEX, None, _OTHER_REGEX, None, _REGEX, None)
@@ -105,7 +105,7 @@ async def a_grammar_holds_its_own_request_alone(bench: Bench) -> None:
 
 @case(Capability.STRUCTURED_REGEX)
 async def output_that_is_cut_short_begins_a_match(bench: Bench) -> None:
-    """Output that ends by its length before the grammar does is the beginning of a match."""
+    """Output that reaches its length limit before the grammar's end is the beginning of a match."""
     long = RegexGrammar(regex="[a-f]{64}(cat|dog)")
     params = SamplingParams(max_new_tokens=5, n=4, structured_output=long)
     for completion in (await bench.engine.generate(bench.prompt(), params)).completions:
@@ -116,7 +116,7 @@ async def output_that_is_cut_short_begins_a_match(bench: Bench) -> None:
 
 @case(Capability.STRUCTURED_REGEX, Capability.LOGPROBS_RAW)
 async def raw_logprobs_are_those_before_the_grammar(bench: Bench) -> None:
-    """Raw logprobs are the model's own, one for each token, also where a grammar left few tokens to draw from."""
+    """Raw logprobs are the model's own, one for each token, even where a grammar allows few tokens."""
     params = SamplingParams(
         max_new_tokens=_room(bench), n=2, structured_output=_REGEX, logprobs=0, logprobs_mode=LogprobsMode.RAW
     )
@@ -131,7 +131,7 @@ async def raw_logprobs_are_those_before_the_grammar(bench: Bench) -> None:
 
 @case(Capability.STRUCTURED_REGEX, Capability.LOGIT_PROCESSORS, Capability.MIN_NEW_TOKENS)
 async def what_leaves_no_token_ends_in_an_error(bench: Bench) -> None:
-    """Where a grammar and masks leave no token, the request ends in NoTokenAllowed, which names them; others go on."""
+    """If a grammar and masks allow no token, the request fails with NoTokenAllowed, naming them; others go on."""
     tokenizer, prompts = bench.engine.tokenizer, bench.prompts(2)
     letters = tuple(
         token for token in ordinary_ids(bench.engine) if tokenizer([token], skip_special_tokens=True).isalpha()
@@ -158,7 +158,7 @@ async def what_leaves_no_token_ends_in_an_error(bench: Bench) -> None:
 
 @case()
 async def a_schema_that_is_no_json_is_refused(bench: Bench) -> None:
-    """A JSON schema that is no JSON, or no schema, is refused before any work, naming the field."""
+    """A JSON schema that is not JSON, or not a schema, is refused before any work, naming the field."""
     for schema in ('{"type": "object"', "[1, 2]", ""):
         with refused(InvalidRequest, field="sampling_params.structured_output"):
             await bench.engine.generate(
@@ -176,7 +176,7 @@ async def a_regex_that_does_not_compile_is_refused(bench: Bench) -> None:
 
 @case(Capability.STRUCTURED_JSON)
 async def a_schema_with_unknown_types_is_refused(bench: Bench) -> None:
-    """JSON that no schema can be made of is refused as the request's mistake, and the engine serves on."""
+    """JSON that is not a valid schema is refused as a mistake in the request, and the engine serves on."""
     broken = JsonSchema(json_schema='{"type": "no such type"}')
     with refused(InvalidRequest):
         await bench.engine.generate(bench.prompt(), SamplingParams(max_new_tokens=8, structured_output=broken))
@@ -185,7 +185,7 @@ async def a_schema_with_unknown_types_is_refused(bench: Bench) -> None:
 
 @case(Capability.STRUCTURED_EBNF)
 async def a_grammar_that_does_not_compile_is_refused(bench: Bench) -> None:
-    """A grammar that does not compile is refused as the request's mistake, and the engine serves on."""
+    """A grammar that does not compile is refused as a mistake in the request, and the engine serves on."""
     for broken in ("root ::= (((", 'root ::= missing "a"\n'):
         with refused(InvalidRequest):
             params = SamplingParams(max_new_tokens=8, structured_output=EbnfGrammar(ebnf=broken))
@@ -194,12 +194,12 @@ async def a_grammar_that_does_not_compile_is_refused(bench: Bench) -> None:
 
 
 def _room(bench: Bench) -> int:
-    """Enough for any output of the grammars here, white space included, which a schema may leave open."""
+    """Return room for any output of these grammars, including the white space that a schema may leave open."""
     return min(512, bench.engine.model_info.context_length - 16)
 
 
 def _ended(completions: Sequence[Completion]) -> list[Completion]:
-    """Those that came to the grammar's end; white space without end is a model's right, but not every time."""
+    """Return the completions that reached the grammar's end, at least one: some may write white space to the limit."""
     ended = [completion for completion in completions if completion.finish_reason is FinishReason.STOP]
     assert ended, f"nothing came to the grammar's end: {[completion.text[:80] for completion in completions]}"
     return ended

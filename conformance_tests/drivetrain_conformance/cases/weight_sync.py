@@ -1,4 +1,4 @@
-"""Weights from a trainer: what is served after an update, what a failed one leaves, what becomes of requests."""
+"""Weights from a trainer: the weights served after a successful or failed update, and requests in flight."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ from drivetrain_weight_sync.transports.process_groups import GroupBackend
 
 ONE_BUCKET: Final = 1 << 40
 LONG_PROMPT: Final = 320
-"""Tokens; caches find prefixes in whole blocks, of up to 128 tokens."""
+"""In tokens; caches find prefixes in whole blocks, of up to 128 tokens."""
 
 
 # Each way to send ------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ LONG_PROMPT: Final = 320
 
 @case(Capability.WEIGHTS_IN_PROCESS, changes_weights=True)
 async def weights_pushed_in_process_are_served(bench: Bench) -> None:
-    """After a push from tensors of its own process an engine answers as an independent pass over them does."""
+    """After an in-process push an engine answers as an independent pass over the weights does."""
     await _push_and_serve(bench, Strategy.IN_PROCESS)
 
 
@@ -130,7 +130,7 @@ async def weights_pushed_through_a_folder_are_served(bench: Bench) -> None:
 async def weights_pushed_through_gpu_memory_are_served(bench: Bench) -> None:
     """After a push through memory of the same GPU an engine answers as an independent pass over the weights does."""
     tensors = tensors_of(bench.other_weights())
-    WeightSync.connect(tensors, bench.engine, Strategy.CUDA_IPC)  # refused before a GPU is asked for
+    WeightSync.connect(tensors, bench.engine, Strategy.CUDA_IPC)  # an unclaimed strategy is refused here
     on_gpu = {name: tensor.cuda() for name, tensor in tensors.items()}
     await _push_and_serve(bench, Strategy.CUDA_IPC, on_gpu)
 
@@ -154,9 +154,9 @@ async def _push_and_serve(bench: Bench, strategy: Strategy, source: WeightInput 
 
 @case(Capability.WEIGHTS_DISK, changes_weights=True)
 async def a_checkpoint_folder_is_served(bench: Bench) -> None:
-    """After load_weights_from_disk an engine answers as an independent pass over that folder does.
+    """After load_weights_from_disk() an engine answers as an independent pass over that folder does.
 
-    A folder in bfloat16 is taken by an engine that holds float32.
+    An engine that holds float32 also accepts a folder in bfloat16.
     """
     other = bench.other_weights()
     await bench.engine.load_weights_from_disk(str(other), NEW)
@@ -173,14 +173,14 @@ async def _holds_float32(engine: InferenceEngine) -> bool:
 
 
 def _widened(bench: Bench, narrow: dict[str, torch.Tensor]) -> Path:
-    """A folder with the same values in float32."""
+    """Write a folder with the same values in float32."""
     tensors = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in narrow.items()}
     return write_checkpoint(bench.folder("widened"), bench.other_weights(), tensors)
 
 
 @case(Capability.WEIGHTS_SHARED_MEMORY, Capability.WEIGHTS_DISK, changes_weights=True)
 async def auto_picks_a_way_that_works(bench: Bench) -> None:
-    """Strategy auto is one that the engine claims, and what it pushed is answered as after any other."""
+    """Strategy auto picks one that the engine claims, and its push gives the same answers as any other."""
     engine, other = bench.engine, bench.other_weights()
     old, new, prompts = tensors_of(bench.model), tensors_of(other), bench.prompts(2)
     async with (
@@ -223,19 +223,19 @@ async def a_push_through_gpu_memory_equals_a_fresh_load(bench: Bench) -> None:
 
 @case(Capability.WEIGHTS_CUDA_IPC, changes_weights=True, hardware=Hardware.GPU)
 async def pushes_through_gpu_memory_bring_what_is_there_then(bench: Bench) -> None:
-    """One push after another from the same tensors brings what they hold by then, and is served."""
+    """Repeated pushes of the same tensors through GPU memory each bring the tensors' values at that time."""
     await _follows(bench, share_tensors=False)
 
 
 @case(Capability.WEIGHTS_CUDA_IPC, changes_weights=True, hardware=Hardware.GPU)
 async def pushes_of_shared_tensors_bring_what_is_there_then(bench: Bench) -> None:
-    """The same of the trainer's own tensors, which the engine reads where they are."""
+    """Repeated pushes with share_tensors=True, which the engine reads in place, bring the values at that time."""
     await _follows(bench, share_tensors=True)
 
 
 async def _follows(bench: Bench, *, share_tensors: bool) -> None:
     engine, other = bench.engine, bench.other_weights()
-    WeightSync.connect({}, engine, Strategy.CUDA_IPC)  # refused before a GPU is asked for
+    WeightSync.connect({}, engine, Strategy.CUDA_IPC)  # an unclaimed strategy is refused before a GPU is used
     first, second = ({n: t.cuda() for n, t in tensors_of(folder).items()} for folder in (bench.model, other))
     trained = {name: tensor.clone() for name, tensor in first.items()}
     async with WeightSync.connect(trained, engine, Strategy.CUDA_IPC, share_tensors=share_tensors) as sync:
@@ -261,13 +261,13 @@ async def a_broadcast_equals_a_fresh_load(bench: Bench) -> None:
 
 @case(Capability.WEIGHTS_BROADCAST, Capability.LOGPROBS_RAW, own_engine=True, hardware=Hardware.TWO_GPUS)
 async def a_broadcast_between_gpus_equals_a_fresh_load(bench: Bench) -> None:
-    """The same from the second GPU to an engine on the first, over NCCL."""
+    """Answers and logprobs after a broadcast from a second GPU over NCCL are exactly those of a fresh load."""
     await _equals_a_fresh_load(bench, [Strategy.BROADCAST], device="cuda:1", group_backend="nccl")
 
 
 @case(Capability.WEIGHTS_CUDA_IPC, Capability.LOGPROBS_RAW, own_engine=True, hardware=Hardware.TWO_GPUS)
 async def a_push_between_gpus_equals_a_fresh_load(bench: Bench) -> None:
-    """The same from the memory of the second GPU, which the first maps: that is what ``auto`` takes."""
+    """Answers after a push from a second GPU's memory, which ``auto`` picks, are exactly those of a fresh load."""
     await _equals_a_fresh_load(bench, [Strategy.CUDA_IPC], device="cuda:1")
 
 
@@ -277,7 +277,7 @@ async def _equals_a_fresh_load(
     other, prompts = bench.other_weights(), [[17, 42, 99, 7], list(range(33, 73))]
     pushed = bench.create()
     for strategy in strategies:
-        WeightSync.connect({}, pushed, strategy, group_backend=group_backend)  # refused before anything was done
+        WeightSync.connect({}, pushed, strategy, group_backend=group_backend)  # an unclaimed strategy is refused here
     old, new = (
         {name: tensor.to(device) for name, tensor in tensors_of(model).items()} for model in (bench.model, other)
     )
@@ -301,7 +301,7 @@ async def _equals_a_fresh_load(
 
 
 async def _numbers(engine: InferenceEngine, prompts: Sequence[list[int]]) -> list[tuple[list[int], list[float] | None]]:
-    """Greedy token ids and logprobs of each prompt, from an empty cache, each alone in the engine."""
+    """Return greedy token ids and logprobs of each prompt, each alone in the engine."""
     params = SamplingParams(max_new_tokens=16, temperature=0, logprobs=0, logprobs_mode=LogprobsMode.RAW)
     completions = [(await engine.generate(prompt, params)).completions[0] for prompt in prompts]
     return [(completion.token_ids, completion.logprobs) for completion in completions]
@@ -312,7 +312,7 @@ async def _numbers(engine: InferenceEngine, prompts: Sequence[list[int]]) -> lis
 
 @case(Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
 async def small_buckets_serve_the_same(bench: Bench) -> None:
-    """Weights that come in as many small buckets as there are layers give the answers of those that come in one."""
+    """Weights pushed in many small buckets, one per layer, give the same answers as in a single bucket."""
     engine, other = bench.engine, bench.other_weights()
     old, new, prompts = tensors_of(bench.model), tensors_of(other), bench.prompts(2)
     answers: list[list[Completion]] = []
@@ -330,7 +330,7 @@ async def small_buckets_serve_the_same(bench: Bench) -> None:
 
 @case(Capability.WEIGHTS_SHARED_MEMORY, model=ModelKind.MOE, changes_weights=True)
 async def a_mixture_of_experts_is_served_as_pushed(bench: Bench) -> None:
-    """Experts and routers arrive whole, in one bucket and in many, by the checkpoint's names and the module's."""
+    """Experts and routers arrive complete in one bucket and in many, by the checkpoint's names and the module's."""
     engine, other = bench.engine, bench.other_weights()
     old, new, module = tensors_of(bench.model), tensors_of(other), module_of(other)
     sources = ((new, ONE_BUCKET), (new, 1), (module, 1), (module.state_dict(), ONE_BUCKET))
@@ -343,7 +343,7 @@ async def a_mixture_of_experts_is_served_as_pushed(bench: Bench) -> None:
 
 @case(Capability.WEIGHTS_DISK, model=ModelKind.MOE, changes_weights=True)
 async def a_mixture_of_experts_is_served_as_on_disk(bench: Bench) -> None:
-    """Experts and routers of a checkpoint folder arrive whole."""
+    """Experts and routers of a checkpoint folder arrive complete."""
     other = bench.other_weights()
     await bench.engine.load_weights_from_disk(str(other), NEW)
     await check_serves(bench, other, NEW)
@@ -351,11 +351,11 @@ async def a_mixture_of_experts_is_served_as_on_disk(bench: Bench) -> None:
 
 @case(Capability.WEIGHTS_SHARED_MEMORY, own_engine=True)
 async def tied_weights_are_pushed_once_and_used_twice(bench: Bench) -> None:
-    """A model whose output matrix is its embedding takes it under either name, and uses the new one in both places."""
+    """A model with tied weights accepts them under either name, and uses the new weights in both places."""
     folder = tiny_model("qwen2", dtype=bench.models.dtype, tie_word_embeddings=True)
     other = bench.models.with_other_weights(folder)
     engine = bench.create(model=folder)
-    WeightSync.connect({}, engine, "shared_memory")  # refused before the engine is started
+    WeightSync.connect({}, engine, "shared_memory")  # an unclaimed strategy is refused before the engine starts
     async with engine:
         for source in (module_of(other), tensors_of(other)):
             await _push(engine, tensors_of(folder), "back")
@@ -366,7 +366,7 @@ async def tied_weights_are_pushed_once_and_used_twice(bench: Bench) -> None:
 
 @case(Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
 async def a_trainer_pushes_after_every_step(bench: Bench) -> None:
-    """One connection sends what its tensors hold at the time of each push, not what they held at the first."""
+    """Each push of one connection sends the values that its tensors hold at that time."""
     policy = tensors_of(bench.model)
     async with WeightSync.connect(policy, bench.engine, "shared_memory", bucket_bytes=100_000) as sync:
         for step in (1, 2, 1):
@@ -378,10 +378,10 @@ async def a_trainer_pushes_after_every_step(bench: Bench) -> None:
 
 @case(Capability.WEIGHTS_DISK, changes_weights=True)
 async def going_back_to_earlier_weights_gives_their_answers(bench: Bench) -> None:
-    """Other weights and then the first again give the first answers again.
+    """Pushing other weights and then the first ones again restores the first answers.
 
-    Weights between them that diverged, so that logits are NaN, end every request in NonFiniteLogits, whatever it asks
-    for. They leave no NaN behind, as in a cache.
+    In between, diverged weights with NaN logits end every request in NonFiniteLogits, whatever its params, and leave no
+    NaN behind, such as in a cache.
     """
     engine, prompts = bench.engine, [bench.prompt(length) for length in (6, 19, 33, 46)]
     before = await one_by_one(bench, prompts)
@@ -402,9 +402,9 @@ async def going_back_to_earlier_weights_gives_their_answers(bench: Bench) -> Non
 
 @case(Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
 async def every_form_of_source_is_served(bench: Bench) -> None:
-    """A mapping, pairs, a function that yields from a buffer it uses again, and a torch module all arrive the same.
+    """A mapping, pairs, a generator function that reuses its buffer, and a torch module all arrive alike.
 
-    Tensors of bfloat16 do so exactly where the engine holds float32: none is refused, and none is rounded.
+    An engine that holds float32 accepts bfloat16 tensors exactly: none is refused, and none is rounded.
     """
     engine, other = bench.engine, bench.other_weights()
     old, backwards = tensors_of(bench.model), dict(reversed(tensors_of(other).items()))
@@ -421,7 +421,7 @@ async def every_form_of_source_is_served(bench: Bench) -> None:
 
 @case(Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
 def any_buckets_order_and_form_serve_the_same(bench: Bench) -> None:
-    """Whatever the size of the buckets and the order and form of the source, the answers afterwards are the same."""
+    """Whatever the bucket size and the order and form of the source, the answers afterwards are the same."""
     engine, other, prompts = bench.engine, bench.other_weights(), bench.prompts(2)
     old, new = tensors_of(bench.model), tensors_of(other)
 
@@ -430,7 +430,7 @@ def any_buckets_order_and_form_serve_the_same(bench: Bench) -> None:
         await _push(engine, source, NEW, bucket_bytes)
         return await one_by_one(bench, prompts)
 
-    expected = bench.run(answers(new, ONE_BUCKET))  # a refusal comes here, not as a counterexample
+    expected = bench.run(answers(new, ONE_BUCKET))  # a refusal is raised here, not as a counterexample
 
     @seed(bench.seed)
     @settings(
@@ -458,7 +458,7 @@ async def _push(engine: InferenceEngine, source: WeightInput, version: str, buck
 
 @case(Capability.WEIGHTS_DISK)
 async def the_manifest_names_the_checkpoint(bench: Bench) -> None:
-    """weight_manifest lists every tensor of the checkpoint once, under its name there, with its shape and dtype."""
+    """weight_manifest() lists every tensor of the checkpoint once, with its checkpoint name, shape and dtype."""
     await same_weights_again(bench)
     manifest = await bench.engine.weight_manifest()
     stored = tensors_of(bench.model)
@@ -473,14 +473,14 @@ async def the_manifest_names_the_checkpoint(bench: Bench) -> None:
         assert spec.dtype in held, f"{name} is {spec.dtype}"
 
 
-# What is refused -------------------------------------------------------------------------------------------------
+# Refusals --------------------------------------------------------------------------------------------------------
 
 
 @case(Capability.WEIGHTS_SHARED_MEMORY)
 async def wrong_tensors_are_refused_by_name(bench: Bench) -> None:
-    """A push of missing, extra, misshapen, mistyped or non-finite tensors names them and changes nothing."""
+    """A push of missing, extra, misshapen, mistyped or non-finite tensors is refused by name and changes nothing."""
     engine, tensors = bench.engine, tensors_of(bench.other_weights())
-    WeightSync.connect(tensors, engine, "shared_memory")  # refused before the manifest is asked for
+    WeightSync.connect(tensors, engine, "shared_memory")  # an unclaimed strategy is refused before the manifest is read
     async with unchanged(bench):
         name = a_matrix(await engine.weight_manifest())
         for fault in FAULTS:
@@ -495,7 +495,7 @@ async def wrong_tensors_are_refused_by_name(bench: Bench) -> None:
 
 @case(Capability.WEIGHTS_DISK)
 async def a_wrong_checkpoint_is_refused_by_name(bench: Bench) -> None:
-    """A folder with missing, extra, misshapen, mistyped or non-finite tensors is refused by name, nothing changed."""
+    """A folder with missing, extra, misshapen, mistyped or non-finite tensors is refused by name, changing nothing."""
     engine, tensors = bench.engine, tensors_of(bench.other_weights())
     await same_weights_again(bench)
     async with unchanged(bench):
@@ -512,7 +512,7 @@ async def a_wrong_checkpoint_is_refused_by_name(bench: Bench) -> None:
 
 @case(Capability.WEIGHTS_DISK)
 async def a_bad_folder_is_refused_and_the_engine_serves_on(bench: Bench) -> None:
-    """A folder that is missing, empty, truncated or garbage is a typed error that names it, and changes nothing."""
+    """A folder that is missing, empty, truncated or garbage is refused, naming it, and changes nothing."""
     engine = bench.engine
     await same_weights_again(bench)
     async with unchanged(bench):
@@ -542,21 +542,21 @@ async def a_wrong_argument_of_an_update_is_refused(bench: Bench) -> None:
 
 @case(Capability.WEIGHTS_IN_PROCESS)
 async def tensors_that_nobody_registered_are_refused(bench: Bench) -> None:
-    """An in-process update under a key that no sender registered is a typed error and changes nothing."""
+    """An in-process update with a key that no sender registered is refused with a typed error and changes nothing."""
     await _refuse_source(bench, InProcessSource(key="nobody"))
 
 
 @case(Capability.WEIGHTS_SHARED_MEMORY)
 async def shared_memory_that_is_not_there_is_refused(bench: Bench) -> None:
-    """A shared-memory update whose arena is gone is a typed error and changes nothing."""
+    """A shared-memory update whose arena is gone is refused with a typed error and changes nothing."""
     path = str(nowhere(bench.models))
     await _refuse_source(bench, SharedMemorySource(path=path, nbytes=1 << 40, bucket_offsets=(0,)))
 
 
 @case(Capability.WEIGHTS_CUDA_IPC, hardware=Hardware.GPU)
 async def gpu_memory_that_is_not_there_is_refused(bench: Bench) -> None:
-    """An update whose handle belongs to no GPU of the engine is a typed error and changes nothing."""
-    WeightSync.connect({}, bench.engine, Strategy.CUDA_IPC)  # refused before anything is asked for
+    """An update with a handle to memory of an unknown GPU is refused with a typed error and changes nothing."""
+    WeightSync.connect({}, bench.engine, Strategy.CUDA_IPC)  # an unclaimed strategy is refused before anything else
     segment = bytes(64) + struct.pack("<qq", 0, 1 << 40)
     places = bytes(16 * len((await bench.engine.weight_manifest()).tensors))
     await _refuse_source(bench, CudaIpcSource(name="nobody's", gpus=("GPU-0",), segments=segment, places=places))
@@ -564,7 +564,7 @@ async def gpu_memory_that_is_not_there_is_refused(bench: Bench) -> None:
 
 @case(Capability.WEIGHTS_BROADCAST)
 async def a_group_that_was_not_formed_is_refused(bench: Bench) -> None:
-    """A broadcast in a group that the engine did not join is a typed error, in bounded time, and changes nothing."""
+    """A broadcast in a group that the engine did not join is refused in time with a typed error and changes nothing."""
     await _refuse_source(bench, BroadcastSource(group_name="nobody"))
 
 
@@ -584,9 +584,9 @@ async def _refuse_source(bench: Bench, source: WeightSource) -> None:
 
 @case(Capability.WEIGHTS_BROADCAST, own_engine=True)
 async def a_group_that_nobody_joins_does_not_hang(bench: Bench) -> None:
-    """Waiting for a trainer that never joins the group ends in a typed error by its deadline; the engine serves on."""
+    """Waiting for a trainer that never joins the group ends in a typed error at its deadline; the engine serves on."""
     engine = bench.create(timeouts={"weight_update": 5})
-    WeightSync.connect({}, engine, "broadcast")  # refused before the engine is started
+    WeightSync.connect({}, engine, "broadcast")  # an unclaimed strategy is refused before the engine starts
     spec = CommunicatorSpec(
         master_address="127.0.0.1",
         master_port=_free_port(),
@@ -610,7 +610,7 @@ async def a_group_that_nobody_joins_does_not_hang(bench: Bench) -> None:
 
 @case(Capability.WEIGHTS_BROADCAST, changes_weights=True)
 async def a_group_is_formed_once_and_left_once(bench: Bench) -> None:
-    """Another group of the same name is refused, and does no harm to the one that is there; one is left only once."""
+    """A second group of the same name is refused without harming the first; a group can be left only once."""
     between = Between(bench.engine)
     async with WeightSync.connect(tensors_of(bench.other_weights()), between, "broadcast") as sync:
         await sync.push(version="first")
@@ -626,7 +626,7 @@ async def a_group_is_formed_once_and_left_once(bench: Bench) -> None:
 
 @case(Capability.WEIGHTS_SHARED_MEMORY)
 async def a_wrong_plan_is_refused_by_the_engine(bench: Bench) -> None:
-    """An engine checks plan, geometry, digests and arena itself before it changes anything, whoever sends them."""
+    """The engine itself checks plan, geometry, digests and arena before it changes anything, whoever sends them."""
     engine = bench.engine
     between = Between(engine)
     async with (
@@ -656,7 +656,7 @@ async def a_wrong_plan_is_refused_by_the_engine(bench: Bench) -> None:
                 await sync.push(version="bad")
 
 
-# What a failed update leaves -------------------------------------------------------------------------------------
+# Failed updates --------------------------------------------------------------------------------------------------
 
 
 @case(Capability.WEIGHTS_DISK, changes_weights=True)
@@ -677,7 +677,7 @@ async def an_update_that_breaks_off_leaves_the_engine_dirty(bench: Bench) -> Non
 
 @case(Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
 async def the_push_after_one_that_broke_off_just_works(bench: Bench) -> None:
-    """A sync whose push broke between two buckets leaves the engine dirty, and mends it by pushing again."""
+    """A push that breaks between two buckets leaves the engine dirty; the same connection's next push mends it."""
     engine, other = bench.engine, bench.other_weights()
     version = engine.get_weight_version()
     between = Between(engine, buckets=1)
@@ -692,7 +692,7 @@ async def the_push_after_one_that_broke_off_just_works(bench: Bench) -> None:
 
 @case(Capability.WEIGHTS_DISK, changes_weights=True)
 async def a_cancelled_update_leaves_the_engine_dirty(bench: Bench) -> None:
-    """When the trainer's task is cancelled in the middle of an update the engine is dirty, and a full push mends it."""
+    """Cancelling the trainer's task during an update leaves the engine dirty, and a full push mends it."""
     engine = bench.engine
     version = engine.get_weight_version()
     await same_weights_again(bench)
@@ -715,7 +715,7 @@ async def a_cancelled_update_leaves_the_engine_dirty(bench: Bench) -> None:
 
 @case(Capability.WEIGHTS_DISK, changes_weights=True)
 async def an_incomplete_update_is_not_committed(bench: Bench) -> None:
-    """An update that ends without having loaded every bucket, or asks for one that is not there, leaves it dirty."""
+    """An update that leaves out a bucket, or loads one that does not exist, leaves the engine dirty."""
     engine = bench.engine
     version = engine.get_weight_version()
     with raises(WeightTransferFailed, "an update without any bucket"):
@@ -732,7 +732,7 @@ async def an_incomplete_update_is_not_committed(bench: Bench) -> None:
 
 @case(Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
 async def what_arrives_otherwise_than_sent_is_found(bench: Bench) -> None:
-    """A tensor whose digest is not the sender's is named, its version is not published, and the engine is dirty."""
+    """A tensor with a wrong digest is named, its version is not published, and the engine is dirty."""
     engine, other = bench.engine, bench.other_weights()
     version = engine.get_weight_version()
     between = Between(engine)
@@ -751,7 +751,7 @@ async def what_arrives_otherwise_than_sent_is_found(bench: Bench) -> None:
 
 @case(Capability.WEIGHTS_IN_PROCESS, changes_weights=True)
 async def a_source_that_is_written_to_during_a_push_is_found(bench: Bench) -> None:
-    """A trainer that goes on training while its tensors are being read is told so, by the tensor's name."""
+    """A push whose source is modified while it is read fails verification, naming the tensor."""
     engine, other = bench.engine, bench.other_weights()
     version = engine.get_weight_version()
     tensors, between = tensors_of(other), Between(engine)
@@ -775,7 +775,7 @@ async def a_source_that_is_written_to_during_a_push_is_found(bench: Bench) -> No
 
 @case(Capability.WEIGHTS_DISK, Capability.WEIGHT_UPDATE_IN_FLIGHT, Capability.PAUSE_WAIT, own_engine=True)
 async def every_step_of_an_update_has_a_deadline(bench: Bench) -> None:
-    """A step beyond timeouts.weight_update is DeadlineExceeded: dirty if the update had begun, else nothing changed."""
+    """A step beyond timeouts.weight_update raises DeadlineExceeded; the engine is dirty only if the update began."""
     limit, other = 0.4, bench.other_weights()
     async with bench.open(timeouts={"weight_update": limit}) as engine:
         version, prompts = engine.get_weight_version(), bench.prompts(4, engine=engine)
@@ -793,9 +793,9 @@ async def every_step_of_an_update_has_a_deadline(bench: Bench) -> None:
             check_made_by(bench, (await running).completions[:1], bench.model, engine)
         with raises(DeadlineExceeded, "a step beyond its deadline"):
             async with engine.weight_update(from_disk(other)) as update:
-                took = min([await _seconds(load_all(update)) for _ in range(3)])  # the first time is a slow one
+                took = min([await _seconds(load_all(update)) for _ in range(3)])  # the first time is slow
                 often = math.ceil(5 * limit / took)
-                for more in (1, 5, 25):  # other work may have slowed down what was measured
+                for more in (1, 5, 25):  # the measured time may have been inflated by other work
                     await update.load(list(range(update.buckets)) * often * more)
         check_state(engine, EngineState.DIRTY)
         assert engine.get_weight_version() == version
@@ -819,7 +819,7 @@ async def _seconds(step: Coroutine[object, object, None]) -> float:
     changes_weights=True,
 )
 async def requests_outlive_an_update_that_breaks_off(bench: Bench) -> None:
-    """Requests in flight and at the gate wait while the engine is dirty, and end well once an update is committed."""
+    """Requests in flight and new ones wait while the engine is dirty, and complete once an update is committed."""
     engine, other = bench.engine, bench.other_weights()
     version = engine.get_weight_version()
     await same_weights_again(bench)
@@ -846,7 +846,7 @@ async def requests_outlive_an_update_that_breaks_off(bench: Bench) -> None:
 
 @case(Capability.WEIGHTS_DISK, changes_weights=True)
 async def a_version_is_published_at_commit(bench: Bench) -> None:
-    """Until an update is committed the engine names the old version, is updating, and lets arriving requests wait."""
+    """Until commit the engine reports the old version, is updating, and makes new requests wait."""
     engine, other = bench.engine, bench.other_weights()
     version = engine.get_weight_version()
     async with Late(bench) as late:
@@ -865,7 +865,7 @@ async def a_version_is_published_at_commit(bench: Bench) -> None:
 
 @case(Capability.WEIGHTS_DISK, changes_weights=True)
 async def updates_come_one_after_another(bench: Bench) -> None:
-    """Of two updates asked for at once one waits for the other and both are committed; none opens within another."""
+    """Two concurrent updates run one after the other and are both committed; nested updates are refused."""
     engine, first, second = bench.engine, bench.other_weights(1), bench.other_weights(2)
     await asyncio.gather(
         engine.load_weights_from_disk(str(first), "first"),
@@ -882,7 +882,7 @@ async def updates_come_one_after_another(bench: Bench) -> None:
 
 @case(Capability.WEIGHTS_DISK, changes_weights=True)
 async def a_bucket_after_the_end_of_an_update_is_refused(bench: Bench) -> None:
-    """Loading a bucket outside of an update is a typed error, and the engine serves on with what was committed."""
+    """Loading a bucket outside of an update raises a typed error; the engine serves on with the committed weights."""
     engine, other = bench.engine, bench.other_weights()
     async with engine.weight_update(from_disk(other)) as update:
         await load_all(update)
@@ -893,7 +893,7 @@ async def a_bucket_after_the_end_of_an_update_is_refused(bench: Bench) -> None:
 
 @case(Capability.VERSION_SPANS)
 async def a_new_label_changes_no_answer(bench: Bench) -> None:
-    """update_weight_version gives the same weights another name; completions carry it from there on."""
+    """update_weight_version() renames the weights without changing answers; later completions carry the new name."""
     engine, prompts = bench.engine, bench.prompts(2)
     version = engine.get_weight_version()
     before = await one_by_one(bench, prompts)
@@ -913,7 +913,7 @@ async def a_new_label_changes_no_answer(bench: Bench) -> None:
 
 @case(Capability.VERSION_SPANS)
 async def a_new_label_divides_what_is_in_flight(bench: Bench) -> None:
-    """Tokens sampled before a new label carry the old one, those after it the new one, and all are as without it."""
+    """Tokens in flight carry the label at the time they were sampled, and are otherwise unchanged."""
     engine = bench.engine
     version = engine.get_weight_version()
     await same_label_again(engine)
@@ -935,14 +935,14 @@ async def a_new_label_divides_what_is_in_flight(bench: Bench) -> None:
 
 
 async def _renamed_while_frozen(bench: Bench, mode: PauseMode) -> tuple[Completion, int]:
-    """Give a new label while a stream is frozen; return its completion, and how many tokens it had by then."""
+    """Relabel while a stream is frozen; return its completion, and its number of tokens at that moment."""
     engine = bench.engine
     version = engine.get_weight_version()
     stream = Live(engine.generate_stream(bench.prompt(), bench.long(TOKENS)))
     try:
         await proceed(stream, tokens=5)
         await engine.pause_generation(mode)
-        await asyncio.sleep(0.1)  # for tokens that were made before the pause to arrive
+        await asyncio.sleep(0.1)  # let tokens that were made before the pause arrive
         before = stream.seen
         await engine.update_weight_version("renamed")
         await engine.continue_generation()
@@ -957,7 +957,7 @@ async def _renamed_while_frozen(bench: Bench, mode: PauseMode) -> tuple[Completi
 
 @case()
 async def a_remote_version_is_asked_for_in_bounded_time(bench: Bench) -> None:
-    """get_remote_weight_version returns what a server says, and is a typed error when none answers."""
+    """get_remote_weight_version() returns the server's answer, or raises a typed error in time if there is none."""
     ask = bench.engine.get_remote_weight_version
     async with asyncio.timeout(30):
         with raises(InvalidRequest, "an address that is none"):
@@ -981,7 +981,7 @@ _OK: Final = "HTTP/1.1 200 OK\r\n\r\n"
 
 @asynccontextmanager
 async def _server(answer: str) -> AsyncIterator[str]:
-    """The address of a server that answers every request so, or never if there is nothing to say."""
+    """Yield the address of a server that gives every request this answer, or none if it is empty."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -1014,7 +1014,7 @@ _SPANS_IN_FLIGHT: Final = (
 
 @case(*_SPANS_IN_FLIGHT, Capability.PAUSE_RETRACT, changes_weights=True)
 async def retracted_requests_go_on_with_the_new_weights(bench: Bench) -> None:
-    """Requests retracted for an update go on as if the new weights had read all their tokens; spans say from where."""
+    """Requests retracted for an update continue as if the new weights had read their tokens; spans mark the switch."""
     updated = await update_in_flight(bench, PauseMode.RETRACT)
     for completion in updated.completions:
         check_spans(completion, updated.old, NEW)
@@ -1027,7 +1027,7 @@ async def retracted_requests_go_on_with_the_new_weights(bench: Bench) -> None:
 
 @case(*_SPANS_IN_FLIGHT, Capability.PAUSE_IN_PLACE, changes_weights=True)
 async def frozen_requests_go_on_where_they_were(bench: Bench) -> None:
-    """Requests frozen in place for an update go on with their cache; spans say from where the weights are new."""
+    """Requests frozen in place for an update continue on their cache; spans mark the switch to the new weights."""
     updated = await update_in_flight(bench, PauseMode.IN_PLACE)
     for completion in updated.completions:
         check_spans(completion, updated.old, NEW)
@@ -1039,7 +1039,7 @@ async def frozen_requests_go_on_where_they_were(bench: Bench) -> None:
 
 @case(*_SPANS_IN_FLIGHT, Capability.PAUSE_ABORT, changes_weights=True)
 async def aborted_requests_are_of_the_old_weights_alone(bench: Bench) -> None:
-    """Requests aborted for an update come back with what they have, all of it by the old weights and labelled so."""
+    """Requests aborted for an update return their tokens so far, all made by the old weights and labelled so."""
     updated = await update_in_flight(bench, PauseMode.ABORT)
     for completion in updated.completions:
         assert completion.finish_reason is FinishReason.ABORT
@@ -1050,7 +1050,7 @@ async def aborted_requests_are_of_the_old_weights_alone(bench: Bench) -> None:
 
 @case(*_SPANS_IN_FLIGHT, Capability.PAUSE_WAIT, changes_weights=True)
 async def awaited_requests_end_before_the_weights_change(bench: Bench) -> None:
-    """Requests that an update waits for run to their end, all of it by the old weights and labelled so."""
+    """Requests that an update waits for run to their end, all made by the old weights and labelled so."""
     updated = await update_in_flight(bench, PauseMode.WAIT)
     for completion in updated.completions:
         assert completion.finish_reason is not FinishReason.ABORT
@@ -1067,7 +1067,7 @@ async def awaited_requests_end_before_the_weights_change(bench: Bench) -> None:
     changes_weights=True,
 )
 async def requests_frozen_by_a_pause_go_on_after_it(bench: Bench) -> None:
-    """An update while requests are frozen by a pause leaves them so; continuing takes them on with the new weights."""
+    """Requests frozen by a pause stay frozen during an update; continuing resumes them with the new weights."""
     engine, other = bench.engine, bench.other_weights()
     version = engine.get_weight_version()
     await same_weights_again(bench)
@@ -1087,7 +1087,7 @@ async def requests_frozen_by_a_pause_go_on_after_it(bench: Bench) -> None:
 
 @case(Capability.WEIGHTS_DISK, Capability.PAUSE_WAIT, changes_weights=True)
 async def an_update_while_paused_leaves_the_engine_paused(bench: Bench) -> None:
-    """Two updates during a pause leave the pause as it is; what waited is served by the last when it ends."""
+    """Two updates during a pause do not end it; requests that waited are served by the second when it ends."""
     engine, first, second = bench.engine, bench.other_weights(2), bench.other_weights(1)
     await same_weights_again(bench)
     await engine.pause_generation("wait")
@@ -1107,7 +1107,7 @@ async def an_update_while_paused_leaves_the_engine_paused(bench: Bench) -> None:
 
 @case(Capability.WEIGHTS_DISK, Capability.PREFIX_CACHE, changes_weights=True)
 async def no_prefix_of_older_weights_is_used(bench: Bench) -> None:
-    """A prompt cached under older weights is computed again after an update, and cached again under the new ones."""
+    """A prompt cached under older weights is computed again after an update, and then cached under the new ones."""
     engine, other = bench.engine, bench.other_weights()
     await engine.reset_prefix_cache()
     prompt = bench.prompt(LONG_PROMPT)
@@ -1123,7 +1123,7 @@ async def no_prefix_of_older_weights_is_used(bench: Bench) -> None:
 
 @case(Capability.WEIGHTS_DISK, Capability.PREFIX_CACHE, changes_weights=True)
 async def a_prefix_of_older_weights_is_kept_by_name(bench: Bench) -> None:
-    """keep_prefix_cache=True, and nothing else, lets prompts go on using what older weights cached."""
+    """Only keep_prefix_cache=True lets prompts use what older weights cached."""
     engine, other = bench.engine, bench.other_weights()
     await engine.reset_prefix_cache()
     prompt = bench.prompt(LONG_PROMPT)
@@ -1142,7 +1142,7 @@ async def a_prefix_of_older_weights_is_kept_by_name(bench: Bench) -> None:
     changes_weights=True,
 )
 async def a_frozen_request_leaves_no_stale_prefix(bench: Bench) -> None:
-    """What a request frozen in place through an update still holds of the old weights is of no use to later ones."""
+    """The old cache of a request frozen in place through an update is not used by later requests."""
     first, second = await _prefix_of_a_request_in_flight(bench, PauseMode.IN_PLACE)
     assert first.cached_tokens == 0
     check_made_by(bench, [first, second], bench.other_weights())
@@ -1156,13 +1156,13 @@ async def a_frozen_request_leaves_no_stale_prefix(bench: Bench) -> None:
     changes_weights=True,
 )
 async def a_retracted_request_leaves_no_stale_prefix(bench: Bench) -> None:
-    """What later requests share with one that was retracted for an update was computed by the new weights."""
+    """The prefix that later requests share with one retracted for an update was computed by the new weights."""
     completions = await _prefix_of_a_request_in_flight(bench, PauseMode.RETRACT)
     check_made_by(bench, completions, bench.other_weights())
 
 
 async def _prefix_of_a_request_in_flight(bench: Bench, mode: PauseMode) -> tuple[Completion, Completion]:
-    """Update in ``mode`` while a request with a long prompt runs; ask for its prompt when it has ended, twice."""
+    """Update in ``mode`` while a request with a long prompt runs; once it has ended, ask for its prompt twice."""
     engine = bench.engine
     await same_weights_again(bench)
     await engine.reset_prefix_cache()
@@ -1180,10 +1180,10 @@ async def _prefix_of_a_request_in_flight(bench: Bench, mode: PauseMode) -> tuple
 
 @case(Capability.WEIGHTS_SHARED_MEMORY, Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, changes_weights=True)
 async def rollouts_after_a_sleep_are_of_the_pushed_policy(bench: Bench) -> None:
-    """Sleep, wake the weights, push, wake the cache, generate: what answers is the policy pushed in that very step."""
+    """Sleep, wake the weights, push, wake the cache, generate: answers come from the policy pushed in that step."""
     engine, policy = bench.engine, tensors_of(bench.model)
     async with WeightSync.connect(policy, engine, "shared_memory", bucket_bytes=100_000) as sync:
-        await sync.push(version=engine.get_weight_version())  # the same weights: it changes nothing
+        await sync.push(version=engine.get_weight_version())  # the same weights, so this changes nothing
         both = [MemoryTag.WEIGHTS, MemoryTag.KV_CACHE]
         for step in (1, 2, 1):
             for name, tensor in tensors_of(bench.other_weights(step)).items():
@@ -1204,13 +1204,13 @@ async def rollouts_after_a_sleep_are_of_the_pushed_policy(bench: Bench) -> None:
 
 @case(Capability.READ_WEIGHTS, Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
 async def tensors_read_back_are_those_that_were_pushed(bench: Bench) -> None:
-    """get_weights_by_name returns, for every name of the manifest, bit for bit what the last push brought."""
+    """get_weights_by_name() returns every tensor of the manifest bitwise as it was last pushed."""
     engine, pushed = bench.engine, tensors_of(bench.other_weights())
     async with WeightSync.connect(pushed, engine, "shared_memory", bucket_bytes=1) as sync:
         with raises(InvalidRequest, "a tensor that the model has not") as refusal:
             await engine.get_weights_by_name("model.ghost.weight")
         assert "model.ghost.weight" in str(refusal.error)
-        for name in pushed:  # what is read after the push must not be what was read before it
+        for name in pushed:  # a read after the push must not return what was read before it
             await engine.get_weights_by_name(name)
         await sync.push(version=NEW)
     manifest = await engine.weight_manifest()
@@ -1224,7 +1224,7 @@ async def tensors_read_back_are_those_that_were_pushed(bench: Bench) -> None:
 
 @case(Capability.READ_WEIGHTS, Capability.WEIGHTS_DISK)
 async def weights_are_validated_where_they_lie(bench: Bench) -> None:
-    """validate_weights looks at every tensor; the integrity check holds for the right version and for no other."""
+    """validate_weights() checks every tensor; check_weight_sync_integrity() accepts the right version and no other."""
     engine = bench.engine
     await same_weights_again(bench)
     report = await engine.validate_weights()
@@ -1241,7 +1241,7 @@ async def weights_are_validated_where_they_lie(bench: Bench) -> None:
 
 @case(Capability.READ_WEIGHTS, Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
 async def a_tensor_of_zeros_is_reported(bench: Bench) -> None:
-    """validate_weights names tensors that hold zeros only, and does not call that wrong."""
+    """validate_weights() names all-zero tensors without calling them wrong."""
     engine, tensors = bench.engine, tensors_of(bench.other_weights())
     async with WeightSync.connect(tensors, engine, "shared_memory") as sync:
         before = set((await engine.validate_weights()).all_zero)
@@ -1255,7 +1255,7 @@ async def a_tensor_of_zeros_is_reported(bench: Bench) -> None:
 
 @case(Capability.READ_WEIGHTS, Capability.WEIGHTS_DISK, Capability.SLEEP_WEIGHTS, changes_weights=True)
 async def weights_asleep_are_not_read(bench: Bench) -> None:
-    """Reading a tensor whose memory was given back is a typed error, and the engine lives on."""
+    """Reading a tensor that is asleep raises a typed error, and the engine lives on."""
     engine, other = bench.engine, bench.other_weights()
     await same_weights_again(bench)
     name = a_matrix(await engine.weight_manifest())
@@ -1270,12 +1270,12 @@ async def weights_asleep_are_not_read(bench: Bench) -> None:
     await check_serves(bench, other, NEW)
 
 
-# Only what changed -----------------------------------------------------------------------------------------------
+# Deltas ----------------------------------------------------------------------------------------------------------
 
 
 @case(Capability.WEIGHTS_PLUGIN, changes_weights=True)
 async def only_what_changed_is_pushed(bench: Bench) -> None:
-    """After a delta, which carries what changed and no more, an engine answers as a pass over the new weights does."""
+    """A delta carries only changed values, and afterwards the engine answers as the new weights do."""
     policy = tensors_of(bench.model)
     async with WeightSync.connect(policy, bench.engine, "delta") as sync:
         whole = await sync.push(version="whole")
@@ -1289,7 +1289,7 @@ async def only_what_changed_is_pushed(bench: Bench) -> None:
 
 @case(Capability.WEIGHTS_PLUGIN, Capability.WEIGHTS_DISK, changes_weights=True)
 async def a_delta_is_never_added_to_other_weights(bench: Bench) -> None:
-    """If the engine got its weights another way since, a push by delta brings every tensor whole."""
+    """If the engine got other weights since the last push, the next push by delta sends every tensor whole."""
     policy = tensors_of(bench.model)
     async with WeightSync.connect(policy, bench.engine, "delta") as sync:
         await sync.push(version="whole")
@@ -1302,7 +1302,7 @@ async def a_delta_is_never_added_to_other_weights(bench: Bench) -> None:
 
 @case(Capability.WEIGHTS_PLUGIN, Capability.SLEEP_WEIGHTS, changes_weights=True)
 async def a_delta_is_never_added_to_weights_that_slept(bench: Bench) -> None:
-    """After a sleep of the weights a push by delta brings every tensor whole."""
+    """After a sleep of the weights a push by delta sends every tensor whole."""
     policy = tensors_of(bench.model)
     async with WeightSync.connect(policy, bench.engine, "delta") as sync:
         await bench.engine.sleep(tags=[MemoryTag.WEIGHTS])
@@ -1317,7 +1317,7 @@ async def a_delta_is_never_added_to_weights_that_slept(bench: Bench) -> None:
 
 
 def _take_a_third(bench: Bench, policy: dict[str, torch.Tensor]) -> Path:
-    """Set a third of the values to those of other weights; returns a folder with the result."""
+    """Set a third of the values to those of other weights; return a folder with the result."""
     other = tensors_of(bench.other_weights())
     for name, tensor in policy.items():
         tensor.view(-1)[::3] = other[name].view(-1)[::3]
@@ -1329,7 +1329,7 @@ def _take_a_third(bench: Bench, policy: dict[str, torch.Tensor]) -> Path:
 
 @case(Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
 async def a_push_is_staged_while_the_engine_serves(bench: Bench) -> None:
-    """A transfer of WeightSync leaves the old weights serving until it is finished, and then serves what it staged."""
+    """A transfer by WeightSync leaves the old weights serving until finish(), and then serves the staged ones."""
     engine, other = bench.engine, bench.other_weights()
     version, source = engine.get_weight_version(), tensors_of(other)
     async with WeightSync.connect(source, engine, "shared_memory") as sync:
@@ -1340,7 +1340,7 @@ async def a_push_is_staged_while_the_engine_serves(bench: Bench) -> None:
             await handle.wait()
         assert handle.progress == 1
         for tensor in source.values():
-            tensor.zero_()  # what lies ready is what is applied, whatever became of the source since
+            tensor.zero_()  # finish() must apply what was staged, not the source's later values
         await check_serves(bench, bench.model, version)
         await handle.finish()
         await check_serves(bench, other, NEW)
@@ -1350,7 +1350,7 @@ async def a_push_is_staged_while_the_engine_serves(bench: Bench) -> None:
 
 @case(Capability.WEIGHT_STAGING, Capability.WEIGHTS_DISK, changes_weights=True)
 async def weights_are_staged_while_generation_goes_on(bench: Bench) -> None:
-    """A staged transfer leaves the old weights serving until it is finished, and then serves what it staged."""
+    """A transfer by the engine leaves the old weights serving until finish(), and then serves the staged ones."""
     engine, other = bench.engine, bench.other_weights()
     version = engine.get_weight_version()
     staged = write_checkpoint(bench.folder("staged"), bench.model, tensors_of(other))
@@ -1359,7 +1359,7 @@ async def weights_are_staged_while_generation_goes_on(bench: Bench) -> None:
     async with asyncio.timeout(60):
         await handle.wait()
     assert handle.staged
-    shutil.rmtree(staged)  # what lies ready is what is applied, whatever became of the source since
+    shutil.rmtree(staged)  # finish() must apply what was staged, without the source
     await check_serves(bench, bench.model, version)
     await handle.finish()
     await check_serves(bench, other, NEW)
@@ -1367,7 +1367,7 @@ async def weights_are_staged_while_generation_goes_on(bench: Bench) -> None:
 
 @case(Capability.WEIGHT_STAGING, Capability.WEIGHTS_DISK)
 async def a_cancelled_transfer_changes_nothing(bench: Bench) -> None:
-    """A transfer that was cancelled, staged or not, cannot be finished; one of a bad folder fails with its name."""
+    """A cancelled transfer, staged or not, cannot be finished; a transfer from a bad folder fails, naming it."""
     engine, other = bench.engine, bench.other_weights()
     early = await engine.start_weight_transfer(from_disk(other))
     async with unchanged(bench):
@@ -1385,33 +1385,33 @@ async def a_cancelled_transfer_changes_nothing(bench: Bench) -> None:
         assert "nowhere" in str(refusal.error)
 
 
-# What many pushes leave behind -----------------------------------------------------------------------------------
+# Leaks -----------------------------------------------------------------------------------------------------------
 
 
 @case(Capability.WEIGHTS_IN_PROCESS, own_engine=True)
 async def many_pushes_in_process_leave_nothing_behind(bench: Bench) -> None:
-    """In-process pushes one after another take no memory, descriptors or files."""
+    """Repeated in-process pushes leak no memory, descriptors or files."""
     await _push_many(bench, [Strategy.IN_PROCESS])
 
 
 @case(Capability.WEIGHTS_SHARED_MEMORY, Capability.WEIGHTS_DISK, own_engine=True)
 async def many_pushes_on_one_host_leave_nothing_behind(bench: Bench) -> None:
-    """Pushes through shared memory and folders one after another take no memory, descriptors or files."""
+    """Repeated pushes through shared memory and folders leak no memory, descriptors or files."""
     await _push_many(bench, [Strategy.SHARED_MEMORY, Strategy.DISK])
 
 
 @case(Capability.WEIGHTS_CUDA_IPC, own_engine=True, hardware=Hardware.GPU)
 async def many_pushes_through_gpu_memory_leave_nothing_behind(bench: Bench) -> None:
-    """Pushes through GPU memory one after another take no memory of either side, descriptors or files."""
+    """Repeated pushes through GPU memory leak no memory on either side, descriptors or files."""
     await _push_many(bench, [Strategy.CUDA_IPC], device="cuda")
 
 
 GROWTH: Final = 16 * 1024
-"""Bytes by which a push may leave more memory held: allocators' own."""
+"""Bytes by which memory may grow per push: allocator overhead."""
 
 
 async def _push_many(bench: Bench, strategies: Sequence[Strategy], device: str = "cpu") -> None:
-    """Push a model of some megabytes over and over, and look at what is held."""
+    """Push a model of a few megabytes repeatedly, and check for leaks."""
     folder = tiny_model("qwen2", dtype=bench.models.dtype, hidden_size=128, intermediate_size=1024)
     tensors, cycles = tensors_of(folder), max(20, bench.profile.cycles)
     engine = bench.create(model=folder)
@@ -1441,6 +1441,6 @@ async def _push_many(bench: Bench, strategies: Sequence[Strategy], device: str =
 
 
 def _memory(engine: InferenceEngine) -> int:
-    """Memory of the engine and, where that is not this process's, of the trainer."""
+    """Return the engine's memory, plus the trainer's unless the engine runs in the trainer's process."""
     is_here = engine.host_pid is None and not engine.model_info.device.startswith("cuda")
     return held_bytes(engine) + (0 if is_here else psutil.Process().memory_info().rss)

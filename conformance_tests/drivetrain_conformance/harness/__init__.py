@@ -1,1 +1,1 @@
-"""Running and judging a case: the test bench, the runner, the verdict."""
+"""Run and judge cases: the test bench, the runner, the verdict."""

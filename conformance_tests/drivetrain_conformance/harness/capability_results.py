@@ -1,4 +1,4 @@
-"""What a run says of each capability, from the verdicts of the cases that need it."""
+"""The verdict on each capability, concluded from the verdicts of the cases that need it."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ class CapabilityResults:
         self._claimed: set[Capability] = set()
         self._verdicts: dict[Capability, list[tuple[str, Verdict]]] = {}
         self.cases: set[str] = set()
-        """Ids of the cases that were noted."""
+        """Ids of the cases whose verdict was noted."""
 
     def claim(self, capabilities: Iterable[Capability]) -> None:
-        """An engine that was made claims these."""
+        """Note that an engine of this run claims these capabilities."""
         self._claimed.update(capabilities)
 
     def note(self, case: str, needs: Iterable[Capability], verdict: Verdict) -> None:
-        """The case of this id ended so."""
+        """Note the verdict of a case, by its id."""
         self.cases.add(case)
         for capability in needs:
             self._verdicts.setdefault(capability, []).append((case, verdict))
 
     def conclude(self, *, complete: bool) -> list[CapabilityResult]:
-        """One conclusion for each capability.
+        """Return one conclusion for each capability.
 
-        In a ``complete`` run, one that is claimed and of which no case passed is a failure: nobody saw it work.
+        In a ``complete`` run, a claimed capability fails if none of its cases passed: nobody saw it work.
         """
         return [self._conclude(capability, complete) for capability in Capability]
 

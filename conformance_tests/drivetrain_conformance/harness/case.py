@@ -1,4 +1,4 @@
-"""One test of the suite: a body, and what it needs."""
+"""One test of the suite: its body and its requirements."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ Body = Callable[["Bench"], Awaitable[None]] | Callable[["Bench"], None]
 
 
 class Hardware(Enum):
-    """What a case needs of the machine. Where it is missing the case is *not run*, which is no kind of pass."""
+    """Hardware that a case requires. On a machine without it the case is *not run*, which never counts as a pass."""
 
     ANY = "any"
     GPU = "gpu"
     TWO_GPUS = "two_gpus"
     TWO_RANKS = "two_ranks"
-    """Two GPUs, or none: then the ranks of an engine share the CPU."""
+    """Two GPUs, or a machine without any, where the engine's ranks share the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One test. Its body ends normally on an engine that claims all of ``needs``, and is refused on every other."""
+    """One test: its body ends normally on an engine that claims all of ``needs``, and is refused on every other."""
 
     group: str
     name: str
     summary: str
-    """The first sentence of the body's docstring: what must hold."""
+    """The first paragraph of the body's docstring: the behaviour that is checked."""
     needs: frozenset[Capability]
     """Every capability that the body uses."""
     body: Body
@@ -43,9 +43,9 @@ class Case:
     model: ModelKind = ModelKind.TEXT
     hardware: Hardware = Hardware.ANY
     own_engine: bool = False
-    """The body opens and closes engines by itself; no other runs meanwhile."""
+    """The body opens and closes its own engines; the shared engine is closed before it starts."""
     changes_weights: bool = False
-    """The body leaves other weights or another version behind."""
+    """The body leaves the engine with other weights or another weight version."""
 
     @property
     def id(self) -> str:
@@ -64,11 +64,11 @@ def case(
     own_engine: bool = False,
     changes_weights: bool = False,
 ) -> Callable[[Body], Body]:
-    """Make the function below a case.
+    """Register the decorated function as a case.
 
-    Its module, or package, below ``cases`` is the group, its name the case's, its docstring's first part the summary.
-
-    The body is a coroutine function, or a plain function that runs coroutines with ``bench.run`` (for hypothesis).
+    The case's group is the module or package below ``cases``, its name is the function's, and its summary is the first
+    paragraph of the docstring. The body is a coroutine function, or a plain function that runs coroutines with
+    ``bench.run`` (for hypothesis).
     """
 
     def decorate(body: Body) -> Body:
@@ -97,5 +97,5 @@ def case(
 
 
 def registered() -> Mapping[str, Case]:
-    """Every case whose module was imported, by id; see :func:`drivetrain_conformance.cases.all_cases`."""
+    """Return every case whose module was imported, by id; see :func:`drivetrain_conformance.cases.all_cases`."""
     return _registry

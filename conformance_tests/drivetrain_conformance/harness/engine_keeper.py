@@ -1,4 +1,4 @@
-"""At most one engine at a time, kept open while cases want the same, and looked at after each."""
+"""Keep one engine open across cases that want the same configuration, and check its state after each case."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from drivetrain.types.sampling import SamplingParams
 from drivetrain_conformance.harness.testbench import Opener, ordinary_ids, until_idle
 
 _SETTLE = 2.0
-"""Seconds in which requests that a case left aborted must be gone."""
+"""Seconds within which requests that a case aborted must have left the engine."""
 _PROBE = SamplingParams(max_new_tokens=8, temperature=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
-    """What must be the same after a case as before it."""
+    """Observable state of an engine that a case must leave unchanged."""
 
     status: str
     requests: tuple[int, int]
-    """Running and waiting."""
+    """Counts of running and waiting requests."""
     version: str
     answer: tuple[int, ...]
     """Greedy tokens of a fixed prompt."""
 
     def differences(self, before: Vitals) -> str:
-        """What changed, in words; empty if nothing did."""
+        """Describe what changed; empty if nothing did."""
         pairs = (
             ("state", before.status, self.status),
             ("requests (running, waiting)", before.requests, self.requests),
@@ -44,10 +44,10 @@ class Vitals:
 
 
 async def take_vitals(engine: InferenceEngine) -> Vitals:
-    """Look at an engine, and ask it a fixed question if it serves and generates."""
+    """Read an engine's state; if it is ready and generates, also its greedy answer to a fixed prompt."""
     status = engine.status.describe()
     with suppress(TimeoutError):
-        await until_idle(engine, within=_SETTLE)  # what was aborted last may still be in its last step
+        await until_idle(engine, within=_SETTLE)  # a request that was just aborted may still be in its last step
     stats = await engine.stats()
     answer: tuple[int, ...] = ()
     if status == "ready" and engine.config.task is Task.GENERATE:
@@ -57,7 +57,7 @@ async def take_vitals(engine: InferenceEngine) -> Vitals:
 
 
 async def _speed(engine: InferenceEngine) -> float:
-    """Tokens per second of one greedy request; 0 for an engine that does not generate."""
+    """Measure the tokens per second of one greedy request; 0 for an engine that does not generate."""
     if engine.config.task is not Task.GENERATE:
         return 0.0
     began = time.monotonic()
@@ -66,26 +66,26 @@ async def _speed(engine: InferenceEngine) -> float:
 
 
 class EngineKeeper:
-    """Opens engines, keeps the last one, and mends or replaces it when a case left it changed."""
+    """Open engines, keep the last one open, and restore or close it when a case changed it."""
 
     def __init__(self, opener: Opener) -> None:
         self._opener = opener
         self._key: str | None = None
         self.fields: Mapping[str, object] = {}
-        """Those that the open engine was asked for with."""
+        """The configuration fields that the open engine was requested with."""
         self._engine: InferenceEngine | None = None
         self._before: Vitals | None = None
         self._model: Path | None = None
         self.tokens_per_second = 0.0
-        """Of the open engine, for one request."""
+        """Measured on the open engine with a single request."""
 
     @property
     def engine(self) -> InferenceEngine | None:
-        """The engine that is open, if one is."""
+        """The open engine; None if there is none."""
         return self._engine
 
     async def get(self, model: Path, fields: Mapping[str, object]) -> InferenceEngine:
-        """A ready engine for this model with these fields."""
+        """Return a ready engine for this model and these fields."""
         key = json.dumps([str(model), fields], sort_keys=True, default=str)
         if self._engine is None or key != self._key:
             await self.close()
@@ -97,7 +97,7 @@ class EngineKeeper:
         return self._engine
 
     async def changes(self, *, weights_may_differ: bool) -> str:
-        """What the last case left changed, in words; the engine is mended, or given up for ``get`` to open another."""
+        """Describe what the last case changed; restore the weights, or close the engine so that ``get`` opens anew."""
         if self._engine is None or self._before is None:
             return ""
         try:
@@ -119,7 +119,7 @@ class EngineKeeper:
             return False
 
     async def close(self) -> None:
-        """Tear the engine down, if there is one."""
+        """Tear down the open engine, if any."""
         engine, self._engine, self._key, self._before = self._engine, None, None, None
         if engine is not None:
             await engine.teardown()

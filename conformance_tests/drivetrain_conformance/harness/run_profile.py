@@ -1,4 +1,4 @@
-"""How much work a run of the suite does."""
+"""Profiles: how much work a run of the suite does."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Sizes of a run."""
+    """The sizes of a run."""
 
     name: str
     examples: int
-    """Examples of each property."""
+    """Hypothesis examples of each property."""
     histories: int
-    """Histories of the stateful machine."""
+    """Histories that the stateful machine plays."""
     steps: int
-    """Steps of one history."""
+    """Steps of each history."""
     samples: int
-    """Draws for a statistical test."""
+    """Draws for each statistical test."""
     cycles: int
-    """Sleep cycles and updates that are looked at for growth."""
+    """Sleep cycles and weight updates over which memory growth is measured."""
     case_timeout: float
-    """Seconds after which a case that has not ended counts as hanging."""
+    """Timeout of one case, in seconds."""
     needs_gpu: bool = False
     """Refuse to run where there is no GPU."""
 

@@ -1,4 +1,4 @@
-"""Runs cases one after another and judges each end."""
+"""Run cases one after another and judge how each ends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CANCEL_SECONDS: Final = 20.0
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """What became of one case."""
+    """The outcome of one case."""
 
     case: Case
     judgement: Judgement
@@ -42,16 +42,16 @@ class CaseResult:
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict."""
+        """The verdict of the judgement."""
         return self.judgement.verdict
 
 
 class _Hangs(AssertionError):
-    """A body did not end."""
+    """A case timed out."""
 
 
 class Runner:
-    """Executes cases against one suite. Use as a context manager; one event loop serves all of it."""
+    """Execute the cases of one suite, all in one event loop. Use as a context manager."""
 
     def __init__(
         self, suite: Suite, *, profile: Profile | None = None, seed: int | None = None, models: Models | None = None
@@ -66,7 +66,7 @@ class Runner:
         self._oracles: dict[Path, Oracle | None] = {}
         self._hung = False
         self.versions: dict[str, str] = {}
-        """Versions of the engines that were opened."""
+        """Versions of the opened engines and their packages."""
 
     def __enter__(self) -> Self:
         return self
@@ -77,7 +77,7 @@ class Runner:
         self.close()
 
     def close(self) -> None:
-        """Tear down what runs and remove what was written."""
+        """Tear down the open engine and remove the model folders that were made."""
         try:
             self._loop.run(self._keeper.close())
             self._loop.close()
@@ -107,7 +107,8 @@ class Runner:
             try:
                 missing = case.needs - self._claimed_with(kind, wanted)
             except InvalidConfig:
-                # A backend need not know a field of what it does not claim; the body's calls are refused all the same.
+                # A backend need not know a configuration field of a capability that it lacks; the body's calls are
+                # still refused.
                 wanted = {}
                 missing = case.needs - self._claimed_with(kind, wanted)
                 if not missing:
@@ -119,7 +120,7 @@ class Runner:
         if missing and (other := self._elsewhere(case, wanted)) is not None:
             wanted, missing = other, frozenset()
         if missing:
-            # The body must be refused, so it needs neither the special model nor the machine.
+            # The case must be refused, so any engine serves: use the text model, and the open engine if it can refuse.
             kind = ModelKind.TEXT
             if lacking := self._open_engine_lacks(case):
                 wanted, missing = self._keeper.fields, lacking
@@ -140,14 +141,14 @@ class Runner:
         return self._looked_at_afterwards(case, judged, children), raised
 
     def _open_engine_lacks(self, case: Case) -> frozenset[Capability]:
-        """Return the capabilities that a case needs and the open engine lacks; it can refuse the case itself."""
+        """Return the capabilities that a case needs and the open engine lacks; if any, it can refuse the case."""
         engine = self._keeper.engine
         if case.own_engine or engine is None or engine.config.model != str(self.models.path(ModelKind.TEXT)):
             return frozenset()
         return case.needs - engine.capabilities
 
     def _elsewhere(self, case: Case, wanted: Mapping[str, object]) -> Mapping[str, object] | None:
-        """The configuration in which the engine claims what it does not with ``wanted``; None: there is none."""
+        """Return the first configuration of ``suite.elsewhere`` that claims everything the case needs; else None."""
         for fields in self.suite.elsewhere:
             other = {**fields, **wanted}
             try:
@@ -158,7 +159,7 @@ class Runner:
         return None
 
     def _claimed_with(self, kind: ModelKind, fields: Mapping[str, object]) -> frozenset[Capability]:
-        """What an engine of this model and configuration claims; nothing is started."""
+        """Return the capabilities that an engine of this model and configuration claims, without starting it."""
         return self._open({"model": str(self.models.path(kind)), **fields}).capabilities
 
     def _bench(self, case: Case, model: Path, wanted: Mapping[str, object], engine: InferenceEngine | None) -> Bench:
@@ -189,7 +190,7 @@ class Runner:
                 case.body(bench)
         except NoOracle:
             return Judgement(Verdict.NOT_RUN, "the suite was given no oracle to compare with"), None
-        except Exception as raised:  # whatever a body ends in is judged
+        except Exception as raised:  # judged below, whatever it is
             error = raised
         return judge(case.needs, missing, error), error
 
@@ -197,7 +198,7 @@ class Runner:
         return self._loop.run(self._bounded(coroutine))
 
     async def _bounded(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """Await ``coroutine``; one that does not end in time is cancelled, and left behind if that does not help."""
+        """Await ``coroutine``; on timeout cancel it, and abandon it if that takes too long."""
         task = asyncio.ensure_future(coroutine)
         done, _ = await asyncio.wait([task], timeout=self.profile.case_timeout)
         if not done:
@@ -207,7 +208,7 @@ class Runner:
         return task.result()
 
     def _looked_at_afterwards(self, case: Case, judged: Judgement, children: frozenset[int]) -> Judgement:
-        """A case that passed or was refused must also have left everything as it was."""
+        """Fail a case that passed or was refused if it left processes behind or changed the shared engine."""
         fine = judged.verdict in (Verdict.PASSED, Verdict.REFUSED)
         if case.own_engine:
             left = _children() - children
@@ -226,7 +227,7 @@ class Runner:
 
 
 def _children() -> frozenset[int]:
-    """Processes below this one that run; those that were here before drivetrain began do not matter."""
+    """Return the pids of this process's running descendants, zombies excluded."""
     alive = (child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE)
     return frozenset(child.pid for child in alive)
 
@@ -250,7 +251,7 @@ def _has(hardware: Hardware) -> bool:
 
 
 def gpu_count() -> int:
-    """How many GPUs torch sees."""
+    """Return the number of GPUs that torch sees."""
     import torch
 
     return torch.cuda.device_count()

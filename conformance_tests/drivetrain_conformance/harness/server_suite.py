@@ -1,4 +1,4 @@
-"""Servers for backends that connect to one: each configuration of a case is connected to a server launched with it."""
+"""Suites for backends that connect to a server: each configuration gets a server that was launched with it."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ from drivetrain_conformance.harness.suite import Suite
 
 START_S: Final = 300.0
 _AT_ONCE: Final = 3
-"""Unless more are needed: a server takes up to 3.5 GB."""
+"""Servers kept running, unless a case needs more at once: each takes up to 3.5 GB."""
 _WITHOUT_A_SERVER: Final = frozenset({EngineState.CREATED, EngineState.FAILED, EngineState.CLOSED})
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a server is launched."""
+    """The command line and environment that launch a server."""
 
     command: Sequence[str]
-    """Without host and port, which follow it as ``--host`` and ``--port``."""
+    """Without host and port, which are appended as ``--host`` and ``--port``."""
     arguments: Mapping[str, object]
-    """By name, with underscores: True is a bare flag, False none, a list several values."""
+    """Options by name, with underscores: True is a bare flag, False is left out, a list is passed as several values."""
     ready_path: str
-    """What it answers with 200 once it serves."""
+    """Path that answers with status 200 once the server is ready."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Beside this process's own."""
+    """Added to this process's environment."""
 
     @property
     def key(self) -> str:
-        """The same for launches that are the same."""
+        """Key that is equal for equal launches."""
         return json.dumps([list(self.command), dict(self.arguments), dict(self.environment)], sort_keys=True)
 
 
 class Server:
-    """One server, no child of this process, so that nobody takes it for something that an engine left behind."""
+    """One server, started outside this process's tree so that it is not mistaken for a process that an engine left."""
 
     def __init__(self, launch: Launch) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="drivetrain-server-"))
@@ -89,7 +89,7 @@ class Server:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its process runs."""
+        """True while the server's process runs."""
         return self.process.is_running() and self.process.status() != psutil.STATUS_ZOMBIE
 
     def _wait(self) -> None:
@@ -106,16 +106,16 @@ class Server:
         raise RuntimeError(f"the server did not start:\n{tail}")
 
     def connected(self, engine: InferenceEngine) -> None:
-        """Note that an engine connects to it, or will."""
+        """Note an engine that connects to this server."""
         self._engines.add(engine)
 
     @property
     def is_needed(self) -> bool:
-        """Whether an engine that is connected to it was neither closed nor failed."""
+        """True while an engine connected to this server is neither closed nor failed."""
         return any(engine.state not in _WITHOUT_A_SERVER for engine in self._engines)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to it and to all that it started."""
+        """Send a signal to the server and all its descendants."""
         try:
             family = [self.process, *self.process.children(recursive=True)]
         except psutil.NoSuchProcess:
@@ -125,7 +125,7 @@ class Server:
                 process.send_signal(number)
 
     def stop(self) -> None:
-        """End it with all that it started."""
+        """Kill the server and all its descendants."""
         try:
             family = [self.process, *self.process.children(recursive=True)]
         except psutil.NoSuchProcess:
@@ -136,14 +136,14 @@ class Server:
 
 
 class Servers:
-    """The servers of this process by their launches; of those that no engine needs, the oldest gives way."""
+    """Running servers by launch. To make room, servers that no engine needs are stopped, oldest first."""
 
     def __init__(self) -> None:
         self._running: dict[str, Server] = {}
         atexit.register(self.close)
 
     def get(self, launch: Launch) -> Server:
-        """A server that was launched so, and is alive."""
+        """Return a live server with this launch, starting one if necessary."""
         server = self._running.pop(launch.key, None)
         if server is not None and not server.is_alive:
             server.stop()
@@ -157,7 +157,7 @@ class Servers:
         return server
 
     def close(self) -> None:
-        """Stop all of them."""
+        """Stop all servers."""
         while self._running:
             self._running.popitem()[1].stop()
 
@@ -166,19 +166,19 @@ SERVERS: Final = Servers()
 
 
 class ServerSuite(Suite):
-    """The suite of a backend that connects to a server. A subclass says how one is launched."""
+    """The suite of a backend that connects to a server. A subclass defines how to launch one."""
 
     launched: ClassVar[tuple[str, ...]]
-    """Fields for which a server of their own is launched; the others are looked at by the backend alone."""
+    """Configuration fields that need a server launched with them; only the backend sees the other fields."""
     tasks: ClassVar[frozenset[Task]]
-    """What servers of this engine can be launched for."""
+    """Tasks that this engine's servers can be launched for."""
 
     @abstractmethod
     def launch(self, config: EngineConfig) -> Launch:
-        """How a server of this configuration is launched."""
+        """Return the launch of a server with this configuration."""
 
     def can_serve(self, model: Path) -> bool:
-        """Whether one could be launched with this folder: a configuration, and files of weights that are whole."""
+        """Return True if a server can load this folder: it has a ``config.json``, and its weight files are intact."""
         try:
             for file in model.glob("*.safetensors"):
                 with safe_open(file, framework="np"):
@@ -188,15 +188,15 @@ class ServerSuite(Suite):
         return (model / "config.json").is_file()
 
     def ready(self, server: Server) -> None:
-        """Make a server serve that a case left otherwise, because its engine was killed."""
+        """Bring back a server whose engine process a case killed."""
         return None
 
     def open_engine(self, fields: Mapping[str, object]) -> InferenceEngine:
-        """Launch a server, unless there is one that was launched so, and connect to it."""
+        """Connect an engine to a server launched with these fields, starting the server if there is none."""
         own: dict[str, object] = {"backend": self.backend, **self.fields, **fields}
         asked = EngineConfig.from_mapping(own)
         launched = {name: getattr(asked, name) for name in self.launched}
-        # What no server can be launched for is refused, whatever the server is.
+        # The backend refuses the unservable task or model by itself, so any server does.
         if asked.task not in self.tasks:
             launched |= {"task": Task.GENERATE, "model": str(tiny_model("qwen2"))}
         if not self.can_serve(Path(asked.model)):
@@ -213,14 +213,14 @@ class ServerSuite(Suite):
 
 
 def text_config(model: str) -> dict[str, object]:
-    """What the ``config.json`` of a model's folder says of the language model."""
+    """Return the language model's section of a model folder's ``config.json``."""
     whole = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
     found: dict[str, object] = whole.get("text_config") or whole
     return found
 
 
 def dtype_of(config: Mapping[str, object]) -> str:
-    """The checkpoint's type."""
+    """Return the checkpoint's dtype."""
     return str(config.get("dtype") or config.get("torch_dtype") or "float32")
 
 

@@ -1,4 +1,4 @@
-"""What an author says of the backend under test: how an engine is opened, and what to compare it with."""
+"""A suite describes the backend under test: how to open an engine, and the oracle to compare it with."""
 
 from __future__ import annotations
 
@@ -16,49 +16,50 @@ from drivetrain_conformance.harness.verdict import KnownFailure
 from drivetrain_conformance.references.oracle import Oracle, TransformersOracle
 
 GROUP: Final = "drivetrain.conformance"
-"""Entry-point group in which a distribution names the :class:`Suite` subclass of its backend."""
+"""Entry-point group under which a distribution registers its backend's :class:`Suite` subclass."""
 
 
 class Suite:
-    """The conformance suite of one backend. A subclass sets :attr:`backend`, and may change how engines are opened."""
+    """The conformance suite of one backend. A subclass sets :attr:`backend` and may override how engines are opened."""
 
     backend: ClassVar[str]
-    """Name of the backend."""
+    """Name of the backend under test."""
     profile: ClassVar[str] = "ci"
-    """How much work to do: ``smoke``, ``ci`` or ``gpu``."""
+    """Size of the run: ``smoke``, ``ci`` or ``gpu``."""
     seed: ClassVar[int] = 0
-    """Seed of everything random in the suite."""
+    """Seed of all randomness in the suite."""
     layers: ClassVar[int | None] = None
-    """Of the tiny model that is served; None: two. An engine that is done before it can be interrupted wants more."""
+    """Layers of the tiny model; None: two. Use more for an engine that finishes before a case can interrupt it."""
     known_failures: ClassVar[tuple[KnownFailure, ...]] = ()
-    """Cases that fail, and how."""
+    """Cases that are expected to fail, with their error and issue."""
 
     elsewhere: ClassVar[tuple[Mapping[str, object], ...]] = ()
-    """Fields of configurations in which the engine claims what it does not claim without: cases that need one of those
-    capabilities are run with the first that has them."""
+    """Alternative configurations, tried in order: a case whose capabilities are unclaimed by default runs with the
+    first one that claims them all.
+    """
 
     isolation: Isolation | None = None
-    """Where engines run; None: the backend's choice."""
+    """The place where engines run; None: the backend's choice."""
     fields: Mapping[str, object] = MappingProxyType({})
-    """Fields of the configuration of every engine, such as ``{"device": "cpu"}``."""
+    """Configuration fields of every engine, such as ``{"device": "cpu"}``."""
 
     def open_engine(self, fields: Mapping[str, object]) -> InferenceEngine:
-        """Make an engine, not started, with these fields of its configuration; ``model`` is always among them."""
+        """Create an engine with these configuration fields, without starting it; ``model`` is always among them."""
         own: dict[str, object] = {"backend": self.backend, **self.fields}
         if self.isolation is not None:
             own["isolation"] = self.isolation
         return create_engine({**own, **fields})
 
     def oracle(self, model: Path) -> Oracle | None:
-        """What to compare the engine's numbers with; None: nothing, and cases that compare are not run."""
+        """Return the oracle for a model folder, or None: then cases that compare with an oracle are not run."""
         return TransformersOracle(model)
 
 
 def suite_of(backend: str) -> type[Suite]:
-    """The suite class of a backend: the one that its distribution names, or the plain one.
+    """Return the suite class that a backend's distribution registers, or a plain one.
 
     Raises:
-        BackendLoadError: the distribution names something else.
+        BackendLoadError: the registered entry point is not a :class:`Suite` subclass.
     """
     for entry in importlib.metadata.entry_points(group=GROUP, name=backend):
         cls: object = entry.load()

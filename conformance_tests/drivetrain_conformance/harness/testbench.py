@@ -1,4 +1,4 @@
-"""What a case works with: an engine, an oracle, prompts, and the sizes of the run. Never the backend's name."""
+"""The bench that a case works with: an engine, an oracle, prompts, and the run's sizes. Never the backend's name."""
 
 from __future__ import annotations
 
@@ -26,99 +26,99 @@ from drivetrain_conformance.references.oracle import Logits, Oracle, RoundingOra
 _T = TypeVar("_T")
 
 GREEDY_TOKENS = 12
-"""Tokens of each probe in :meth:`Bench.fresh_outputs`."""
+"""Tokens that :meth:`Bench.greedy` generates by default."""
 TOLERANCE = {"float32": 5e-4, "float16": 2e-2, "bfloat16": 1.5e-1}
-"""Of logprobs, in nats, by dtype."""
+"""Tolerance of logprobs, in nats, by dtype."""
 _ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-"""The largest relative error of one rounding."""
+"""The largest relative error of one rounding, by dtype."""
 _STARTS = 10
 _IN_FLIGHT = 100
-"""Requests of this many tokens or more are meant to be seen in flight; shorter ones to end."""
+"""Requests of at least this many tokens are meant to be observed in flight; shorter ones are meant to end."""
 _LASTS = 0.2
-"""Seconds that such a request lasts at least, if the context is long enough."""
+"""Seconds that such a request should last at least, if the context is long enough."""
 
 
 class Opener(Protocol):
-    """Makes an engine, not started, from fields of its configuration."""
+    """Creates an engine, not started, from fields of its configuration."""
 
     def __call__(self, fields: dict[str, object]) -> InferenceEngine: ...
 
 
 class Runs(Protocol):
-    """Runs a coroutine to its end in the loop of the engine under test."""
+    """Runs a coroutine to its end in the event loop of the engine under test."""
 
     def __call__(self, coroutine: Coroutine[object, object, _T]) -> _T: ...
 
 
 @dataclass(slots=True)
 class Bench:
-    """The workplace of one case. Made by the runner."""
+    """The workplace of one case, made by the runner."""
 
     models: Models
-    """Model folders."""
+    """Provides model folders."""
     model: Path
-    """The folder that :attr:`engine` serves."""
+    """The model folder that :attr:`engine` serves."""
     profile: Profile
     seed: int
     opener: Opener
     oracles: dict[Path, Oracle | None]
     make_oracle: OracleMaker
     run: Runs
-    """For plain bodies: run a coroutine to its end."""
+    """Runs a coroutine to its end, for bodies that are plain functions."""
     own_engine: bool
     fields: Mapping[str, object] = field(default_factory=dict)
-    """Of the configuration of each engine that the case makes, unless it says otherwise."""
+    """Configuration fields of every engine that the case creates; arguments override them."""
     shared: InferenceEngine | None = None
     tokens_per_second: float = 0.0
-    """How fast :attr:`shared` was when it was opened; 0: not measured."""
+    """Throughput of :attr:`shared` when it was opened; 0: not measured."""
     rng: random.Random = field(default_factory=random.Random)
-    """Seeded by the run's seed and the case's name."""
+    """Seeded with the run's seed and the case's id."""
 
     # The engine --------------------------------------------------------------------------------------------------
 
     @property
     def engine(self) -> InferenceEngine:
-        """The engine under test: started, ready, idle, with the weights that it began with."""
+        """The engine under test: started, ready, idle, with its initial weights."""
         assert self.shared is not None, "a case with own_engine=True opens its engine with bench.open()"
         return self.shared
 
     def create(self, **fields: object) -> InferenceEngine:
-        """Make an engine of the backend under test, not started; ``fields`` are those of its configuration."""
+        """Create an engine of the backend under test, not started; ``fields`` are configuration fields."""
         model = fields.pop("model", self.model)
         return self.opener({"model": str(model), **self.fields, **fields})
 
     @asynccontextmanager
     async def open(self, **fields: object) -> AsyncGenerator[InferenceEngine, None]:
-        """Open an engine of the case's own, and tear it down at the end. Only with ``own_engine=True``."""
+        """Open an engine for this case alone, and tear it down at the end. Only with ``own_engine=True``."""
         assert self.own_engine, "only a case with own_engine=True opens engines: one runs at a time"
         async with self.create(**fields) as engine:
             yield engine
 
     def claims(self, capability: Capability) -> bool:
-        """Whether the engine under test claims a capability: to use more where there is more, never to expect less."""
+        """Return True if the engine under test claims a capability. Use it to check more, never to expect less."""
         return self.engine.supports(capability)
 
     @property
     def is_hosted(self) -> bool:
-        """Whether the engine under test runs in a host process."""
+        """True if the engine under test runs in a host process."""
         return self.engine.isolation is not Isolation.INLINE
 
     # Models and numbers ------------------------------------------------------------------------------------------
 
     def other_weights(self, seed: int = 1) -> Path:
-        """A folder with the same model as :attr:`model`, every weight of which has another value."""
+        """Return a folder with the same model as :attr:`model` and every weight changed."""
         return self.models.with_other_weights(self.model, seed)
 
     def model_of(self, kind: ModelKind) -> Path:
-        """The folder of the suite's model of this kind."""
+        """Return the folder of the suite's model of this kind."""
         return self.models.path(kind)
 
     def folder(self, name: str = "files") -> Path:
-        """An empty folder, removed when the run ends."""
+        """Make an empty folder, removed when the run ends."""
         return self.models.folder(name)
 
     def oracle(self, model: Path | None = None) -> Oracle:
-        """The independent source of logits for a model folder; the engine's own if none is given."""
+        """Return the independent source of logits for a model folder, by default :attr:`model`."""
         path = model or self.model
         if path not in self.oracles:
             self.oracles[path] = self.make_oracle(path)
@@ -128,7 +128,7 @@ class Bench:
         return oracle
 
     def output_logits(self, completion: Completion, model: Path | None = None) -> Logits:
-        """The oracle's logits that each token of a completion was drawn from, shape (tokens, vocabulary)."""
+        """Return the oracle's logits from which each token of a completion was drawn, shape (tokens, vocabulary)."""
         if not completion.token_ids:
             return np.zeros((0, self.engine.model_info.vocab_size if self.shared else 0))
         return _of_the_output(completion, self.oracle(model).logits(_all_ids(completion)))
@@ -136,7 +136,7 @@ class Bench:
     def rounded_output_logits(
         self, completion: Completion, engine: InferenceEngine | None = None, model: Path | None = None
     ) -> list[Logits]:
-        """The same, each time as rounding in the dtype of the engine's weights may leave them, if the oracle knows."""
+        """Return the output logits under several roundings in the engine's dtype, if the oracle can vary rounding."""
         oracle = self.oracle(model)
         unit = _ROUNDING.get((engine or self.engine).model_info.dtype, _ROUNDING["bfloat16"])
         if not isinstance(oracle, RoundingOracle):
@@ -146,34 +146,35 @@ class Bench:
     def output_logprobs(
         self, completion: Completion, temperature: float = 1.0, model: Path | None = None
     ) -> list[float]:
-        """The oracle's logprob of each token of a completion, after ``temperature``."""
+        """Return the oracle's logprob of each token of a completion, after ``temperature``."""
         if not completion.token_ids:
             return []
         rows = log_softmax(self.output_logits(completion, model) / temperature)
         return [float(row[token]) for row, token in zip(rows, completion.token_ids, strict=True)]
 
     def tolerance(self, engine: InferenceEngine | None = None) -> float:
-        """How far a logprob may be from the oracle's, in nats, for the dtype of the engine's weights."""
+        """Return the allowed difference of a logprob from the oracle's, in nats, for the engine's dtype."""
         return TOLERANCE.get((engine or self.engine).model_info.dtype, TOLERANCE["bfloat16"])
 
     # Requests ----------------------------------------------------------------------------------------------------
 
     def prompt(self, length: int = 6, engine: InferenceEngine | None = None) -> list[int]:
-        """Random token ids that decode to printable text, none of them special."""
+        """Return random token ids that decode to printable text, none of them special."""
         ids = ordinary_ids(engine or self.engine)
         return [self.rng.choice(ids) for _ in range(length)]
 
     def prompts(self, count: int, length: int = 6, engine: InferenceEngine | None = None) -> list[list[int]]:
-        """Several random prompts."""
+        """Return several random prompts."""
         return [self.prompt(length, engine) for _ in range(count)]
 
     def long(self, max_new_tokens: int | None = None, *, prompt_length: int = 6, **fields: object) -> SamplingParams:
-        """Params of a request that stays in flight for a while: as many tokens as fit, past EOS where that is claimed.
+        """Return params of a request that stays in flight for a while, ignoring EOS if the engine can.
 
         Args:
-            max_new_tokens: Fewer tokens than fit. A fast engine gets more, so that they outlast a look at it.
+            max_new_tokens: Default: as many as fit. Raised for a fast engine, so that the request can be observed in
+                flight.
             prompt_length: Tokens of the prompt.
-            fields: Those of SamplingParams.
+            fields: Further fields of SamplingParams.
         """
         room = self.engine.model_info.context_length - prompt_length
         if max_new_tokens is not None and max_new_tokens >= _IN_FLIGHT:
@@ -192,9 +193,9 @@ class Bench:
         tokens: float = 0.05,
         **arguments: object,
     ) -> AsyncGenerator[asyncio.Task[GenerationOutput], None]:
-        """Requests that run in the engine and have had ``tokens`` seconds to make some; ended when the block ends.
+        """Run requests during the block, which is entered ``tokens`` seconds after they all run; end them when it ends.
 
-        ``arguments`` are further ones of ``generate``.
+        ``arguments`` are passed to ``generate``.
         """
         engine = engine or self.engine
         task = await until_running(
@@ -214,19 +215,19 @@ class Bench:
         max_new_tokens: int = GREEDY_TOKENS,
         engine: InferenceEngine | None = None,
     ) -> list[Completion]:
-        """Greedy completions, one for each prompt."""
+        """Return greedy completions, one for each prompt."""
         params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0)
         return (await (engine or self.engine).generate([list(prompt) for prompt in prompts], params)).completions
 
 
 class OracleMaker(Protocol):
-    """Makes the oracle of a model folder, or says that there is none."""
+    """Makes the oracle for a model folder, or returns None."""
 
     def __call__(self, model: Path) -> Oracle | None: ...
 
 
 class NoOracle(Exception):
-    """The suite was given no oracle, so a case that compares with one is not run."""
+    """The suite has no oracle, so a case that compares with one is not run."""
 
 
 def _all_ids(completion: Completion) -> list[int]:
@@ -239,7 +240,7 @@ def _of_the_output(completion: Completion, rows: Logits) -> Logits:
 
 
 def ordinary_ids(engine: InferenceEngine) -> list[int]:
-    """Token ids that decode to printable characters and are not special, at most 512."""
+    """Return token ids that decode to printable characters and are not special, at most 512."""
     tokenizer = engine.tokenizer
     found: list[int] = []
     for token_id in range(min(engine.model_info.vocab_size, len(tokenizer))):
@@ -257,9 +258,9 @@ async def until_running(
     generate: Callable[[], Coroutine[None, None, GenerationOutput]],
     within: float = 60.0,
 ) -> asyncio.Task[GenerationOutput]:
-    """Start requests; return when ``count`` samples run in the engine. An error of the requests' is raised here.
+    """Start requests and return once ``count`` samples run in the engine. Errors of the requests are raised here.
 
-    On a machine that does other work they may be over before anybody looks: then they are started again, some times.
+    On a busy machine the requests may end before they are observed, so they are started up to ten times.
     """
     ended: GenerationOutput | None = None
     for _ in range(_STARTS):
@@ -279,14 +280,14 @@ async def until_running(
 
 
 async def until_idle(engine: InferenceEngine, within: float = 30.0) -> None:
-    """Return when the engine holds no request."""
+    """Wait until the engine holds no request."""
     async with asyncio.timeout(within):
         while (stats := await engine.stats()).running or stats.waiting:  # noqa: ASYNC110 - it may be another process
             await asyncio.sleep(0.002)
 
 
 async def end_requests(engine: InferenceEngine, task: asyncio.Task[GenerationOutput]) -> None:
-    """Leave nothing running: go on after a pause, abort, and take what comes."""
+    """Leave nothing running: continue after a pause, abort, and wait for the requests to end."""
     if not task.done():
         try:
             if engine.is_paused:

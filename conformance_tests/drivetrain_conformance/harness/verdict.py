@@ -1,4 +1,4 @@
-"""The verdict law: what a body's end means, given what the engine claims. Pure values, no I/O."""
+"""The verdict law: judge the end of a case's body by the engine's claims. Pure values, no I/O."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ _SHORT.maxstring = _SHORT.maxother = 200
 
 
 class Verdict(Enum):
-    """What became of one case, or of one capability."""
+    """The outcome of one case, or the conclusion about one capability."""
 
     PASSED = "passed"
     """Claimed, and the body ended normally."""
     REFUSED = "refused"
-    """Not claimed, and the body ended in UnsupportedCapability for what is not claimed."""
+    """Unclaimed, and the body ended in UnsupportedCapability for an unclaimed capability."""
     FAILED = "failed"
     KNOWN_FAILURE = "known_failure"
-    """It failed as a listed known failure says that it does."""
+    """Failed in the way that a listed known failure describes."""
     NOT_RUN = "not_run"
-    """This machine lacks what the case needs. Never shown as supported."""
+    """The machine lacks hardware that the case needs, or the suite an oracle. Never shown as supported."""
 
     @property
     def is_failure(self) -> bool:
-        """Whether a run that holds this verdict has failed."""
+        """True if a run with this verdict has failed."""
         return self is Verdict.FAILED
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """A verdict and why."""
+    """A verdict and its reason."""
 
     verdict: Verdict
     message: str = ""
@@ -48,26 +48,26 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class KnownFailure:
-    """A case that is known to fail; when it passes, or fails in another way, the suite fails."""
+    """A case that is known to fail; if it passes, or fails in another way, the suite fails."""
 
     case: str
     """``group/name``."""
     reason: str
     issue: str
-    """URL of the issue where it will be mended."""
+    """URL of the issue about it."""
     error: str
     """Class of the error, such as ``"AssertionError"``."""
     message: str
-    """A part of the error's message."""
+    """Part of the error's message."""
 
 
 def judge(needs: Collection[Capability], missing: Collection[Capability], error: BaseException | None) -> Judgement:
     """Judge the end of a body.
 
     Args:
-        needs: What the body uses.
-        missing: Those of them that the engine does not claim.
-        error: What the body raised; None if it ended normally.
+        needs: The capabilities that the body uses.
+        missing: Those of ``needs`` that the engine does not claim.
+        error: The error that the body raised; None if it ended normally.
     """
     lacking = ", ".join(sorted(capability.value for capability in missing))
     if error is None:
@@ -94,7 +94,7 @@ def judge(needs: Collection[Capability], missing: Collection[Capability], error:
 def apply_known_failures(
     case: str, judgement: Judgement, error: BaseException | None, known: Collection[KnownFailure]
 ) -> Judgement:
-    """Turn an expected failure into ``known_failure``, and a listed case that does not fail so into a failure."""
+    """Turn an expected failure into ``known_failure``, and any other outcome of a listed case into a failure."""
     listed = next((item for item in known if item.case == case), None)
     if listed is None or judgement.verdict is Verdict.NOT_RUN:
         return judgement
@@ -114,16 +114,16 @@ def apply_known_failures(
 
 
 def describe(error: BaseException) -> str:
-    """Class, message and notes of an error; of an assertion without a message, its source and the values in it."""
+    """Describe an error by class, message and notes; an assertion without message by its source and values."""
     notes: list[str] = list(getattr(error, "__notes__", ()))
-    if isinstance(error.__cause__, AssertionError):  # a body's own, which came out of an engine's context manager
+    if isinstance(error.__cause__, AssertionError):  # raised by the body, and wrapped by an engine's context manager
         notes.append(f"from {describe(error.__cause__)}")
     message = str(error) or (_source(error) if isinstance(error, AssertionError) else "")
     return "\n".join([f"{type(error).__name__}: {message}", *notes])
 
 
 def _source(error: BaseException) -> str:
-    """The statement that raised, on one line, and the values of the names in it."""
+    """Return the statement that raised, on one line, with the values of its names."""
     frames = list(traceback.walk_tb(error.__traceback__))
     summary = traceback.extract_tb(error.__traceback__)
     if not summary or summary[-1].lineno is None:
@@ -136,7 +136,7 @@ def _source(error: BaseException) -> str:
 
 
 def _values(source: str, variables: Mapping[str, object]) -> str:
-    """``name = value`` of each local variable in a statement, and of their attributes. No call is repeated."""
+    """Return ``name = value`` of each variable and attribute in a statement. No call is repeated."""
     try:
         tree = ast.parse(source)
     except SyntaxError:

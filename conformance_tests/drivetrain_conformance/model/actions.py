@@ -1,4 +1,4 @@
-"""What can happen to an engine: the actions of a history, and how they are drawn."""
+"""The actions of a history, and strategies that draw them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from drivetrain_conformance.model.expected_answers import Fields, Style
 from drivetrain_conformance.model.strategies import AbortPoint, WeightPlanChoice, abort_points, weight_plans
 
 LONG: Final = 96
-"""Tokens of a request that is in flight for several actions."""
+"""Length of a request that stays in flight for several actions, in tokens."""
 PLAIN: Final = Fields()
 AT_ONCE: Final = AbortPoint(0)
 ONE_BUCKET: Final = WeightPlanChoice(1 << 40)
@@ -37,19 +37,19 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A short request arrives and, if the engine serves, its answer is awaited: earlier ones have then begun."""
+    """A short request arrives; if it runs, its answer is awaited, so that earlier requests have begun too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proceed:
-    """Time passes: running streams bring some tokens, if there are any."""
+    """Time passes: running streams bring some tokens."""
 
     tokens: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """One of the requests under way is aborted; if there is none, one that nobody knows."""
+    """One of the unfinished requests is aborted, or an unknown id if there is none."""
 
     which: int = 0
     point: AbortPoint = AT_ONCE
@@ -74,7 +74,7 @@ class Continue:
 
 @dataclass(frozen=True, slots=True)
 class Sleep:
-    """Memory is given back."""
+    """Memory is put to sleep."""
 
     tags: frozenset[MemoryTag]
     in_flight: InFlight = InFlight.LEAVE
@@ -82,27 +82,27 @@ class Sleep:
 
 @dataclass(frozen=True, slots=True)
 class WakeUp:
-    """Memory is taken again."""
+    """Memory is woken up."""
 
     tags: frozenset[MemoryTag]
 
 
 class Source(Enum):
-    """Where an update's weights come from."""
+    """Source of an update's weights."""
 
     DISK = "disk"
     MEMORY = "memory"
-    """This process, by WeightSync."""
+    """From tensors of this process, by WeightSync."""
 
 
 class Meanwhile(Enum):
-    """What happens in the middle of an update from disk."""
+    """An event in the middle of an update from disk."""
 
     NOTHING = "nothing"
     REQUEST = "request"
     """A request arrives."""
     PAUSE = "pause"
-    """A pause is asked for."""
+    """A pause is requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class BrokenUpdate:
-    """An update from disk ends by an exception, after this share of its buckets was loaded."""
+    """An update from disk fails with an exception after loading this share of its buckets."""
 
     weights: int = 1
     mode: PauseMode = PauseMode.ABORT
@@ -129,7 +129,7 @@ Action = Generate | Ask | Proceed | Abort | AbortAll | Pause | Continue | Sleep 
 
 
 class Ending(Enum):
-    """What becomes of the requests that are under way when a history ends."""
+    """The fate of unfinished requests at the end of a history."""
 
     FINISH = "finish"
     ABORT = "abort"
@@ -137,17 +137,17 @@ class Ending(Enum):
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What happens to an engine."""
+    """A sequence of actions on an engine, and how it ends."""
 
     actions: tuple[Action, ...]
     ending: Ending = Ending.FINISH
 
 
-# Drawing them --------------------------------------------------------------------------------------------------------
+# Strategies ----------------------------------------------------------------------------------------------------------
 
 
 class Family(Enum):
-    """Kinds of actions. Within each, only those are drawn whose capabilities are claimed."""
+    """Kinds of actions. Actions whose capability is unclaimed are never drawn."""
 
     REQUESTS = "requests"
     PAUSES = "pauses"
@@ -180,19 +180,20 @@ def steps(
     styles: Sequence[Style] = (Style.PLAIN,),
     adapted: bool = False,
 ) -> SearchStrategy[tuple[Action, ...]]:
-    """One or a few actions of these families, such as an engine with these capabilities takes.
+    """Draw one or a few actions from these families that suit an engine with these capabilities.
 
-    Most are drawn singly; some patterns, such as an update while long requests run, would be rare by chance.
+    Most actions are drawn singly. Patterns that would be rare by chance, such as an update while long requests run, are
+    drawn as a group.
 
     Args:
-        families: What is drawn from; requests always are.
-        capabilities: What the engine claims.
-        prompts: How many prompts there are answers to.
-        weight_sets: How many sets of weights there are.
+        families: The families to draw from; requests are always included.
+        capabilities: The engine's capabilities.
+        prompts: Number of prompts with expected answers.
+        weight_sets: Number of sets of weights.
         weight_bytes: Bytes of one set.
-        keeps_weights: Weights that slept need no update.
-        styles: Styles that there are answers in.
-        adapted: There are answers with an adapter.
+        keeps_weights: Weights survive sleep, so they need no update after it.
+        styles: Styles with expected answers.
+        adapted: There are expected answers with an adapter.
     """
     drawn = _Steps(capabilities, prompts, weight_sets, weight_bytes, tuple(styles), adapted)
     long = drawn.requests(long=st.just(True))
@@ -244,7 +245,7 @@ class _Steps:
         return st.builds(Generate, prompt=prompts, long=long, samples=samples, streamed=streamed, fields=fields)
 
     def fields(self) -> SearchStrategy[Fields]:
-        """Any mixture of the fields that are claimed."""
+        """Any mixture of claimed fields."""
 
         def if_claimed(*needed: Capability) -> SearchStrategy[bool]:
             return st.booleans() if self.capabilities.issuperset(needed) else st.just(False)
@@ -288,7 +289,7 @@ def _one(action: SearchStrategy[Action]) -> SearchStrategy[tuple[Action, ...]]:
 
 
 def _some(*actions: SearchStrategy[Action]) -> SearchStrategy[tuple[Action, ...]]:
-    """All of these or, to shrink, some of them."""
+    """Draw all of these actions, rarely leaving one out, so that hypothesis can shrink."""
 
     def often(action: SearchStrategy[Action]) -> SearchStrategy[Action | None]:
         return st.integers(0, 7).flatmap(lambda kept: action if kept else st.none())
@@ -297,7 +298,7 @@ def _some(*actions: SearchStrategy[Action]) -> SearchStrategy[tuple[Action, ...]
 
 
 def histories(step: SearchStrategy[tuple[Action, ...]], steps: int, *, can_abort: bool) -> SearchStrategy[History]:
-    """Histories of ``steps`` steps, or of fewer, to shrink: each step can be left out by itself."""
+    """Draw histories of up to ``steps`` steps; each step can be left out alone, so that hypothesis can shrink."""
     often = st.integers(0, 15).flatmap(lambda kept: step if kept else st.just(()))
     drawn = st.lists(often, min_size=steps, max_size=steps)
     endings = [Ending.FINISH] + [Ending.ABORT] * can_abort

@@ -1,15 +1,15 @@
-"""What an engine must do with its requests, pauses, sleeps and updates, as a model in plain Python.
+"""A model of the contract in plain Python: how an engine must treat requests, pauses, sleeps and updates.
 
-It is written from the contracts of the design and shares no code with the engine, so that the two can disagree:
-a random history is played on both, and each answer of the engine is compared with the ruling here.
+It follows the contracts of the design and shares no code with the engine, so that the two can disagree: a random
+history is played on both, and each answer of the engine is compared with the ruling here.
 
-    paused    requests that arrive wait; what became of those in flight was decided by the mode
-    asleep    nothing runs; requests that arrive are refused, unless a pause had said that they wait
+    paused    arriving requests wait; the mode decided what happens to those in flight
+    asleep    nothing runs; arriving requests are refused, unless the engine was paused first: then they wait
     dirty     no complete weights: requests are refused, and only a complete update leads out
-    updating  weights change; requests that arrive wait, other changes of state are refused
+    updating  weights change; arriving requests wait, and other changes of state are refused
 
-A :class:`Contract` is a value: each action returns a :class:`Ruling`, which says whether the engine must refuse
-and what holds after it accepted. What a running request does is not known: it may end by itself at any moment.
+A :class:`Contract` is a value: each action returns a :class:`Ruling`, which says if the engine must refuse, and the
+contract after it accepted. The progress of a running request is unknown: it may end by itself at any moment.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from drivetrain.types.modes import MemoryTag, PauseMode
 
 
 class Fate(Enum):
-    """What becomes of a request."""
+    """The condition of a request."""
 
     WAITING = "waiting"
-    """It was admitted and has not begun; no token is made until the engine is free."""
+    """Admitted but not begun; it makes no token until the engine is free."""
     RUNNING = "running"
-    """It makes tokens, and may end by itself at any moment."""
+    """Makes tokens, and may end by itself at any moment."""
     FROZEN = "frozen"
-    """It makes no token and does not end, until the engine is free or it is aborted."""
+    """Makes no token and does not end until the engine is free or it is aborted."""
     DONE = "done"
-    """It came to its own end, or has come to it when the action returns."""
+    """Ended by itself, at the latest when the action returns."""
     ABORTED = "aborted"
-    """It comes back marked aborted, with the tokens it had."""
+    """Comes back marked aborted, with its tokens so far."""
 
 
 class InFlight(Enum):
-    """What ``sleep`` is told to do with requests in flight."""
+    """The way in which ``sleep`` treats requests in flight."""
 
     LEAVE = "leave"
-    """Nothing: it is refused if there are any."""
+    """No argument: sleep is refused if there are any."""
     ABORT = "abort"
     """``abort_first=True``."""
     DRAIN = "drain"
@@ -51,7 +51,7 @@ class InFlight(Enum):
 
 
 class Weights(Enum):
-    """Whether the weights may be served."""
+    """The condition of the weights; only clean ones may be served."""
 
     CLEAN = "clean"
     UPDATING = "updating"
@@ -64,66 +64,66 @@ class Request:
 
     fate: Fate
     versions: tuple[str, ...] = ()
-    """Weight versions under which it ran, in order: its spans are some of them, in this order."""
+    """Weight versions under which it ran, in order; its spans are a subsequence of them."""
     stale: frozenset[str] = frozenset()
-    """Those under which it ran on a cache that older weights had made: its tokens are neither version's own."""
+    """Versions under which it ran on a cache of older weights; tokens of these spans are no version's own."""
     holds_cache: bool = False
     cache_is_older: bool = False
-    """Its cache was made by older weights, at least in part."""
+    """At least part of its cache was made by older weights."""
     raced: bool = False
-    """Aborted while it ran: it may have come to its own end first."""
+    """Aborted while it ran, so it may have ended by itself first."""
 
     @property
     def under_way(self) -> bool:
-        """It has not ended."""
+        """True until the request has ended."""
         return self.fate in (Fate.WAITING, Fate.RUNNING, Fate.FROZEN)
 
     @property
     def in_flight(self) -> bool:
-        """The engine works on it, or has frozen it."""
+        """True while the engine works on the request or has frozen it."""
         return self.fate in (Fate.RUNNING, Fate.FROZEN)
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """How the engine must refuse."""
+    """The way in which the engine must refuse."""
 
     error: type[DrivetrainError]
     state: str | None = None
     """The state that an EngineStateError names."""
     unless_ended: bool = False
-    """It must accept instead if the requests that run have ended by themselves meanwhile."""
+    """The engine must accept instead if all running requests have just ended by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ruling:
-    """What the contract says of one action."""
+    """The contract's answer to one action."""
 
     after: Contract
-    """What holds once the engine has accepted; a refusal changes nothing."""
+    """The contract once the engine has accepted; a refusal changes nothing."""
     refusal: Refusal | None = None
-    """None: it must accept."""
+    """None: the engine must accept."""
 
 
 @dataclass(frozen=True)
 class Contract:
-    """All that the contract knows of one engine at one moment."""
+    """Everything that the contract knows of one engine at one moment."""
 
     version: str
-    """Of the weights that were last committed."""
+    """Version of the weights committed last."""
     capabilities: frozenset[Capability] = frozenset(Capability)
     keeps_weights: bool = False
-    """Weights come back from sleep as they were."""
+    """Weights survive sleep."""
     paused: PauseMode | None = None
     asleep: frozenset[MemoryTag] = frozenset()
     weights: Weights = Weights.CLEAN
     requests: Mapping[str, Request] = field(default_factory=dict)
 
-    # What can be seen from outside -------------------------------------------------------------------------------
+    # Observable state --------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> str:
-        """The name that the engine gives its state."""
+        """The engine's name for its state."""
         if self.weights is Weights.UPDATING:
             return "updating"
         if self.asleep:
@@ -134,25 +134,25 @@ class Contract:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the engine calls itself paused: by a pause, or by weights that may not be served."""
+        """True if the engine reports itself as paused: by a pause, or by weights that may not be served."""
         return self.paused is not None or self.weights is not Weights.CLEAN
 
     def under_way(self) -> list[str]:
-        """Requests that have not ended, oldest first."""
+        """Return the requests that have not ended, oldest first."""
         return [name for name, request in self.requests.items() if request.under_way]
 
     def in_flight(self) -> list[str]:
-        """Requests that the engine works on or has frozen."""
+        """Return the requests that the engine works on or has frozen."""
         return [name for name, request in self.requests.items() if request.in_flight]
 
     def having(self, fate: Fate) -> list[str]:
-        """Requests with this fate."""
+        """Return the requests with this fate."""
         return [name for name, request in self.requests.items() if request.fate is fate]
 
     # Requests ----------------------------------------------------------------------------------------------------
 
     def generate(self, name: str) -> Ruling:
-        """A request arrives. A pause says that arrivals wait, so they wait through a sleep within it."""
+        """A request arrives. A pause makes it wait, even through a sleep within the pause."""
         if self.asleep:
             refused = self.paused is None
         else:
@@ -163,27 +163,27 @@ class Contract:
         return Ruling(waiting._set_free())
 
     def ended_by_itself(self, name: str) -> Self:
-        """A request was seen to have come to its own end: it runs, or did so until it was frozen just now."""
+        """A request was seen to have ended by itself, while running or just before it was frozen."""
         return self._change(self.requests[name].fate, lambda request: replace(request, fate=Fate.DONE), only=name)
 
     def abort(self, name: str | None) -> Ruling:
-        """One request or all of them are aborted, wherever they are; one that has ended is passed over."""
+        """One request is aborted, or all are, in any state; ended ones are skipped."""
         return Ruling(self._aborted([n for n in self.under_way() if name in (None, n)]))
 
     # Pause -------------------------------------------------------------------------------------------------------
 
     def pause(self, mode: PauseMode) -> Ruling:
-        """The pause table. Requests that wait go on waiting in every mode."""
+        """Apply the pause table. Waiting requests keep waiting in every mode."""
         if self.weights is Weights.UPDATING:
             return self._refused()
         if mode is PauseMode.WAIT and self.having(Fate.FROZEN):
             return self._refused()
-        # A cache that was released stays so: in_place after retract is retract.
+        # A released cache stays released: in_place after retract is still retract.
         kept = self.paused is PauseMode.RETRACT and mode is PauseMode.IN_PLACE
         return Ruling(replace(self._quiesced(mode), paused=self.paused if kept else mode))
 
     def continue_generation(self) -> Ruling:
-        """What waits or is frozen goes on, unless the engine sleeps."""
+        """Waiting and frozen requests run again, unless the engine sleeps."""
         if self.weights is not Weights.CLEAN:
             return self._refused()
         return Ruling(replace(self, paused=None)._set_free())
@@ -191,7 +191,7 @@ class Contract:
     # Sleep -------------------------------------------------------------------------------------------------------
 
     def sleep(self, tags: frozenset[MemoryTag], in_flight: InFlight) -> Ruling:
-        """Memory is given back. Requests retracted by a pause hold none of it."""
+        """Memory is freed. Requests retracted by a pause hold none of it."""
         if self.weights is Weights.UPDATING:
             return self._refused()
         after, refusal = self, None
@@ -209,7 +209,7 @@ class Contract:
         return Ruling(replace(after, asleep=self.asleep | tags, weights=weights), refusal)
 
     def wake_up(self, tags: frozenset[MemoryTag]) -> Ruling:
-        """Memory is taken again; with the last of it the engine is free, if nothing else holds it."""
+        """Memory is taken again; with the last of it the engine is free, unless something else blocks it."""
         if self.weights is Weights.UPDATING:
             return self._refused()
         return Ruling(replace(self, asleep=self.asleep - tags)._set_free())
@@ -217,7 +217,7 @@ class Contract:
     # Weights -----------------------------------------------------------------------------------------------------
 
     def begin_update(self, mode: PauseMode) -> Ruling:
-        """Weights begin to change; ``mode`` is what becomes of requests in flight, as in a pause."""
+        """An update begins; ``mode`` decides what happens to requests in flight, as in a pause."""
         if self.weights is Weights.UPDATING or MemoryTag.WEIGHTS in self.asleep:
             return self._refused()
         frozen = bool(self.having(Fate.FROZEN))
@@ -230,14 +230,14 @@ class Contract:
         return Ruling(after)
 
     def commit_update(self, version: str) -> Self:
-        """The update ends well: the version is published, and the engine is as free as it was before."""
+        """The update succeeds: its version is published, and the engine is as free as before."""
         aged = self._change(
             Fate.FROZEN, lambda request: replace(request, cache_is_older=request.holds_cache and bool(request.versions))
         )
         return replace(aged, version=version, weights=Weights.CLEAN)._set_free()
 
     def break_update(self) -> Self:
-        """The update breaks: nothing is served until a complete one is committed."""
+        """The update fails: nothing is served until a complete one is committed."""
         return replace(self, weights=Weights.DIRTY)
 
     # ---------------------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class Contract:
         return Ruling(self, Refusal(EngineStateError, self.state))
 
     def _set_free(self) -> Self:
-        """If nothing holds requests any more, those that wait or are frozen run, under the version there is."""
+        """If nothing blocks requests any more, waiting and frozen ones run under the current version."""
         if self.paused or self.asleep or self.weights is not Weights.CLEAN:
             return self
 

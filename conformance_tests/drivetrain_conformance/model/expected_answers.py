@@ -17,27 +17,27 @@ from drivetrain_conformance.references.reference_sampling import step
 
 
 class End(Enum):
-    """How a request ends."""
+    """The way in which a request must end."""
 
     WHOLE = "whole"
     """By itself, with every token of the answer."""
     ABORTED = "aborted"
     """Marked aborted, with the first tokens of the answer, possibly none."""
     ABORTED_OR_WHOLE = "aborted or whole"
-    """It was aborted while it ran, and may have been faster."""
+    """Aborted while it ran, so it may have ended by itself first."""
     EMPTY = "empty"
-    """Marked aborted, with no token: it had not begun."""
+    """Marked aborted, without a token: it had not begun."""
 
 
 class Style(Enum):
-    """How the tokens of a request are chosen."""
+    """The way in which the tokens of a request are chosen."""
 
     PLAIN = "plain"
-    """The most likely one each time."""
+    """The most likely token each time."""
     PENALISED = "penalised"
-    """The most likely one after penalties, so that what was generated counts."""
+    """The most likely token after penalties, which depend on the tokens generated so far."""
     SEEDED = "seeded"
-    """Drawn, with a seed."""
+    """Drawn with a seed."""
 
     def __repr__(self) -> str:
         return str(self)
@@ -51,8 +51,8 @@ _PENALTIES: Final = {
 
 
 def styles_of(engine: InferenceEngine) -> list[Style]:
-    """Return the styles of which an engine repeats its answers."""
-    # Where weights are rounded more, what is drawn may part from its repetition at any token, by right.
+    """Return the styles in which an engine repeats its answers."""
+    # With coarser rounding a repeated draw may legitimately differ at any token.
     seeded = engine.supports(Capability.SEED) and engine.model_info.dtype == "float32"
     penalised = any(engine.supports(needed) for needed, _ in _PENALTIES.values())
     return [Style.PLAIN, *[Style.PENALISED] * penalised, *[Style.SEEDED] * seeded]
@@ -64,12 +64,12 @@ class Fields:
 
     style: Style = Style.PLAIN
     lora: bool = False
-    """The adapter :data:`ADAPTER`."""
+    """Use the adapter :data:`ADAPTER`."""
     stop: bool = False
-    """A stop token id that its answer holds."""
+    """Stop at a token id that its answer contains."""
     logprobs: bool = False
     scores: bool = False
-    """Logprobs of its prompt."""
+    """Ask for prompt logprobs."""
     priority: int = 0
 
 
@@ -80,7 +80,7 @@ ADAPTER: Final = "adapter"
 def params_of(
     engine: InferenceEngine, tokens: int, n: int = 1, fields: Fields | None = None, stops: Sequence[int] = ()
 ) -> SamplingParams:
-    """Params of a request whose answer is known: past EOS where the engine can."""
+    """Return params of a request whose answer is recorded, ignoring EOS if the engine can."""
     fields = fields or Fields()
     given: dict[str, object] = {"max_new_tokens": tokens, "temperature": 0, "n": n}
     given["ignore_eos"] = engine.supports(Capability.IGNORE_EOS)
@@ -103,14 +103,14 @@ def params_of(
 _Key = tuple[int, tuple[int, ...], Style, bool, int]
 """Set of weights, prompt, style, with the adapter or without, sample."""
 _SAMPLES: Final = {Style.PLAIN: 1, Style.PENALISED: 1, Style.SEEDED: 2}
-"""How many are noted: seeded ones differ."""
+"""Recorded samples of each prompt: seeded samples differ."""
 
 
 class Answers:
     """Expected answers to each prompt, by weights and style: recorded once, and compared with completions.
 
-    Two batches may round differently, so a token that differs from the noted answer is still right if an
-    independent forward pass finds none that is more likely, within ``tolerance``.
+    Two batches may round differently. A token that differs from the recorded answer is therefore accepted if an
+    independent forward pass finds no token that is more likely, within ``tolerance``.
     """
 
     def __init__(
@@ -126,11 +126,11 @@ class Answers:
         tolerance: float,
     ) -> None:
         self.folders = list(folders)
-        """One for each set of weights; the first is the engine's own."""
+        """Model folder of each set of weights; the first one is the engine's own."""
         self.adapted = list(adapted)
-        """The same with the adapter merged in, if there is one."""
+        """The same folders with the adapter merged in, if there is one."""
         self.original = version
-        """The version that the engine has with its own."""
+        """Version of the engine's own weights."""
         self.made_by = {version: 0}
         """Version → set of weights. Whoever updates adds the new version."""
         self.tolerance = tolerance
@@ -152,16 +152,16 @@ class Answers:
         styles: Sequence[Style] = (Style.PLAIN,),
         adapted: Sequence[Path] = (),
     ) -> Answers:
-        """Ask an engine that is ready, with each set of weights; the first is the engine's own, and left behind.
+        """Record an engine's answers with each set of weights; its own, the first set, are loaded last.
 
         Args:
-            engine: The engine; :data:`ADAPTER` is loaded if ``adapted`` is given.
-            folders: One for each set of weights.
-            prompts: What is asked.
-            tokens: Most tokens of an answer.
+            engine: The engine, ready; :data:`ADAPTER` is loaded if ``adapted`` is given.
+            folders: Model folder of each set of weights.
+            prompts: The prompts.
+            tokens: Maximum length of an answer.
             oracle: Makes the independent source of a folder's logits.
-            tolerance: How far logprobs may be off.
-            styles: Styles in which it is asked.
+            tolerance: Allowed difference of logprobs.
+            styles: The styles to record.
             adapted: ``folders`` with the adapter merged in.
         """
         version = engine.get_weight_version()
@@ -192,7 +192,7 @@ class Answers:
 
     @property
     def styles(self) -> list[Style]:
-        """Styles in which the engine was asked."""
+        """The recorded styles."""
         return list(self._params)
 
     def of(
@@ -203,7 +203,7 @@ class Answers:
         sample: int = 0,
         tokens: int | None = None,
     ) -> list[int]:
-        """The noted answer, up to where ``fields`` end it."""
+        """Return the recorded answer, cut where ``fields`` end it."""
         fields = fields or Fields()
         sample = sample if fields.style is Style.SEEDED else 0
         ids = self._noted[weights, tuple(prompt), fields.style, fields.lora, sample][:tokens]
@@ -211,7 +211,7 @@ class Answers:
         return ids[: ends[0]] if ends else ids
 
     def stops(self, prompt: Sequence[int], fields: Fields) -> list[int]:
-        """The stop token ids of a request with these fields: one from the middle of its first answer."""
+        """Return the stop token ids of a request with these fields: one from the middle of its first answer."""
         if not fields.stop:
             return []
         ids = self._noted[0, tuple(prompt), fields.style, fields.lora, 0]
@@ -226,15 +226,15 @@ class Answers:
         stale: Sequence[str] = (),
         fields: Fields | None = None,
     ) -> None:
-        """Hold one completion against what was noted.
+        """Compare one completion with the recorded answer.
 
         Args:
-            completion: What came back for at most ``tokens`` tokens.
-            tokens: How many were asked for.
+            completion: The completion.
+            tokens: The requested number of tokens.
             end: How it must have ended.
             versions: Weight versions under which it ran, in order.
-            stale: Those under which its cache was of older weights: its tokens there are no one's answer.
-            fields: What else was asked for.
+            stale: Versions under which it ran on a cache of older weights; their tokens are not compared.
+            fields: Further fields of the request.
         """
         fields = fields or Fields()
         count, reason = len(completion.token_ids), completion.finish_reason
@@ -263,7 +263,7 @@ class Answers:
                 assert count == len(noted), f"it ended by {reason.value} with {count} of {len(noted)} tokens"
 
     def _spans(self, completion: Completion, versions: Sequence[str]) -> list[VersionSpan]:
-        """The spans of a completion, or the one that there can be."""
+        """Return the version spans of a completion, or the only possible span if it has none."""
         count, found = len(completion.token_ids), list(completion.weight_versions)
         if not found:
             assert not (self._claims_spans and count), f"{count} tokens, and no version made them"
@@ -306,9 +306,9 @@ class Answers:
                 )
 
     def _check_choices(self, completion: Completion, span: VersionSpan, rows: Logits, fields: Fields) -> None:
-        """Each token is one that these logits choose, in the style of the request."""
+        """Assert that each token is one that these logits choose, in the style of the request."""
         ids, prompt, params = completion.token_ids, completion.prompt_token_ids, self._params[fields.style]
-        # Penalties magnify how far logits may be off.
+        # Penalties magnify errors of logits.
         allowed = self.tolerance * (4 if fields.style is Style.PENALISED else 1)
         for position in range(span.start, span.end):
             chosen = step(rows[position], params, prompt, ids[:position], self.tolerance)
@@ -324,7 +324,7 @@ class Answers:
             )
 
     def _check_scores(self, completion: Completion, versions: Sequence[str], fields: Fields) -> None:
-        """Logprobs of the prompt are those of a version under which it ran: a retraction may compute them anew."""
+        """Assert that prompt logprobs are those of one version under which it ran: a retraction may recompute them."""
         prompt, found = completion.prompt_token_ids, completion.prompt_logprobs
         assert found is not None, "logprobs of its prompt were asked for, and there are none"
         assert len(found) == len(prompt), f"{len(prompt)} prompt tokens have {len(found)} logprobs"

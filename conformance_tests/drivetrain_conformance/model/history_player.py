@@ -1,4 +1,4 @@
-"""Plays a history on an engine, with the contract's model beside: each answer of the engine is held against it."""
+"""Play a history on an engine and on the contract's model, and compare the engine with the model at each step."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ from drivetrain_conformance.model.replay_script import Script
 from drivetrain_conformance.model.strategies import AbortPoint
 
 SHORT: Final = 4
-"""Tokens of a request that ends soon."""
+"""Length of a request that ends soon, in tokens."""
 _DRAIN_SECONDS: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A request that was made."""
+    """A request that the engine has admitted."""
 
     live: Live
     variable: str
@@ -74,17 +74,17 @@ _numbers: Final = count()
 
 
 class _TrainerFailed(Exception):
-    """What breaks an update."""
+    """The exception that breaks an update."""
 
 
 class Player:
-    """Plays one history on an engine that is ready and idle, and holds the engine to the contract at each step.
+    """Plays one history on an engine that is ready and idle, checking the contract at each step.
 
     Args:
         engine: The engine.
-        answers: What it must answer.
-        prompts: The prompts of the requests: of those that ``answers`` were noted for.
-        contract: What it must do; the contract of the design if none is given.
+        answers: Its expected answers.
+        prompts: The prompts of the requests, for which ``answers`` were recorded.
+        contract: The contract to check; default: the design's.
     """
 
     def __init__(
@@ -102,21 +102,21 @@ class Player:
         self._requests: dict[str, _Asked] = {}
         self._taken: set[str] = set()
         self._begun: set[str] = set()
-        """Requests that must have made a token: one that came later has been answered meanwhile."""
+        """Requests that must have made a token, as a later request has been answered."""
         self._updates = 0
         config = engine.config.model_dump(mode="json", exclude_unset=True, exclude={"backend", "model"})
         self._script = Script(
             prompts, len(answers.folders), config, answers.tolerance, answers.styles, adapted=bool(answers.adapted)
         )
         self.raced: list[bool] = []
-        """For each long request that was aborted while it ran: whether it came back whole nevertheless."""
+        """For each long request aborted while it ran: True if it nevertheless came back whole."""
 
     async def play(self, history: History) -> None:
-        """Play it. A failure carries the script that reproduces it as a note.
+        """Play the history. A failure carries the script that reproduces it as a note.
 
         Raises:
-            AssertionError: the engine did not do what the contract says.
-            DrivetrainError: it refused or failed where it must not.
+            AssertionError: the engine broke the contract.
+            DrivetrainError: the engine refused or failed where it must not.
         """
         try:
             await self._look()
@@ -162,7 +162,7 @@ class Player:
         await self._look()
 
     async def _finish(self, ending: Ending) -> None:
-        """Bring the engine back to where it began; each step is checked as any other."""
+        """Return the engine to its initial condition; each step is checked as any other."""
         claims = self._engine.capabilities
         stuck = self._contract.weights is Weights.DIRTY and Capability.WEIGHT_UPDATE_IN_FLIGHT not in claims
         if Capability.ABORT in claims and (ending is Ending.ABORT or (stuck and self._contract.in_flight())):
@@ -182,10 +182,10 @@ class Player:
         self._script.add("await until_idle(engine)")
         await until_idle(self._engine)
 
-    # What is seen ------------------------------------------------------------------------------------------------
+    # Observing ---------------------------------------------------------------------------------------------------
 
     async def _observe(self) -> None:
-        """Take what has come back since the last step."""
+        """Check the requests that have come back since the last step."""
         done = [name for name in self._contract.under_way() if self._requests[name].live.done]
         for name in done:
             if self._contract.requests[name].fate is Fate.RUNNING:
@@ -195,7 +195,7 @@ class Player:
                 await self._look()
 
     async def _settle(self, before: Contract) -> None:
-        """Take what must come back because of this step, and what ended just before it."""
+        """Check the requests that must come back because of this step, or that ended just before it."""
         in_flight = [self._requests[name] for name in self._contract.in_flight()]
         self._script.add(f"await settle({', '.join(['engine', *(asked.variable for asked in in_flight)])})")
         await settle(self._engine, *(asked.live for asked in in_flight))
@@ -211,7 +211,7 @@ class Player:
         await self._take(name, by_now=False)
 
     async def _take(self, name: str, *, by_now: bool) -> None:
-        """Hold a request that ends against what it must be."""
+        """Check a request that has ended against the contract and its expected answer."""
         asked, request = self._requests[name], self._contract.requests[name]
         end = _end(request)
         arguments = [asked.variable, "answers", str(asked.tokens), f"End.{end.name}", str(list(request.versions))]
@@ -256,10 +256,10 @@ class Player:
             waiting=[asked.live for asked in by_fate[Fate.WAITING]],
         )
 
-    # What is done ------------------------------------------------------------------------------------------------
+    # Acting ------------------------------------------------------------------------------------------------------
 
     async def _do(self, ruling: Ruling, code: str, call: Callable[[], Awaitable[None]], *, target: str = "") -> bool:
-        """Ask the engine; return whether it accepted, which is as it was ruled."""
+        """Make a call that must end as ruled; return True if the engine accepted it."""
         refusal, at = ruling.refusal, len(self._script.lines)
         if refusal is not None and not refusal.unless_ended:
             with self._script.block(_refused(refusal)):
@@ -285,8 +285,8 @@ class Player:
     async def _generate(
         self, prompt: int, tokens: int, samples: int, streamed: bool, fields: Fields = PLAIN
     ) -> str | None:
-        """A request arrives; its name if it was admitted."""
-        # Each id begins with all earlier ones, so that an abort by prefix would end others too.
+        """Make a request; return its name if it was admitted."""
+        # Each id begins with all earlier ones, so an abort by prefix would end others too.
         name = "r" * (len(self._requests) + 1)
         variable = f"r{len(self._requests) + 1}"
         stops = self._answers.stops(self._prompts[prompt], fields)
@@ -344,7 +344,7 @@ class Player:
     async def _sleep(self, tags: frozenset[MemoryTag], in_flight: InFlight) -> None:
         abort, drain = in_flight is InFlight.ABORT, 0.0
         if in_flight is InFlight.DRAIN:
-            # Frozen requests do not end however long they are given.
+            # Frozen requests never end, so a short timeout is enough.
             drain = 0.02 if self._contract.having(Fate.FROZEN) else _DRAIN_SECONDS
         code = f"engine.sleep({_names(tags)}, abort_first={abort}, drain_timeout={drain})"
         ruling = self._contract.sleep(tags, in_flight)
@@ -379,7 +379,7 @@ class Player:
         await self._do(ruling, code, lambda: push(self._engine, folder, version, mode, plan=plan))
 
     async def _load(self, action: Update | BrokenUpdate, version: str, ruling: Ruling) -> None:
-        """Update from disk, bucket by bucket, and see what can happen in the middle of it."""
+        """Update from disk, bucket by bucket, with the action's event in the middle."""
         request = from_disk(self._answers.folders[action.weights], version, action.mode)
         async with bounded("a weight update"):
             if isinstance(action, BrokenUpdate):
@@ -409,7 +409,7 @@ class Player:
             self._contract = self._contract.commit_update(version)
 
     def _id(self, name: str) -> str:
-        """The id of a request; those of other histories differ, as an engine may remember them."""
+        """Return a request id that no other history uses, as an engine may remember ids."""
         return f"history-{self._number}-{name}"
 
 
@@ -417,7 +417,7 @@ _STANDING: Final = (Fate.RUNNING, Fate.FROZEN, Fate.WAITING)
 
 
 def contract_of(engine: InferenceEngine) -> Contract:
-    """The contract of an engine that is ready and idle."""
+    """Return the contract of an engine that is ready and idle."""
     return Contract(
         version=engine.get_weight_version(),
         capabilities=engine.capabilities,

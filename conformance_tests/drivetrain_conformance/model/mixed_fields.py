@@ -1,4 +1,4 @@
-"""What must hold of the answer to any valid call, whatever mixture of fields its requests set."""
+"""Checks that hold for the answer to any valid call, whatever mixture of fields its requests set."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from drivetrain_conformance.references.reference_stops import Ending, expected_e
 
 @dataclass(slots=True)
 class Repeats:
-    """How often a request that fixes its outcome was asked again and answered alike."""
+    """Counts requests with a fixed outcome that were repeated, and how many repeated alike."""
 
     alike: int = 0
     total: int = 0
 
 
 async def check_honoured(bench: Bench, batch: Batch, repeats: Repeats, *, streamed: bool) -> None:
-    """Make a call and look at everything that comes back; ask again what must come back alike."""
+    """Make a call and check everything that comes back; repeat the requests whose outcome is fixed."""
     engine = bench.engine
     call = engine.generate_stream if streamed else engine.generate
     completions = await Live(call(batch.prompts, batch.params)).result()
@@ -79,7 +79,7 @@ def _check_prompt(bench: Bench, prompt: Prompt, params: SamplingParams, completi
 
 
 def _check_ids(bench: Bench, params: SamplingParams, completion: Completion) -> None:
-    """The ids are such as may be drawn, and end where and for the reason that is given."""
+    """Check that the ids could be drawn, and that they end where and for the reason stated."""
     info, ids, reason = bench.engine.model_info, completion.token_ids, completion.finish_reason
     assert params.max_new_tokens is not None
     assert all(0 <= token < info.vocab_size for token in ids), f"ids outside the vocabulary: {ids}"
@@ -101,7 +101,7 @@ def _check_ids(bench: Bench, params: SamplingParams, completion: Completion) -> 
     if completion.matched_stop is not None:
         assert reason is FinishReason.STOP
     if not isinstance(completion.matched_stop, str):
-        # A text stop cuts ids away, so that fewer may remain.
+        # A text stop cuts ids off, so fewer may remain.
         assert len(ids) >= params.min_new_tokens
     for processor in params.logit_processors:
         match processor:
@@ -114,7 +114,7 @@ def _check_ids(bench: Bench, params: SamplingParams, completion: Completion) -> 
 
 
 def _check_text(bench: Bench, params: SamplingParams, completion: Completion) -> None:
-    """The text is what the ids decode to, and holds no stop that should have ended it."""
+    """Check that the text is the decoding of the ids, and contains no stop that should have ended it."""
     text, matched = completion.text, completion.matched_stop
     shown = completion.token_ids[:-1] if isinstance(matched, int) else completion.token_ids
     decoded = bench.engine.decode(shown, skip_special_tokens=params.skip_special_tokens) if shown else ""
@@ -184,14 +184,14 @@ def _check_extras(bench: Bench, params: SamplingParams, completion: Completion) 
 
 
 def _check_against_oracle(bench: Bench, params: SamplingParams, completion: Completion) -> None:
-    """Each token could be drawn, and each logprob is what an independent forward pass says."""
+    """Check that each token could be drawn, and that each logprob is that of an independent forward pass."""
     try:
         rows = bench.output_logits(completion)
         prompt_rows = log_softmax(bench.oracle().logits(completion.prompt_token_ids))
     except NoOracle:
         return
     tolerance = bench.tolerance()
-    # Penalties and low temperatures magnify how far logits may be off.
+    # Penalties and low temperatures magnify errors of logits.
     slack = 4 * tolerance / min(1.0, params.temperature or 1.0)
     prompt = completion.prompt_token_ids
     for at, value in enumerate(completion.prompt_logprobs or ()):
@@ -200,7 +200,7 @@ def _check_against_oracle(bench: Bench, params: SamplingParams, completion: Comp
             assert abs(value - expected) <= slack, f"prompt token {at} has logprob {value:.5f}, not {expected:.5f}"
     for at, step in enumerate(steps(completion, rows, params, tolerance)):
         token = completion.token_ids[at]
-        # What a grammar allows, and which ids min_new_tokens holds back, is no part of the reference.
+        # The reference does not cover grammars and the ids that min_new_tokens holds back.
         known = params.structured_output is None and at >= params.min_new_tokens
         if known and params.temperature == 0:
             short = step.scaled.max() - step.scaled[token]
@@ -221,7 +221,7 @@ def _check_against_oracle(bench: Bench, params: SamplingParams, completion: Comp
 
 
 async def _check_repeats(bench: Bench, batch: Batch, completions: Sequence[Completion], repeats: Repeats) -> None:
-    """What is greedy or has a seed comes again; asked without its stops, it shows where they must have ended it."""
+    """Repeat greedy and seeded requests without stops; the result shows where stops must have ended the first ones."""
     fixed = [
         index
         for index, params in enumerate(batch.params)
@@ -240,13 +240,13 @@ async def _check_repeats(bench: Bench, batch: Batch, completions: Sequence[Compl
             expected, got = expected_ending(second, params, bench.engine.tokenizer), Ending.of(first)
             assert got == expected, f"of {second.text!r} ({second.token_ids}) came {got}, where it must be {expected}"
         else:
-            # A coarse dtype rounds differently in another batch, which may tip a token.
+            # A coarse dtype rounds differently in another batch, which may flip a token.
             assert bench.tolerance() > 1e-2, f"asked again, {first.token_ids} became {second.token_ids}"
 
 
 def _without_stops(params: SamplingParams) -> SamplingParams:
     fields = params.model_dump(include=params.model_fields_set)
-    # Before min_new_tokens a stop id is not drawn, so there it changes more than the end.
+    # Before min_new_tokens a stop id is never drawn, so it affects more than the end.
     named = (
         "stop",
         "stop_regex",

@@ -1,11 +1,11 @@
-"""Random histories: lists of actions, played on one engine with the contract's model beside.
+"""Random histories: lists of actions, played on one engine and on the contract's model.
 
-A history is a value that is drawn whole and then played in one coroutine, not a ``RuleBasedStateMachine``: each action
-is valid in every state (the contract says whether it must be refused), so hypothesis shrinks a failure by leaving
-actions out and needs no engine to draw one, and the requests of a history make progress in one run of the event loop.
+A history is drawn whole and then played in one coroutine; it is not a ``RuleBasedStateMachine``. Every action is valid
+in every state, as the contract says if it must be refused. Hypothesis can therefore shrink a failure by leaving out
+actions, and draw without an engine. The requests of a history make progress in one run of the event loop.
 
-The engine is shared: each history ends with the engine ready and idle, with the weights it began with, and that it
-comes back to this is part of what is checked. A failure carries a script that reproduces it.
+The engine is shared. Each history must end with the engine ready and idle, with its initial weights; this is checked. A
+failure carries a script that reproduces it.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _PROMPT_LENGTH: Final = 20
 async def prepare(
     bench: Bench, weight_sets: int = 1, prompts: int = 3, adapter: Adapter | None = None
 ) -> tuple[Answers, list[list[int]]]:
-    """Note the engine's answers with each set of weights, and choose prompts that these answer differently.
+    """Record the engine's answers with each set of weights, and choose prompts whose answers differ between them.
 
-    ``adapter`` is one that the engine has loaded.
+    ``adapter`` must be loaded already.
     """
     engine = bench.engine
     beginning = bench.prompt(_PROMPT_LENGTH - 4)
-    # Half of them begin alike, for the prefix cache.
+    # Half of the prompts share a beginning, for the prefix cache.
     candidates = [beginning + bench.prompt(4) for _ in range(4)] + bench.prompts(4, _PROMPT_LENGTH)
     folders = [bench.model, *(bench.other_weights(number) for number in range(1, weight_sets))]
 
@@ -78,7 +78,7 @@ async def prepare(
 
 
 async def restore(engine: InferenceEngine, answers: Answers) -> None:
-    """Bring an engine back on which a history failed."""
+    """Return an engine to its initial condition after a history failed on it."""
     if engine.status.asleep:
         await engine.wake_up(engine.status.asleep)
     if engine.status.weights is not WeightState.CLEAN or engine.get_weight_version() != answers.original:
@@ -89,15 +89,15 @@ async def restore(engine: InferenceEngine, answers: Answers) -> None:
 
 
 class Checker:
-    """Plays histories on one engine; restores it after a failure, so that hypothesis can shrink the history.
+    """Plays histories on one engine, restoring it after a failure so that hypothesis can shrink the history.
 
     Args:
         run: Runs a coroutine in the engine's event loop.
         engine: The engine, ready and idle.
-        answers: What it answers.
+        answers: Its expected answers.
         prompts: The prompts of the histories.
-        contract: What it must do; the contract of the design if none is given.
-        shrink_seconds: For how long a history that failed is made smaller.
+        contract: The contract to check; default: the design's.
+        shrink_seconds: Time limit for shrinking a failed history.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Checker:
             if not self._failures:
                 raise
         if self._failures:
-            # Also where hypothesis speaks of flakiness: what was seen was seen.
+            # Raise it even if hypothesis reports flakiness: the failure was observed.
             fewest = min(actions for actions, _ in self._failures)
             raise [error for actions, error in self._failures if actions == fewest][-1]
         whole = sum(self._raced)
@@ -161,7 +161,7 @@ class Checker:
     def _restore(self, error: Exception) -> None:
         self._shrinks_until = min(self._shrinks_until, time.monotonic() + self._shrink_seconds)
         if isinstance(error, Hangs):
-            self._shrinks_until = 0  # each further one would take as long
+            self._shrinks_until = 0  # each further hang would take as long
         try:
             self._run(restore(self._engine, self._answers))
         except Exception as failed:
@@ -170,7 +170,7 @@ class Checker:
 
 
 def property_settings(examples: int) -> settings:
-    """Settings of a property that holds of a live engine: no deadline, nothing kept, one failure, shrunk."""
+    """Return settings for a property of a live engine: no deadline, no database, one failure, shrunk."""
     return settings(
         max_examples=examples,
         deadline=None,

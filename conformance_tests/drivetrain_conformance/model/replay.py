@@ -1,6 +1,6 @@
-"""What a history is played with, by the suite and by the script that reproduces a failure.
+"""Functions with which the suite, and the script that reproduces a failure, play a history.
 
-Each function here is one line of such a script. Whatever it waits for, it waits for a bounded time.
+Each function is one line of such a script. Every wait has a timeout.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from drivetrain.engine.engine import InferenceEngine
-from drivetrain.engine.weight_updates import WeightTransaction
+from drivetrain.engine.weight_transaction import WeightTransaction
 from drivetrain.errors import DrivetrainError, EngineStateError
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import Completion, CompletionChunk, GenerationOutput
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 BOUND: Final = 60.0
-"""Seconds after which a wait counts as hanging."""
+"""Timeout, in seconds, of each wait."""
 _IN_THE_PIPE: Final = 32
-"""Tokens of a frozen request that may still arrive: they were made before it was frozen."""
+"""Tokens of a frozen request that may still arrive, because they were made before it was frozen."""
 
 Call = Coroutine[object, object, GenerationOutput] | AsyncGenerator[CompletionChunk, None]
 
 
 class Hangs(AssertionError):
-    """A wait did not end."""
+    """A wait timed out."""
 
 
 @contextmanager
 def refused(error: type[DrivetrainError], state: str | None = None) -> Generator[None, None, None]:
-    """What is called within must be refused with this error, which names this state."""
+    """Require the block to be refused with this error, naming this state."""
     named = None
     try:
         yield
@@ -56,7 +56,7 @@ def refused(error: type[DrivetrainError], state: str | None = None) -> Generator
 
 @asynccontextmanager
 async def bounded(what: str) -> AsyncGenerator[None, None]:
-    """Bound what is awaited within; it then :class:`Hangs`."""
+    """Raise :class:`Hangs` if the block takes longer than :data:`BOUND`."""
     scope = asyncio.timeout(BOUND)
     try:
         async with scope:
@@ -71,27 +71,27 @@ async def bounded(what: str) -> AsyncGenerator[None, None]:
 
 
 class Live:
-    """One request under way."""
+    """One request, running in a task."""
 
     def __init__(self, call: Call) -> None:
         self.seen = 0
-        """Tokens that its stream has brought."""
+        """Number of tokens that its stream has brought."""
         self.mark: int | None = None
-        """How many of those there were when it was frozen; None when it is not."""
+        """Value of :attr:`seen` when it was frozen; None if it is not frozen."""
         self._task = asyncio.create_task(self._read(call) if isinstance(call, AsyncGenerator) else self._await(call))
 
     @property
     def done(self) -> bool:
-        """It has ended, well or not."""
+        """True if the request has ended, in success or failure."""
         return self._task.done()
 
     async def result(self) -> list[Completion]:
-        """Wait for its completions."""
+        """Wait for the request's completions."""
         async with bounded("a request"):
             return await asyncio.shield(self._task)
 
     async def drop(self) -> None:
-        """Cancel it, and take whatever comes."""
+        """Cancel the request and ignore its outcome."""
         self._task.cancel()
         await asyncio.wait([self._task], timeout=BOUND)
         await asyncio.gather(self._task, return_exceptions=True)
@@ -123,7 +123,7 @@ class Live:
 
 
 async def start(engine: InferenceEngine, call: Call) -> Live:
-    """Begin a request; return when the engine has it, or raise as it refuses."""
+    """Begin a request; return once the engine has it, or raise its refusal."""
     live = Live(call)
     await settle(engine)
     if live.done:
@@ -132,7 +132,7 @@ async def start(engine: InferenceEngine, call: Call) -> Live:
 
 
 async def settle(engine: InferenceEngine, *in_flight: Live) -> None:
-    """Let everything that is on its way arrive: until the engine holds each request that has not come back."""
+    """Wait until the engine holds each request that has not come back."""
     held = unfinished = 0
     try:
         async with bounded("a request that the engine has lost"):
@@ -149,7 +149,7 @@ async def settle(engine: InferenceEngine, *in_flight: Live) -> None:
 
 
 async def proceed(*streams: Live, tokens: int) -> None:
-    """Wait until each of these running streams has brought so many more tokens, or has ended."""
+    """Wait until each of these running streams has brought this many more tokens, or has ended."""
     goals = [(live, live.seen + tokens) for live in streams]
     async with bounded(f"the next {tokens} tokens of a stream"):
         while any(live.seen < goal and not live.done for live, goal in goals):  # noqa: ASYNC110
@@ -166,7 +166,7 @@ async def look(
     frozen: Sequence[Live] = (),
     waiting: Sequence[Live] = (),
 ) -> None:
-    """The engine says that it is in this state, and requests that stand still do so."""
+    """Assert that the engine reports this state, and that waiting and frozen requests make no progress."""
     assert engine.state.value == state, f"the engine is {engine.state.value}, where it must be {state}"
     assert engine.is_paused is paused, f"is_paused is {engine.is_paused}, where it must be {paused}"
     found = engine.get_weight_version()
@@ -180,7 +180,7 @@ async def look(
         assert not live.done, "a frozen request has ended"
         live.mark = live.seen if live.mark is None else live.mark
         assert live.seen <= live.mark + _IN_THE_PIPE, f"a frozen request made {live.seen - live.mark} tokens"
-    # A frozen request that goes on all the same needs a moment to show it.
+    # Give a frozen request that wrongly continues a moment to show it.
     await asyncio.sleep(0.002 if frozen or waiting else 0)
 
 
@@ -200,19 +200,19 @@ async def ended(
     least: int = 0,
     by_now: bool = False,
 ) -> list[Completion]:
-    """A request comes back, each of its samples as it must.
+    """Wait for a request to come back, and check each of its samples.
 
     Args:
         live: The request.
-        answers: What it is held against.
-        tokens: How many tokens were asked for.
+        answers: The expected answers.
+        tokens: The requested number of tokens.
         end: How it must have ended.
         versions: Weight versions under which it ran, in order.
-        stale: Those under which its cache was of older weights.
-        samples: How many completions it has.
-        fields: What else was asked for.
-        least: How many tokens each must have at least.
-        by_now: It has come back already.
+        stale: Versions under which it ran on a cache of older weights.
+        samples: Number of completions.
+        fields: Further fields of the request.
+        least: Minimum number of tokens of each completion.
+        by_now: It must have come back already.
     """
     if by_now:
         assert live.done, "a request that must have run to its end has not come back"
@@ -228,12 +228,12 @@ async def ended(
 
 
 def from_disk(folder: Path, version: str, mode: PauseMode | str) -> WeightUpdateRequest:
-    """An update from a checkpoint folder."""
+    """Return a request for an update from a checkpoint folder."""
     return WeightUpdateRequest(version=version, source=DiskSource(path=str(folder)), mode=PauseMode(mode))
 
 
 async def load(update: WeightTransaction, begin: float = 0.0, end: float = 1.0, *, order: int = 0) -> None:
-    """Load a share of an update's buckets, one by one, in an order that ``order`` fixes."""
+    """Load a share of an update's buckets, one by one, in the order that ``order`` determines."""
     indices = shuffled(range(update.buckets), order)
     for index in indices[round(begin * len(indices)) : round(end * len(indices))]:
         await update.load([index])
@@ -242,7 +242,7 @@ async def load(update: WeightTransaction, begin: float = 0.0, end: float = 1.0, 
 async def push(
     engine: InferenceEngine, folder: Path, version: str, mode: PauseMode | str, *, plan: WeightPlanChoice
 ) -> None:
-    """Update from tensors of this process, in whichever way is the fastest that the engine claims."""
+    """Update from tensors of this process, by the fastest strategy that the engine claims."""
     tensors = await asyncio.to_thread(_tensors, folder)
     source = {name: tensors[name] for name in shuffled(sorted(tensors), plan.order)}
     size = plan.bucket_bytes
@@ -257,7 +257,7 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def shuffled(items: Sequence[_T], order: int) -> list[_T]:
-    """The items in an order that ``order`` fixes; 0 is as they are."""
+    """Shuffle the items with the seed ``order``; 0 leaves them as they are."""
     found = list(items)
     if order:
         random.Random(order).shuffle(found)

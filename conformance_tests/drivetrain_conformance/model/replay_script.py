@@ -1,4 +1,4 @@
-"""A history as a program that whoever mends the engine can run."""
+"""Write a history as a program that reproduces a failure."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from drivetrain_conformance.model.expected_answers import Style
 
 @dataclass(slots=True)
 class Script:
-    """What was done so far, as a program."""
+    """The program so far."""
 
     prompts: Sequence[Sequence[int]]
     weight_sets: int
     config: Mapping[str, object]
-    """Fields of the engine's configuration but its backend and model."""
+    """Fields of the engine's configuration, except backend and model."""
     tolerance: float
     styles: Sequence[Style] = (Style.PLAIN,)
     adapted: bool = False
@@ -28,12 +28,12 @@ class Script:
     _depth: int = 0
 
     def add(self, *lines: str) -> None:
-        """Append statements of ``main``."""
+        """Append statements to ``main``."""
         self.lines += [f"{'    ' * self._depth}{line}" for line in lines]
 
     @contextmanager
     def block(self, opening: str) -> Generator[None, None, None]:
-        """What is added within stands in a block."""
+        """Open a block, in which statements added within are indented."""
         self.add(opening)
         self._depth += 1
         try:
@@ -42,7 +42,7 @@ class Script:
             self._depth -= 1
 
     def text(self, error: BaseException) -> str:
-        """The whole program."""
+        """Return the whole program."""
         first = f"{type(error).__name__}: {error}".splitlines()[0].replace("\\", "\\\\").replace('"""', "'''")
         others = ", ".join(f"models.with_other_weights(Path(MODEL), {seed})" for seed in range(1, self.weight_sets))
         return _SCRIPT.format(

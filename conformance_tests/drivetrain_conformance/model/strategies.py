@@ -1,7 +1,7 @@
-"""What a hypothesis test of an engine draws from: prompts, sampling params, batches, weight plans, abort points.
+"""Hypothesis strategies for tests of an engine: prompts, sampling params, batches, weight plans, abort points.
 
-Every drawn value is a valid one that an engine with the given capabilities must honour. Values shrink towards the
-plain ones: fewer prompts, shorter ones, greedy sampling, no field set.
+Every drawn value is valid, and an engine with the given capabilities must honour it. Values shrink towards plain ones:
+fewer and shorter prompts, greedy sampling, no field set.
 
     @given(batches(ordinary_ids(engine), engine.capabilities))
     def holds(batch: Batch) -> None: ...
@@ -37,18 +37,18 @@ _T = TypeVar("_T")
 # Prompts -------------------------------------------------------------------------------------------------------------
 
 _CHARACTERS: Final = "aeiou nst ABC 0129 .,;:!?\n\t'\"<>{}[]()/\\|-_ éßñ Ωж 漢字 نص עב 🙂👩‍🚀🇫🇷 ́ ﬁ ½"
-"""Characters of one to four bytes; some combine with the one before, some are more than one code point."""
+"""Characters of one to four bytes; some combine with the previous one, some are several code points."""
 
 
 def token_prompts(ids: Sequence[int], max_length: int = 24) -> SearchStrategy[TokenPrompt]:
-    """Prompts of these token ids."""
+    """Draw prompts of these token ids."""
     return st.lists(st.sampled_from(ids), min_size=1, max_size=max_length).map(
         lambda chosen: TokenPrompt(token_ids=tuple(chosen))
     )
 
 
 def texts(max_length: int = 24) -> SearchStrategy[str]:
-    """Texts that begin with a letter, which any tokenizer has a token for; multi-byte characters follow."""
+    """Draw texts that begin with a letter, which any tokenizer has a token for; multi-byte characters follow."""
     characters = st.sampled_from(_CHARACTERS) | st.characters(exclude_categories=("Cs", "Cc", "Cn", "Co"))
     return st.builds(
         lambda first, rest: first + rest, st.sampled_from("abcxyz"), st.text(characters, max_size=max_length)
@@ -56,12 +56,12 @@ def texts(max_length: int = 24) -> SearchStrategy[str]:
 
 
 def text_prompts(max_length: int = 24) -> SearchStrategy[TextPrompt]:
-    """Prompts of text."""
+    """Draw text prompts."""
     return st.builds(TextPrompt, text=texts(max_length), add_special_tokens=st.booleans())
 
 
 def chat_prompts(max_turns: int = 3, max_length: int = 16) -> SearchStrategy[ChatPrompt]:
-    """Conversations in which user and assistant take turns, and the user has the last word."""
+    """Draw conversations in which user and assistant alternate, and the user has the last word."""
 
     def conversation(contents: list[str]) -> ChatPrompt:
         contents = contents if len(contents) % 2 else contents[:-1]
@@ -72,7 +72,7 @@ def chat_prompts(max_turns: int = 3, max_length: int = 16) -> SearchStrategy[Cha
 
 
 def prompts(ids: Sequence[int], *, chat: bool) -> SearchStrategy[Prompt]:
-    """Prompts of every kind; chat messages only if the model's tokenizer has a template for them."""
+    """Draw prompts of every kind; chat messages only if the model's tokenizer has a template for them."""
     kinds: list[SearchStrategy[Any]] = [token_prompts(ids), text_prompts()]
     if chat:
         kinds.append(chat_prompts())
@@ -82,13 +82,13 @@ def prompts(ids: Sequence[int], *, chat: bool) -> SearchStrategy[Prompt]:
 # Sampling params -----------------------------------------------------------------------------------------------------
 
 _STOP_PATTERNS: Final = (r"[0-9]", r"[aeiou]", r"[A-Z]", r"[\x80-\u07ff]", r"[a-zA-Z][ -@]", r"a+b|[c-z]")
-"""None matches the sign of broken UTF-8: what is shown for half a character is taken back when the rest comes."""
+"""None matches the replacement character, which is shown for part of a character and later replaced."""
 _SCHEMA: Final = json.dumps(
     {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
 )
 _EBNF: Final = 'root ::= ("yes" | "no") digit\ndigit ::= [0-9]'
 EBNF_AS_REGEX: Final = "(yes|no)[0-9]"
-"""What the grammar of drawn params allows."""
+"""The language of the grammar in drawn params."""
 _GRAMMARS: Final[tuple[tuple[Capability, StructuredOutput], ...]] = (
     (Capability.STRUCTURED_REGEX, RegexGrammar(regex=r"[ab]{1,3}[0-9]")),
     (Capability.STRUCTURED_EBNF, EbnfGrammar(ebnf=_EBNF)),
@@ -104,14 +104,14 @@ def sampling_params(
     max_samples: int = 3,
     stops: Sequence[str] = tuple("aeiou 012"),
 ) -> SearchStrategy[SamplingParams]:
-    """Params with any of the fields that the capabilities allow.
+    """Draw params with any of the fields that the capabilities allow.
 
     Args:
         vocabulary: Token ids that fields may name.
-        capabilities: What the engine claims. A field that needs another is never set.
-        max_tokens: Most tokens that are asked for.
-        max_samples: Most completions of one prompt.
-        stops: What stop strings are made of: best what the model is likely to write.
+        capabilities: The engine's capabilities. A field that needs another one is never set.
+        max_tokens: Largest max_new_tokens.
+        max_samples: Largest n.
+        stops: Parts of stop strings, best ones that the model is likely to write.
     """
     return _sampling_params(vocabulary, capabilities, max_tokens, max_samples, stops)
 
@@ -129,14 +129,14 @@ def _sampling_params(
     fields: dict[str, object] = {}
 
     def always(field: str, values: SearchStrategy[Any], *needed: Capability) -> bool:
-        """Set a field, if the engine claims what it needs."""
+        """Set a field, if the engine claims the capabilities that it needs."""
         if not capabilities.issuperset(needed):
             return False
         fields[field] = draw(values)
         return True
 
     def maybe(field: str, values: SearchStrategy[Any], *needed: Capability) -> bool:
-        """The same in one of four draws."""
+        """Set a field in one of four draws."""
         chosen: bool = draw(st.sampled_from((False, False, False, True)))
         return chosen and always(field, values, *needed)
 
@@ -158,7 +158,7 @@ def _sampling_params(
     maybe("top_k", st.integers(1, 8), Capability.TOP_K)
     maybe("top_p", st.floats(0.0625, 1.0, width=16), Capability.TOP_P)
     maybe("min_p", st.floats(0.0, 1.0, width=16), Capability.MIN_P)
-    # A grammar says itself where the output ends and what may be drawn: what contradicts it has no right outcome.
+    # A grammar itself says where output ends and what may be drawn; fields that contradict it have no correct result.
     grammars = [grammar for capability, grammar in _GRAMMARS if capability in capabilities]
     if grammars and maybe("structured_output", st.sampled_from(grammars)):
         return SamplingParams.model_validate(fields)
@@ -185,7 +185,7 @@ def _few(items: SearchStrategy[_T]) -> SearchStrategy[tuple[_T, ...]]:
 
 
 def _processors(ids: SearchStrategy[int], *, heated: bool) -> SearchStrategy[tuple[LogitProcessor, ...]]:
-    """A mask or a list of ids that may not be drawn, never both: they may leave nothing."""
+    """Draw a mask or a list of disallowed ids, never both, as together they may allow no token."""
     masks: SearchStrategy[Any] = st.builds(ActionMask, allowed_token_ids=_few(ids)) | st.builds(
         DisallowedTokens, token_ids=_few(ids)
     )
@@ -217,7 +217,7 @@ def batches(
     max_tokens: int = 16,
     stops: Sequence[str] = tuple("aeiou 012"),
 ) -> SearchStrategy[Batch]:
-    """Calls of several prompts of any kind, each with params of its own; see :func:`sampling_params`."""
+    """Draw calls of several prompts of any kind, each with its own params; see :func:`sampling_params`."""
     params = sampling_params(ids, capabilities, max_tokens=max_tokens, stops=stops)
     pairs = st.lists(st.tuples(prompts(ids, chat=chat), params), min_size=1, max_size=max_prompts)
     return pairs.map(lambda drawn: Batch(tuple(prompt for prompt, _ in drawn), tuple(one for _, one in drawn)))
@@ -228,15 +228,15 @@ def batches(
 
 @dataclass(frozen=True, slots=True)
 class WeightPlanChoice:
-    """How the tensors of one push are cut into buckets and ordered."""
+    """Order of one push's tensors, and their split into buckets."""
 
     bucket_bytes: int
     order: int = 0
-    """Fixes the order of the tensors, or of the buckets: 0 as they are, otherwise a shuffle (``replay.shuffled``)."""
+    """Order of the tensors, or of the buckets: 0 keeps it, other values seed a shuffle (``replay.shuffled``)."""
 
 
 def weight_plans(total_bytes: int) -> SearchStrategy[WeightPlanChoice]:
-    """Buckets from a single byte (a layer always travels whole) to all of ``total_bytes`` at once, in any order."""
+    """Draw bucket sizes from a single byte (a layer always travels whole) to ``total_bytes``, in any order."""
     sizes = st.sampled_from([total_bytes, max(1, total_bytes // 3), 1]) | st.integers(1, total_bytes)
     return st.builds(WeightPlanChoice, bucket_bytes=sizes, order=st.integers(0, 2**16))
 
@@ -246,14 +246,14 @@ def weight_plans(total_bytes: int) -> SearchStrategy[WeightPlanChoice]:
 
 @dataclass(frozen=True, slots=True)
 class AbortPoint:
-    """When a request is aborted."""
+    """The moment at which a request is aborted."""
 
     tokens: int | None
-    """At once (0), after so many tokens, or after its end (None)."""
+    """At once (0), after this many tokens, or after its end (None)."""
 
 
 def abort_points(max_tokens: int) -> SearchStrategy[AbortPoint]:
-    """At once, after up to ``max_tokens`` tokens, or after the end."""
+    """Draw an abort at once, after up to ``max_tokens`` tokens, or after the end."""
     return st.builds(AbortPoint, st.just(0) | st.integers(1, max_tokens) | st.none())
 
 

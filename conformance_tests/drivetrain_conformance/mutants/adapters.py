@@ -1,4 +1,4 @@
-"""LoRA adapters: another one, none, one that was read in part, one that stays."""
+"""LoRA adapters that are mixed up, ignored, read in part, or not unloaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     Change = Callable[[dict[str, object], dict[str, torch.Tensor]], object]
 
-# Which one is used ---------------------------------------------------------------------------------------------------
+# Choice of the adapter -----------------------------------------------------------------------------------------------
 
 
 @spoiled_backend(caught_by="lora/an_adapter_adds_its_product", says="nats below the most likely one")
@@ -35,7 +35,7 @@ def uses_an_adapter_for_all(backend: type[Backend]) -> type[Backend]:
     """Once an adapter was used, requests that name none are answered with it too."""
 
     class Wrong(SoundBackend):
-        """Switches the model, and not back."""
+        """Switches the model to an adapter, and never back."""
 
         active: str | None = None
 
@@ -52,10 +52,10 @@ def uses_an_adapter_for_all(backend: type[Backend]) -> type[Backend]:
 
 @spoiled_backend(caught_by="lora/requests_in_flight_use_different_adapters", says="gave NaN or infinite logits")
 def fails_the_whole_batch(backend: type[Backend]) -> type[Backend]:
-    """NaN of one request in a step ends all requests of the step with its error."""
+    """NaN logits of one request end all requests of the same step with its error."""
 
     class Wrong(SoundBackend):
-        """Fails in the step that draws."""
+        """Raises the error in the step that draws tokens for all."""
 
         failed = 0
 
@@ -77,10 +77,10 @@ def fails_the_whole_batch(backend: type[Backend]) -> type[Backend]:
     caught_by="lora/an_unloaded_adapter_is_refused", says="expected InvalidRequest for lora, but nothing was raised"
 )
 def serves_unloaded_adapters(engine: type[InferenceEngine]) -> type[InferenceEngine]:
-    """An adapter that was unloaded is still served."""
+    """An unloaded adapter is still served."""
 
     class Wrong(InferenceEngine):
-        """Leaves it to be evicted some time."""
+        """Leaves the adapter to be evicted some time."""
 
         async def unload_lora_adapter(self, lora_name: str) -> None:
             pass
@@ -88,14 +88,14 @@ def serves_unloaded_adapters(engine: type[InferenceEngine]) -> type[InferenceEng
     return mixed(engine, Wrong)
 
 
-# What is read of it --------------------------------------------------------------------------------------------------
+# Reading an adapter --------------------------------------------------------------------------------------------------
 
 
 def _loading(backend: type[Backend], change: Change) -> type[Backend]:
-    """A backend that reads another adapter than the one in the folder: a copy of it that ``change`` was given."""
+    """Return a backend that reads a copy of each adapter that ``change`` has modified."""
 
     class Wrong(SoundBackend):
-        """Reads an adapter in its own way."""
+        """Reads a modified copy."""
 
         async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
             with tempfile.TemporaryDirectory() as folder:
@@ -130,47 +130,45 @@ def _attention_alone(config: dict[str, object], tensors: dict[str, torch.Tensor]
 
 @spoiled_backend(caught_by="lora/requests_in_flight_use_different_adapters", says="nats below the most likely one")
 def reads_queries_and_values_alone(backend: type[Backend]) -> type[Backend]:
-    """Of an adapter only the layers q_proj and v_proj are read."""
+    """Only an adapter's layers q_proj and v_proj are read."""
     return _loading(backend, _attention_alone)
 
 
 @spoiled_backend(caught_by="lora/an_adapter_adds_its_product", says="nats below the most likely one")
 def scales_every_adapter_by_two(backend: type[Backend]) -> type[Backend]:
-    """lora_alpha is taken to be twice the rank, as it mostly is."""
+    """lora_alpha is assumed to be twice the rank, its usual value."""
     return _loading(backend, lambda config, _: config.update(lora_alpha=2 * int(str(config.get("r", 1)))))
 
 
 @spoiled_backend(caught_by="lora/every_setting_is_honoured_or_refused", says="nats below the most likely one")
 def drops_rank_stabilised_scales(backend: type[Backend]) -> type[Backend]:
-    """An adapter with use_rslora is scaled as one without."""
+    """An adapter with use_rslora is scaled like one without."""
     return _loading(backend, _dropping("use_rslora"))
 
 
 @spoiled_backend(caught_by="lora/every_setting_is_honoured_or_refused", says="nats below the most likely one")
 def drops_alpha_pattern(backend: type[Backend]) -> type[Backend]:
-    """Layers for which alpha_pattern names another alpha are scaled as all others."""
+    """Layers for which alpha_pattern sets another alpha are scaled like all others."""
     return _loading(backend, _dropping("alpha_pattern"))
 
 
 @spoiled_backend(caught_by="lora/every_setting_is_honoured_or_refused", says="is taken as plain")
 def reads_the_fields_it_knows(backend: type[Backend]) -> type[Backend]:
-    """Fields of adapter_config.json that make an adapter another kind than plain LoRA are passed over."""
+    """Fields of adapter_config.json that change the kind of adapter from plain LoRA are ignored."""
     return _loading(backend, _dropping("bias", "use_dora", "modules_to_save", "a_field_that_nobody_knows"))
 
 
 @spoiled_backend(caught_by="lora/every_setting_is_honoured_or_refused", says="is taken as plain")
 def takes_the_base_as_it_is(backend: type[Backend]) -> type[Backend]:
-    """An adapter whose initialisation changed the base weights is served over those that were not changed."""
+    """An adapter whose initialisation changed the base weights is served over unchanged ones."""
     return _loading(backend, _dropping("init_lora_weights"))
 
 
 @spoiled_backend(caught_by="lora/every_setting_is_honoured_or_refused", says="the refusal does not name 'alpha")
 def refuses_an_adapter_without_saying_why(backend: type[Backend]) -> type[Backend]:
-    """A setting that is not honoured is refused with words that do not name it."""
+    """A setting that is not honoured is refused without naming it."""
 
     class Wrong(SoundBackend):
-        """Says little."""
-
         async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
             if _names(lora_path, "alpha_pattern"):
                 raise InvalidRequest("this adapter is not supported", field="lora_path")
@@ -181,10 +179,10 @@ def refuses_an_adapter_without_saying_why(backend: type[Backend]) -> type[Backen
 
 @spoiled_backend(caught_by="lora/every_setting_is_honoured_or_refused", says="nats below")
 def keeps_of_an_adapter_that_it_refused(backend: type[Backend]) -> type[Backend]:
-    """A refused adapter changes what requests without one are answered."""
+    """A refused adapter changes the answers to requests without one."""
 
     class Wrong(SoundBackend):
-        """Puts an adapter in, and then finds what it cannot do."""
+        """Applies an adapter before checking it."""
 
         left: str | None = None
 
@@ -208,7 +206,7 @@ def keeps_of_an_adapter_that_it_refused(backend: type[Backend]) -> type[Backend]
 
 @spoiled_backend(caught_by="lora/what_is_no_adapter_is_refused", says="an adapter with one lora_B missing is taken")
 def fills_up_half_an_adapter(backend: type[Backend]) -> type[Backend]:
-    """A lora_A without its lora_B is served, as if it had one of zeros."""
+    """A lora_A without its lora_B is served as if lora_B were zero."""
 
     def change(_: object, tensors: dict[str, torch.Tensor]) -> None:
         import torch
@@ -231,13 +229,13 @@ def _matrices(tensors: Mapping[str, torch.Tensor], part: str) -> list[tuple[str,
 
 @spoiled_backend(caught_by="lora/what_is_no_adapter_is_refused", says="an adapter with a layer missing is taken")
 def takes_the_layers_that_are_there(backend: type[Backend]) -> type[Backend]:
-    """An adapter whose folder lacks a layer is served without it."""
+    """An adapter whose folder lacks a layer is served without that layer."""
     return _loading(backend, _dropping("target_modules"))
 
 
 @spoiled_backend(caught_by="lora/what_is_no_adapter_is_refused", says="an adapter with NaN is taken")
 def serves_adapters_of_nan(backend: type[Backend]) -> type[Backend]:
-    """An adapter's NaN is taken for zero."""
+    """NaN in an adapter is replaced by zero."""
 
     def change(_: object, tensors: dict[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
@@ -248,7 +246,7 @@ def serves_adapters_of_nan(backend: type[Backend]) -> type[Backend]:
 
 @spoiled_backend(caught_by="lora/what_is_no_adapter_is_refused", says="an adapter with another rank than its r")
 def reads_the_rank_off_the_tensors(backend: type[Backend]) -> type[Backend]:
-    """A rank in adapter_config.json that contradicts the tensors is passed over."""
+    """A rank in adapter_config.json that contradicts the tensors is ignored."""
 
     def change(config: dict[str, object], tensors: dict[str, torch.Tensor]) -> None:
         ranks = {len(a) for _, a in _matrices(tensors, "A")}

@@ -13,6 +13,8 @@ from typing import Any
 
 from drivetrain.backend.base import Backend, GenerateRequest, GenerateResult, ModelInfo
 from drivetrain.engine.engine import InferenceEngine
+from drivetrain.engine.model import StartedModel
+from drivetrain.engine.parts import PartKinds
 from drivetrain.engine.request_builder import ParamsLike, RequestBuilder
 from drivetrain.engine.states import EngineState
 from drivetrain.engine.validation import as_prompts
@@ -23,7 +25,7 @@ from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import FinishReason, GenerationOutput
 from drivetrain.types.prompts import PromptLike, TokenPrompt
 from drivetrain.types.sampling import SamplingParams
-from drivetrain_conformance.mutants.registry import spoiled_backend, spoiled_engine
+from drivetrain_conformance.mutants.registry import spoiled_backend, spoiled_engine, spoiled_part
 from drivetrain_conformance.mutants.spoil import SoundBackend, answering, claiming, mixed, taking
 
 
@@ -89,21 +91,20 @@ def claims_abort_and_refuses_it(backend: type[Backend]) -> type[Backend]:
     return mixed(backend, Wrong)
 
 
-@spoiled_engine(
+@spoiled_part(
     caught_by="structured_output/json_follows_the_schema",
     says="expected UnsupportedCapability for one of structured_json",
 )
-def passes_on_what_it_does_not_claim(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+def passes_on_what_it_does_not_claim(parts: PartKinds) -> PartKinds:
     """Requests for what is unclaimed reach the backend, which knows nothing of them and drops them in silence."""
 
-    class Wrong(InferenceEngine):
+    class Wrong(StartedModel):
         """Builds requests as if everything were claimed."""
 
-        async def start(self, progress: Callable[[str], None] | None = None) -> None:
-            await super().start(progress)
-            self._builder = RequestBuilder(self.config, frozenset(Capability), self.model_info, self.tokenizer)
+        def new_builder(self) -> RequestBuilder:
+            return RequestBuilder(self.controller.config, frozenset(Capability), self.info, self.tokenizer)
 
-    return mixed(engine, Wrong)
+    return dataclasses.replace(parts, model=mixed(parts.model, Wrong))
 
 
 @spoiled_engine(
@@ -273,29 +274,17 @@ def refuses_what_asks_for_nothing(backend: type[Backend]) -> type[Backend]:
     return mixed(backend, Wrong)
 
 
-@spoiled_engine(caught_by="generate/every_file_that_names_an_end_is_heeded", says="only some are known")
-def ignores_the_tokenizers_end(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+@spoiled_part(caught_by="generate/every_file_that_names_an_end_is_heeded", says="only some are known")
+def ignores_the_tokenizers_end(parts: PartKinds) -> PartKinds:
     """An EOS that only the tokenizer names is none."""
 
-    class Wrong(InferenceEngine):
+    class Wrong(StartedModel):
         """Asks the model's configurations only."""
 
-        async def start(self, progress: Callable[[str], None] | None = None) -> None:
-            start = self._backend.start
-            own: tuple[int, ...] = ()
+        def with_all_eos_ids(self, info: ModelInfo) -> ModelInfo:
+            return info
 
-            async def starting(report: Callable[[str], None]) -> ModelInfo:
-                nonlocal own
-                info = await start(report)
-                own = info.eos_token_ids
-                return info
-
-            self._backend.start = starting  # type: ignore[method-assign]
-            await super().start(progress)
-            assert self._model is not None
-            self._model = dataclasses.replace(self._model, eos_token_ids=own)
-
-    return mixed(engine, Wrong)
+    return dataclasses.replace(parts, model=mixed(parts.model, Wrong))
 
 
 @spoiled_engine(caught_by="faults/a_host_killed_while_it_generates", says="the engine was ready")

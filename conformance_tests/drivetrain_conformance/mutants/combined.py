@@ -1,4 +1,4 @@
-"""Fields that are honoured alone, and lost beside a pause, a stream, another field, or past a bound."""
+"""Fields that work alone, but are lost in combination with a pause, a stream or another field, or beyond a limit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from drivetrain.types.sampling import LogprobsMode
 from drivetrain_conformance.mutants.registry import spoiled_backend
 from drivetrain_conformance.mutants.spoil import SoundBackend, answering, asking, asking_for_params, mixed
 
-# Beside a pause ------------------------------------------------------------------------------------------------------
+# With a pause --------------------------------------------------------------------------------------------------------
 
 
 def _resubmitting(
@@ -25,10 +25,10 @@ def _resubmitting(
     concerns: Callable[[GenerateRequest], bool],
     change: Callable[[GenerateRequest], GenerateRequest],
 ) -> type[Backend]:
-    """A backend that ends what it should freeze, and submits it again behind the tokens that it had."""
+    """Return a backend that ends requests instead of freezing them, and resubmits them later with their tokens."""
 
     class Wrong(SoundBackend):
-        """Knows of a request only its tokens."""
+        """Keeps only the tokens of a frozen request."""
 
         def __init__(self, config: EngineConfig) -> None:
             super().__init__(config)
@@ -81,7 +81,7 @@ def _resubmitting(
 
 @spoiled_backend(caught_by="pause/retract_freezes_requests_in_flight", says="nats below")
 def restarts_the_seed_of_the_retracted(backend: type[Backend]) -> type[Backend]:
-    """A retracted request goes on with the beginning of its random stream."""
+    """A retracted request restarts its random stream from the beginning."""
     return _resubmitting(backend, PauseMode.RETRACT, lambda request: request.seed is not None, lambda again: again)
 
 
@@ -103,7 +103,7 @@ def forgets_what_the_frozen_had_present(backend: type[Backend]) -> type[Backend]
 
 @spoiled_backend(caught_by="pause/in_place_freezes_requests_in_flight", says="nats below")
 def counts_min_new_tokens_from_a_pause(backend: type[Backend]) -> type[Backend]:
-    """A request that was frozen in place holds stops back for min_new_tokens more."""
+    """A request frozen in place holds back stops for min_new_tokens further tokens."""
     return _resubmitting(
         backend, PauseMode.IN_PLACE, lambda request: request.params.min_new_tokens > 0, lambda again: again
     )
@@ -111,7 +111,7 @@ def counts_min_new_tokens_from_a_pause(backend: type[Backend]) -> type[Backend]:
 
 @spoiled_backend(caught_by="generate/higher_priority_starts_sooner", says="ran after others of lower priority")
 def retracts_without_the_priority(backend: type[Backend]) -> type[Backend]:
-    """A retracted request waits behind all that have a priority."""
+    """A retracted request loses its priority and waits behind requests that have one."""
     return _resubmitting(
         backend,
         PauseMode.RETRACT,
@@ -122,7 +122,7 @@ def retracts_without_the_priority(backend: type[Backend]) -> type[Backend]:
 
 @spoiled_backend(caught_by="lora/an_adapter_holds_in_streams_pauses_and_sleeps", says="nats below")
 def retracts_without_the_adapter(backend: type[Backend]) -> type[Backend]:
-    """A retracted request goes on without its adapter."""
+    """A retracted request continues without its adapter."""
     return _resubmitting(
         backend,
         PauseMode.RETRACT,
@@ -133,7 +133,7 @@ def retracts_without_the_adapter(backend: type[Backend]) -> type[Backend]:
 
 @spoiled_backend(caught_by="lora/an_adapter_holds_in_streams_pauses_and_sleeps", says="nats below")
 def freezes_without_the_adapter(backend: type[Backend]) -> type[Backend]:
-    """A request that was frozen in place goes on without its adapter."""
+    """A request frozen in place continues without its adapter."""
     return _resubmitting(
         backend,
         PauseMode.IN_PLACE,
@@ -144,10 +144,10 @@ def freezes_without_the_adapter(backend: type[Backend]) -> type[Backend]:
 
 @spoiled_backend(caught_by="histories/random_histories_keep_the_contract", says="logprobs of its prompt are")
 def scores_prompts_by_the_first_weights(backend: type[Backend]) -> type[Backend]:
-    """Logprobs of a prompt are remembered, also when the weights have changed."""
+    """Prompt logprobs are cached, and stay the same after the weights changed."""
 
     class Wrong(SoundBackend):
-        """Keeps what it computed by its prompt."""
+        """Caches prompt logprobs by prompt."""
 
         def __init__(self, config: EngineConfig) -> None:
             super().__init__(config)
@@ -163,12 +163,12 @@ def scores_prompts_by_the_first_weights(backend: type[Backend]) -> type[Backend]
     return mixed(backend, Wrong)
 
 
-# Beside a stream -----------------------------------------------------------------------------------------------------
+# With a stream -------------------------------------------------------------------------------------------------------
 
 
 def _streaming(backend: type[Backend], change: Callable[[GenerateRequest], GenerateRequest]) -> type[Backend]:
     class Wrong(SoundBackend):
-        """Builds the requests of streams otherwise."""
+        """Changes the requests of streams only."""
 
         def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
             return super().stream(change(request))
@@ -178,7 +178,7 @@ def _streaming(backend: type[Backend], change: Callable[[GenerateRequest], Gener
 
 @spoiled_backend(caught_by="lora/an_adapter_holds_in_streams_pauses_and_sleeps", says="nats below")
 def streams_without_the_adapter(backend: type[Backend]) -> type[Backend]:
-    """A stream is answered by the base."""
+    """A stream ignores its adapter."""
     return _streaming(backend, lambda request: dataclasses.replace(request, lora=None))
 
 
@@ -192,19 +192,19 @@ def streams_without_the_priority(backend: type[Backend]) -> type[Backend]:
 
 @spoiled_backend(caught_by="sampling/without_a_seed_nothing_repeats", says="two of these were drawn alike")
 def seeds_streams_by_their_prompt(backend: type[Backend]) -> type[Backend]:
-    """Streams of one prompt without a seed are drawn alike."""
+    """Streams of one prompt without a seed draw the same tokens."""
     return _streaming(backend, lambda request: dataclasses.replace(request, seed=request.seed or 1))
 
 
-# Beside an adapter ---------------------------------------------------------------------------------------------------
+# With an adapter -----------------------------------------------------------------------------------------------------
 
 
 @spoiled_backend(caught_by="lora/an_adapter_holds_in_streams_pauses_and_sleeps", says="a prompt logprob is")
 def scores_prompts_by_the_base(backend: type[Backend]) -> type[Backend]:
-    """Logprobs of a prompt are the base's, whatever adapter its request names."""
+    """Prompt logprobs are always the base model's, even with an adapter."""
 
     class Wrong(SoundBackend):
-        """Computes prompts in another pass."""
+        """Computes prompt logprobs in a pass without the adapter."""
 
         async def generate(self, request: GenerateRequest) -> GenerateResult:
             result = await super().generate(request)
@@ -220,7 +220,7 @@ def scores_prompts_by_the_base(backend: type[Backend]) -> type[Backend]:
 
 @spoiled_backend(caught_by="lora/an_adapter_holds_in_streams_pauses_and_sleeps", says="a prompt logprob is")
 def scores_alone_by_the_base(backend: type[Backend]) -> type[Backend]:
-    """Where nothing is sampled, logprobs of a prompt are the base's."""
+    """With max_new_tokens=0 prompt logprobs are the base model's, even with an adapter."""
     return asking(
         backend, lambda request: request if request.max_new_tokens else dataclasses.replace(request, lora=None)
     )
@@ -228,16 +228,16 @@ def scores_alone_by_the_base(backend: type[Backend]) -> type[Backend]:
 
 @spoiled_backend(caught_by="lora/an_adapter_holds_in_streams_pauses_and_sleeps", says="with an adapter, token")
 def drops_masks_beside_an_adapter(backend: type[Backend]) -> type[Backend]:
-    """Logit processors do nothing in a request that names an adapter."""
+    """Logit processors have no effect in a request that names an adapter."""
     return asking_for_params(backend, lambda request: {"logit_processors": ()} if request.lora else {})
 
 
 @spoiled_backend(caught_by="lora/an_adapter_holds_in_streams_pauses_and_sleeps", says="nats below")
 def loses_adapters_asleep(backend: type[Backend]) -> type[Backend]:
-    """After a sleep requests with an adapter are answered by the base."""
+    """After a sleep requests with an adapter are answered by the base model."""
 
     class Wrong(SoundBackend):
-        """Keeps adapters in what it gives back."""
+        """Loses adapters with the memory that sleep frees."""
 
         slept = False
 
@@ -251,12 +251,12 @@ def loses_adapters_asleep(backend: type[Backend]) -> type[Backend]:
     return mixed(backend, Wrong)
 
 
-# Past a bound --------------------------------------------------------------------------------------------------------
+# Beyond a limit ------------------------------------------------------------------------------------------------------
 
 
 @spoiled_backend(caught_by="sampling/another_seed_draws_otherwise", says="alike")
 def takes_seeds_modulo_32_bits(backend: type[Backend]) -> type[Backend]:
-    """Of a seed only the lower 32 bits are passed on."""
+    """Only the lower 32 bits of a seed are passed on."""
     return asking(
         backend,
         lambda request: dataclasses.replace(request, seed=None if request.seed is None else request.seed % 2**32),
@@ -265,7 +265,7 @@ def takes_seeds_modulo_32_bits(backend: type[Backend]) -> type[Backend]:
 
 @spoiled_backend(caught_by="sampling/another_seed_draws_otherwise", says="alike")
 def takes_seeds_as_floats(backend: type[Backend]) -> type[Backend]:
-    """A seed passes through a float64, which holds 53 bits of it."""
+    """A seed passes through a float64, which keeps 53 bits of it."""
     return asking(
         backend,
         lambda request: dataclasses.replace(
@@ -276,7 +276,7 @@ def takes_seeds_as_floats(backend: type[Backend]) -> type[Backend]:
 
 @spoiled_backend(caught_by="sampling/greedy_follows_the_logit_bias", says="below the best after penalties and bias")
 def passes_on_a_few_biases(backend: type[Backend]) -> type[Backend]:
-    """Of a logit_bias the first 32 tokens are passed on."""
+    """Only the first 32 tokens of a logit_bias are passed on."""
     return asking_for_params(backend, lambda request: {"logit_bias": dict([*request.params.logit_bias.items()][:32])})
 
 
@@ -284,7 +284,7 @@ def passes_on_a_few_biases(backend: type[Backend]) -> type[Backend]:
     caught_by="errors/more_alternatives_than_tokens_are_refused", says="logprobs=200 alternatives were asked for"
 )
 def caps_alternatives(backend: type[Backend]) -> type[Backend]:
-    """Never more than 20 alternatives of a token are returned."""
+    """At most 20 alternatives of a token are returned."""
     return asking_for_params(
         backend, lambda request: {"logprobs": request.params.logprobs and min(request.params.logprobs, 20)}
     )
@@ -292,25 +292,25 @@ def caps_alternatives(backend: type[Backend]) -> type[Backend]:
 
 @spoiled_backend(caught_by="sampling/top_k_keeps_the_k_most_likely", says="with top_k=200 no token beyond the")
 def caps_top_k(backend: type[Backend]) -> type[Backend]:
-    """Never more than 64 tokens are kept by top_k."""
+    """top_k keeps at most 64 tokens."""
     return asking_for_params(backend, lambda request: {"top_k": request.params.top_k and min(request.params.top_k, 64)})
 
 
 @spoiled_backend(caught_by="sampling/a_high_temperature_flattens", says="the draws do not follow")
 def caps_the_temperature(backend: type[Backend]) -> type[Backend]:
-    """A temperature above 2 is taken as 2."""
+    """A temperature above 2 is reduced to 2."""
     return asking_for_params(backend, lambda request: {"temperature": min(request.params.temperature, 2.0)})
 
 
-# Beside another field, or a file -------------------------------------------------------------------------------------
+# With another field, or a file ---------------------------------------------------------------------------------------
 
 
 @spoiled_backend(caught_by="stop/stop_token_ids_hold_where_eos_is_ignored", says="EOS ended it beside another")
 def heeds_eos_beside_named_stops(backend: type[Backend]) -> type[Backend]:
-    """Where a request names stop token ids, EOS ends it though it is to be ignored."""
+    """In a request with stop token ids EOS ends generation despite ignore_eos."""
 
     class Wrong(SoundBackend):
-        """Adds the model's ends to a list that it is given."""
+        """Adds the model's EOS ids to the request's stops."""
 
         eos: tuple[int, ...] = ()
 
@@ -330,10 +330,10 @@ def heeds_eos_beside_named_stops(backend: type[Backend]) -> type[Backend]:
     caught_by="generate/every_file_that_names_an_end_is_heeded", says="the generation config's sampling is used"
 )
 def takes_the_generation_configs_temperature(backend: type[Backend]) -> type[Backend]:
-    """A request that leaves the temperature at its default is sampled at that of generation_config.json."""
+    """A request with the default temperature is sampled at that of generation_config.json."""
 
     class Wrong(SoundBackend):
-        """Fills up params from the model folder."""
+        """Fills in defaults from the model folder."""
 
         def __init__(self, config: EngineConfig) -> None:
             super().__init__(config)
@@ -351,7 +351,7 @@ def takes_the_generation_configs_temperature(backend: type[Backend]) -> type[Bac
 
 @spoiled_backend(caught_by="stop/a_stop_token_id_ends_generation", says="expected Ending(")
 def passes_on_a_few_stop_ids(backend: type[Backend]) -> type[Backend]:
-    """No more than 64 stop token ids end a completion."""
+    """Only the first 64 stop token ids end a completion."""
     return asking(backend, lambda request: dataclasses.replace(request, stop_token_ids=request.stop_token_ids[:64]))
 
 
@@ -359,10 +359,10 @@ def passes_on_a_few_stop_ids(backend: type[Backend]) -> type[Backend]:
     caught_by="sampling/greedy_follows_the_frequency_penalty", says="below the best after penalties and bias"
 )
 def forgets_what_was_drawn_long_ago(backend: type[Backend]) -> type[Backend]:
-    """A frequency penalty counts no token that is more than 64 back."""
+    """A frequency penalty ignores tokens more than 64 positions back."""
 
     class Wrong(SoundBackend):
-        """Begins to count anew."""
+        """Restarts the count every 64 tokens."""
 
         async def generate(self, request: GenerateRequest) -> GenerateResult:
             if not request.params.frequency_penalty or request.max_new_tokens <= 64:
@@ -397,7 +397,7 @@ def holds_back_before_it_counts(backend: type[Backend]) -> type[Backend]:
     return asking(backend, change)
 
 
-# Where a version begins ----------------------------------------------------------------------------------------------
+# Version boundaries --------------------------------------------------------------------------------------------------
 
 
 def _labelled_early(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
@@ -418,16 +418,16 @@ def labels_the_last_old_token_as_new(backend: type[Backend]) -> type[Backend]:
     caught_by="weight_sync/a_new_label_divides_what_is_in_flight", says="tokens were made before the new label, and"
 )
 def labels_a_token_before_its_time(backend: type[Backend]) -> type[Backend]:
-    """The last token before a new label carries it already."""
+    """The last token before a new label already carries it."""
     return answering(backend, _labelled_early)
 
 
 @spoiled_backend(caught_by="weight_sync/frozen_requests_go_on_where_they_were", says="on the cache that the old ones")
 def retracts_what_it_freezes_in_place(backend: type[Backend]) -> type[Backend]:
-    """A request that is frozen in place loses its cache, so that the new weights compute it anew."""
+    """A request frozen in place loses its cache, which the new weights recompute."""
 
     class Wrong(SoundBackend):
-        """Has one way of freezing."""
+        """Freezes in place by retracting."""
 
         async def freeze(self, mode: PauseMode) -> None:
             await super().freeze(PauseMode.RETRACT if mode is PauseMode.IN_PLACE else mode)

@@ -1,4 +1,4 @@
-"""Settings that are taken and have no effect, or a smaller one; and counts that are too high."""
+"""Settings with no effect, or a smaller one than asked for, and counts that are too high."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from drivetrain_conformance.mutants.spoil import SoundBackend, mixed
 
 
 def _configured(backend: type[Backend], change: Callable[[EngineConfig], Mapping[str, object]]) -> type[Backend]:
-    """A backend that reads another configuration than it was given."""
+    """Return a backend that modifies the configuration it is given."""
 
     class Wrong(SoundBackend):
         """Changes its configuration."""
@@ -33,7 +33,7 @@ def _configured(backend: type[Backend], change: Callable[[EngineConfig], Mapping
 
 @spoiled_backend(caught_by="lifecycle/a_life", says="context_length=701 was asked for, and it is 512")
 def caps_the_context_length(backend: type[Backend]) -> type[Backend]:
-    """A context_length above 512 is taken as 512."""
+    """A context_length above 512 is reduced to 512."""
     return _configured(
         backend, lambda config: {"context_length": config.context_length and min(config.context_length, 512)}
     )
@@ -41,19 +41,19 @@ def caps_the_context_length(backend: type[Backend]) -> type[Backend]:
 
 @spoiled_backend(caught_by="lifecycle/a_life", says="context_length=701 was asked for, and it is 1024")
 def drops_the_context_length(backend: type[Backend]) -> type[Backend]:
-    """The context length is the model's own, whatever is asked for."""
+    """The context length is always the model's own."""
     return _configured(backend, lambda _: {"context_length": None})
 
 
 @spoiled_backend(caught_by="lifecycle/a_life", says="dtype=bfloat16 was asked for")
 def drops_the_dtype(backend: type[Backend]) -> type[Backend]:
-    """Weights keep the checkpoint's type, whatever is asked for."""
+    """Weights always keep the checkpoint's dtype."""
     return _configured(backend, lambda _: {"dtype": "auto"})
 
 
 @spoiled_backend(caught_by="lifecycle/a_life", says="nats")
 def reads_the_last_chunk_of_a_prompt(backend: type[Backend]) -> type[Backend]:
-    """Of a prompt longer than max_num_batched_tokens only the last step's tokens are seen."""
+    """The model sees only the last step's tokens of a prompt longer than max_num_batched_tokens."""
 
     class Wrong(SoundBackend):
         """Forgets the steps before the last."""
@@ -71,16 +71,16 @@ def reads_the_last_chunk_of_a_prompt(backend: type[Backend]) -> type[Backend]:
 
 @spoiled_backend(caught_by="lifecycle/a_life", says="requests ran at once, where max_num_seqs is 2")
 def drops_max_num_seqs(backend: type[Backend]) -> type[Backend]:
-    """As many requests run at once as there are."""
+    """max_num_seqs does not limit concurrent requests."""
     return _configured(backend, lambda _: {"max_num_seqs": None})
 
 
 @spoiled_backend(caught_by="lifecycle/a_life", says="streams made their first tokens at once, where max_num_seqs is 2")
 def says_that_others_wait(backend: type[Backend]) -> type[Backend]:
-    """As many requests run at once as there are, and stats() says that some of them wait."""
+    """max_num_seqs does not limit concurrent requests, and stats() reports the excess as waiting."""
 
     class Wrong(SoundBackend):
-        """Has its own idea of what runs."""
+        """Computes stats() from max_num_seqs."""
 
         def __init__(self, config: EngineConfig) -> None:
             super().__init__(config.model_copy(update={"max_num_seqs": None}))
@@ -96,7 +96,7 @@ def says_that_others_wait(backend: type[Backend]) -> type[Backend]:
 
 @spoiled_backend(caught_by="lifecycle/a_life", says="the first tokens carry")
 def drops_the_first_version(backend: type[Backend]) -> type[Backend]:
-    """The first weights carry a version of the engine's own, whatever the configuration calls them."""
+    """The first weights carry the version "initial", whatever the configuration says."""
     return _configured(backend, lambda _: {"weight_version": "initial"})
 
 
@@ -105,10 +105,10 @@ def drops_the_first_version(backend: type[Backend]) -> type[Backend]:
 
 @spoiled_backend(caught_by="pause/in_place_freezes_requests_in_flight", says="frozen requests it counts")
 def counts_requests_twice(backend: type[Backend]) -> type[Backend]:
-    """A request in the batch is also counted as one that waits."""
+    """A running request is also counted as waiting."""
 
     class Wrong(SoundBackend):
-        """Adds the queue up from all that were submitted."""
+        """Counts all submitted requests as queued."""
 
         async def stats(self) -> EngineStats:
             stats = await super().stats()
@@ -119,10 +119,10 @@ def counts_requests_twice(backend: type[Backend]) -> type[Backend]:
 
 @spoiled_backend(caught_by="sleep/the_memory_of_weights_comes_back", says="awake, the engine says that it holds")
 def counts_weights_twice(backend: type[Backend]) -> type[Backend]:
-    """It says that its weights take twice the memory that they take."""
+    """The reported memory of the weights is twice the real one."""
 
     class Wrong(SoundBackend):
-        """Counts in the wrong unit."""
+        """Doubles the bytes."""
 
         async def stats(self) -> EngineStats:
             stats = await super().stats()
@@ -135,10 +135,10 @@ def counts_weights_twice(backend: type[Backend]) -> type[Backend]:
     caught_by="weight_sync/many_pushes_in_process_leave_nothing_behind", says="left behind: threads: ['MainThread'"
 )
 def leaves_threads_of_a_common_name(backend: type[Backend]) -> type[Backend]:
-    """Each update leaves a thread, whose name another thread of the process has too."""
+    """Each update leaves a thread, with the name of another thread of the process."""
 
     class Wrong(SoundBackend):
-        """Starts a thread and does not end it."""
+        """Starts a thread that never ends."""
 
         async def receive_weights(self, message: WeightMessage) -> WeightReply:
             if isinstance(message, CommitUpdate):
@@ -153,7 +153,7 @@ def leaves_threads_of_a_common_name(backend: type[Backend]) -> type[Backend]:
 
 
 class _Embedding(SoundBackend):
-    """A backend that embeds by itself: the engine below need not."""
+    """A backend that embeds without its engine."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config.model_copy(update={"task": Task.GENERATE}))
@@ -167,7 +167,7 @@ class _Embedding(SoundBackend):
         return await asyncio.to_thread(lambda: [self.pooled(prompt)[:dimensions] for prompt in prompts])
 
     def pooled(self, prompt: list[int]) -> list[float]:
-        """The vector of one prompt."""
+        """Return the vector of one prompt."""
         import torch
         from transformers import AutoModel
 
@@ -178,13 +178,13 @@ class _Embedding(SoundBackend):
 
     @staticmethod
     def pool(states: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> object:
-        """Make one vector of the states of all tokens."""
+        """Combine the states of all tokens into one vector."""
         return states.mean(axis=0)
 
 
 @spoiled_backend(caught_by="embeddings/each_prompt_has_a_vector", says="cosines with the last tokens' states are")
 def embeds_by_the_mean(backend: type[Backend]) -> type[Backend]:
-    """A prompt's vector is the mean of its tokens' states, for a model whose folder says nothing of that."""
+    """A prompt's vector is the mean of its tokens' states, though the model's folder names no pooling."""
     made = mixed(backend, _Embedding)
     made.config_names = {**backend.config_names, "task": "its own"}
     return made

@@ -8,14 +8,16 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing, contextmanager
 
 from drivetrain.backend.base import Backend, GenerateRequest, GenerateResult, TokenDelta
+from drivetrain.engine.controller import Controller
 from drivetrain.engine.engine import InferenceEngine
-from drivetrain.engine.request_builder import RequestBuilder
+from drivetrain.engine.parts import PartKinds
+from drivetrain.engine.pause_and_sleep import PauseAndSleep
 from drivetrain.engine.states import WeightState
 from drivetrain.types.capability import Capability
-from drivetrain.types.config import EngineConfig, Task
+from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import FinishReason
-from drivetrain_conformance.mutants.registry import spoiled_backend, spoiled_engine
+from drivetrain_conformance.mutants.registry import spoiled_backend, spoiled_engine, spoiled_part
 from drivetrain_conformance.mutants.spoil import SoundBackend, answering, cut, mixed
 
 # Abort ---------------------------------------------------------------------------------------------------------------
@@ -242,49 +244,48 @@ def restarts_the_retracted(backend: type[Backend]) -> type[Backend]:
     return mixed(backend, Wrong)
 
 
-@spoiled_engine(
+@spoiled_part(
     caught_by="pause/wait_lets_requests_in_flight_end", says="the pause returned while requests were in flight"
 )
-def pauses_without_waiting(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+def pauses_without_waiting(parts: PartKinds) -> PartKinds:
     """A pause that waits for the requests in flight returns before they have ended."""
 
-    class Wrong(InferenceEngine):
+    class Wrong(PauseAndSleep):
         """Shuts the gate and leaves."""
 
-        async def _quiesce(self, mode: PauseMode) -> None:
+        async def quiesce(self, mode: PauseMode) -> None:
             if mode is not PauseMode.WAIT:
-                await super()._quiesce(mode)
+                await super().quiesce(mode)
 
-    return mixed(engine, Wrong)
+    return dataclasses.replace(parts, pauses=mixed(parts.pauses, Wrong))
 
 
-@spoiled_engine(caught_by="pause/a_stream_that_arrives_waits", says="assert chunks == []")
-def serves_arrivals_while_paused(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+@spoiled_part(caught_by="pause/a_stream_that_arrives_waits", says="assert chunks == []")
+def serves_arrivals_while_paused(parts: PartKinds) -> PartKinds:
     """Requests that arrive while it is paused are served."""
 
-    class Wrong(InferenceEngine):
+    class Wrong(Controller):
         """Pauses what it has, not what comes."""
 
-        @property
-        def _is_held(self) -> bool:
-            return self._status.weights is not WeightState.CLEAN
+        def holds_requests(self) -> bool:
+            return self.status.weights is not WeightState.CLEAN
 
-    return mixed(engine, Wrong)
+    return dataclasses.replace(parts, controller=mixed(parts.controller, Wrong))
 
 
-@spoiled_engine(caught_by="pause/any_mode_may_follow_any", says="did not wait through abort")
-def aborts_what_waits_at_a_pause(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+@spoiled_part(caught_by="pause/any_mode_may_follow_any", says="did not wait through abort")
+def aborts_what_waits_at_a_pause(parts: PartKinds) -> PartKinds:
     """A pause that aborts also ends requests that were waiting, which should run later."""
 
-    class Wrong(InferenceEngine):
+    class Wrong(PauseAndSleep):
         """Aborts all that it knows."""
 
-        async def _quiesce(self, mode: PauseMode) -> None:
+        async def quiesce(self, mode: PauseMode) -> None:
             if mode is PauseMode.ABORT:
-                await self._in_flight.abort(None)
-            await super()._quiesce(mode)
+                await self.in_flight.abort(None)
+            await super().quiesce(mode)
 
-    return mixed(engine, Wrong)
+    return dataclasses.replace(parts, pauses=mixed(parts.pauses, Wrong))
 
 
 @spoiled_engine(
@@ -365,28 +366,23 @@ def leaks_memory_at_each_sleep(backend: type[Backend]) -> type[Backend]:
     return mixed(backend, Wrong)
 
 
-@spoiled_engine(
+@spoiled_part(
     caught_by="sleep/a_sleeping_engine_refuses_by_name", says="an engine that is asleep did what it was asked to do"
 )
-def serves_while_its_cache_sleeps(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+def serves_while_its_cache_sleeps(parts: PartKinds) -> PartKinds:
     """Requests are served while the KV cache's memory is given back."""
 
-    class Wrong(InferenceEngine):
+    class Wrong(Controller):
         """Looks at its weights only."""
 
-        @property
-        def _is_held(self) -> bool:
-            return MemoryTag.WEIGHTS in self._status.asleep or self._status.weights is not WeightState.CLEAN
+        def holds_requests(self) -> bool:
+            return MemoryTag.WEIGHTS in self.status.asleep or self.status.weights is not WeightState.CLEAN
 
-        def _builder_for(self, task: Task, action: str) -> RequestBuilder:
-            status = self._status
-            self._status = dataclasses.replace(status, asleep=status.asleep - {MemoryTag.KV_CACHE})
-            try:
-                return super()._builder_for(task, action)
-            finally:
-                self._status = status
+        def require_admission(self, action: str) -> None:
+            asleep = self.status.asleep - {MemoryTag.KV_CACHE}
+            dataclasses.replace(self.status, asleep=asleep).require_admission(action)
 
-    return mixed(engine, Wrong)
+    return dataclasses.replace(parts, controller=mixed(parts.controller, Wrong))
 
 
 @spoiled_backend(
@@ -409,32 +405,33 @@ def says_that_it_keeps_weights(backend: type[Backend]) -> type[Backend]:
     return mixed(backend, Wrong)
 
 
-@spoiled_engine(caught_by="sleep/weights_that_slept_are_not_served", says="assert engine.state is EngineState.DIRTY")
-def is_ready_without_weights(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+@spoiled_part(caught_by="sleep/weights_that_slept_are_not_served", says="assert engine.state is EngineState.DIRTY")
+def is_ready_without_weights(parts: PartKinds) -> PartKinds:
     """After its weights slept and were lost it wakes up ready, and answers with gibberish."""
 
-    class Wrong(InferenceEngine):
+    class Wrong(PauseAndSleep):
         """Takes awake for ready."""
 
-        async def wake_up(self, tags: Iterable[MemoryTag | str] | None = None, *, timeout: float | None = None) -> None:
-            await super().wake_up(tags, timeout=timeout)
-            if not self._status.asleep:
-                self._set(dataclasses.replace(self._status, weights=WeightState.CLEAN))
+        async def wake_up(self, tags: Iterable[MemoryTag | str] | None, timeout: float | None) -> None:
+            await super().wake_up(tags, timeout)
+            status = self.controller.status
+            if not status.asleep:
+                self.controller.move_to(dataclasses.replace(status, weights=WeightState.CLEAN))
 
-    return mixed(engine, Wrong)
+    return dataclasses.replace(parts, pauses=mixed(parts.pauses, Wrong))
 
 
-@spoiled_engine(
+@spoiled_part(
     caught_by="sleep/requests_in_flight_are_not_sleeps_to_decide",
     says="the engine fell asleep, though requests were in flight",
 )
-def sleeps_over_requests(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+def sleeps_over_requests(parts: PartKinds) -> PartKinds:
     """Sleep aborts requests in flight, though its arguments did not say so."""
 
-    class Wrong(InferenceEngine):
+    class Wrong(PauseAndSleep):
         """Clears the way."""
 
-        async def _clear_for_sleep(self, abort_first: bool, drain_timeout: float) -> None:
-            await super()._clear_for_sleep(True, drain_timeout)
+        async def clear_for_sleep(self, abort_first: bool, drain_timeout: float) -> None:
+            await super().clear_for_sleep(True, drain_timeout)
 
-    return mixed(engine, Wrong)
+    return dataclasses.replace(parts, pauses=mixed(parts.pauses, Wrong))

@@ -1,4 +1,4 @@
-"""Fields of a request that are lost on their way to the engine, or become something else."""
+"""Fields of a request that are lost on their way to the engine, or changed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from drivetrain.backend.base import Backend, GenerateRequest, GenerateResult, Mo
 from drivetrain_conformance.mutants.registry import spoiled_backend
 from drivetrain_conformance.mutants.spoil import SoundBackend, asking, asking_for_params, mixed
 
-# Fields that get lost ------------------------------------------------------------------------------------------------
+# Lost fields ---------------------------------------------------------------------------------------------------------
 
 
 def _without(backend: type[Backend], field: str, default: object) -> type[Backend]:
@@ -69,7 +69,7 @@ def drops_stop_token_ids(backend: type[Backend]) -> type[Backend]:
 
 @spoiled_backend(caught_by="generate/ignore_eos_goes_on_past_it", says="assert len(completion.token_ids) == 12")
 def drops_ignore_eos(backend: type[Backend]) -> type[Backend]:
-    """EOS ends generation, also when it is to be ignored."""
+    """EOS ends generation even with ignore_eos."""
 
     class Wrong(SoundBackend):
         """Always adds the model's EOS ids."""
@@ -108,11 +108,11 @@ def drops_the_priority(backend: type[Backend]) -> type[Backend]:
     says=("assert ended == sorted(priorities, reverse=True)", "ran after others of lower priority"),
 )
 def turns_priority_round(backend: type[Backend]) -> type[Backend]:
-    """A lower priority is sooner, as some engines have it."""
+    """A lower priority starts sooner, as in some engines."""
     return asking(backend, lambda request: dataclasses.replace(request, priority=-request.priority))
 
 
-# Fields that become something else -----------------------------------------------------------------------------------
+# Changed fields ------------------------------------------------------------------------------------------------------
 
 
 @spoiled_backend(
@@ -137,7 +137,7 @@ def samples_with_a_smaller_top_p(backend: type[Backend]) -> type[Backend]:
 
 @spoiled_backend(caught_by="sampling/top_k_of_one_is_greedy", says="below the best after penalties and bias")
 def samples_from_one_token_too_many(backend: type[Backend]) -> type[Backend]:
-    """The k most likely candidates are k + 1."""
+    """top_k keeps k + 1 tokens."""
     return asking_for_params(backend, lambda request: {"top_k": request.params.top_k and request.params.top_k + 1})
 
 
@@ -155,7 +155,7 @@ def takes_frequency_for_presence(backend: type[Backend]) -> type[Backend]:
 
 @spoiled_backend(caught_by="sampling/another_seed_draws_otherwise", says="two of these were drawn alike")
 def gives_all_samples_one_seed(backend: type[Backend]) -> type[Backend]:
-    """The samples of a prompt all use the seed that the prompt was given, so that they are one and the same."""
+    """All samples of a prompt use the same seed, and so are equal."""
 
     def change(request: GenerateRequest) -> GenerateRequest:
         return dataclasses.replace(request, seed=request.params.seed)
@@ -165,16 +165,16 @@ def gives_all_samples_one_seed(backend: type[Backend]) -> type[Backend]:
 
 @spoiled_backend(caught_by="sampling/without_a_seed_nothing_repeats", says="two of these were drawn alike")
 def always_draws_the_same(backend: type[Backend]) -> type[Backend]:
-    """A request without a seed gets a constant one, so that n samples are one sample n times."""
+    """A request without a seed gets a constant one, so that all its samples are equal."""
     return asking(backend, lambda request: dataclasses.replace(request, seed=request.seed or 42))
 
 
 @spoiled_backend(caught_by="sampling/a_seed_fixes_the_output", says="3 of 4 outputs differ")
 def seeds_by_place_in_the_batch(backend: type[Backend]) -> type[Backend]:
-    """What a seed draws depends on how many requests run beside it."""
+    """A seeded draw depends on the number of concurrent requests."""
 
     class Wrong(SoundBackend):
-        """Has one generator for the batch."""
+        """Shares one generator between the requests of a batch."""
 
         beside = 0
 
@@ -192,13 +192,13 @@ def seeds_by_place_in_the_batch(backend: type[Backend]) -> type[Backend]:
 
 @spoiled_backend(caught_by="generate/at_most_max_new_tokens", says="assert len(completion.token_ids) <= count")
 def generates_one_token_too_many(backend: type[Backend]) -> type[Backend]:
-    """The limit is passed one token late."""
+    """A completion may be one token longer than max_new_tokens."""
     return asking(backend, lambda request: dataclasses.replace(request, max_new_tokens=request.max_new_tokens + 1))
 
 
 @spoiled_backend(caught_by="generate/greedy_takes_the_most_likely_token", says="nats below the most likely one")
 def loses_the_first_prompt_token(backend: type[Backend]) -> type[Backend]:
-    """The first token of a prompt is taken for a BOS, which its engine adds by itself."""
+    """The first prompt token is dropped, as a BOS that the engine would add by itself."""
     return asking(
         backend, lambda request: dataclasses.replace(request, prompt_token_ids=request.prompt_token_ids[1:] or [0])
     )
@@ -206,7 +206,7 @@ def loses_the_first_prompt_token(backend: type[Backend]) -> type[Backend]:
 
 @spoiled_backend(caught_by="generate/greedy_takes_the_most_likely_token", says="nats below the most likely one")
 def sees_the_end_of_long_prompts_only(backend: type[Backend]) -> type[Backend]:
-    """What lies before the last 64 tokens of a prompt is out of the model's sight."""
+    """The model sees only the last 64 tokens of a prompt."""
     return asking(
         backend, lambda request: dataclasses.replace(request, prompt_token_ids=request.prompt_token_ids[-64:])
     )

@@ -13,12 +13,14 @@ from pathlib import Path
 
 from drivetrain.backend.base import Backend, GenerateRequest, GenerateResult
 from drivetrain.engine.engine import InferenceEngine
+from drivetrain.engine.generation import Generation
+from drivetrain.engine.parts import PartKinds
 from drivetrain.engine.samples import Sample
 from drivetrain.text.tokenizer import Tokenizer
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.outputs import Completion, FinishReason, VersionSpan
 from drivetrain.types.prompts import TextPrompt
-from drivetrain_conformance.mutants.registry import spoiled_backend, spoiled_engine
+from drivetrain_conformance.mutants.registry import spoiled_backend, spoiled_engine, spoiled_part
 from drivetrain_conformance.mutants.spoil import SoundBackend, answering, cut, mixed, returning
 
 
@@ -132,20 +134,21 @@ def keeps_the_matched_stop_text(engine: type[InferenceEngine]) -> type[Inference
     return returning(engine, change)
 
 
-@spoiled_engine(caught_by="generate/the_text_is_the_decoding_of_the_ids", says="assert completion.text == (decode(ids")
-def shows_the_stop_token(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+@spoiled_part(caught_by="generate/the_text_is_the_decoding_of_the_ids", says="assert completion.text == (decode(ids")
+def shows_the_stop_token(parts: PartKinds) -> PartKinds:
     """The text holds the stop token's own."""
 
-    class Wrong(InferenceEngine):
+    class Wrong(Generation):
         """Decodes all ids."""
 
-        async def _complete(self, sample: Sample) -> Completion:
-            completion = await super()._complete(sample)
+        async def complete(self, sample: Sample) -> Completion:
+            completion = await super().complete(sample)
             if not isinstance(completion.matched_stop, int):
                 return completion
-            return dataclasses.replace(completion, text=self.decode(completion.token_ids, skip_special_tokens=False))
+            text = self.model.tokenizer(completion.token_ids, skip_special_tokens=False)
+            return dataclasses.replace(completion, text=text)
 
-    return mixed(engine, Wrong)
+    return dataclasses.replace(parts, generation=mixed(parts.generation, Wrong))
 
 
 @spoiled_engine(caught_by="generate/samples_are_grouped_by_prompt", says="assert [(c.prompt_index, c.sample_index)")

@@ -1,4 +1,4 @@
-"""Engines that keep something of each request, or let the trainer's event loop wait."""
+"""Engines that leak memory, threads or descriptors with each request, or block the trainer's event loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LEAVES = "growth/requests_leave_nothing_behind"
 
 
 class _Keeping(SoundBackend):
-    """Has a place for what it should let go of."""
+    """Has a list that keeps objects alive."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -32,10 +32,10 @@ class _Keeping(SoundBackend):
 
 @spoiled_backend(caught_by=_LEAVES, says="more bytes of memory")
 def keeps_every_result(backend: type[Backend]) -> type[Backend]:
-    """Some memory stays behind with each request."""
+    """Each request leaks some memory."""
 
     class Wrong(_Keeping):
-        """Remembers what it returned."""
+        """Keeps memory for each result."""
 
         async def generate(self, request: GenerateRequest) -> GenerateResult:
             self.kept.append(os.urandom(32 * 1024))
@@ -46,10 +46,10 @@ def keeps_every_result(backend: type[Backend]) -> type[Backend]:
 
 @spoiled_backend(caught_by=_LEAVES, says="more bytes of memory")
 def keeps_streams_that_were_closed_early(backend: type[Backend]) -> type[Backend]:
-    """A stream that is not read to its end stays in memory."""
+    """A stream that is closed early stays in memory."""
 
     class Wrong(_Keeping):
-        """Takes a stream out of its table at its last delta only."""
+        """Frees a stream's buffer only at its last delta."""
 
         async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
             buffer = os.urandom(512 * 1024)
@@ -65,10 +65,10 @@ def keeps_streams_that_were_closed_early(backend: type[Backend]) -> type[Backend
 
 @spoiled_backend(caught_by="lora/what_is_no_adapter_is_refused", says="descriptors grow while adapters are refused")
 def leaves_a_descriptor_to_each_refused_adapter(backend: type[Backend]) -> type[Backend]:
-    """A folder that holds no adapter stays open."""
+    """A folder that is refused as an adapter stays open."""
 
     class Wrong(SoundBackend):
-        """Closes what it has loaded."""
+        """Closes the descriptor only after a successful load."""
 
         async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
             descriptor = os.open(os.devnull, os.O_RDONLY)
@@ -80,10 +80,10 @@ def leaves_a_descriptor_to_each_refused_adapter(backend: type[Backend]) -> type[
 
 @spoiled_backend(caught_by=_LEAVES, says="more threads")
 def leaves_a_thread_to_each_stream(backend: type[Backend]) -> type[Backend]:
-    """The thread that reads a stream waits on when the stream was closed."""
+    """The thread that reads a stream survives when the stream is closed."""
 
     class Wrong(SoundBackend):
-        """Never tells its reader that nobody listens."""
+        """Never tells its reader thread to end."""
 
         async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
             threading.Thread(target=threading.Event().wait, daemon=True).start()
@@ -96,10 +96,10 @@ def leaves_a_thread_to_each_stream(backend: type[Backend]) -> type[Backend]:
 
 @spoiled_backend(caught_by=_LEAVES, says="more descriptors")
 def leaves_a_descriptor_to_each_abort(backend: type[Backend]) -> type[Backend]:
-    """An abort opens a file that nobody closes."""
+    """Each abort opens a file that is never closed."""
 
     class Wrong(SoundBackend):
-        """Opens a connection for each abort."""
+        """Opens a descriptor for each abort."""
 
         async def abort(self, request_ids: list[str]) -> None:
             os.open(os.devnull, os.O_RDONLY)
@@ -110,10 +110,10 @@ def leaves_a_descriptor_to_each_abort(backend: type[Backend]) -> type[Backend]:
 
 @spoiled_backend(caught_by="growth/requests_do_not_hold_the_event_loop", says="the event loop stood still")
 def waits_in_the_event_loop(backend: type[Backend]) -> type[Backend]:
-    """A request waits without letting the event loop go on."""
+    """A request blocks the event loop by sleeping."""
 
     class Wrong(SoundBackend):
-        """Calls what blocks."""
+        """Calls a blocking function."""
 
         async def generate(self, request: GenerateRequest) -> GenerateResult:
             time.sleep(0.7)  # noqa: ASYNC251 - the mutant's fault
@@ -124,10 +124,10 @@ def waits_in_the_event_loop(backend: type[Backend]) -> type[Backend]:
 
 @spoiled_backend(caught_by="growth/requests_do_not_hold_the_event_loop", says="the event loop stood still")
 def computes_in_the_event_loop(backend: type[Backend]) -> type[Backend]:
-    """The first step of a stream computes for long in the event loop."""
+    """A stream's first step blocks the event loop by computing."""
 
     class Wrong(SoundBackend):
-        """Does a thread's work."""
+        """Computes in the event loop instead of a thread."""
 
         async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
             ends = time.thread_time() + 0.7
@@ -142,10 +142,10 @@ def computes_in_the_event_loop(backend: type[Backend]) -> type[Backend]:
 
 @spoiled_engine(caught_by="growth/requests_do_not_hold_the_event_loop", says="the event loop stood still")
 def tokenises_in_the_event_loop(engine: type[InferenceEngine]) -> type[InferenceEngine]:
-    """A text is tokenised in the event loop, however long it is, before its length is looked at."""
+    """A text of any length is tokenised in the event loop before its length is checked."""
 
     class Wrong(InferenceEngine):
-        """Knows what it asks of the engine: token ids."""
+        """Tokenises text before it calls the engine."""
 
         async def generate(
             self,
@@ -165,7 +165,7 @@ def tokenises_in_the_event_loop(engine: type[InferenceEngine]) -> type[Inference
     says="expected InvalidRequest for sampling_params.n",
 )
 def lowers_n_in_silence(engine: type[InferenceEngine]) -> type[InferenceEngine]:
-    """More completions than it makes are asked for, and it makes as many as it likes."""
+    """An n of 1000 or more is silently reduced to 2."""
 
     def change(params: Mapping[str, object]) -> Mapping[str, object]:
         n = params.get("n")
@@ -179,10 +179,10 @@ def lowers_n_in_silence(engine: type[InferenceEngine]) -> type[InferenceEngine]:
     says="expected InvalidRequest for sampling_params.stop_regex",
 )
 def forgets_slow_stop_regexes(engine: type[InferenceEngine]) -> type[InferenceEngine]:
-    """A stop regex that takes long is not looked for any more, and nobody is told."""
+    """A slow stop regex is silently dropped."""
 
     class Wrong(InferenceEngine):
-        """Generates again without it."""
+        """Generates again without the regex."""
 
         async def generate(
             self,

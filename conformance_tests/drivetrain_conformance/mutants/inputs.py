@@ -1,4 +1,4 @@
-"""Inputs that no engine can honour, taken: numbers beyond float32, names that are none, files outside a folder."""
+"""Invalid inputs that are accepted: numbers beyond float32, invalid names, files outside a folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from drivetrain_conformance.mutants.spoil import mixed, taking
     says="expected InvalidRequest for sampling_params.temperature, but nothing was raised",
 )
 def takes_what_float32_cannot_hold(engine: type[InferenceEngine]) -> type[InferenceEngine]:
-    """Numbers that float32 takes for 0 are taken, and count as 0."""
+    """A temperature so small that float32 rounds it to 0 is accepted as 0."""
 
     def change(params: Mapping[str, object]) -> Mapping[str, object]:
         temperature = params.get("temperature")
@@ -36,7 +36,7 @@ def takes_what_float32_cannot_hold(engine: type[InferenceEngine]) -> type[Infere
     says="expected InvalidRequest for sampling_params.top_k, but nothing was raised",
 )
 def takes_what_int32_cannot_hold(engine: type[InferenceEngine]) -> type[InferenceEngine]:
-    """A top_k of any size is taken, and cut to what a kernel holds."""
+    """A top_k of any size is accepted, and cut to what a kernel can hold."""
 
     def change(params: Mapping[str, object]) -> Mapping[str, object]:
         top_k = params.get("top_k")
@@ -50,7 +50,7 @@ def takes_what_int32_cannot_hold(engine: type[InferenceEngine]) -> type[Inferenc
     says="expected InvalidRequest for sampling_params.logit_bias, but nothing was raised",
 )
 def takes_biases_that_become_infinite(engine: type[InferenceEngine]) -> type[InferenceEngine]:
-    """A finite bias beyond float32 is taken, and held to its largest number."""
+    """A finite bias beyond float32 is accepted and clamped."""
 
     def change(params: Mapping[str, object]) -> Mapping[str, object]:
         biases = params.get("logit_bias")
@@ -67,7 +67,7 @@ def takes_biases_that_become_infinite(engine: type[InferenceEngine]) -> type[Inf
     says="expected InvalidRequest for sampling_params.structured_output, but nothing was raised",
 )
 def generates_freely_by_an_empty_regex(engine: type[InferenceEngine]) -> type[InferenceEngine]:
-    """An empty regular expression is taken for none."""
+    """An empty regular expression is accepted as no constraint."""
 
     def change(params: Mapping[str, object]) -> Mapping[str, object]:
         grammar = params.get("structured_output")
@@ -81,7 +81,7 @@ def generates_freely_by_an_empty_regex(engine: type[InferenceEngine]) -> type[In
     caught_by="errors/other_arguments_of_a_wrong_type_are_refused", says="abort(request_id=3): AttributeError"
 )
 def looks_at_no_argument(engine: type[InferenceEngine]) -> type[InferenceEngine]:
-    """Methods look at no argument before they use it, so that junk raises whatever its first use does."""
+    """Arguments are not checked, so that junk raises whatever error its first use causes."""
     unchecked = {
         name: inspect.unwrap(method)
         for name, method in inspect.getmembers(engine, inspect.isfunction)
@@ -92,10 +92,10 @@ def looks_at_no_argument(engine: type[InferenceEngine]) -> type[InferenceEngine]
 
 @spoiled_engine(caught_by="abort/an_id_that_begins_another_aborts_only_its_own", says="abort(None) was taken")
 def takes_no_id_for_all(engine: type[InferenceEngine]) -> type[InferenceEngine]:
-    """Aborting None, such as the id that a trainer has lost, ends every request."""
+    """Aborting None, such as an id that a trainer has lost, ends every request."""
 
     class Wrong(InferenceEngine):
-        """Has one method for both."""
+        """Uses one method for both aborts."""
 
         async def abort(self, request_id: str) -> None:
             await (self.abort_generation() if request_id is None else super().abort(request_id))
@@ -107,10 +107,10 @@ def takes_no_id_for_all(engine: type[InferenceEngine]) -> type[InferenceEngine]:
     caught_by="openai/what_is_not_honoured_is_refused_by_name", says="'chat_template_kwargs': {'chat_template': '{% for"
 )
 def drops_the_template_of_a_request(engine: type[InferenceEngine]) -> type[InferenceEngine]:
-    """A chat template among the variables of a request is taken, and has no effect."""
+    """A chat template among a request's template variables is accepted and ignored."""
 
     class Wrong(InferenceEngine):
-        """Takes a template for a variable that no template uses."""
+        """Treats the template as an unused variable."""
 
         async def chat_completion(
             self, payload: Mapping[str, object], *, timeout: float | None = None
@@ -128,10 +128,10 @@ def drops_the_template_of_a_request(engine: type[InferenceEngine]) -> type[Infer
     says="an index that names a file outside its folder was accepted",
 )
 def reads_files_outside_the_folder(engine: type[InferenceEngine]) -> type[InferenceEngine]:
-    """Files that a checkpoint's index names are read wherever they lie."""
+    """Files that a checkpoint's index names are read even outside its folder."""
 
     class Wrong(InferenceEngine):
-        """Joins paths, and looks no further."""
+        """Joins paths without checking them."""
 
         async def load_weights_from_disk(
             self, path: str | os.PathLike[str], version: str, *, mode: PauseMode | str = PauseMode.RETRACT

@@ -1,4 +1,4 @@
-"""Numbers that look right: logprobs of another distribution, another token or another place."""
+"""Plausible but wrong logprobs: of another distribution, another token or another position."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from drivetrain_conformance.mutants.registry import spoiled_backend
 from drivetrain_conformance.mutants.spoil import SoundBackend, answering, asking, mixed
 
 _ChangeTop = Callable[[int, float, TopLogprobs], TopLogprobs]
-"""From a token, its logprob and the most likely ones of its position to a wrong list of those."""
+"""Returns a wrong list of top logprobs, given a token, its logprob and the right list."""
 
 
 def _relabelled(backend: type[Backend], asked: LogprobsMode, given: LogprobsMode) -> type[Backend]:
@@ -30,7 +30,7 @@ def _relabelled(backend: type[Backend], asked: LogprobsMode, given: LogprobsMode
     caught_by="logprob/temperature_is_what_a_trainer_recomputes", says="in mode temperature at temperature 0.5 is"
 )
 def labels_raw_logprobs_as_temperature(backend: type[Backend]) -> type[Backend]:
-    """Asked for logprobs after temperature, it returns the model's own."""
+    """In mode temperature the model's own logprobs are returned."""
     return _relabelled(backend, LogprobsMode.TEMPERATURE, LogprobsMode.RAW)
 
 
@@ -38,7 +38,7 @@ def labels_raw_logprobs_as_temperature(backend: type[Backend]) -> type[Backend]:
     caught_by="logprob/temperature_is_what_a_trainer_recomputes", says="in mode temperature at temperature 0 is 0.00000"
 )
 def labels_processed_logprobs_as_temperature(backend: type[Backend]) -> type[Backend]:
-    """Asked for logprobs after temperature, it returns those of the truncated distribution."""
+    """In mode temperature the logprobs of the truncated distribution are returned."""
     return _relabelled(backend, LogprobsMode.TEMPERATURE, LogprobsMode.PROCESSED)
 
 
@@ -46,13 +46,13 @@ def labels_processed_logprobs_as_temperature(backend: type[Backend]) -> type[Bac
     caught_by="logprob/processed_is_the_distribution_drawn_from", says="in mode processed at temperature 0 is"
 )
 def labels_temperature_logprobs_as_processed(backend: type[Backend]) -> type[Backend]:
-    """Asked for the logprobs of the distribution that it drew from, it returns those before truncation."""
+    """In mode processed the logprobs before truncation are returned."""
     return _relabelled(backend, LogprobsMode.PROCESSED, LogprobsMode.TEMPERATURE)
 
 
 @spoiled_backend(caught_by="logprob/raw_is_the_models_own_distribution", says="the reference says")
 def shifts_logprobs(backend: type[Backend]) -> type[Backend]:
-    """Each logprob belongs to the token before."""
+    """Each logprob belongs to the previous token."""
 
     def change(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
         logprobs = result.logprobs
@@ -63,7 +63,7 @@ def shifts_logprobs(backend: type[Backend]) -> type[Backend]:
 
 @spoiled_backend(caught_by="logprob/raw_is_the_models_own_distribution", says="so they were rounded")
 def rounds_logprobs(backend: type[Backend]) -> type[Backend]:
-    """Logprobs have gone through bfloat16, with its eight bits of precision."""
+    """Logprobs are rounded to bfloat16, with eight bits of precision."""
 
     def change(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
         return dataclasses.replace(result, logprobs=result.logprobs and [_bfloat16(x) for x in result.logprobs])
@@ -82,7 +82,7 @@ def gives_the_best_tokens_logprob(backend: type[Backend]) -> type[Backend]:
     """The logprob is that of the most likely token, whichever was sampled."""
 
     class Wrong(SoundBackend):
-        """Takes the first of the list that its engine returns."""
+        """Takes the first of the top logprobs."""
 
         async def generate(self, request: GenerateRequest) -> GenerateResult:
             wanted = request.params.logprobs
@@ -108,19 +108,19 @@ def _with_top(backend: type[Backend], change: _ChangeTop) -> type[Backend]:
 
 @spoiled_backend(caught_by="logprob/top_logprobs_raw", says="not in order")
 def gives_top_logprobs_unsorted(backend: type[Backend]) -> type[Backend]:
-    """The most likely tokens come in the order of their ids."""
+    """The most likely tokens are sorted by id."""
     return _with_top(backend, lambda token, logprob, top: sorted(top))
 
 
 @spoiled_backend(caught_by="logprob/top_logprobs_raw", says="expected 4 tokens, got 3")
 def gives_one_top_logprob_too_few(backend: type[Backend]) -> type[Backend]:
-    """The k most likely tokens are k - 1."""
+    """Only k - 1 of the k most likely tokens are returned."""
     return _with_top(backend, lambda token, logprob, top: top[:-1])
 
 
 @spoiled_backend(caught_by="logprob/top_logprobs_raw", says="expected logprobs")
 def puts_the_sampled_token_among_the_top(backend: type[Backend]) -> type[Backend]:
-    """The sampled token heads the list of the most likely ones, also where it is not one of them."""
+    """The sampled token heads the list of the most likely ones, even if it is not one of them."""
 
     def change(token: int, logprob: float, top: TopLogprobs) -> TopLogprobs:
         return [(token, logprob), *(pair for pair in top if pair[0] != token)][: len(top)]
@@ -130,7 +130,7 @@ def puts_the_sampled_token_among_the_top(backend: type[Backend]) -> type[Backend
 
 @spoiled_backend(caught_by="logprob/prompt_logprobs_are_raw", says="the logprob of prompt token 1 is")
 def shifts_prompt_logprobs(backend: type[Backend]) -> type[Backend]:
-    """Each prompt logprob belongs to the token after."""
+    """Each prompt logprob belongs to the next token."""
 
     def change(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
         logprobs = result.prompt_logprobs
@@ -143,7 +143,7 @@ def shifts_prompt_logprobs(backend: type[Backend]) -> type[Backend]:
 
 @spoiled_backend(caught_by="logprob/a_cached_prefix_changes_no_prompt_logprob", says="prompt token 1 has no logprob")
 def loses_cached_prompt_logprobs(backend: type[Backend]) -> type[Backend]:
-    """Prompt tokens that it has seen before, and so does not compute, have no logprobs."""
+    """Prompt tokens found in the cache have no logprobs."""
 
     class Wrong(SoundBackend):
         """Remembers prompts, as a prefix cache does."""
@@ -168,13 +168,13 @@ def loses_cached_prompt_logprobs(backend: type[Backend]) -> type[Backend]:
     caught_by="logprob/given_tokens_are_scored_and_none_is_sampled", says="assert completion.token_ids == []"
 )
 def samples_when_it_scores(backend: type[Backend]) -> type[Backend]:
-    """Asked to score tokens and sample none, it samples one."""
+    """A request to score tokens, without sampling, samples one."""
     return asking(backend, lambda request: dataclasses.replace(request, max_new_tokens=max(1, request.max_new_tokens)))
 
 
 @spoiled_backend(caught_by="logprob/given_tokens_are_scored_and_none_is_sampled", says="no room for a token")
 def wants_room_to_score(backend: type[Backend]) -> type[Backend]:
-    """A sequence that fills the context cannot be scored, for a token is to be generated after it."""
+    """A sequence that fills the context cannot be scored, as scoring generates a token after it."""
 
     class Wrong(SoundBackend):
         """Scores by generating one token."""

@@ -1,4 +1,4 @@
-"""What a mutant is: a working backend, or the engine page over it, spoiled in one way."""
+"""What a mutant is: a working backend, the engine page over it, or a part of that engine, spoiled in one way."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Final
 
 from drivetrain.backend.base import Backend
 from drivetrain.engine.engine import InferenceEngine
+from drivetrain.engine.parts import PartKinds
 
 SpoilBackend = Callable[[type[Backend]], type[Backend]]
 SpoilEngine = Callable[[type[InferenceEngine]], type[InferenceEngine]]
+SpoilPart = Callable[[PartKinds], PartKinds]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class Mutant:
     """Parts of messages, of which the failure's has one: it must be caught for what is wrong with it."""
     spoil_backend: SpoilBackend | None = None
     spoil_engine: SpoilEngine | None = None
+    spoil_part: SpoilPart | None = None
 
 
 _registry: Final[dict[str, Mutant]] = {}
@@ -47,6 +50,16 @@ def spoiled_engine(*, caught_by: str, says: str | tuple[str, ...]) -> Callable[[
 
     def decorate(spoil: SpoilEngine) -> SpoilEngine:
         _add(Mutant(spoil.__name__, _sentence(spoil), caught_by, _parts(says), spoil_engine=spoil))
+        return spoil
+
+    return decorate
+
+
+def spoiled_part(*, caught_by: str, says: str | tuple[str, ...]) -> Callable[[SpoilPart], SpoilPart]:
+    """The same for a part of the engine: given the parts' classes, the function replaces one of them by a subclass."""
+
+    def decorate(spoil: SpoilPart) -> SpoilPart:
+        _add(Mutant(spoil.__name__, _sentence(spoil), caught_by, _parts(says), spoil_part=spoil))
         return spoil
 
     return decorate

@@ -18,6 +18,7 @@ from drivetrain.backend.hookspecs import hookimpl
 from drivetrain.cli.output import err, out, print_json
 from drivetrain.create import create_engine
 from drivetrain.engine.engine import InferenceEngine
+from drivetrain.engine.parts import PartKinds
 from drivetrain.types.config import Isolation
 from drivetrain_conformance.cases import all_cases
 from drivetrain_conformance.harness.case import Case
@@ -160,6 +161,9 @@ def _suite_of_mutant(backend: str, mutant: Mutant) -> type[Suite]:
             if mutant.spoil_engine is not None:
                 # The page is concrete and made in one place, so a spoiled one is the sound one with another class.
                 engine.__class__ = mutant.spoil_engine(type(engine))
+            if mutant.spoil_part is not None:
+                kinds = mutant.spoil_part(PartKinds())
+                engine.parts = kinds.build(engine.config, engine.parts.backend, engine.capabilities)
             return engine
 
     return MutantSuite

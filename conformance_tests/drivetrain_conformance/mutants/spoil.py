@@ -1,6 +1,6 @@
-"""What mutants are made with: subclasses of a class that is handed in, wrong in one place and sound in all others.
+"""Building blocks of mutants: subclasses that change one behaviour of the class they are given and keep the rest.
 
-Everything is written against the public page, so that each mutant could spoil any backend.
+They override public methods only, so that each mutant could spoil any backend.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ _T = TypeVar("_T")
 
 
 class SoundBackend(Backend):
-    """Stands for the sound backend among a wrong one's bases: ``super()`` leads there, also from abstract methods."""
+    """Base class of mutants of a backend: ``super()`` leads to the sound backend, even from abstract methods."""
 
     @classmethod
     def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
-        """As the sound backend claims them."""
+        """Return the sound backend's capabilities."""
         return super().capabilities(config)
 
     async def start(self, report: Callable[[str], None]) -> ModelInfo:
-        """As the sound backend does."""
+        """Start the sound backend."""
         return await super().start(report)  # type: ignore[safe-super]
 
     async def close(self) -> None:
-        """As the sound backend does."""
+        """Close the sound backend."""
         await super().close()  # type: ignore[safe-super]
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """As the sound backend does."""
+        """Generate with the sound backend."""
         return await super().generate(request)  # type: ignore[safe-super]
 
     async def stats(self) -> EngineStats:
-        """As the sound backend does."""
+        """Return the sound backend's stats."""
         return await super().stats()  # type: ignore[safe-super]
 
 
 def mixed(sound: type[_T], wrong: type[object]) -> type[_T]:
-    """``sound`` with the methods of ``wrong`` in front."""
+    """Return a subclass of ``sound`` whose methods ``wrong`` overrides."""
     return cast(type[_T], type(wrong.__name__, (wrong, sound), {"__doc__": wrong.__doc__}))
 
 
 def claiming(sound: type[Backend], *capabilities: Capability) -> type[Backend]:
-    """A backend that claims more."""
+    """Return a backend that claims further capabilities."""
 
     class Wrong(SoundBackend):
-        """Claims what it may not be able to do."""
+        """Claims capabilities that it may lack."""
 
         @classmethod
         def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
@@ -65,7 +65,7 @@ def claiming(sound: type[Backend], *capabilities: Capability) -> type[Backend]:
 
 
 def asking(sound: type[Backend], change: Callable[[GenerateRequest], GenerateRequest]) -> type[Backend]:
-    """A backend that asks its engine for something else than it was asked for."""
+    """Return a backend that changes each request before its engine gets it."""
 
     class Wrong(SoundBackend):
         """Changes each request."""
@@ -80,7 +80,7 @@ def asking(sound: type[Backend], change: Callable[[GenerateRequest], GenerateReq
 
 
 def asking_for_params(sound: type[Backend], change: Callable[[GenerateRequest], Mapping[str, object]]) -> type[Backend]:
-    """A backend that asks its engine for other sampling params: the fields that ``change`` returns."""
+    """Return a backend that changes sampling params: ``change`` returns the fields to replace."""
 
     def changed(request: GenerateRequest) -> GenerateRequest:
         return dataclasses.replace(request, params=request.params.model_copy(update=dict(change(request))))
@@ -91,7 +91,7 @@ def asking_for_params(sound: type[Backend], change: Callable[[GenerateRequest], 
 def answering(
     sound: type[Backend], change: Callable[[GenerateRequest, GenerateResult], GenerateResult]
 ) -> type[Backend]:
-    """A backend that returns something else than its engine did."""
+    """Return a backend that changes each result of its engine."""
 
     class Wrong(SoundBackend):
         """Changes each result."""
@@ -111,7 +111,7 @@ def answering(
 def taking(
     sound: type[InferenceEngine], change: Callable[[Mapping[str, object]], Mapping[str, object]]
 ) -> type[InferenceEngine]:
-    """An engine page whose ``generate`` changes sampling params that are given as a mapping, before it checks them."""
+    """Return an engine whose ``generate`` changes sampling params given as a mapping, before they are checked."""
 
     class Wrong(InferenceEngine):
         """Changes the params of each call."""
@@ -132,7 +132,7 @@ def taking(
 def returning(
     sound: type[InferenceEngine], change: Callable[[list[Completion]], list[Completion]]
 ) -> type[InferenceEngine]:
-    """An engine page whose ``generate`` returns something else."""
+    """Return an engine whose ``generate`` changes the completions."""
 
     class Wrong(InferenceEngine):
         """Changes the completions of each call."""
@@ -150,7 +150,7 @@ def returning(
 
 
 def cut(result: GenerateResult, count: int) -> GenerateResult:
-    """The first ``count`` tokens of a result, with all that goes with them."""
+    """Return the first ``count`` tokens of a result, with their logprobs and spans."""
     spans = [
         VersionSpan(span.version, span.start, min(span.end, count))
         for span in result.weight_versions

@@ -26,7 +26,7 @@ def loses_a_delta(backend: type[Backend]) -> type[Backend]:
     """A stream's third step is not shown."""
 
     class Wrong(SoundBackend):
-        """Loses a race with its reader."""
+        """Loses a delta."""
 
         async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
             step = 0
@@ -44,7 +44,7 @@ def repeats_a_delta(backend: type[Backend]) -> type[Backend]:
     """A stream's third step is shown twice."""
 
     class Wrong(SoundBackend):
-        """Retries what had arrived."""
+        """Resends a delta that had arrived."""
 
         async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
             step = 0
@@ -62,10 +62,10 @@ def repeats_a_delta(backend: type[Backend]) -> type[Backend]:
     caught_by="streaming/tokens_come_while_others_are_generated", says="the first chunk came when all was generated"
 )
 def streams_all_at_the_end(backend: type[Backend]) -> type[Backend]:
-    """A stream is silent until everything was generated."""
+    """A stream is silent until generation has ended."""
 
     class Wrong(SoundBackend):
-        """Streams in name only."""
+        """Collects all deltas before yielding the first."""
 
         async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
             async with aclosing(super().stream(request)) as deltas:
@@ -79,10 +79,10 @@ def streams_all_at_the_end(backend: type[Backend]) -> type[Backend]:
     caught_by="streaming/each_streamed_token_has_its_logprob", says="assert logprobs == completion.logprobs"
 )
 def streams_logprobs_of_the_token_before(backend: type[Backend]) -> type[Backend]:
-    """While a stream runs, each logprob is that of the step before."""
+    """While a stream runs, each logprob is that of the previous step."""
 
     class Wrong(SoundBackend):
-        """Sends what it had when the token was drawn."""
+        """Sends the previous delta's logprobs."""
 
         async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
             before: list[float] | None = None
@@ -102,7 +102,7 @@ def goes_on_after_a_stream_is_closed(backend: type[Backend]) -> type[Backend]:
     """Closing a stream early leaves its request running in the engine."""
 
     class Wrong(SoundBackend):
-        """Reads the engine's stream in a task of its own."""
+        """Reads the engine's stream in a separate task."""
 
         def __init__(self, config: EngineConfig) -> None:
             super().__init__(config)
@@ -130,10 +130,10 @@ def goes_on_after_a_stream_is_closed(backend: type[Backend]) -> type[Backend]:
 
 @spoiled_engine(caught_by="streaming/no_character_is_shown_half", says="�")
 def streams_half_characters(engine: type[InferenceEngine]) -> type[InferenceEngine]:
-    """Each streamed token is decoded by itself, so that characters of several tokens come in pieces."""
+    """Each streamed token is decoded alone, so that characters of several tokens arrive in pieces."""
 
     class Wrong(InferenceEngine):
-        """Makes a chunk of each token."""
+        """Decodes each token alone."""
 
         async def generate_stream(
             self,
@@ -154,10 +154,10 @@ def streams_half_characters(engine: type[InferenceEngine]) -> type[InferenceEngi
 
 @spoiled_engine(caught_by="streaming/a_stream_shows_nothing_past_a_stop_string", says="shown: '")
 def streams_past_a_stop(engine: type[InferenceEngine]) -> type[InferenceEngine]:
-    """A stop string's beginning is shown before it is known that it is one, and is not in the completion."""
+    """The beginning of a stop string is shown, though the completion lacks it."""
 
     class Wrong(InferenceEngine):
-        """Holds nothing back."""
+        """Holds no text back."""
 
         async def generate_stream(
             self,
@@ -183,10 +183,10 @@ def streams_past_a_stop(engine: type[InferenceEngine]) -> type[InferenceEngine]:
 
 @spoiled_engine(caught_by="streaming/a_slow_reader_does_not_outlast_the_timeout", says="still went on")
 def times_a_stream_only_while_it_waits(engine: type[InferenceEngine]) -> type[InferenceEngine]:
-    """A stream's timeout is looked at only when no chunk lies ready."""
+    """A stream's timeout is checked only while no chunk is ready."""
 
     class Wrong(InferenceEngine):
-        """Bounds the wait for the next chunk, which is none if there is one."""
+        """Applies the timeout to the wait for the next chunk only."""
 
         async def generate_stream(
             self,
@@ -224,10 +224,10 @@ def times_a_stream_only_while_it_waits(engine: type[InferenceEngine]) -> type[In
     caught_by="streaming/answers_that_came_while_the_event_loop_was_blocked_are_kept", says="answers were thrown away"
 )
 def forgets_that_it_was_blocked(engine: type[InferenceEngine]) -> type[InferenceEngine]:
-    """A timeout that passed while the event loop was blocked ends a call whose answer lies ready."""
+    """A timeout that passed while the event loop was blocked ends a call whose answer is ready."""
 
     class Wrong(InferenceEngine):
-        """Looks at the clock first."""
+        """Checks the clock before the answer."""
 
         async def generate(
             self,

@@ -11,9 +11,12 @@ from pathlib import Path
 
 from drivetrain.backend.base import Backend, GenerateRequest, GenerateResult
 from drivetrain.backend.toolkit.translation import non_finite_logits
-from drivetrain.engine.engine import InferenceEngine
+from drivetrain.engine.controller import Controller
+from drivetrain.engine.parts import PartKinds
+from drivetrain.engine.served_weights import ServedWeights
 from drivetrain.engine.states import WeightState
-from drivetrain.engine.weight_updates import WeightTransaction
+from drivetrain.engine.weight_transaction import WeightTransaction
+from drivetrain.engine.weight_updates import WeightUpdates
 from drivetrain.errors import DrivetrainError, InvalidWeights, NonFiniteLogits, WeightPlanMismatch
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import MemoryTag, PauseMode
@@ -31,7 +34,7 @@ from drivetrain.types.weights import (
     WeightUpdateRequest,
 )
 from drivetrain_conformance.assets.weight_sources import tensors_of
-from drivetrain_conformance.mutants.registry import spoiled_backend, spoiled_engine
+from drivetrain_conformance.mutants.registry import spoiled_backend, spoiled_part
 from drivetrain_conformance.mutants.spoil import SoundBackend, answering, mixed
 
 # What is loaded ------------------------------------------------------------------------------------------------------
@@ -236,7 +239,7 @@ def reads_old_tensors(backend: type[Backend]) -> type[Backend]:
 
 @spoiled_backend(
     caught_by="weight_sync/a_new_label_divides_what_is_in_flight",
-    says="the spans are (VersionSpan(version='renamed', start=0, end=300),)",
+    says="the spans are (VersionSpan(version='renamed', start=0, end=",
 )
 def labels_all_tokens_with_the_last_version(backend: type[Backend]) -> type[Backend]:
     """Tokens made before an update are said to be made by the weights after it."""
@@ -250,7 +253,7 @@ def labels_all_tokens_with_the_last_version(backend: type[Backend]) -> type[Back
 
 @spoiled_backend(
     caught_by="weight_sync/a_new_label_divides_what_is_in_flight",
-    says="the spans are (VersionSpan(version='initial', start=0, end=300),)",
+    says="the spans are (VersionSpan(version='initial', start=0, end=",
 )
 def labels_all_tokens_with_the_first_version(backend: type[Backend]) -> type[Backend]:
     """Tokens made after an update are said to be made by the weights before it."""
@@ -278,133 +281,131 @@ def labels_tokens_with_no_new_version(backend: type[Backend]) -> type[Backend]:
     return mixed(backend, Wrong)
 
 
-@spoiled_engine(
+@spoiled_part(
     caught_by="weight_sync/a_version_is_published_at_commit", says="assert engine.get_weight_version() == version"
 )
-def publishes_before_commit(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+def publishes_before_commit(parts: PartKinds) -> PartKinds:
     """The version is the new one from the beginning of an update."""
 
-    class Wrong(InferenceEngine):
+    class Wrong(WeightUpdates):
         """Is early."""
 
         @asynccontextmanager
-        async def weight_update(
+        async def update(
             self, request: WeightUpdateRequest, *, at_once: bool = False
         ) -> AsyncGenerator[WeightTransaction, None]:
-            async with super().weight_update(request, at_once=at_once) as transaction:
-                before, self._version = self._version, request.version
+            async with super().update(request, at_once=at_once) as transaction:
+                before = self.weights.version
+                self.weights.publish(request.version)
                 try:
                     yield transaction
                 except BaseException:
-                    self._version = before
+                    self.weights.publish(before)
                     raise
 
-    return mixed(engine, Wrong)
+    return dataclasses.replace(parts, updates=mixed(parts.updates, Wrong))
 
 
-@spoiled_engine(
+@spoiled_part(
     caught_by="weight_sync/an_update_that_breaks_off_leaves_the_engine_dirty",
     says="a version was published whose weights are not there",
 )
-def publishes_what_failed(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+def publishes_what_failed(parts: PartKinds) -> PartKinds:
     """A failed update leaves its version published."""
 
-    class Wrong(InferenceEngine):
+    class Wrong(WeightUpdates):
         """Publishes in any case."""
 
         @asynccontextmanager
-        async def weight_update(
+        async def update(
             self, request: WeightUpdateRequest, *, at_once: bool = False
         ) -> AsyncGenerator[WeightTransaction, None]:
             begun = False
             try:
-                async with super().weight_update(request, at_once=at_once) as transaction:
+                async with super().update(request, at_once=at_once) as transaction:
                     begun = True
                     yield transaction
             finally:
                 if begun:
-                    self._version = request.version
+                    self.weights.publish(request.version)
 
-    return mixed(engine, Wrong)
+    return dataclasses.replace(parts, updates=mixed(parts.updates, Wrong))
 
 
 # States --------------------------------------------------------------------------------------------------------------
 
 
-@spoiled_engine(
-    caught_by="weight_sync/an_update_that_breaks_off_leaves_the_engine_dirty", says="it is ready, not dirty"
-)
-def serves_after_a_failed_update(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+@spoiled_part(caught_by="weight_sync/an_update_that_breaks_off_leaves_the_engine_dirty", says="it is ready, not dirty")
+def serves_after_a_failed_update(parts: PartKinds) -> PartKinds:
     """After an update that broke on its way it is ready, with weights of both."""
 
-    class Wrong(InferenceEngine):
+    class Wrong(WeightUpdates):
         """Is back where it was."""
 
         @asynccontextmanager
-        async def weight_update(
+        async def update(
             self, request: WeightUpdateRequest, *, at_once: bool = False
         ) -> AsyncGenerator[WeightTransaction, None]:
             try:
-                async with super().weight_update(request, at_once=at_once) as transaction:
+                async with super().update(request, at_once=at_once) as transaction:
                     yield transaction
             finally:
-                self._set(dataclasses.replace(self._status, weights=WeightState.CLEAN, why=""))
+                status = self.controller.status
+                self.controller.move_to(dataclasses.replace(status, weights=WeightState.CLEAN, why=""))
 
-    return mixed(engine, Wrong)
+    return dataclasses.replace(parts, updates=mixed(parts.updates, Wrong))
 
 
-@spoiled_engine(
-    caught_by="weight_sync/going_back_to_earlier_weights_gives_their_answers", says="it is paused, not ready"
-)
-def stays_paused_after_an_update(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+@spoiled_part(caught_by="weight_sync/going_back_to_earlier_weights_gives_their_answers", says="it is paused, not ready")
+def stays_paused_after_an_update(parts: PartKinds) -> PartKinds:
     """An update pauses, and does not go on."""
 
-    class Wrong(InferenceEngine):
+    class Wrong(WeightUpdates):
         """Leaves that to its caller."""
 
         @asynccontextmanager
-        async def weight_update(
+        async def update(
             self, request: WeightUpdateRequest, *, at_once: bool = False
         ) -> AsyncGenerator[WeightTransaction, None]:
-            async with super().weight_update(request, at_once=at_once) as transaction:
+            async with super().update(request, at_once=at_once) as transaction:
                 yield transaction
-            await self.pause_generation(PauseMode.WAIT)
+            await self.pauses.pause(PauseMode.WAIT, None)
 
-    return mixed(engine, Wrong)
+    return dataclasses.replace(parts, updates=mixed(parts.updates, Wrong))
 
 
-@spoiled_engine(caught_by="weight_sync/an_update_while_paused_leaves_the_engine_paused", says="it is ready, not paused")
-def ends_a_pause_by_an_update(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+@spoiled_part(caught_by="weight_sync/an_update_while_paused_leaves_the_engine_paused", says="it is ready, not paused")
+def ends_a_pause_by_an_update(parts: PartKinds) -> PartKinds:
     """An update lets requests go on, though the engine was paused before it."""
 
-    class Wrong(InferenceEngine):
+    class Wrong(WeightUpdates):
         """Always goes on."""
 
         @asynccontextmanager
-        async def weight_update(
+        async def update(
             self, request: WeightUpdateRequest, *, at_once: bool = False
         ) -> AsyncGenerator[WeightTransaction, None]:
-            async with super().weight_update(request, at_once=at_once) as transaction:
+            async with super().update(request, at_once=at_once) as transaction:
                 yield transaction
-            await self.continue_generation()
+            await self.pauses.resume()
 
-    return mixed(engine, Wrong)
+    return dataclasses.replace(parts, updates=mixed(parts.updates, Wrong))
 
 
-@spoiled_engine(
+@spoiled_part(
     caught_by="weight_sync/retracted_requests_go_on_with_the_new_weights",
     says="the spans are (VersionSpan(version='initial', start=0",
 )
-def aborts_requests_to_update(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+def aborts_requests_to_update(parts: PartKinds) -> PartKinds:
     """An update that should only freeze requests ends them."""
 
-    class Wrong(InferenceEngine):
+    class Wrong(WeightUpdates):
         """Knows one way."""
 
-        async def _quiesce_for_update(self, mode: PauseMode, *, later: bool = False) -> PauseMode | None:
-            return await super()._quiesce_for_update(PauseMode.ABORT)
+        async def quiesce(self, mode: PauseMode, *, later: bool = False) -> PauseMode | None:
+            return await super().quiesce(PauseMode.ABORT)
 
-    return mixed(engine, Wrong)
+    return dataclasses.replace(parts, updates=mixed(parts.updates, Wrong))
 
 
 # Saving --------------------------------------------------------------------------------------------------------------
@@ -456,36 +457,36 @@ def freezes_requests_to_save(backend: type[Backend]) -> type[Backend]:
     return mixed(backend, Wrong)
 
 
-@spoiled_engine(
+@spoiled_part(
     caught_by="lifecycle/weights_that_are_lost_are_not_saved",
     says="an engine that is dirty did what it was asked to do",
 )
-def saves_weights_that_are_lost(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+def saves_weights_that_are_lost(parts: PartKinds) -> PartKinds:
     """What lies in the memory of the weights is saved, whether they were lost in a sleep or not."""
 
-    class Wrong(InferenceEngine):
+    class Wrong(ServedWeights):
         """Looks whether there is memory, and no further."""
 
-        async def _save(
+        async def save(
             self, action: str, place: str, timeout: float | None, save: Callable[[str], Awaitable[None]]
         ) -> None:
-            if MemoryTag.WEIGHTS in self.status.asleep:
-                self.status.require_weights(action)
+            if MemoryTag.WEIGHTS in self.controller.status.asleep:
+                self.controller.status.require_weights(action)
             await save(place)
 
-    return mixed(engine, Wrong)
+    return dataclasses.replace(parts, weights=mixed(parts.weights, Wrong))
 
 
-@spoiled_engine(caught_by="lifecycle/an_update_waits_for_a_save", says="the update did not wait for the saves")
-def updates_while_it_saves(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+@spoiled_part(caught_by="lifecycle/an_update_waits_for_a_save", says="the update did not wait for the saves")
+def updates_while_it_saves(parts: PartKinds) -> PartKinds:
     """An update begins while weights are being saved."""
 
-    class Wrong(InferenceEngine):
+    class Wrong(Controller):
         """Saves wait for each other alone."""
 
         @asynccontextmanager
-        async def _owning_weights(self, action: str) -> AsyncGenerator[None, None]:
-            async with nullcontext() if action == "a weight update" else super()._owning_weights(action):
+        async def owning_weights(self, action: str) -> AsyncGenerator[None, None]:
+            async with nullcontext() if action == "a weight update" else super().owning_weights(action):
                 yield
 
-    return mixed(engine, Wrong)
+    return dataclasses.replace(parts, controller=mixed(parts.controller, Wrong))

@@ -1,25 +1,25 @@
-"""Whether tokens were drawn from a given distribution, with a proven bound on false alarms.
+"""Test whether tokens were drawn from a given distribution, with a proven bound on false alarms.
 
-The statistic is G, twice the relative entropy of the counts from what was to be expected: 2 Σ O ln(O / E). For N
-draws that fall into k bins, the moments of G / 2 are at most those of a Gamma(k - 1) variable (Agrawal, "Finite-sample
+The statistic is G, twice the relative entropy of the observed counts O from the expected counts E: 2 Σ O ln(O / E). For
+N draws in k bins, the moments of G / 2 are at most those of a Gamma(k - 1) variable (Agrawal, "Finite-sample
 concentration of the multinomial in relative entropy", 2020), so
 
     P(G / 2 ≥ x)  ≤  exp(-x) (e x / (k - 1))^(k - 1)        for x > k - 1.
 
-This holds for every N and every distribution, however small an expected count is, and not only in the limit as the
-chi-square law does, which is too generous this far out in the tail. It also holds when each draw has a distribution
-of its own, E being the sum of them: putting their average in the place of two of them only raises the moments,
-because exp(t O ln(O / E)) is log-convex in O for each bin.
+The bound holds for every N and every distribution, however small an expected count is. The chi-square law holds only in
+the limit, and this far out in the tail it is too generous. The bound also holds when each draw has its own distribution
+and E is their sum: replacing two distributions by their average only raises the moments, because exp(t O ln(O / E)) is
+log-convex in O for each bin.
 
-An engine's logprobs are those of the reference only up to the rounding of its weights' type. If they are off by at
-most d nats, then with Hoeffding's inequality and KL ≤ d² / 2 the statistic is raised by at most
-N d² + 2 d √(2 N ln(1 / a)) with probability 1 - a; that is allowed for.
+An engine's logprobs equal those of the reference only up to rounding in the dtype of its weights. If they differ by at
+most d nats, then by Hoeffding's inequality and KL ≤ d² / 2 the statistic rises by at most N d² + 2 d √(2 N ln(1 / a))
+with probability 1 - a; the critical value allows for this.
 
-Draws are looked at twice: sorted into bins from the likely to the unlikely, which shows a wrong temperature or a wrong
-filter, and from the lowest id to the highest, which shows a random number that is not uniform.
+Draws are binned in two ways: by probability, which exposes a wrong temperature or filter, and by token id, which
+exposes a random number that is not uniform.
 
-So a right engine fails one check with a probability of at most :data:`FALSE_ALARM`, and a whole run of a suite that
-makes 25 of them with at most 25 times that: once in 40,000 runs.
+A correct engine fails one check with a probability of at most :data:`FALSE_ALARM`. A suite that makes 25 checks raises
+a false alarm in at most one of 40,000 runs.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from numpy.typing import NDArray
 from scipy.special import lambertw
 
 FALSE_ALARM: Final = 1e-6
-"""Most probability with which :meth:`Tally.check` fails though the draws are right."""
+"""Upper bound of the probability that :meth:`Tally.check` fails though the draws are right."""
 _SHARE: Final = FALSE_ALARM / 4
-"""For each of the two orders, and in it for chance and for rounding."""
+"""The false-alarm budget of each of four parts: two orders of the tokens, each with chance and rounding."""
 _BINS: Final = 16
 
 Probabilities = NDArray[np.float64]
 
 
 class Tally:
-    """Counts tokens as they were drawn, and what was to be expected.
+    """Counts of drawn tokens, and the counts that were expected.
 
-    The draws are independent of each other. Tokens that are alike in rank, or in id, share a bin, so that draws from
-    several distributions add up.
+    The draws must be independent. Tokens that are close in rank, or in id, share a bin, so that draws from several
+    distributions add up.
 
     Args:
-        tolerance: How far, in nats, the engine's logprobs may be from the reference's.
+        tolerance: Allowed difference of the engine's logprobs from the reference's, in nats.
     """
 
     def __init__(self, tolerance: float) -> None:
@@ -62,7 +62,7 @@ class Tally:
         Args:
             drawn: The tokens.
             probabilities: Shape (vocabulary,). A token of probability zero may not be among ``drawn``.
-            marked: Tokens that have a bin of their own: those that the param under test makes more or less likely.
+            marked: Tokens that get a bin of their own: those that the parameter under test makes more or less likely.
         """
         impossible = sorted({token for token in drawn if probabilities[token] == 0})
         assert not impossible, f"tokens {impossible} were drawn, which have probability zero"
@@ -72,7 +72,7 @@ class Tally:
             self._expected[row] += np.bincount(bins, weights=probabilities, minlength=_BINS + 1) * len(drawn)
 
     def check(self) -> None:
-        """Raise AssertionError if the counts are less likely than :data:`FALSE_ALARM`, the draws being right."""
+        """Raise AssertionError if correct draws give such counts with a probability below :data:`FALSE_ALARM`."""
         ways = ("from the likely to the unlikely", "from the lowest id to the highest")
         for way, observed, expected in zip(ways, self._observed, self._expected, strict=True):
             some = observed > 0
@@ -86,7 +86,7 @@ class Tally:
 
 
 def critical_value(bins: int, draws: int, tolerance: float = 0.0) -> float:
-    """What G exceeds with a probability of at most half of :data:`FALSE_ALARM`; see the top of this module."""
+    """Return the value that G exceeds with a probability of at most half of :data:`FALSE_ALARM`; see the module."""
     rounding = draws * tolerance**2 + 2 * tolerance * math.sqrt(2 * draws * math.log(1 / _SHARE))
     degrees = bins - 1
     if degrees == 0:
@@ -97,7 +97,7 @@ def critical_value(bins: int, draws: int, tolerance: float = 0.0) -> float:
 
 
 def _bins(probabilities: Probabilities, order: NDArray[np.intp]) -> NDArray[np.intp]:
-    """The bin of each token: 1 to 16 by how much probability comes before it in ``order``, 0 if it is not there."""
+    """Return each token's bin: 1 to 16 by the probability of the tokens before it in ``order``, 0 if not in it."""
     mass = probabilities[order]
     above = np.cumsum(mass) - mass
     bins = np.zeros(len(probabilities), dtype=np.intp)

@@ -1,4 +1,4 @@
-"""What the engine under test is compared with: the model's logits, computed in a way that bypasses the engine."""
+"""Oracles: independent sources of a model's logits, which bypass the engine under test."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Oracle(Protocol):
 
 @runtime_checkable
 class HiddenStatesOracle(Oracle, Protocol):
-    """One that also knows what the language model's head is given."""
+    """An oracle that also computes the input of the language model's head."""
 
     def hidden_states(self, token_ids: Sequence[int]) -> Logits:
         """Return the last layer's states after the final norm, shape (tokens, hidden size)."""
@@ -41,34 +41,34 @@ class HiddenStatesOracle(Oracle, Protocol):
 
 @runtime_checkable
 class CacheOracle(Oracle, Protocol):
-    """One that can go on from the KV cache of another."""
+    """An oracle that can continue from the KV cache of another one."""
 
     def logits_on_the_cache_of(self, earlier: Oracle, token_ids: Sequence[int], cached: int) -> Logits:
-        """Return the logits of the tokens after the first ``cached`` ones, which ``earlier`` computed."""
+        """Return the logits of the tokens after the first ``cached`` ones, whose cache ``earlier`` computed."""
         ...
 
 
 @runtime_checkable
 class RoundingOracle(Oracle, Protocol):
-    """One that also knows how far rounding moves its logits, which is far where a router picks among experts."""
+    """An oracle that can vary rounding, which moves logits far where a router picks among experts."""
 
     def rounded_logits(self, token_ids: Sequence[int], unit: float) -> Iterator[Logits]:
-        """Yield the logits again and again, each time with every weight off by about ``unit`` of its value."""
+        """Yield the logits several times, each time with every weight perturbed by about ``unit`` of its value."""
         ...
 
 
 @runtime_checkable
 class ImagesOracle(Oracle, Protocol):
-    """One that also sees images."""
+    """An oracle that also takes images."""
 
     def logits_beside(self, token_ids: Sequence[int], images: Sequence[bytes]) -> Logits:
-        """Return logits of token ids among which each image stands as often as the model takes it."""
+        """Return the logits of token ids in which each image's placeholder token is repeated as the model requires."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Film:
-    """A video as it was before it was a file."""
+    """A video's frames before they were encoded into a file."""
 
     frames: NDArray[np.uint8]
     """Shape (frames, height, width, 3): red, green, blue."""
@@ -77,10 +77,10 @@ class Film:
 
 @runtime_checkable
 class VideosOracle(ImagesOracle, Protocol):
-    """One that also sees videos."""
+    """An oracle that also takes videos."""
 
     def logits_beside_videos(self, token_ids: Sequence[int], images: Sequence[bytes], videos: Sequence[Film]) -> Logits:
-        """Return logits of token ids among which each image and video stands as often as the model takes it."""
+        """Return the logits of token ids in which each image's and video's placeholder is repeated as required."""
         ...
 
 
@@ -108,7 +108,7 @@ class TransformersOracle:
         return _logits(self._model, token_ids)
 
     def logits_on_the_cache_of(self, earlier: Oracle, token_ids: Sequence[int], cached: int) -> Logits:
-        """Run the earlier model over the first tokens, and this one over the rest with what it left."""
+        """Run the earlier model over the first tokens, and this one over the rest on the resulting cache."""
         import torch
         from transformers import DynamicCache
 
@@ -122,7 +122,7 @@ class TransformersOracle:
         return np.asarray(logits.double().numpy())
 
     def rounded_logits(self, token_ids: Sequence[int], unit: float) -> Iterator[Logits]:
-        """Yield those of eight copies of the model."""
+        """Yield the logits of eight perturbed copies of the model."""
         import torch
 
         generator = torch.Generator().manual_seed(0)
@@ -163,7 +163,7 @@ class TransformersOracle:
         return AutoVideoProcessor.from_pretrained(self._path)
 
     def logits_beside_videos(self, token_ids: Sequence[int], images: Sequence[bytes], videos: Sequence[Film]) -> Logits:
-        """Run the model over the whole sequence, the images and the videos, at positions that are counted here."""
+        """Run the model over the sequence, the images and the videos, with position ids computed here."""
         import torch
 
         config, processor = self._model.config, self._video_processor
@@ -178,7 +178,7 @@ class TransformersOracle:
                 return_metadata=True,
                 return_tensors="pt",
             )
-            # Qwen2-VL counts the grids of a video, Qwen2.5-VL its seconds.
+            # Time steps are grid steps in Qwen2-VL, and proportional to seconds in Qwen2.5-VL.
             a_second = getattr(config.vision_config, "tokens_per_second", None)
             steps = [
                 1.0 if a_second is None else a_second * processor.temporal_patch_size / metadata.sampled_fps
@@ -210,15 +210,15 @@ class TransformersOracle:
 def _positions(
     token_ids: Sequence[int], grids: dict[int, list[tuple[int, int, int, float]]], merged: int
 ) -> NDArray[np.int64]:
-    """Time, row and column of each token, as the authors of Qwen2-VL count them.
+    """Return the temporal, row and column position of each token, by the rule of Qwen2-VL's authors.
 
-    What follows an image or video is one after the largest position in it, as in their code
-    (https://github.com/huggingface/transformers/pull/35569). transformers 5.19 has it after the rows or columns alone.
+    After an image or video, positions continue at its largest position plus one, as in the authors' code
+    (https://github.com/huggingface/transformers/pull/35569). transformers 5.19 looks at rows and columns alone.
 
     Args:
-        token_ids: The prompt, and what follows it.
-        grids: For each token id that stands for images or videos: of each, pairs of frames, rows, columns, and how far
-            the time of one pair is from that of the next.
+        token_ids: The prompt and the completion.
+        grids: By placeholder token id, for each image or video: frame pairs, rows, columns, and the time between two
+            frame pairs.
         merged: Patches along a side of a token.
     """
     left = {token: iter(of_token) for token, of_token in grids.items()}
@@ -249,6 +249,6 @@ def _logits(model: PreTrainedModel, token_ids: Sequence[int]) -> Logits:
 
 
 def log_softmax(logits: Logits) -> Logits:
-    """Logprobs along the last axis."""
+    """Return logprobs along the last axis."""
     shifted = logits - logits.max(axis=-1, keepdims=True)
     return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))

@@ -1,8 +1,8 @@
-"""The distribution that a token is drawn from, worked out from the model's logits with numpy, one token at a time.
+"""Compute the distribution that each token is drawn from with numpy, from the model's logits, one token at a time.
 
 The order is that of :class:`~drivetrain.types.sampling.SamplingParams`: logit processors, repetition, frequency and
-presence penalty, logit bias, temperature, top-k, top-p over what top-k left, min-p over what top-p left. Of equally
-likely tokens the one with the lower id comes first. ``min_new_tokens`` and grammars are no part of it.
+presence penalty, logit bias, temperature, top-k, top-p over the tokens that top-k keeps, min-p over the tokens that
+top-p keeps. Among equally likely tokens the lower id comes first. ``min_new_tokens`` and grammars are not covered.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one token was drawn from. All arrays have shape (vocabulary,)."""
+    """The distribution of one token. All arrays have shape (vocabulary,)."""
 
     raw: Logits
     """Logprobs of the model's own distribution."""
     tempered: Logits
     """Logprobs after temperature alone; raw when greedy."""
     scaled: Logits
-    """Logits after everything but top-k, top-p and min-p; when greedy, those whose largest is taken."""
+    """Logits after all steps except top-k, top-p and min-p; when greedy, the logits whose largest is taken."""
     kept: Mask
     """Tokens that can be drawn."""
     surely: Mask
-    """Tokens that can be drawn even if logits are off by the slack in whichever way."""
+    """Tokens that can be drawn however logits are off within the slack."""
     possibly: Mask
-    """Tokens that could be drawn if logits were off by the slack."""
+    """Tokens that can be drawn for some error of the logits within the slack."""
 
     @property
     def is_clear(self) -> bool:
-        """No rounding within the slack changes which tokens can be drawn."""
+        """True if no rounding within the slack changes which tokens can be drawn."""
         return bool((self.surely == self.possibly).all())
 
     @property
@@ -51,11 +51,11 @@ class Step:
 
     @property
     def processed(self) -> Logits:
-        """Its logprobs; minus infinity for tokens that cannot be drawn."""
+        """Logprobs of that distribution; minus infinity for tokens that cannot be drawn."""
         return log_softmax(np.where(self.kept, self.scaled, -np.inf))
 
     def bounds(self, mode: LogprobsMode, token: int) -> tuple[float, float]:
-        """The least and the most that ``token``'s logprob may be, rounding in which tokens are kept allowed for."""
+        """Return the least and the greatest logprob that ``token`` may have, as rounding may change which are kept."""
         match mode:
             case LogprobsMode.RAW:
                 return float(self.raw[token]), float(self.raw[token])
@@ -67,13 +67,13 @@ class Step:
 
 
 def steps(completion: Completion, logits: Logits, params: SamplingParams, tolerance: float) -> Iterator[Step]:
-    """What each token of a completion was drawn from.
+    """Yield the distribution of each token of a completion.
 
     Args:
-        completion: One that was drawn with ``params``.
-        logits: The model's, for each of its tokens, shape (tokens, vocabulary).
-        params: How it was drawn.
-        tolerance: How far the engine's logprobs may be from those of ``logits``, in nats.
+        completion: A completion that was drawn with ``params``.
+        logits: The model's logits for each of its tokens, shape (tokens, vocabulary).
+        params: The sampling parameters.
+        tolerance: Allowed difference of the engine's logprobs from those of ``logits``, in nats.
     """
     for index, row in enumerate(logits):
         yield step(row, params, completion.prompt_token_ids, completion.token_ids[:index], tolerance)
@@ -82,7 +82,7 @@ def steps(completion: Completion, logits: Logits, params: SamplingParams, tolera
 def step(
     logits: Logits, params: SamplingParams, prompt: Sequence[int], generated: Sequence[int], tolerance: float
 ) -> Step:
-    """What the token after ``prompt`` and ``generated`` is drawn from, given the model's ``logits`` for it."""
+    """Return the distribution of the token after ``prompt`` and ``generated``, given the model's ``logits`` for it."""
     temperature = params.temperature or 1.0
     scaled = _adjusted(logits, params, prompt, generated) / temperature
     raw, tempered = log_softmax(logits), log_softmax(logits / temperature)
@@ -122,14 +122,14 @@ def _adjusted(logits: Logits, params: SamplingParams, prompt: Sequence[int], gen
 
 
 def scheduled_temperature(schedule: TemperatureSchedule, index: int) -> float:
-    """Temperature of the token at ``index``: ``start`` for the first, ``end`` from token ``steps - 1`` on."""
+    """Return the temperature of the token at ``index``: ``start`` at 0, ``end`` from ``steps - 1`` on."""
     last = schedule.steps - 1
     share = min(index, last) / last if last else 1.0
     return schedule.start + (schedule.end - schedule.start) * share
 
 
 def _kept(scaled: Logits, params: SamplingParams, looser: float = 0.0) -> Mask:
-    """Tokens that top-k, then top-p, then min-p keep; ``looser`` moves the latter two by so many nats."""
+    """Return the tokens that top-k, then top-p, then min-p keep; ``looser`` loosens the latter two, in nats."""
     order = np.argsort(-scaled, kind="stable")
     order = order[scaled[order] > -np.inf]
     if params.top_k:
@@ -140,7 +140,7 @@ def _kept(scaled: Logits, params: SamplingParams, looser: float = 0.0) -> Mask:
     if params.min_p > 0:
         order = order[scaled[order] >= scaled[order[0]] + math.log(params.min_p) - looser]
     kept = np.zeros(len(scaled), dtype=np.bool_)
-    # Where min_p is 1 and the slack is narrow not even the first is left; it always can be drawn.
+    # With min_p = 1 and a negative ``looser`` nothing is left, but the most likely token can always be drawn.
     kept[order] = True
     kept[scaled.argmax()] = True
     return kept

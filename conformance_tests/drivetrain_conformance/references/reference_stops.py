@@ -1,12 +1,12 @@
-"""Where a sample must end, by brute force: tried on every prefix of a sample that nothing stopped.
+"""Find where a sample must end, by brute force over every prefix of a sample that nothing stopped.
 
-The rule, in the words of the contract: generation ends at the first match, not at text that merely ends like a
-match. For a stop string or expression the ids are the shortest prefix of the sampled ids whose decoding holds the
-text that remains, and text is cut exactly. A stop token id was sampled, so it stays in the ids and is left out of
-the text. Nothing ends a sample before ``min_new_tokens`` ids.
+The rule, in the words of the contract: generation ends at the first match, not at text that merely ends like a match.
+For a stop string or expression the ids are the shortest prefix of the sampled ids whose decoding holds the remaining
+text, and text is cut exactly. A stop token id was sampled, so it stays in the ids and is left out of the text. Nothing
+ends a sample before ``min_new_tokens`` ids.
 
-This knows nothing of how the engine page finds matches: it decodes every prefix anew, tries every end and every
-start, and uses Python's own ``re``. It is quadratic and slow, and only fit to be compared with.
+This shares no code with the engine's matcher: it decodes every prefix anew, tries every start and end, and uses
+Python's own ``re``. It is quadratic, and fit for comparison only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from drivetrain.types.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a sample must end."""
+    """The way in which a sample must end."""
 
     token_ids: list[int]
     text: str
@@ -31,7 +31,7 @@ class Ending:
 
     @classmethod
     def of(cls, completion: Completion) -> Ending:
-        """How a completion did end."""
+        """Return the actual ending of a completion."""
         return cls(completion.token_ids, completion.text, completion.finish_reason, completion.matched_stop)
 
 
@@ -43,12 +43,12 @@ class _Match:
 
 
 def expected_ending(free: Completion, params: SamplingParams, decode: Decoder) -> Ending:
-    """Say how ``free`` would have ended, had ``params`` asked for their stops.
+    """Return how ``free`` would have ended with the stops of ``params``.
 
     Args:
-        free: The same request without the stops of ``params``, so that it went on past them.
-        params: What to apply. Only the stop conditions, ``include_stop_str_in_output``, ``min_new_tokens`` and
-            ``skip_special_tokens`` are looked at.
+        free: The output of the same request without the stops of ``params``, which therefore continued past them.
+        params: Only its stop conditions, ``include_stop_str_in_output``, ``min_new_tokens`` and ``skip_special_tokens``
+            are used.
         decode: The model's tokenizer.
     """
 
@@ -59,8 +59,8 @@ def expected_ending(free: Completion, params: SamplingParams, decode: Decoder) -
     ending_id = _first_stop_id(free, params)
     spoken = sampled if ending_id is None else sampled[:ending_id]
     texts = [text_of(spoken[:count]) for count in range(len(spoken) + 1)]
-    # What the later prefixes have in common with this one is the part of its text that no later token changed: the
-    # first bytes of a character are shown as something that the last of them takes back.
+    # Text is settled once no later token changes it: the common beginning of all later prefixes' texts. The first bytes
+    # of a character are shown as a replacement character, which disappears with the last byte.
     settled = [_common_beginning(texts[count:]) for count in range(len(texts))]
     too_early = len(settled[min(least - 1, len(spoken))]) if least else 0
     for count in range(max(least, 1), len(spoken) + 1):
@@ -80,13 +80,13 @@ def _common_beginning(texts: Sequence[str]) -> str:
 
 
 def _first_stop_id(free: Completion, params: SamplingParams) -> int | None:
-    """Where the first stop token id lies; the one that ended the free sample, such as EOS, counts."""
+    """Return the place of the first stop token id; the id that ended the free sample, such as EOS, counts."""
     stops = {*params.stop_token_ids, free.matched_stop}
     return next((at for at, token in enumerate(free.token_ids) if token in stops and at >= params.min_new_tokens), None)
 
 
 def _first_match(text: str, too_early: int, params: SamplingParams) -> _Match | None:
-    """The match that the shortest piece of text has whose end is not too early; of several, see ``_matches_in``."""
+    """Return the match that ends first, but not too early; of several matches that end there, the first one."""
     for end in range(too_early + 1, len(text) + 1):
         found = _matches_in(text[:end], too_early, params)
         if found:
@@ -95,7 +95,7 @@ def _first_match(text: str, too_early: int, params: SamplingParams) -> _Match | 
 
 
 def _matches_in(text: str, too_early: int, params: SamplingParams) -> list[_Match]:
-    """Matches of strings, the one that begins first before the others, then of expressions, in their order."""
+    """Return matches of strings, ordered by where they begin, then matches of expressions in their own order."""
     strings = sorted((len(text) - len(stop), stop) for stop in params.stop if text.endswith(stop))
     expressions = [
         (match, pattern)

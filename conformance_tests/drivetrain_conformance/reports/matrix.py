@@ -1,64 +1,93 @@
-"""Several reports side by side: the parity matrix, as Markdown and as a page of HTML."""
+"""Reports side by side: which backend was seen to do what, as a page of Markdown and as a picture."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Final
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from drivetrain.types.capability import Capability
-from drivetrain_conformance.cases import GROUPS
 from drivetrain_conformance.harness.verdict import Verdict
 from drivetrain_conformance.reports.report import Report
 
-SYMBOLS: Final = {
-    Verdict.PASSED: "✓",
-    Verdict.REFUSED: "○",
-    Verdict.FAILED: "✗",
-    Verdict.KNOWN_FAILURE: "!",
-    Verdict.NOT_RUN: "?",
+SECTIONS: Final = {
+    "Generation": "streaming abort seed priority deterministic embed reward_score moe",
+    "Logprobs": "logprobs_raw logprobs_temperature logprobs_processed top_logprobs prompt_logprobs score_tokens",
+    "Stops": "stop_token_ids stop_strings stop_regex ignore_eos min_new_tokens",
+    "Sampling": "top_k top_p min_p repetition_penalty frequency_penalty presence_penalty logit_bias logit_processors",
+    "Structured output": "structured_json structured_regex structured_ebnf",
+    "Images and more": "images video audio hidden_states routed_experts",
+    "Sessions, cache, adapters": "sessions prefix_cache hicache_storage lora profile",
+    "Pause": "pause_abort pause_wait pause_in_place pause_retract",
+    "Sleep": "sleep_weights sleep_kv_cache sleep_cuda_graph sleep_keeps_weights",
+    "Weight updates": "weights_in_process weights_shared_memory weights_cuda_ipc weights_broadcast weights_disk "
+    "weights_plugin weights_lora weight_staging weight_update_in_flight version_spans read_weights save_sharded "
+    "save_remote",
+    "Parallel": "tensor_parallel pipeline_parallel data_parallel expert_parallel",
 }
-MEANINGS: Final = {
-    Verdict.PASSED: "claimed, and seen to work",
-    Verdict.REFUSED: "not claimed, and seen to refuse",
-    Verdict.FAILED: "failed",
-    Verdict.KNOWN_FAILURE: "known to fail, for the reason listed",
-    Verdict.NOT_RUN: "not run: nothing is known",
-}
+"""Capabilities by topic, in the order in which they are shown; a capability that is in none is under "Other"."""
+
+_WORST_FIRST: Final = (
+    Verdict.FAILED,
+    Verdict.KNOWN_FAILURE,
+    Verdict.PASSED,
+    Verdict.REFUSED,
+    Verdict.NOT_RUN,
+)
+_CPU: Final = "CPU"
+_GPU: Final = "GPU"
+
+
+class Mark(Enum):
+    """One backend and one capability, over all of its reports."""
+
+    YES = "yes", "#2e7d32"
+    SOME = "some", "#9ccc65"
+    NO = "no", "#cfd8dc"
+    UNKNOWN = "not run", "#eceff1"
+    FAILS = "fails", "#c62828"
+
+    def __init__(self, word: str, colour: str) -> None:
+        self.word = word
+        self.colour = colour
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One capability of one report."""
+    """What the page says of one backend and one capability."""
 
-    verdict: Verdict
-    note: str
-
-    @property
-    def symbol(self) -> str:
-        """One character."""
-        return SYMBOLS[self.verdict]
+    mark: Mark
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One capability, or one group, across the reports."""
+    """One capability across the backends."""
 
     name: str
     meaning: str
     cells: list[Cell]
 
 
+@dataclass(frozen=True, slots=True)
+class Section:
+    """The capabilities of one topic."""
+
+    title: str
+    rows: list[Row]
+
+
 def render_markdown(reports: Sequence[Report]) -> str:
-    """The matrix as Markdown."""
+    """The page."""
     return _render("matrix.md.j2", reports)
 
 
-def render_html(reports: Sequence[Report]) -> str:
-    """The matrix as one page of HTML that needs nothing else."""
-    return _render("matrix.html.j2", reports)
+def render_svg(reports: Sequence[Report]) -> str:
+    """The picture: a row for each backend, a square for each capability."""
+    return _render("matrix.svg.j2", reports)
 
 
 def differences(fresh: Report, kept: Report) -> list[str]:
@@ -78,6 +107,23 @@ def differences(fresh: Report, kept: Report) -> list[str]:
     return found
 
 
+def sections(reports: Sequence[Report]) -> list[Section]:
+    """Every capability, by topic."""
+    left = {capability.value: capability for capability in Capability}
+    found = [(title, [left.pop(name) for name in names.split()]) for title, names in SECTIONS.items()]
+    found += [("Other", list(left.values()))] if left else []
+    return [Section(title, [_row(capability, reports) for capability in capabilities]) for title, capabilities in found]
+
+
+def backends(reports: Iterable[Report]) -> list[str]:
+    """The backends that were run, the one with most capabilities first."""
+    seen: dict[str, set[str]] = {}
+    for report in reports:
+        passed = {entry.capability for entry in report.capabilities if entry.verdict is Verdict.PASSED}
+        seen.setdefault(report.backend, set()).update(passed)
+    return sorted(seen, key=lambda backend: (-len(seen[backend]), backend))
+
+
 def _shown(verdict: Verdict | None) -> str:
     return verdict.value if verdict else "absent"
 
@@ -85,44 +131,41 @@ def _shown(verdict: Verdict | None) -> str:
 def _render(template: str, reports: Sequence[Report]) -> str:
     environment = Environment(
         loader=PackageLoader("drivetrain_conformance", "templates"),
-        autoescape=template.endswith(".html.j2"),
+        autoescape=template.endswith(".svg.j2"),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
     return environment.get_template(template).render(
-        reports=reports,
-        capabilities=[_capability_row(capability, reports) for capability in Capability],
-        groups=[_group_row(group, reports) for group in GROUPS],
-        verdicts=[(SYMBOLS[verdict], verdict.value, MEANINGS[verdict]) for verdict in Verdict],
+        reports=reports, backends=backends(reports), sections=sections(reports), marks=list(Mark)
     )
 
 
-def _capability_row(capability: Capability, reports: Sequence[Report]) -> Row:
-    return Row(capability.value, capability.meaning, [_capability_cell(capability, report) for report in reports])
+def _row(capability: Capability, reports: Sequence[Report]) -> Row:
+    cells = [
+        _cell(capability.value, [report for report in reports if report.backend == backend])
+        for backend in backends(reports)
+    ]
+    return Row(capability.value, capability.meaning, cells)
 
 
-def _capability_cell(capability: Capability, report: Report) -> Cell:
-    for entry in report.capabilities:
-        if entry.capability == capability.value:
-            return Cell(entry.verdict, entry.message)
-    return Cell(Verdict.NOT_RUN, "this report is older than the capability")
-
-
-def _group_row(group: str, reports: Sequence[Report]) -> Row:
-    return Row(group, "", [_group_cell(group, report) for report in reports])
-
-
-def _group_cell(group: str, report: Report) -> Cell:
-    verdicts = [entry.verdict for entry in report.cases if entry.case.startswith(f"{group}/")]
-    worst = next(
-        (
-            verdict
-            for verdict in (Verdict.FAILED, Verdict.KNOWN_FAILURE, Verdict.NOT_RUN, Verdict.PASSED, Verdict.REFUSED)
-            if verdict in verdicts
-        ),
-        Verdict.NOT_RUN,
-    )
-    counted = [f"{verdicts.count(verdict)} {verdict.value}" for verdict in Verdict if verdict in verdicts]
-    return Cell(worst, ", ".join(counted) or "no case")
+def _cell(capability: str, reports: Sequence[Report]) -> Cell:
+    verdicts: dict[str, Verdict] = {}
+    for report in reports:
+        where = _GPU if report.hardware.gpus else _CPU
+        found = [entry.verdict for entry in report.capabilities if entry.capability == capability]
+        worst = [*found, verdicts.get(where, Verdict.NOT_RUN)]
+        verdicts[where] = next(verdict for verdict in _WORST_FIRST if verdict in worst)
+    where_it = {kind: [where for where, verdict in verdicts.items() if verdict is kind] for kind in Verdict}
+    for kind, words in ((Verdict.FAILED, "fails"), (Verdict.KNOWN_FAILURE, "known to fail")):
+        if where_it[kind]:
+            return Cell(Mark.FAILS, f"{words} on {' and '.join(where_it[kind])}")
+    passed, unknown = where_it[Verdict.PASSED], where_it[Verdict.NOT_RUN]
+    if len(passed) == len(verdicts):
+        return Cell(Mark.YES, Mark.YES.word)
+    if passed:
+        return Cell(Mark.SOME, f"{passed[0]}; {unknown[0]} not run" if unknown else f"{passed[0]} only")
+    if len(unknown) == len(verdicts):
+        return Cell(Mark.UNKNOWN, Mark.UNKNOWN.word)
+    return Cell(Mark.NO, f"no; {unknown[0]} not run" if unknown else Mark.NO.word)

@@ -1,4 +1,4 @@
-"""What a plugin author reads: the ``Backend`` page, the hook, and how plugins are found."""
+"""For plugin authors: the ``Backend`` page, the hook, and plugin discovery."""
 
 from __future__ import annotations
 

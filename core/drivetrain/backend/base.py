@@ -1,11 +1,11 @@
-"""The page that a plugin author reads: the primitives of one running engine.
+"""The plugin author's page: the primitives of one running engine.
 
-A backend translates; it decides nothing. Validation, capability checks, the state machine, tokenising, stop
-semantics, n > 1, deadlines and versions are :class:`~drivetrain.engine.engine.InferenceEngine`'s, once for every
-backend. A primitive is called only if its capability was claimed, and only in a state that allows it.
+A backend translates; it decides nothing. :class:`~drivetrain.engine.engine.InferenceEngine` does validation, capability
+checks, the state machine, tokenising, stop semantics, n > 1, deadlines and versions once for every backend. It calls a
+primitive only if its capability is claimed and the engine's state allows it.
 
-Every coroutine here may also be called over the wire (see ``drivetrain.process``): its arguments and result are
-exactly what its annotations say, and errors are members of the tree in ``drivetrain.errors``.
+Every coroutine here may also be called over the wire (see ``drivetrain.process``). So arguments and results are exactly
+of the annotated types, and errors are classes of ``drivetrain.errors``.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from drivetrain.types.weights import (
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a started engine says of its model."""
+    """Properties of a started engine's model."""
 
     vocab_size: int
-    """Token ids run from 0 to ``vocab_size - 1``."""
+    """Token ids range from 0 to ``vocab_size - 1``."""
     context_length: int
-    """Most tokens of prompt and output together."""
+    """Maximum number of tokens, prompt and output together."""
     eos_token_ids: tuple[int, ...]
-    """Ids that end generation unless ``ignore_eos``."""
+    """Ids that end generation unless ``ignore_eos`` is set."""
     dtype: str
     """Type of the weights, such as ``"bfloat16"``."""
     architecture: str
@@ -55,14 +55,14 @@ class ModelInfo:
     """Number of parameters."""
     device: str
     weight_version: str | None = None
-    """Label that the weights had already; None: ``EngineConfig.weight_version``."""
+    """Version label that a running server already gives its weights; None: ``EngineConfig.weight_version``."""
     gpus: tuple[str, ...] = ()
-    """UUIDs of the GPUs that hold the weights, such as ``"GPU-e6f9517c-…"``, by rank; empty: none, or nobody knows."""
+    """UUIDs of the GPUs that hold the weights, by rank, such as ``"GPU-e6f9517c-…"``; empty: no GPU, or unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A momentary look at an engine."""
+    """Snapshot of an engine's requests and memory."""
 
     running: int
     """Requests in the batch, frozen ones included."""
@@ -76,49 +76,50 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One sample to generate, complete and validated: a backend looks nothing up and fills nothing in."""
+    """One sample to generate. The request is complete and validated; backends add no defaults."""
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
-    """As the user gave them, but that ``n``, ``seed`` and ``max_new_tokens`` are superseded by the fields here."""
+    """The user's sampling parameters. Use this class's fields instead of their ``n``, ``seed`` and
+    ``max_new_tokens``."""
     max_new_tokens: int
-    """Prompt and this together fit the context length."""
+    """Maximum number of tokens to generate; fits the context length together with the prompt."""
     stop_token_ids: tuple[int, ...]
     """Every id that ends generation: the request's own and, unless ``ignore_eos``, the model's EOS ids."""
     logprobs_mode: LogprobsMode
     seed: int | None = None
-    """Fixes the random stream; None: the engine's own choice."""
+    """Seed of the random stream; None: the engine's choice."""
     lora: str | None = None
     priority: int = 0
-    """Higher is sooner."""
+    """Requests with a higher priority start sooner."""
     media: tuple[MediaInput, ...] = ()
-    """Each with its bytes, and in the prompt as often as :meth:`Backend.read_media` said."""
+    """Media of the prompt, with their bytes; placeholders stand in the prompt as :meth:`Backend.read_media` said."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadMedium:
-    """An image, video or sound beside a prompt, as the model takes it."""
+    """Placeholder tokens of one image, video or sound in the prompt."""
 
     token_id: int
-    """What stands in a prompt where it is."""
+    """Placeholder token id."""
     count: int
-    """How often, one after another."""
+    """Number of consecutive placeholder tokens."""
     data: bytes | None = None
-    """Its bytes, if they had to be looked for: what is generated then depends on nothing that may change."""
+    """The file's bytes if they were fetched, so that generation does not depend on a URL or path that may change."""
     follows: int | None = None
-    """The token id that must stand right before it, if the model wants one."""
+    """Token id that must directly precede the placeholders; None: any."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateResult:
-    """All of one sample, as the engine sampled it; :class:`InferenceEngine` cuts it at stop strings and decodes it."""
+    """One whole sample as the engine drew it; ``InferenceEngine`` cuts it at stop strings and decodes it."""
 
     token_ids: list[int]
     finish_reason: FinishReason
     weight_versions: list[VersionSpan]
     matched_stop: int | None = None
-    """The stop token id that ended it. (Stop strings and regexes are matched by the engine page.)"""
+    """The stop token id that ended the sample. (Stop strings and regexes are matched by ``InferenceEngine``.)"""
     logprobs: list[float] | None = None
     top_logprobs: list[TopLogprobs] | None = None
     prompt_logprobs: list[float | None] | None = None
@@ -130,7 +131,7 @@ class GenerateResult:
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """What one step added to a sample. A stream ends with a delta that carries the whole result, aborted or not."""
+    """Tokens that one step added. The last delta of a stream carries the whole result, also after an abort."""
 
     token_ids: list[int]
     logprobs: list[float] | None = None
@@ -139,32 +140,40 @@ class TokenDelta:
 
 
 class StopKind(Enum):
-    """A stop condition on text, which an engine may be able to act on by itself."""
+    """A stop condition on text that some engines can apply themselves."""
 
     STRING = "string"
     REGEX = "regex"
 
 
 class Backend(ABC):
-    """One engine. Made from a configuration, started once, closed once."""
+    """One engine: made from a configuration, started once, closed once.
+
+    Thread: ``start`` and every other coroutine run on one event loop. Inline, it is the caller's; in a host process, it
+    belongs to the host's main thread. Calls may overlap, and none may block the loop: run long work in another thread.
+    Pausing, sleeping, loading adapters and applying an update never overlap each other.
+
+    State: each primitive names the engine states in which it is called. "Open" is any state between ``start`` and
+    ``close`` except FAILED: READY, PAUSED, ASLEEP, UPDATING and DIRTY.
+    """
 
     name: ClassVar[str]
-    """The string that picks this backend."""
+    """Name by which users select this backend."""
     engine_distribution: ClassVar[str]
-    """Distribution whose installed version is the engine's, such as ``"sglang"``."""
+    """Distribution that contains the engine, such as ``"sglang"``; its installed version is the engine's version."""
     config_names: ClassVar[Mapping[str, str]] = {}
-    """:class:`EngineConfig` field → the engine's own name for it. Set fields outside this table are refused."""
+    """:class:`EngineConfig` field → the engine's name for it. Fields that are set but not in this table are refused."""
     native_stops: ClassVar[frozenset[StopKind]] = frozenset()
-    """Stop conditions on text at which this engine ends by itself, at the match or soon after it. For the others
-    the engine page streams the tokens, matches them and aborts. Either way it cuts ids and text."""
+    """Text stops at which this engine ends generation itself, at the match or soon after. For other stops
+    ``InferenceEngine`` streams the tokens, matches and aborts. In both cases it cuts ids and text exactly."""
     default_isolation: ClassVar[Isolation] = Isolation.PROCESS
     seen_working: ClassVar[tuple[str, str] | None] = None
-    """Oldest and newest release of the engine that the backend was tested with, such as ``("0.5.17", "0.5.23")``. Of
-    others ``create_engine`` warns, and uses them."""
+    """Oldest and newest engine release that the backend was tested with, such as ``("0.5.17", "0.5.23")``. For other
+    releases ``create_engine`` warns and continues."""
     oldest_version: ClassVar[str | None] = None
-    """Oldest release of the engine that the backend can run with; ``create_engine`` refuses older ones."""
+    """Oldest engine release with which the backend works; ``create_engine`` refuses older ones."""
     endangers_its_process: ClassVar[bool] = False
-    """Whether the engine can end the process that it is in; then isolation ``inline`` is refused."""
+    """True if an engine failure can end the process it runs in; isolation ``inline`` is then refused."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -173,69 +182,103 @@ class Backend(ABC):
 
     @classmethod
     def preload(cls) -> None:
-        """Import what ``start`` will, starting no thread and touching no device: hosts may be forked from here."""
+        """Import the modules that ``start`` needs, without starting a thread or touching a device.
+
+        Called in the main thread of a fork server, before any event loop runs: hosts are forked from that process.
+        """
         return None
 
     @classmethod
     @abstractmethod
     def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
-        """What the installed engine can do on this machine with this configuration. Starts nothing."""
+        """Return what the installed engine can do on this machine with this configuration; start nothing.
+
+        Called before launch: in the thread that calls ``create_engine``, or in a probe process of ``config.python``.
+        """
 
     # Lifecycle ---------------------------------------------------------------------------------------------------
 
     @abstractmethod
     async def start(self, report: Callable[[str], None]) -> ModelInfo:
-        """Load the model and make ready to generate. Call ``report`` with a few words at each stage."""
+        """Load the model and get ready to generate. Call ``report`` with a few words at each stage.
+
+        In a host process ``report`` may be called from any thread; inline, only from the event loop's.
+
+        State: STARTING, once.
+        """
 
     @abstractmethod
     async def close(self) -> None:
-        """Stop, and leave no process, thread, port or file behind. Called once, also after a failed start."""
+        """Stop the engine and leave no process, thread, port or file behind. Called once, also after a failed start.
+
+        State: CLOSED, FAILED or STARTING. Requests in flight were aborted first, unless the engine had failed.
+        """
 
     @property
     def pid(self) -> int | None:
-        """Process id of the host process; None when the engine runs in this one."""
+        """Process id of the host process; None if the engine runs in this process."""
         return None
 
     async def died(self) -> EngineError:
-        """Return, when the engine ends by itself, why; never return otherwise. Not called over the wire."""
+        """Wait until the engine ends by itself and return the reason. Not called over the wire.
+
+        State: runs from the end of ``start`` until ``close``, which cancels it.
+        """
         never: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
         return await never
 
     def child_processes(self) -> list[int] | None:
-        """Process ids whose end is this engine's end; None: every child that was alive when ``start`` returned."""
+        """Return the child processes that the engine cannot live without; None: all that are alive.
+
+        Called once in a host process, on the event loop, when ``start`` has returned.
+        """
         return None
 
     @abstractmethod
     async def stats(self) -> EngineStats:
-        """Look at the engine as it is now."""
+        """Return the current counts and memory sizes.
+
+        State: open. Also polled to detect a stalled engine: answer between two steps, not from a cache.
+        """
 
     # Generation --------------------------------------------------------------------------------------------------
 
     @abstractmethod
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Generate one sample. An aborted request returns what it has, with ``FinishReason.ABORT``.
+        """Generate one sample. An aborted request returns its tokens so far, with ``FinishReason.ABORT``.
 
         Cancelling the call aborts the request.
+
+        State: called in READY; requests in flight stay through PAUSED and UPDATING, frozen or draining as the pause
+        mode says.
         """
 
     def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-        """Generate one sample, yielding each step. Closing the generator early aborts the request."""
+        """Generate one sample and yield each step's tokens. Closing the generator early aborts the request.
+
+        State: as for :meth:`generate`.
+        """
         raise self._unsupported(Capability.STREAMING)
 
     async def read_media(self, media: tuple[MediaInput, ...]) -> list[ReadMedium]:
-        """Look at what lies beside a prompt, before anything is generated from it.
+        """Fetch and measure a prompt's images, videos and sounds, before the prompt is generated from.
 
-        :func:`drivetrain.media.inputs.read_bytes` fetches within ``config.media``; the bounds of pixels and of videos
-        are the backend's to check, before it decodes.
+        :func:`drivetrain.media.inputs.read_bytes` fetches within the limits of ``config.media``. The backend itself
+        checks pixel counts and video limits before it decodes.
+
+        State: READY, PAUSED or UPDATING: a request is held by a pause only after this call.
 
         Raises:
-            InvalidRequest: one of them cannot be had, is not what it is said to be, or is too large.
-            DeadlineExceeded: one took longer than ``config.timeouts.media``.
+            InvalidRequest: A medium cannot be fetched, is of another type than declared, or is too large.
+            DeadlineExceeded: One medium took longer than ``config.timeouts.media``.
         """
         raise self._unsupported(Capability.IMAGES)
 
     async def abort(self, request_ids: list[str]) -> None:
-        """End these requests early; ids that are not running are passed over. Returns at once."""
+        """Ask for an early end of these requests and return at once. Ignore ids that are not running.
+
+        State: open; requests may be running, waiting or frozen.
+        """
         raise self._unsupported(Capability.ABORT)
 
     # Pause and memory --------------------------------------------------------------------------------------------
@@ -243,57 +286,83 @@ class Backend(ABC):
     async def freeze(self, mode: PauseMode) -> None:
         """Freeze all requests, ``IN_PLACE`` (cache kept) or ``RETRACT`` (cache released); idempotent.
 
-        ``RETRACT`` after ``IN_PLACE`` releases the caches. The other two modes need no primitive.
+        ``RETRACT`` after ``IN_PLACE`` releases the caches. The modes ``ABORT`` and ``WAIT`` need no primitive.
+
+        State: PAUSED or UPDATING, also ASLEEP or DIRTY. No new request arrives until :meth:`unfreeze`.
         """
         raise self._unsupported(Capability.PAUSE_IN_PLACE)
 
     async def unfreeze(self) -> None:
-        """Let frozen requests go on; idempotent."""
+        """Let frozen requests continue; idempotent.
+
+        State: PAUSED, ASLEEP or UPDATING, just before the engine becomes READY.
+        """
         raise self._unsupported(Capability.PAUSE_IN_PLACE)
 
     async def sleep(self, tags: frozenset[MemoryTag]) -> None:
-        """Give back the memory of ``tags``. No request runs; frozen ones hold no cache."""
+        """Free the memory of ``tags``, none of which is asleep yet. No request is running; frozen ones hold no cache.
+
+        State: READY, PAUSED, ASLEEP (other tags) or DIRTY. No new request arrives meanwhile.
+        """
         raise self._unsupported(Capability.SLEEP_WEIGHTS)
 
     async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
-        """Take the memory of ``tags`` again. Weights hold no defined values until an update, unless kept."""
+        """Allocate the memory of ``tags`` again. Unless kept, the weights are undefined until the next update.
+
+        State: ASLEEP; only with tags that are asleep.
+        """
         raise self._unsupported(Capability.SLEEP_WEIGHTS)
 
     async def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix. Requests frozen in place keep their own cache."""
+        """Discard every cached prefix. Requests that are frozen in place keep their own cache.
+
+        State: open, also with requests running; in UPDATING after verification and before the commit.
+        """
         raise self._unsupported(Capability.PREFIX_CACHE)
 
     async def clear_hicache_storage(self) -> None:
-        """Forget the storage tier of a hierarchical cache."""
+        """Clear the storage tier of a hierarchical cache.
+
+        State: open.
+        """
         raise self._unsupported(Capability.HICACHE_STORAGE)
 
     # Weights -----------------------------------------------------------------------------------------------------
 
     async def weight_manifest(self) -> WeightManifest:
-        """Name every tensor that a complete update must bring."""
+        """Return the name, dtype and shape of every tensor that a complete update must contain.
+
+        State: open, also while the weights are asleep.
+        """
         raise self._unsupported("weight updates")
 
     async def receive_weights(self, message: WeightMessage) -> WeightReply:
-        """Take one step of a weight update; see the messages in ``drivetrain.types.weights``.
+        """Perform one step of a weight update; see the messages in ``drivetrain.types.weights``.
 
-        An engine with ``WEIGHT_STAGING`` generates while it takes a ``PrepareUpdate``, however large the source is, and
-        needs a checkpoint's files no more afterwards.
+        With ``WEIGHT_STAGING``, generation goes on during a ``PrepareUpdate`` of any size, and a checkpoint's files are
+        not needed after it.
+
+        State: depends on the message. PrepareUpdate comes in READY, PAUSED, DIRTY, or ASLEEP with the weights awake;
+        requests may be running. BeginUpdate to CommitUpdate come in UPDATING; requests have ended or are frozen.
+        AbortUpdate follows a failed step, also in DIRTY. ReleaseSources comes in any open state.
 
         Raises:
-            WeightPlanMismatch: on PrepareUpdate, when the tensors are not the model's.
-            WeightTransferFailed: a step failed after BeginUpdate.
-            WeightVerifyFailed: on VerifyUpdate, when digests differ.
+            WeightPlanMismatch: PrepareUpdate brings other tensors than the model's.
+            WeightTransferFailed: A step after BeginUpdate failed.
+            WeightVerifyFailed: VerifyUpdate found different digests.
         """
         raise self._unsupported("weight updates")
 
     async def apply_weights(self, update: ApplyUpdate) -> WeightReply:
-        """Take all steps of an update that was prepared and whose buckets lie ready, and reset the prefix cache.
+        """Apply a prepared update whose buckets are all available, in one call, and reset the prefix cache.
 
-        The same as the calls one after another, which is what happens unless an engine can take them as one. If one
-        of them fails, requests that were frozen for it stay so.
+        Override it if the engine can take all steps at once; the default makes the calls one after another. If a step
+        fails, requests that were frozen for the update stay frozen.
+
+        State: UPDATING.
 
         Raises:
-            WeightTransferFailed, WeightVerifyFailed: as for the messages.
+            WeightTransferFailed, WeightVerifyFailed: As in :meth:`receive_weights`.
         """
         if update.freeze is not None:
             await self.freeze(update.freeze)
@@ -308,41 +377,60 @@ class Backend(ABC):
         return replace(reply, seconds=committed.seconds)
 
     async def validate_weights(self) -> WeightReport:
-        """Look at every tensor, where it lies, for NaN, infinity and zeros only."""
+        """Check every tensor in place for NaN, infinity and zeros only.
+
+        State: open; raise ``EngineStateError`` while the weights are asleep.
+        """
         raise self._unsupported(Capability.READ_WEIGHTS)
 
     async def set_weight_version(self, version: str) -> None:
-        """Label the weights; tokens sampled from here on carry the label."""
+        """Relabel the weights. Tokens sampled from now on carry the new label.
+
+        State: READY, PAUSED, or ASLEEP, with committed weights; UPDATING when an adapter was updated.
+        """
         raise self._unsupported(Capability.VERSION_SPANS)
 
     async def init_communicator(self, spec: CommunicatorSpec) -> None:
-        """Join a torch.distributed group for weight updates."""
+        """Join a torch.distributed group for weight updates. Generation goes on until the trainer has joined.
+
+        State: open.
+        """
         raise self._unsupported(Capability.WEIGHTS_BROADCAST)
 
     async def destroy_communicator(self, group_name: str) -> None:
-        """Leave that group."""
+        """Leave the torch.distributed group.
+
+        State: open.
+        """
         raise self._unsupported(Capability.WEIGHTS_BROADCAST)
 
     async def read_weight(self, name: str) -> TensorData:
-        """Return one tensor by its checkpoint name."""
+        """Return one tensor by its checkpoint name.
+
+        State: open; raise ``EngineStateError`` while the weights are asleep.
+        """
         raise self._unsupported(Capability.READ_WEIGHTS)
 
     async def save_sharded(self, path: str) -> None:
-        """Save the model with the weights that it has now to a folder, an absolute path; requests run on meanwhile.
+        """Save the model with its current weights to a folder, an absolute path, while requests go on.
 
-        The folder is not there yet, or is empty, and appears when it is complete. Nothing changes the weights
-        meanwhile. Cancelling the call leaves nothing.
+        The folder does not exist yet or is empty, and appears only when complete. Cancelling the call leaves nothing.
+
+        State: READY or PAUSED; also ASLEEP while the weights are awake. No update or sleep of the weights runs
+        meanwhile.
 
         Raises:
-            InvalidRequest: no new folder can be made there; nothing was done.
+            InvalidRequest: No new folder can be created there; nothing was written.
         """
         raise self._unsupported(Capability.SAVE_SHARDED)
 
     async def save_remote(self, url: str) -> None:
-        """Do the same to an fsspec URL, under which there is nothing yet.
+        """Save the model like :meth:`save_sharded`, to an fsspec URL under which nothing exists yet.
+
+        State: as for :meth:`save_sharded`.
 
         Raises:
-            InvalidRequest: there is no such protocol, or nothing can be written there; nothing was done.
+            InvalidRequest: The protocol is unknown, or the URL is not writable; nothing was written.
         """
         raise self._unsupported(Capability.SAVE_REMOTE)
 
@@ -351,36 +439,53 @@ class Backend(ABC):
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
         """Load an adapter from a peft folder.
 
-        Every field of its ``adapter_config.json`` and every tensor is honoured, or refused with ``InvalidRequest``
-        before anything is loaded: ``drivetrain_weight_sync.receiver.lora_adapters.read_adapter`` does so.
+        Honour every field of ``adapter_config.json`` and every tensor, or raise ``InvalidRequest`` before loading
+        anything: ``drivetrain_weight_sync.receiver.lora_adapters.read_adapter`` does so.
+
+        State: open; with committed weights if it replaces an adapter. Requests may be running.
         """
         raise self._unsupported(Capability.LORA)
 
     async def unload_lora_adapter(self, lora_name: str) -> None:
-        """Unload an adapter."""
+        """Unload an adapter. No request that uses it is running.
+
+        State: open.
+        """
         raise self._unsupported(Capability.LORA)
 
     # Models that do not generate ---------------------------------------------------------------------------------
 
     async def embed(self, prompts: list[list[int]], dimensions: int | None) -> list[list[float]]:
-        """Return one vector per prompt, shortened to ``dimensions`` if given.
+        """Return one embedding per prompt, shortened to ``dimensions`` if given.
 
-        A model whose folder names no pooling is pooled to its last token: the last layer's state after the final norm.
+        If the model's folder names no pooling, the embedding is the last token's state of the last layer, after the
+        final norm.
+
+        State: READY, PAUSED or UPDATING: a pause does not hold these calls.
         """
         raise self._unsupported(Capability.EMBED)
 
     async def reward_score(self, sequences: list[list[int]]) -> list[float]:
-        """Return a reward model's score per token sequence."""
+        """Return a reward model's score of each token sequence.
+
+        State: as for :meth:`embed`.
+        """
         raise self._unsupported(Capability.REWARD_SCORE)
 
     # Profile -----------------------------------------------------------------------------------------------------
 
     async def start_profile(self, directory: str) -> None:
-        """Begin to record a profile."""
+        """Start recording a profile.
+
+        State: open.
+        """
         raise self._unsupported(Capability.PROFILE)
 
     async def stop_profile(self) -> str:
-        """End the recording and return the path of the trace file."""
+        """Stop recording and return the path of the trace file.
+
+        State: open.
+        """
         raise self._unsupported(Capability.PROFILE)
 
     # ---------------------------------------------------------------------------------------------------------------

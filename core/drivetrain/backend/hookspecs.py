@@ -16,7 +16,7 @@ hookimpl = pluggy.HookimplMarker("drivetrain")
 def drivetrain_backends() -> Iterable[type[Backend]]:  # type: ignore[empty-body]
     """Return the backend classes of this plugin.
 
-    Called when one of the plugin's backends is asked for by name, and by ``drivetrain backends``. The module
-    that implements it must not import the engine: it is imported to describe the backend on machines where the
-    engine is not installed.
+    Called when one of the plugin's backends is asked for by name, and by ``drivetrain backends``. The module that
+    implements the hook must not import the engine: it is imported to describe the backend on machines without the
+    engine.
     """

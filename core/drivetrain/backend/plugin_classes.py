@@ -1,4 +1,4 @@
-"""What one plugin provides: the concrete backend classes that its hook returns, or a precise complaint."""
+"""Backend classes of one plugin: calls its hook and checks the result."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from drivetrain.errors import BackendLoadError
 
 
 def backend_classes(plugin: object, origin: str) -> list[type[Backend]]:
-    """Call the hook of ``plugin`` through a manager of its own, so that no other plugin's fault shows up here.
+    """Return the classes from the hook of ``plugin``, called through a separate plugin manager.
+
+    A separate manager keeps other plugins' errors out of the result.
 
     Args:
         plugin: A module or object with a ``drivetrain_backends`` hook.
-        origin: What errors call it: its module and distribution.
+        origin: Name of the plugin in errors: its module and distribution.
 
     Raises:
-        BackendLoadError: there is no hook, it failed, or it returned something other than concrete backend classes.
+        BackendLoadError: The hook is missing, failed, or returned something other than concrete backend classes.
     """
     manager = pluggy.PluginManager(hookspecs.hookspec.project_name)
     manager.add_hookspecs(hookspecs)
@@ -54,5 +56,5 @@ def _checked(cls: object, origin: str) -> type[Backend]:
 
 
 def describe_error(error: BaseException) -> str:
-    """Class and message of a foreign error, in one line of text."""
+    """Return class and message of a foreign error, such as ``"ImportError: no module named x"``."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,8 +1,8 @@
-"""The plugin seam: which backends there are, and how one is loaded by its name.
+"""Plugin discovery: lists the installed backends and loads one by its name.
 
-A plugin is an entry point of the group ``drivetrain``: its name is the backend's, its value a module with a
-``drivetrain_backends`` hook (see ``drivetrain.backend.hookspecs``). Only the plugin that was asked for is imported, so
-a broken one is in nobody's way; whoever asks for it is told what broke.
+A plugin is an entry point of the group ``drivetrain``. Its name is the backend's; its value is a module with a
+``drivetrain_backends`` hook (see ``drivetrain.backend.hookspecs``). Only the requested plugin is imported, so a broken
+plugin affects nobody else; requesting it reports its import error.
 """
 
 from __future__ import annotations
@@ -30,39 +30,39 @@ from drivetrain.errors import (
 from drivetrain.types.arguments import checked
 
 GROUP: Final = "drivetrain"
-"""The entry-point group of plugins."""
+"""Entry-point group of plugins."""
 DISABLE_VARIABLE: Final = "DRIVETRAIN_DISABLED_PLUGINS"
-"""Environment variable with the names of backends, or of distributions, that are switched off; separated by commas."""
+"""Environment variable that switches plugins off: names of backends or distributions, separated by commas."""
 
 
 class BackendStatus(Enum):
-    """Whether a backend can be used here."""
+    """Availability of a backend on this machine."""
 
     AVAILABLE = "available"
     BROKEN = "broken"
-    """Its plugin does not load; ``reason`` has the error."""
+    """The plugin fails to load; ``reason`` holds the error."""
     DISABLED = "disabled"
-    """``DRIVETRAIN_DISABLED_PLUGINS`` switches it off."""
+    """The plugin is switched off by ``DRIVETRAIN_DISABLED_PLUGINS``."""
     ENGINE_MISSING = "engine missing"
-    """The engine that it adapts, or a package that its plugin needs, is not installed or too old."""
+    """The engine, or a package that the plugin imports, is not installed or is too old."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackendInfo:
-    """What is known of one backend without starting it."""
+    """Description of one backend; starts nothing."""
 
     name: str
     distribution: str | None
-    """Distribution that brings the plugin; None: registered by this program."""
+    """Distribution that contains the plugin; None: registered by this program."""
     version: str | None
     """Version of that distribution."""
     engine_distribution: str | None
-    """Distribution of the engine; None when the plugin does not load."""
+    """Distribution of the engine; None if the plugin does not load."""
     engine_version: str | None
-    """Installed version of the engine; None when it is not installed."""
+    """Installed version of the engine; None if it is not installed."""
     status: BackendStatus
     reason: str = ""
-    """Why it is not available, and what to do; empty when it is."""
+    """Reason why the backend is unavailable, and the remedy; empty if it is available."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class _Loaded:
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """Where a backend comes from: a distribution's entry point, or a call of :func:`register`."""
+    """Origin of a backend: a distribution's entry point, or a call of :func:`register`."""
 
     module: str
     distribution: str | None = None
@@ -91,16 +91,16 @@ _registered: dict[str, tuple[object, _Loaded]] = {}
 
 @checked
 def load_backend(name: str) -> type[Backend]:
-    """Return the class of the backend ``name``, importing its plugin and no other.
+    """Return the class of the backend ``name``. Imports its plugin and no other.
 
     The engine that it adapts need not be installed; see :func:`require_engine`.
 
     Raises:
-        UnknownBackend: no plugin provides it; the message lists those that are there and what state they are in.
-        DuplicateBackend: two distributions provide it; the message names both.
-        BackendLoadError: its plugin does not load; the original error is the ``__cause__``.
-        BackendUnavailable: a package that its plugin imports is missing, and its distribution has an extra for it.
-        BackendError: it is switched off by ``DRIVETRAIN_DISABLED_PLUGINS``.
+        UnknownBackend: No plugin provides it; the message lists the known backends and their status.
+        DuplicateBackend: Two distributions provide it; the message names both.
+        BackendLoadError: The plugin fails to load; the original error is the ``__cause__``.
+        BackendUnavailable: The plugin imports a missing package, and its distribution has an extra for it.
+        BackendError: The backend is switched off by ``DRIVETRAIN_DISABLED_PLUGINS``.
     """
     if name in _registered:
         _refuse_disabled(name, [_registered[name][1].origin])
@@ -115,7 +115,7 @@ def load_backend(name: str) -> type[Backend]:
     origin = _origin(entry)
     try:
         plugin = entry.load()
-    except (Exception, SystemExit) as error:  # a plugin that exits while it is imported must not end this program
+    except (Exception, SystemExit) as error:  # a plugin that calls sys.exit() on import must not end this program
         extra = _extra_of(name, origin)
         if extra and isinstance(error, ModuleNotFoundError | MissingDependency) and not _is_own(error.name, entry):
             raise BackendUnavailable(_missing(name, str(error.name), extra)) from error
@@ -135,10 +135,11 @@ def load_backend(name: str) -> type[Backend]:
 
 
 def require_engine(backend: type[Backend]) -> str:
-    """Return the version of the engine that ``backend`` adapts, as installed in this environment.
+    """Return the installed version of the engine that ``backend`` adapts.
 
     Raises:
-        BackendUnavailable: it is not installed here, or is too old; the message says how to install it.
+        BackendUnavailable: The engine is not installed in this environment, or is too old; the message says how to
+            install it.
     """
     try:
         version = importlib.metadata.version(backend.engine_distribution)
@@ -154,24 +155,24 @@ def require_engine(backend: type[Backend]) -> str:
 
 
 def list_backends() -> list[BackendInfo]:
-    """Describe every backend, by name, loading each plugin that is not switched off; starts no engine."""
+    """Describe every backend, sorted by name. Loads each plugin that is not switched off; starts no engine."""
     names = sorted({*_entry_points(), *_registered})
     return [_describe(name) for name in names]
 
 
 def disabled_plugins() -> frozenset[str]:
-    """The names that ``DRIVETRAIN_DISABLED_PLUGINS`` switches off."""
+    """Return the names listed in ``DRIVETRAIN_DISABLED_PLUGINS``."""
     return frozenset(part.strip() for part in os.environ.get(DISABLE_VARIABLE, "").split(",") if part.strip())
 
 
 def register(plugin: object) -> None:
-    """Add the backends of ``plugin``, a module or object with the hook, to this program alone.
+    """Register the backends of ``plugin``, a module or object with the hook, for this process only.
 
-    An engine in a host process of its own does not see them: there a backend is found through its entry point.
+    A host process does not see them; it finds backends through their entry points.
 
     Raises:
-        BackendLoadError: the plugin has no hook, or one that returns something other than concrete backend classes.
-        DuplicateBackend: there is a backend of that name already; nothing was added.
+        BackendLoadError: The plugin has no hook, or its hook returned something other than concrete backend classes.
+        DuplicateBackend: A backend of that name exists already; nothing was registered.
     """
     origin = _Origin(getattr(plugin, "__name__", None) or type(plugin).__qualname__)
     backends = backend_classes(plugin, str(origin))
@@ -187,10 +188,10 @@ def register(plugin: object) -> None:
 
 
 def unregister(plugin: object) -> None:
-    """Take away what :func:`register` added.
+    """Undo :func:`register`.
 
     Raises:
-        BackendError: the plugin is not registered.
+        BackendError: The plugin is not registered.
     """
     names = [name for name, (owner, _) in _registered.items() if owner is plugin]
     if not names:
@@ -205,7 +206,7 @@ def unregister(plugin: object) -> None:
 
 
 def _entry_points() -> dict[str, list[importlib.metadata.EntryPoint]]:
-    """Entry points by name; importlib counts a distribution that is on sys.path twice once."""
+    """Return plugin entry points by name; importlib reports a distribution once, even if it is on sys.path twice."""
     found: dict[str, list[importlib.metadata.EntryPoint]] = {}
     for entry in importlib.metadata.entry_points(group=GROUP):
         found.setdefault(entry.name, []).append(entry)
@@ -235,7 +236,7 @@ def _duplicate(name: str, origins: list[_Origin]) -> DuplicateBackend:
 
 
 def _disabled_by(name: str, origin: _Origin) -> str | None:
-    """The word in the environment variable that switches this one off."""
+    """Return the name in the environment variable that disables this plugin, or None."""
     if name in disabled_plugins():
         return name
     if origin.distribution is None:
@@ -291,7 +292,7 @@ def _missing(backend: str, package: str, requirement: str) -> str:
 
 
 def _requirement(backend: type[Backend]) -> str:
-    """What to install: the extra of the plugin's distribution that is named like the backend, else the engine."""
+    """Return the requirement to install: the plugin distribution's extra named like the backend, else the engine."""
     loaded = _loaded.get(backend.name)
     return (loaded and _extra_of(backend.name, loaded.origin)) or backend.engine_distribution
 

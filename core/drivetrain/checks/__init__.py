@@ -1,1 +1,1 @@
-"""Checks of single values, and how errors word what was wrong. Imports nothing but the errors."""
+"""Checks of single values, and the wording of their errors. Imports only the errors."""

@@ -1,4 +1,4 @@
-"""Enums as fields of pydantic models."""
+"""Enum fields of pydantic models."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pydantic import BeforeValidator
 
 
 def _text_or_member(value: object) -> object:
-    """Python's enums put the ``repr`` of any other value into their error, which may raise whatever it likes."""
+    """Refuse other types here: Python's enums would call the value's ``repr`` for their error, which may raise."""
     if not isinstance(value, str | Enum):
         raise ValueError(f"it is a {type(value).__name__}; expected a string")
     return value
 
 
 BY_NAME: Final = BeforeValidator(_text_or_member)
-"""Annotates a field that takes a member of an enum or the text of one: ``Annotated[Colour, BY_NAME]``."""
+"""Annotation of a field that accepts an enum member or its value: ``Annotated[Colour, BY_NAME]``."""

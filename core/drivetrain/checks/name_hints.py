@@ -1,6 +1,6 @@
-"""What users of OpenAI, vLLM, SGLang and transformers call the fields of this library, and what is meant by it here.
+"""Field names of OpenAI, vLLM, SGLang and transformers, with the equivalent here.
 
-Errors say it where such a name or value is given. Each text completes "there is no such field; …".
+Errors show the hint if such a name or value is given. Each text completes "there is no such field; …".
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Final
 
 
 def _same(**names: str) -> dict[str, str]:
-    """``ours="theirs theirs"``: fields that differ in nothing but their name."""
+    """Return hints for fields that differ only in name, given as ``ours="theirs theirs"``."""
     return {other: f"did you mean {own!r}?" for own, others in names.items() for other in others.split()}
 
 
@@ -116,7 +116,7 @@ CONFIG_NAMES: Final[Mapping[str, str]] = MappingProxyType(
 
 PAYLOAD_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     _same(
-        max_tokens="max_new_tokens max_output_tokens max_completion_tokens",  # the last is a chat's own field
+        max_tokens="max_new_tokens max_output_tokens max_completion_tokens",  # the last: a real field of chats
         min_tokens="min_new_tokens",
         stop="stop_sequences stop_strings",
         logit_processors="logits_processors custom_logit_processor",

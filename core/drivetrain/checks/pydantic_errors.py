@@ -1,4 +1,4 @@
-"""Pydantic's complaints about a mapping of fields, as one sentence: the field, the value, the remedy."""
+"""Conversion of pydantic's validation errors to one sentence: field, value, remedy."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 def describe_validation_error(error: ValidationError, model: type[BaseModel], prefix: str = "") -> tuple[str, str]:
-    """Return (dotted field, sentence) for pydantic's first complaint.
+    """Return (dotted field, sentence) for pydantic's first error.
 
-    A class variable ``other_names`` of the model maps names that users of other libraries give to what is meant here;
-    ``other_values`` does so for values: (field, value) → what is meant.
+    The model's class variable ``other_names`` maps other libraries' field names to hints; ``other_values`` maps (field,
+    value) to hints.
     """
     first = error.errors(include_url=False)[0]
     loc, value = first["loc"], first["input"]
     where = ".".join(shown_name(str(part)) for part in loc)
     field = f"{prefix}{where}" if where else (prefix.rstrip(".") or model.__name__)
     if first["type"] == "extra_forbidden":
-        # The value is not shown: under a mistyped name it may be a key.
+        # The value is not shown: a mistyped name may hold a key.
         return shown_name(
             field
         ), f"{shown_name(field)}: there is no such field; {_hint(_model_at(model, loc[:-1]), loc)}"
@@ -41,7 +41,7 @@ def describe_validation_error(error: ValidationError, model: type[BaseModel], pr
 
 
 def shown_name(name: str) -> str:
-    """Return the name of a field as errors show it: shortened."""
+    """Return a field's name, shortened for an error message."""
     return _shortened(name, 100)
 
 
@@ -61,7 +61,7 @@ def _hint(model: type[BaseModel], loc: tuple[int | str, ...]) -> str:
 
 
 def _meant(model: type[BaseModel], name: str, value: object) -> str:
-    """What a value stands for elsewhere, and how it is said here; "" if nothing is known of it."""
+    """Return a hint for a value with another meaning in other libraries; "" if there is none."""
     if not isinstance(value, int | float | str | None):
         return ""
     other: Mapping[tuple[str, object], str] = getattr(model, "other_values", {})
@@ -74,12 +74,12 @@ def _meant(model: type[BaseModel], name: str, value: object) -> str:
 
 
 def _is_hidden(model: type[BaseModel], name: str) -> bool:
-    """Whether a field is one whose value errors do not repeat."""
+    """Return True if errors must not show the field's value."""
     return name in getattr(model, "hidden_fields", ())
 
 
 def _model_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> type[BaseModel]:
-    """The model that a complaint is about: ``model``, or one in its fields."""
+    """Return the model that the error is about: ``model``, or one nested in its fields."""
     for part in loc:
         field = model.model_fields.get(str(part))
         kinds = (field.annotation, *get_args(field.annotation)) if field else ()

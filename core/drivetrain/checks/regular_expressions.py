@@ -1,4 +1,4 @@
-"""Compiling regular expressions that requests bring, within bounds."""
+"""Bounded compilation of the regular expressions in requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def compiled(pattern: str) -> regex.Pattern[str]:
     """Compile an expression.
 
     Raises:
-        ValueError: it does not compile, or would take memory without end: ``a{1000000000}`` becomes as many nodes.
+        ValueError: It does not compile, or would use unbounded memory: ``a{1000000000}`` becomes that many nodes.
     """
     count = repetitions(pattern)
     if count > MOST_REPETITIONS:
@@ -40,9 +40,9 @@ def compiled(pattern: str) -> regex.Pattern[str]:
 
 
 def repetitions(pattern: str) -> float:
-    """Return at most how many parts an expression has, once its counts are written out.
+    """Return an upper bound of the parts of an expression after its counts are expanded.
 
-    Some flags allow sets within sets, or spaces and comments before a count. There, all counts multiply.
+    With flags that allow nested sets, or spaces and comments before a count, the bound is the product of all counts.
     """
     if _LOOSE.search(pattern):
         product = float(len(pattern))

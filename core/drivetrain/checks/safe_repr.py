@@ -1,4 +1,4 @@
-"""Values as error texts show them: short, and without secrets."""
+"""Values formatted for error messages: short, and without secrets."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Mapping
 from typing import Final
 
 _LONGEST: Final = 200
-"""Characters of a string or of any other single value; the middle of a longer one is left out."""
+"""Maximum characters of a single value; the middle of a longer one is omitted."""
 _SECRET_NAME: Final = re.compile(
     r"(?:api|auth|access|admin|private|secret)[_-]?key|secret|passw(?:or)?d|credential|authorization"
     r"|(?:^|[_-])(?:hf|hub|api|auth|access|admin|bearer)[_-]?token$|^token$",
     re.IGNORECASE,
 )
 HIDDEN: Final = "**********"
-"""Stands for a secret."""
+"""Placeholder for a secret."""
 
 
 def is_secret(name: str) -> bool:
-    """Whether a field of this name holds a key, a password or the like."""
+    """Return True if a field with this name holds a key, a password or another secret."""
     return _SECRET_NAME.search(name) is not None
 
 
 def without_secrets(value: object) -> object:
-    """Return nested mappings and lists with :data:`HIDDEN` in place of what is kept under a secret's name."""
+    """Return nested mappings and lists with secret values replaced by :data:`HIDDEN`."""
     if isinstance(value, Mapping):
         return {
             key: HIDDEN if isinstance(key, str) and is_secret(key) and item is not None else without_secrets(item)
@@ -37,7 +37,7 @@ def shown(value: object) -> str:
     """Return the ``repr`` of a value, shortened, with secrets hidden; it never raises."""
     try:
         return _short.repr(value)
-    except Exception:  # a value's own repr may raise anything, and what is said of the value is an error's text
+    except Exception:  # the value's own __repr__ may raise anything, and must not hide the error being reported
         return f"<{type(value).__name__}>"
 
 

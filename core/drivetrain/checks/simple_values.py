@@ -1,4 +1,4 @@
-"""Checks of names, numbers of seconds, paths and token ids."""
+"""Checks of names, durations, paths and token ids."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import InvalidRequest
 
 LONGEST_NAME: Final = 512
-"""Characters of a name: engines use names in paths and in log lines."""
+"""Maximum characters of a name; engines use names in paths and log lines."""
 LONGEST_REQUEST_ID: Final = LONGEST_NAME - 12
-"""Leaves room for the number of a prompt and of a sample: ``ID-3/7``."""
+"""Maximum characters of a request id; leaves room for prompt and sample numbers, as in ``ID-3/7``."""
 LONGEST_SECONDS: Final = 10.0**9
-"""Thirty years; event loops cannot wait for arbitrarily large numbers."""
+"""Maximum seconds, thirty years; event loops cannot wait for arbitrarily large numbers."""
 
 
 def check_name(field: str, value: object, longest: int = LONGEST_NAME) -> str:
-    """Return a name: text that is not empty, that every encoding holds, and that has at most ``longest`` characters.
+    """Return a valid name: non-empty printable text of at most ``longest`` characters, without surrogates.
 
     Raises:
-        InvalidRequest: it is none.
+        InvalidRequest: The value is not a valid name.
     """
     if fault := fault_of_name(value, longest):
         refuse(field, value, fault)
@@ -31,7 +31,7 @@ def check_name(field: str, value: object, longest: int = LONGEST_NAME) -> str:
 
 
 def fault_of_name(value: object, longest: int = LONGEST_NAME) -> str:
-    """Return why a value is no name, and what was expected; "" if it is one."""
+    """Return what is wrong with a name and what was expected; "" if it is valid."""
     if type(value) is str and 0 < len(value) <= longest and value.isprintable():
         return ""  # surrogates and NUL are not printable
     if not isinstance(value, str) or not value:
@@ -44,10 +44,10 @@ def fault_of_name(value: object, longest: int = LONGEST_NAME) -> str:
 
 
 def check_seconds(field: str, value: object) -> float:
-    """Return a number of seconds above 0.
+    """Return a positive number of seconds.
 
     Raises:
-        InvalidRequest: it is none, or not finite, or longer than an event loop can wait.
+        InvalidRequest: The value is not a number, not positive, not finite, or longer than an event loop can wait.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LONGEST_SECONDS:
         refuse(field, value, f"expected a number of seconds above 0 and at most {LONGEST_SECONDS:g}")
@@ -58,7 +58,7 @@ def check_path(field: str, value: object) -> str:
     """Return a path as text.
 
     Raises:
-        InvalidRequest: it is no path, or one that no file can have.
+        InvalidRequest: The value is not a path, or no file can have such a path.
     """
     if not isinstance(value, str | os.PathLike):
         refuse(field, value, "expected a path: a string or a pathlib.Path")
@@ -71,20 +71,20 @@ def check_path(field: str, value: object) -> str:
 
 
 def has_surrogate(text: str) -> bool:
-    """Whether a text holds half of a surrogate pair, which no encoding can write."""
+    """Return True if a text holds half of a surrogate pair, which no encoding can represent."""
     return not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def refuse(field: str, value: object, expected: str) -> NoReturn:
-    """Raise :class:`InvalidRequest`, with the field, its value and what was expected."""
+    """Raise :class:`InvalidRequest` with the field, its value and what was expected."""
     raise InvalidRequest(f"{field}={shown(value)}: {expected}", field=field)
 
 
 def check_token_ids(field: str, value: object) -> object:
-    """Return a sequence of token ids.
+    """Return a valid sequence of token ids.
 
     Raises:
-        InvalidRequest: it is none.
+        InvalidRequest: The value is not a list of integers in range, or too long.
     """
     if isinstance(value, str | bytes | bytearray) or not isinstance(value, Sequence):
         refuse(field, value, f"it is a {type(value).__name__}; expected a list of token ids")
@@ -97,10 +97,10 @@ def check_token_ids(field: str, value: object) -> object:
 
 
 def check_sequences(field: str, value: object) -> object:
-    """Return a sequence of sequences, whose items are left to the prompts' own checks.
+    """Return a sequence of sequences; their items are checked with the prompts.
 
     Raises:
-        InvalidRequest: it is none.
+        InvalidRequest: The value is not a list of lists.
     """
     if isinstance(value, str | bytes | bytearray) or not isinstance(value, Sequence):
         refuse(field, value, f"it is a {type(value).__name__}; expected a list of lists of token ids")

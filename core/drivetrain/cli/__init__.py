@@ -1,4 +1,4 @@
-"""The command line."""
+"""The ``drivetrain`` command line."""
 
 from __future__ import annotations
 

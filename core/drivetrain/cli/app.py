@@ -1,6 +1,6 @@
-"""The commands put together, and what an error looks like to the user.
+"""The ``drivetrain`` application: its commands, global options and error output.
 
-Exit codes: 0 fine, 1 a failed check or an error of drivetrain's, 2 wrong usage.
+Exit codes: 0 success, 1 a failed check or a drivetrain error, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ class _Settings:
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit; ``arguments`` without the program's name, None: those of the process."""
+    """Run the command line and exit.
+
+    Args:
+        arguments: Arguments without the program's name; None: those of the process.
+    """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     settings = _Settings()
     app = _app(settings, arguments)
@@ -62,7 +66,7 @@ def _app(settings: _Settings, arguments: Sequence[str]) -> typer.Typer:
 
     @app.callback()
     def options(
-        traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,
+        traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error.")] = False,
         verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show drivetrain's log on stderr.")] = False,
         version: Annotated[
             bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_show_version)

@@ -1,4 +1,4 @@
-"""``drivetrain backends``: which there are, and what one of them can do."""
+"""``drivetrain backends``: lists the backends, or the capabilities of one."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ COLOURS = {
 
 
 def backends(
-    name: Annotated[str | None, typer.Argument(help="Show what this backend can do.", show_default=False)] = None,
-    model: Annotated[
-        str | None, typer.Option(help="With NAME: folder or hub id of the model to serve.", show_default=False)
+    name: Annotated[
+        str | None, typer.Argument(help="Show the capabilities of this backend.", show_default=False)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    model: Annotated[
+        str | None, typer.Option(help="With NAME: folder or hub id of the model.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout.")] = False,
 ) -> None:
-    """List the backends and their state, or the capabilities of one."""
+    """List the backends and their status, or the capabilities of one backend."""
     if name is None:
         if model is not None:
             raise typer.BadParameter("--model needs the name of a backend", param_hint="--model")

@@ -1,4 +1,4 @@
-"""``drivetrain doctor``: what would keep an engine from running here."""
+"""``drivetrain doctor``: finds problems that would keep engines from running on this machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from drivetrain.errors import DrivetrainError, InvalidConfig
 
 GIB = 1024**3
 PROBE_SECONDS = 120
-# In a process of its own: a broken driver may crash whoever imports torch, and core does not import it.
+# Run in a separate process: a broken driver may crash the process that imports torch, and core does not import it.
 PROBE = """
 import json, torch
 gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
@@ -38,11 +38,11 @@ print(json.dumps({"version": torch.__version__, "gpus": gpus, "threads": torch.g
 
 
 class Verdict(Enum):
-    """What a check found."""
+    """Result of a check."""
 
     OK = "ok"
     WARNING = "warning"
-    """Something will not work, but engines run."""
+    """A feature will not work, but engines run."""
     FAILED = "failed"
 
 
@@ -59,8 +59,10 @@ class Check:
 
 
 def doctor(
-    run: Annotated[bool, typer.Option("--run", help="Also generate with a tiny model on each backend.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    run: Annotated[
+        bool, typer.Option("--run", help="Also generate with a tiny model on each available backend.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout.")] = False,
 ) -> None:
     """Check this machine and each backend; exit 1 if a check fails."""
     with progress("doctor") as report:

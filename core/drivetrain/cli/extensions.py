@@ -1,6 +1,6 @@
 """Commands that other packages add through the entry-point group ``drivetrain.commands``.
 
-The entry point's name is the command's; its value is a function that typer understands, or a ``typer.Typer``.
+The entry point's name is the command's; its value is a typer command function or a ``typer.Typer``.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ GROUP: Final = "drivetrain.commands"
 
 
 def add_extensions(app: typer.Typer, *, taken: Collection[str], wanted: str | None) -> None:
-    """Add other packages' commands to ``app``; a broken one is reported on stderr and breaks no other.
+    """Add other packages' commands to ``app``. A broken command is reported on stderr and does not affect the others.
 
     Args:
-        app: Where to add them.
+        app: The application to extend.
         taken: Names of drivetrain's own commands, which cannot be replaced.
-        wanted: The command that will run; no other is imported. None: the list of commands is wanted, so all are.
+        wanted: The command that will run; only its package is imported. None: the list of commands is wanted, so all
+            are imported.
     """
     found: dict[str, list[importlib.metadata.EntryPoint]] = {}
     for entry in importlib.metadata.entry_points(group=GROUP):
@@ -52,7 +53,7 @@ def _add(app: typer.Typer, name: str, entries: list[importlib.metadata.EntryPoin
 
 
 def _add_broken(app: typer.Typer, name: str, reason: str) -> None:
-    """Report it now, and leave a command that fails: it must not look like one that was never there."""
+    """Report a broken command and add a failing one in its place, so that it does not look unknown."""
     print_error(f"the command {name!r} is broken: {reason}")
     app.command(
         name,

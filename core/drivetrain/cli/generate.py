@@ -1,4 +1,4 @@
-"""``drivetrain generate``: a few completions from the command line."""
+"""``drivetrain generate``: generates completions from the command line."""
 
 from __future__ import annotations
 
@@ -27,31 +27,35 @@ DEFAULT_BACKEND = "transformers"
 
 def generate(
     prompts: Annotated[
-        list[str] | None, typer.Argument(metavar="PROMPT...", help="Without any: one per line of stdin.")
+        list[str] | None, typer.Argument(metavar="PROMPT...", help="Prompts; without any, each line of stdin is one.")
     ] = None,
     model: Annotated[str | None, typer.Option(help="Folder or hub id of the model.", show_default=False)] = None,
     backend: Annotated[
-        str | None, typer.Option(help=f"Backend; {DEFAULT_BACKEND} unless --config says.", show_default=False)
+        str | None,
+        typer.Option(help=f"Backend; default: that of --config, else {DEFAULT_BACKEND}.", show_default=False),
     ] = None,
     config: Annotated[
         Path | None, typer.Option(help="YAML file with the engine's configuration.", show_default=False)
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="FIELD=VALUE", help="Any further configuration field, as YAML; repeatable."),
+        typer.Option("--set", metavar="FIELD=VALUE", help="Set a configuration field; the value is YAML. Repeatable."),
     ] = None,
     isolation: Annotated[Isolation | None, typer.Option(help="Where the engine runs.", show_default=False)] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of one completion.")] = 128,
-    temperature: Annotated[float, typer.Option(help="Divides the logits; 0 is greedy.")] = 1.0,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum tokens per completion.")] = 128,
+    temperature: Annotated[float, typer.Option(help="Temperature; 0 is greedy.")] = 1.0,
     n: Annotated[int, typer.Option("--n", help="Completions per prompt.")] = 1,
-    stop: Annotated[list[str] | None, typer.Option(help="String that ends generation; repeatable.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Fixes the random stream.", show_default=False)] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; repeatable.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the random numbers.", show_default=False)] = None,
     logprobs: Annotated[
-        int | None, typer.Option(help="With --json: logprobs, and of this many most likely tokens.", show_default=False)
+        int | None,
+        typer.Option(
+            help="With --json: return logprobs, and those of this many most likely tokens.", show_default=False
+        ),
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Each prompt is a user's message.")] = False,
-    stream: Annotated[bool, typer.Option("--stream", help="Show one completion while it is generated.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Treat each prompt as a user message.")] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Print the completion while it is generated.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout.")] = False,
 ) -> None:
     """Generate completions of prompts."""
     texts = prompts or _prompts_of_stdin()
@@ -71,7 +75,7 @@ def generate(
     params |= {"seed": seed} if seed is not None else {}
     params |= {"logprobs": logprobs} if logprobs is not None else {}
     engine = create_engine(_configuration(config, settings or [], backend, model, isolation))
-    checked = check_sampling_params(params)  # now, not after a minute of loading the model
+    checked = check_sampling_params(params)  # before the model loads, which may take minutes
     check_params_supported(checked, engine.config, engine.capabilities)
     completions = asyncio.run(_run(engine, wanted, checked, stream))
     if as_json:

@@ -1,4 +1,4 @@
-"""What goes where: results on stdout, everything else on stderr."""
+"""Output of the command line: results on stdout, everything else on stderr."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ err = Console(stderr=True, highlight=False)
 
 
 def print_json(document: Mapping[str, object]) -> None:
-    """Write one JSON document on stdout."""
+    """Write one JSON document to stdout."""
     sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
     sys.stdout.flush()
 
 
 def print_error(message: str, kind: str = "error") -> None:
-    """Write one error on stderr, whole: rich must not read ``[transformers]`` as markup, nor cut long lines."""
+    """Write an error to stderr without markup, so that ``[transformers]`` stays, and without cutting long lines."""
     err.print(Text.assemble((f"{kind}: ", "bold red"), message), soft_wrap=True)
 
 
 def print_warning(message: str) -> None:
-    """Write one warning on stderr."""
+    """Write a warning to stderr."""
     err.print(Text.assemble(("warning: ", "bold yellow"), message), soft_wrap=True)
 
 
 @contextmanager
 def progress(title: str) -> Generator[Callable[[str], None]]:
-    """Show stages on stderr while the block runs: a spinner in a terminal, a line each elsewhere."""
+    """Show stages on stderr during the block: with a spinner in a terminal, else one line per stage."""
     if not err.is_terminal:
         yield lambda stage: err.print(Text(f"{title}: {stage}"), soft_wrap=True)
         return

@@ -1,1 +1,1 @@
-"""What a trainer author reads: ``InferenceEngine``, and the parts that it is made of."""
+"""The engine that a trainer uses: ``InferenceEngine``, its calls by topic (``api``), and the parts behind them."""

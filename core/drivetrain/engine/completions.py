@@ -1,4 +1,4 @@
-"""From what a backend returns to a completion, checked."""
+"""Turns a backend's result into a checked completion."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ def aborted_before_start(sample: Sample) -> GenerateResult:
 
 
 def to_completion(sample: Sample, result: GenerateResult, tokenizer: Tokenizer) -> Completion:
-    """Cut a result at its first stop match and check that nothing is out of line; it is decoded when that is asked for.
+    """Check a result, cut it at its first stop match, and return it as a completion.
+
+    Where no stop condition needs the text, it is decoded when it is first read.
 
     Raises:
-        EngineInternalError: the engine returned ids outside the vocabulary, or logprobs or versions that do not line
-            up with its ids.
-        NonFiniteLogits: the engine returned logprobs that are no numbers.
+        EngineInternalError: the engine returned ids outside the vocabulary, or logprobs or versions that do not align
+            with its ids.
+        NonFiniteLogits: the engine returned NaN logprobs.
     """
     request, params = sample.request, sample.request.params
     check_sampled_ids(sample, result.token_ids)
@@ -89,7 +91,7 @@ def to_completion(sample: Sample, result: GenerateResult, tokenizer: Tokenizer) 
 
 
 async def completed(sample: Sample, result: GenerateResult, tokenizer: Tokenizer) -> Completion:
-    """Do as :func:`to_completion`, in a thread where stop regexes are looked for in more than a few tokens."""
+    """Call :func:`to_completion`, in a thread if a stop regex must be matched over more than a few tokens."""
     if sample.request.params.stop_regex and len(result.token_ids) > 16:
         return await asyncio.to_thread(to_completion, sample, result, tokenizer)
     return to_completion(sample, result, tokenizer)
@@ -113,7 +115,7 @@ def _cut(result: GenerateResult, count: int) -> GenerateResult:
 
 
 def check_sampled_ids(sample: Sample, token_ids: Sequence[int]) -> None:
-    """Raise :class:`EngineInternalError` for ids that the model has not; no text or logprob belongs to them."""
+    """Raise :class:`EngineInternalError` for ids outside the vocabulary, which cannot be decoded."""
     if token_ids and not (0 <= min(token_ids) and max(token_ids) < sample.samples.vocab_size):
         bad = next(token_id for token_id in token_ids if not 0 <= token_id < sample.samples.vocab_size)
         raise EngineInternalError(

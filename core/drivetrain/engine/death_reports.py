@@ -1,4 +1,4 @@
-"""Tell of an engine's death before whoever waited on the engine sees it."""
+"""Marks an engine as failed before its callers see EngineDied."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ R = TypeVar("R")
 
 
 def report_death(backend: Backend, on_death: Callable[[EngineDied], None]) -> None:
-    """Call ``on_death`` with each EngineDied that a coroutine of ``backend`` raises, before it goes on.
+    """Wrap the coroutines of ``backend``: call ``on_death`` with each EngineDied before it propagates.
 
-    Streams are left as they are, so that their items cost nothing more: whoever reads them calls ``on_death``.
+    Streams are not wrapped, which would slow down every item: their reader calls ``on_death``.
     """
     for method in METHODS.values():
         if not method.streams:

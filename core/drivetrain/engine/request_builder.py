@@ -1,4 +1,4 @@
-"""From what a trainer asks to what a backend is given."""
+"""Builds the requests that a backend is given from the arguments of a call."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from drivetrain.types.sampling import SamplingParams
 ParamsLike = SamplingParams | Mapping[str, object]
 _T = TypeVar("_T")
 _IN_LOOP: Final = 8192
-"""Microseconds, roughly, for which the prompts of a call may be read in the event loop; a thread costs some 200."""
+"""Most microseconds, estimated, of reading prompts in the event loop; a thread costs about 200."""
 
 
 class RequestBuilder:
-    """Builds the samples of a call. Everything that can be refused is refused here, before any work."""
+    """Builds the samples of a call and refuses invalid ones before any work."""
 
     def __init__(
         self, config: EngineConfig, capabilities: frozenset[Capability], model: ModelInfo, tokenizer: Tokenizer
@@ -60,7 +60,7 @@ class RequestBuilder:
         lora: str | None = None,
         priority: int = 0,
     ) -> list[Samples]:
-        """Validate all of a call but its prompts, and return the samples of each; :meth:`read` does the rest.
+        """Validate a call except for its prompts, and return the samples of each; :meth:`read` validates the prompts.
 
         Raises:
             InvalidRequest: a field is wrong, or there is no prompt.
@@ -88,7 +88,7 @@ class RequestBuilder:
         ]
 
     async def read(self, prompts: Sequence[Samples], whole: Callable[[list[int]], list[int]] | None = None) -> None:
-        """Validate the prompts of a call and turn them into token ids; in a thread if that takes long.
+        """Validate the prompts of a call and turn them into token ids, in a thread if that takes long.
 
         Args:
             prompts: As :meth:`build` returned them.
@@ -96,7 +96,7 @@ class RequestBuilder:
 
         Raises:
             InvalidRequest: a prompt is wrong.
-            UnsupportedCapability: a prompt holds media that this engine does not take at all.
+            UnsupportedCapability: a prompt holds media of a kind that this engine does not claim.
             DeadlineExceeded: a chat template did not end in time.
         """
 
@@ -125,11 +125,11 @@ class RequestBuilder:
         samples.given = READ
 
     async def prompt_token_ids(self, prompts: PromptLike | Sequence[PromptLike]) -> list[list[int]]:
-        """Validate prompts from which nothing is generated, and return the ids of each.
+        """Validate prompts for a call that does not generate, and return the token ids of each.
 
         Raises:
             InvalidRequest: a prompt is wrong, or holds media.
-            UnsupportedCapability: a prompt holds media that this engine does not take at all.
+            UnsupportedCapability: a prompt holds media of a kind that this engine does not claim.
             DeadlineExceeded: a chat template did not end in time.
         """
         given = given_prompts(prompts)
@@ -147,10 +147,10 @@ class RequestBuilder:
         return [as_prompt(one, where, self._model.context_length) for where, one in given]
 
     def place(self, samples: Samples, media: Sequence[ReadMedium]) -> None:
-        """Put what was read into the prompt of these samples.
+        """Insert the placeholder tokens of images, videos and sounds into the prompt of these samples.
 
         Raises:
-            InvalidRequest: it has no places for them, or does not fit the context with them.
+            InvalidRequest: the prompt has no places for them, or exceeds the context length with them.
         """
         where = f"prompts[{samples.prompt_index}]"
         request = samples.request
@@ -187,7 +187,7 @@ class RequestBuilder:
         priority: int,
     ) -> Samples:
         stop_ids = params.stop_token_ids
-        # A grammar's end is an EOS. Past it an engine generates without the grammar.
+        # A grammar ends with EOS; past it an engine would generate without the grammar.
         if not params.ignore_eos or params.structured_output is not None:
             stop_ids += tuple(eos for eos in self._model.eos_token_ids if eos not in stop_ids)
         check_some_token_is_left(params, stop_ids, self._model)
@@ -208,7 +208,7 @@ class RequestBuilder:
             given = params.seed
             return lambda index: (given + index) % 2**63
         if self._config.seed is not None and Capability.SEED in self._capabilities:
-            # Far apart, so that samples of neighbouring calls share no seed with a request that brings its own.
+            # Multiplied, so that samples of neighbouring calls do not get the seed of a request that brings its own.
             first, configured = self._seeds_taken + 1, self._config.seed
             self._seeds_taken += params.n
             return lambda index: (configured + (first + index) * 0x9E3779B97F4A7C15) % 2**63
@@ -254,7 +254,7 @@ class RequestBuilder:
 
 
 async def _aside(read: Callable[[], _T], given: Sequence[Given]) -> _T:
-    """Return what ``read`` makes of these prompts; it runs in a thread if it takes long."""
+    """Call ``read``, in a thread if these prompts take long."""
     return await in_prompt_thread(read) if _takes_long(given) else read()
 
 

@@ -1,16 +1,19 @@
-"""The requests of one engine: admitted or held at the gate, in flight, aborted, drained."""
+"""The requests of one engine: held at the gate or admitted, run, streamed, aborted, drained."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 from drivetrain.backend.base import Backend, GenerateRequest, GenerateResult, StopKind, TokenDelta
 from drivetrain.checks.limits import SAMPLES_AT_ONCE, SAMPLES_UNDER_WAY, TOKENS_AT_ONCE
 from drivetrain.engine.completions import aborted_before_start, check_sampled_ids, to_completion
+from drivetrain.engine.controller import Controller
+from drivetrain.engine.loaded_adapters import LoadedAdapters
+from drivetrain.engine.model import StartedModel
 from drivetrain.engine.samples import Sample, Samples
 from drivetrain.errors import EngineDied, EngineError, EngineInternalError, EngineOutOfMemory, InvalidRequest
 from drivetrain.text.stops import StopMatcher
@@ -23,45 +26,29 @@ OUT_OF_MEMORY_DELAYS = (0.5, 1.0, 2.0)
 """Seconds to wait before each retry of a request that ran the engine out of memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedLora:
-    """An adapter that the backend has."""
-
-    backend_name: str
-    """By which the backend knows it; another one after each update of the adapter."""
-    pinned: bool
-
-
 class RequestsInFlight:
     """Takes samples from the gate to their result, and knows which are under way."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        tokenizer: Tokenizer,
-        is_held: Callable[[], bool],
-        loras: Mapping[str, LoadedLora],
-        on_death: Callable[[EngineDied], None],
-    ) -> None:
-        self._backend = backend
-        self._on_death = on_death
-        self._tokenizer = tokenizer
-        self._is_held = is_held
-        self._loras = loras
+    def __init__(self, controller: Controller, backend: Backend, model: StartedModel, adapters: LoadedAdapters) -> None:
+        self.controller = controller
+        self.backend = backend
+        self.model = model
+        self.adapters = adapters
         self._at_gate: dict[asyncio.Future[None], None] = {}
-        """Who waits there, in the order in which they came."""
+        """One future per sample that waits there, in order of arrival."""
         self._drained = asyncio.Event()
         self._known: dict[str, Samples] = {}
         self._like_samples: set[str] = set()
-        """Ids among the known that could be those of another prompt's samples."""
-        self._running: dict[str, Sample] = {}
+        """Known ids that could be the ids of another prompt's samples."""
+        self._in_backend: dict[str, Sample] = {}
         self._lost: EngineError | None = None
-        """Why nothing comes of any sample any more."""
+        """Why the engine is dead: every sample ends with this error."""
+        controller.subscribe(self.changed)
 
     # The gate ----------------------------------------------------------------------------------------------------
 
     def changed(self) -> None:
-        """Let samples at the gate look again: the engine's state changed, or some were aborted."""
+        """Wake the samples at the gate to check again: the engine's state changed, or some were aborted."""
         waiting, self._at_gate = list(self._at_gate), {}
         _wake(waiting)
 
@@ -74,27 +61,32 @@ class RequestsInFlight:
             self._at_gate.pop(waiter, None)
 
     @property
+    def waiting(self) -> int:
+        """How many samples wait at the gate."""
+        return len(self._at_gate)
+
+    @property
     def running(self) -> int:
-        """Samples that the backend has."""
-        return len(self._running)
+        """How many samples the backend has."""
+        return len(self._in_backend)
 
     def using_lora(self, lora_name: str) -> int:
-        """Samples under way that use the adapter."""
+        """Count the samples under way that use the adapter, those at the gate included."""
         return sum(samples.count for samples in self._known.values() if samples.request.lora == lora_name)
 
     def running_with_lora(self, lora_name: str) -> int:
-        """Samples that use the adapter and that the backend has."""
-        return sum(sample.request.lora == lora_name for sample in self._running.values())
+        """Count the samples in the backend that use the adapter."""
+        return sum(sample.request.lora == lora_name for sample in self._in_backend.values())
 
     async def drained(self) -> None:
-        """Wait until the backend has no sample. Nobody enters meanwhile if the gate is shut."""
-        while self._running:
+        """Wait until the backend has no sample. Shut the gate first, or new samples may enter meanwhile."""
+        while self._in_backend:
             self._drained.clear()
             await self._drained.wait()
 
     @contextmanager
     def under_way(self, prompts: Sequence[Samples]) -> Generator[None, None, None]:
-        """Know the samples of a call while it lasts.
+        """Register the samples of a call for as long as it runs, so that they can be aborted by id.
 
         Raises:
             InvalidRequest: an id is already under way, or two samples of the call have the same.
@@ -118,14 +110,14 @@ class RequestsInFlight:
             self._like_samples.difference_update(new)
 
     def _clashes(self, samples: Samples) -> bool:
-        """Whether a sample has an id of a prompt under way, or a prompt that of a sample."""
+        """Return True if a sample's id equals the id of a prompt under way, or the other way round."""
         if any(samples.index_of(other) is not None for other in self._like_samples):
             return True
         found = self._sample(samples.request.request_id)
         return found is not None
 
     def _sample(self, request_id: str) -> tuple[Samples, int] | None:
-        """The sample under way with this id, if it is one of several of its prompt."""
+        """Find the sample with this id, if its prompt is under way and has several samples."""
         samples = self._known.get(request_id.rpartition("/")[0])
         index = None if samples is None else samples.index_of(request_id)
         return None if samples is None or index is None else (samples, index)
@@ -133,7 +125,7 @@ class RequestsInFlight:
     # Ending early ------------------------------------------------------------------------------------------------
 
     async def abort(self, request_id: str | None) -> None:
-        """End one request (all its samples), or all of them; those at the gate come back with no token."""
+        """End one request with all its samples, or every request; those at the gate come back with no token."""
         if request_id is None:
             for samples in self._known.values():
                 samples.aborted = True
@@ -142,44 +134,44 @@ class RequestsInFlight:
         elif (found := self._sample(request_id)) is not None:
             found[0].aborted_samples.add(found[1])
         self.changed()
-        await self._abort_running(
+        await self._abort_in_backend(
             known
-            for known, sample in self._running.items()
+            for known, sample in self._in_backend.items()
             if request_id in (None, known, sample.samples.request.request_id)
         )
 
     async def abort_running(self) -> None:
-        """End what the backend has; what waits at the gate goes on waiting."""
-        for sample in self._running.values():
+        """End the samples in the backend; those at the gate go on waiting."""
+        for sample in self._in_backend.values():
             sample.samples.aborted_samples.add(sample.sample_index)
-        await self._abort_running(self._running)
+        await self._abort_in_backend(self._in_backend)
 
-    async def _abort_running(self, request_ids: Iterable[str]) -> None:
+    async def _abort_in_backend(self, request_ids: Iterable[str]) -> None:
         if chosen := list(request_ids):
-            await self._backend.abort(chosen)
+            await self.backend.abort(chosen)
 
     # Running -----------------------------------------------------------------------------------------------------
 
     async def _admitted(self, sample: Sample) -> bool:
-        """Wait at the gate; False if the request was aborted there."""
-        while not sample.aborted and self._is_held():
+        """Wait at the gate; return False if the request was aborted there."""
+        while not sample.aborted and self.controller.holds_requests():
             await self._change()
         return not sample.aborted
 
     def fail(self, error: EngineError) -> None:
-        """End what the backend has with this error: the engine is dead, and nothing of it waits for its requests."""
+        """End every sample in the backend with this error: the engine is dead and will not answer."""
         self._lost = error
-        for sample in self._running.values():
+        for sample in self._in_backend.values():
             if sample.task is not None:
                 sample.task.cancel()
 
     def _enter(self, sample: Sample) -> None:
         sample.task = asyncio.current_task()
-        self._running[sample.request.request_id] = sample
+        self._in_backend[sample.request.request_id] = sample
 
     def _left(self, sample: Sample) -> None:
-        self._running.pop(sample.request.request_id, None)
-        if not self._running:
+        self._in_backend.pop(sample.request.request_id, None)
+        if not self._in_backend:
             self._drained.set()
 
     async def run(self, sample: Sample) -> GenerateResult:
@@ -195,7 +187,7 @@ class RequestsInFlight:
             raise self._out_of_memory(error) from error
 
     def _out_of_memory(self, error: EngineOutOfMemory, shown: int = 0) -> EngineOutOfMemory:
-        """The error of a request that is not tried again; a stream had ``shown`` chunks by then."""
+        """Make the error of a request that is not retried; ``shown`` chunks of its stream were yielded before."""
         batch_size = max(error.batch_size, self.running + 1)
         tried = (
             f"after {shown} chunks of a stream, which cannot be generated twice"
@@ -214,7 +206,7 @@ class RequestsInFlight:
         if not self._must_watch_text(sample):
             self._enter(sample)
             try:
-                return await self._backend.generate(self._for_backend(sample.request))
+                return await self.backend.generate(self._for_backend(sample.request))
             except asyncio.CancelledError as error:
                 raise self._lost or error from None
             finally:
@@ -225,35 +217,35 @@ class RequestsInFlight:
         return _whole(sample, result)
 
     def _for_backend(self, request: GenerateRequest) -> GenerateRequest:
-        """The request with the name that its adapter has in the backend now."""
+        """Return the request with the backend's current name for its adapter."""
         if request.lora is None:
             return request
-        return replace(request, lora=self._loras[request.lora].backend_name)
+        return replace(request, lora=self.adapters.backend_name(request.lora))
 
     def _must_watch_text(self, sample: Sample) -> bool:
-        params, native = sample.request.params, self._backend.native_stops
+        params, native = sample.request.params, self.backend.native_stops
         return bool(
             (params.stop and StopKind.STRING not in native) or (params.stop_regex and StopKind.REGEX not in native)
         )
 
     async def _watched(self, sample: Sample) -> AsyncGenerator[tuple[TokenDelta, StopMatcher], None]:
-        """Stream a sample, following its text; at the first match the rest is aborted and not shown."""
-        matcher = StopMatcher(sample.request.params, self._tokenizer)
+        """Stream a sample while matching its text; at the first match abort the rest and hide it."""
+        matcher = StopMatcher(sample.request.params, self.model.tokenizer)
         matched = False
         self._enter(sample)
         try:
-            async with aclosing(self._backend.stream(self._for_backend(sample.request))) as deltas:
+            async with aclosing(self.backend.stream(self._for_backend(sample.request))) as deltas:
                 async for delta in deltas:
                     check_sampled_ids(sample, delta.token_ids)
                     for token_id in () if matched else delta.token_ids:
                         if matcher.push(token_id) is not None:
                             matched = True
-                            await self._backend.abort([sample.request.request_id])
+                            await self.backend.abort([sample.request.request_id])
                             break
                     if delta.result is not None or not matched:
                         yield delta, matcher
         except EngineDied as error:
-            self._on_death(error)
+            self.controller.fail(str(error))
             raise
         except asyncio.CancelledError as error:
             raise self._lost or error from None
@@ -263,7 +255,7 @@ class RequestsInFlight:
     async def stream(self, sample: Sample) -> AsyncGenerator[CompletionChunk, None]:
         """Stream one sample; the chunks' ids and texts put together are exactly the completion's.
 
-        Out of memory, it begins again as in :meth:`run`, unless a chunk was shown.
+        If the engine runs out of memory, the stream is retried as in :meth:`run`, unless a chunk was yielded.
         """
         for delay in (*OUT_OF_MEMORY_DELAYS, None):
             shown = 0
@@ -280,7 +272,7 @@ class RequestsInFlight:
 
     async def _stream_once(self, sample: Sample) -> AsyncGenerator[CompletionChunk, None]:
         if not await self._admitted(sample):
-            yield _last_chunk(sample, aborted_before_start(sample), self._tokenizer, 0, 0)
+            yield _last_chunk(sample, aborted_before_start(sample), self.model.tokenizer, 0, 0)
             return
         shown_text = shown_ids = 0
         ids: list[int] = []
@@ -289,13 +281,13 @@ class RequestsInFlight:
         async with aclosing(self._watched(sample)) as deltas:
             async for delta, matcher in deltas:
                 if delta.result is not None:
-                    yield _last_chunk(sample, delta.result, self._tokenizer, shown_ids, shown_text)
+                    yield _last_chunk(sample, delta.result, self.model.tokenizer, shown_ids, shown_text)
                     return
                 ids += delta.token_ids
                 logprobs += delta.logprobs or []
                 top_logprobs += delta.top_logprobs or []
                 if ids and ids[-1] in sample.request.stop_token_ids:
-                    continue  # Its text is not part of the completion's: the result follows.
+                    continue  # a stop token's text is not part of the completion; the result follows
                 text_to, ids_to = matcher.releasable()
                 if ids_to > shown_ids or text_to > shown_text:
                     params = sample.request.params
@@ -317,9 +309,9 @@ async def run_each(
     run: Callable[[Sample], Coroutine[object, object, _T]],
     started: list[asyncio.Task[_T]],
 ) -> None:
-    """Await ``run`` for every sample, its task in ``started``, prompt by prompt; the first error ends the wait.
+    """Await ``run`` for every sample, prompt by prompt, and append each task to ``started``; raise the first error.
 
-    The event loop gets turns in between, and a large call's samples are made as earlier ones end.
+    The event loop gets turns in between, and samples of a large call are created only as earlier ones end.
     """
     under_way = 0
     failed: asyncio.Task[_T] | None = None
@@ -328,7 +320,7 @@ async def run_each(
     def ended(task: asyncio.Task[_T]) -> None:
         nonlocal under_way, failed
         under_way -= 1
-        broke = task.cancelled() or task.exception() is not None  # asked of each, or asyncio logs those not asked
+        broke = task.cancelled() or task.exception() is not None  # retrieve every exception, or asyncio logs it
         if broke and failed is None:
             failed = task
         changed.set()
@@ -357,7 +349,7 @@ async def run_each(
 
 
 def _wake(waiting: Sequence[asyncio.Future[None]]) -> None:
-    """Wake who waits, some at each turn of the event loop: all of them would take its time together."""
+    """Wake the waiters a few at each turn of the event loop; waking thousands at once would block it."""
     for waiter in waiting[:SAMPLES_AT_ONCE]:
         if not waiter.done():
             waiter.set_result(None)

@@ -10,34 +10,34 @@ from typing import Final
 from drivetrain.backend.base import GenerateRequest
 
 Given = tuple[str, object]
-"""A prompt as a caller gave it, beside how errors call it."""
+"""How errors name a prompt, and the prompt as the caller gave it."""
 READ: Final = ("", None)
 
 
 @dataclass(slots=True, eq=False)
 class Samples:
-    """The samples of one prompt, which is read first.
+    """The samples of one prompt.
 
-    Each is made at its turn, so that a large ``n`` takes no memory ahead of it.
+    Each sample is created when its turn comes, so a large ``n`` takes no memory in advance.
     """
 
     request: GenerateRequest
-    """What they have in common; its ``request_id`` is the one that the user gave."""
+    """The request that the samples share; its ``request_id`` is the one that the user gave."""
     prompt_index: int
     seeds: Callable[[int], int | None]
-    """The seed of each sample, by its index."""
+    """Returns the seed of a sample, by its index."""
     given: Given = READ
-    """The prompt as it was given, until it is read."""
+    """The prompt as the caller gave it; ``READ`` once ``request`` holds its token ids."""
     aborted: bool = False
-    """Whether someone asked to end all of them."""
+    """True once all samples were asked to end."""
     aborted_samples: set[int] = field(default_factory=set)
-    """Those that someone asked to end by themselves."""
+    """Indices of samples that were asked to end one by one."""
     vocab_size: int = 2**31
-    """Of the model; an engine's ids are below it."""
+    """The model's vocabulary size: the engine's token ids are below it."""
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of samples."""
         return self.request.params.n
 
     def sample(self, index: int) -> Sample:
@@ -46,7 +46,7 @@ class Samples:
         return Sample(replace(self.request, request_id=request_id, seed=self.seeds(index)), self, index)
 
     def index_of(self, request_id: str) -> int | None:
-        """Which of several samples has this request id; None: it is of no sample here, or there is only one."""
+        """Return the index of the sample with this request id; None if there is no such sample or only one sample."""
         base, _, number = request_id.rpartition("/")
         if self.count == 1 or base != self.request.request_id or not number.isdecimal():
             return None
@@ -56,20 +56,20 @@ class Samples:
 
 @dataclass(slots=True, eq=False)
 class Sample:
-    """One sample on its way: its request, and where it belongs."""
+    """One sample: its request, and its place in the call."""
 
     request: GenerateRequest
     samples: Samples
     sample_index: int
     task: asyncio.Task[object] | None = None
-    """The one that waits for the backend."""
+    """The task that awaits the backend."""
 
     @property
     def prompt_index(self) -> int:
-        """Which prompt of the call it is of."""
+        """Index of its prompt in the call."""
         return self.samples.prompt_index
 
     @property
     def aborted(self) -> bool:
-        """Whether someone asked to end it."""
+        """True once the sample was asked to end."""
         return self.samples.aborted or self.sample_index in self.samples.aborted_samples

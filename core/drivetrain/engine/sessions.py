@@ -1,21 +1,25 @@
-"""Sessions: the turns of a conversation, of which each builds on an earlier one, by that one's request id.
+"""Sessions: conversations in which each turn builds on an earlier one, named by its request id.
 
-The engine page keeps the token ids of each turn and gives the backend whole prompts. That later turns are cheap is the
-prefix cache's doing, so any backend that has one has sessions.
+The engine keeps the token ids of each turn and sends the backend whole prompts. The prefix cache makes later turns
+cheap, so every backend with a prefix cache has sessions.
 """
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass, field
 
+from drivetrain.checks.safe_repr import shown
+from drivetrain.engine.controller import Controller
 from drivetrain.errors import InvalidRequest
+from drivetrain.types.capability import Capability
 from drivetrain.types.modes import TurnMode
 from drivetrain.types.outputs import Completion
 
 
 @dataclass(slots=True)
 class Turn:
-    """What the model saw and said, and the turn before."""
+    """The token ids of a turn (prompt and answer), and the turn that it builds on."""
 
     token_ids: list[int]
     parent: str | None
@@ -27,14 +31,14 @@ class Session:
 
     session_id: str
     capacity: int
-    """Most tokens of one turn, with all that it builds on."""
+    """Most tokens of a turn together with the turns that it builds on."""
     turns: dict[str, Turn] = field(default_factory=dict)
 
     def prompt(self, token_ids: list[int], parent: str | None, mode: TurnMode) -> list[int]:
-        """Return what the model sees of a turn whose own prompt is ``token_ids``.
+        """Return the whole prompt of a turn whose own part is ``token_ids``.
 
         Raises:
-            InvalidRequest: there is no such earlier turn, or the capacity does not hold both.
+            InvalidRequest: there is no such earlier turn, or the whole prompt exceeds the capacity.
         """
         if parent is None:
             if mode is not TurnMode.CONTINUE:
@@ -61,7 +65,7 @@ class Session:
         return whole
 
     def add(self, completion: Completion, parent: str | None, mode: TurnMode) -> None:
-        """Note a turn that was answered; what it replaces is gone."""
+        """Record an answered turn; with ``TurnMode.REPLACE`` the turns after ``parent`` are discarded."""
         if mode is TurnMode.REPLACE and parent is not None:
             self._forget_after(parent)
         token_ids = completion.prompt_token_ids + completion.token_ids
@@ -69,8 +73,51 @@ class Session:
 
     def _forget_after(self, parent: str) -> None:
         gone = {parent}
-        # A turn is noted after the one that it builds on.
+        # A turn is recorded after the one that it builds on, so one pass finds all descendants.
         for request_id, turn in list(self.turns.items()):
             if turn.parent in gone:
                 gone.add(request_id)
                 del self.turns[request_id]
+
+
+class Sessions:
+    """The open sessions of one engine."""
+
+    def __init__(self, controller: Controller) -> None:
+        self.controller = controller
+        self._open: dict[str, Session] = {}
+
+    def open(self, capacity: int, session_id: str | None) -> str:
+        """Open a session and return its id, made up if ``session_id`` is None.
+
+        Raises:
+            InvalidRequest: a session of this id is open.
+        """
+        self.controller.require("open_session()", Capability.SESSIONS)
+        session_id = session_id or uuid.uuid4().hex
+        if session_id in self._open:
+            raise InvalidRequest(f"session_id={shown(session_id)} is open already; close it first", field="session_id")
+        self._open[session_id] = Session(session_id, capacity)
+        return session_id
+
+    def close(self, session_id: str) -> None:
+        """Close a session.
+
+        Raises:
+            InvalidRequest: it is not open.
+        """
+        self.controller.require("close_session()", Capability.SESSIONS)
+        self.get(session_id)
+        del self._open[session_id]
+
+    def get(self, session_id: str) -> Session:
+        """Return an open session.
+
+        Raises:
+            InvalidRequest: it is not open.
+        """
+        if session_id not in self._open:
+            raise InvalidRequest(
+                f"session_id={shown(session_id)} is not open; open_session() gives one", field="session_id"
+            )
+        return self._open[session_id]

@@ -5,11 +5,10 @@
                READY | PAUSED | ASLEEP | DIRTY → UPDATING → (where it was) | DIRTY
                any → FAILED        any → CLOSED
 
-Three things can hold at once — paused, asleep, weights not to be served — so a status keeps them apart, and
-``state`` names the one that matters most. There is no ``DIRTY → READY`` but through a complete, committed
-update: an engine whose weights are half old and half new, or that slept and lost them, would answer with
-gibberish that looks like an answer. There is no ``FAILED → READY`` at all: what is left of a dead engine is
-not known to anyone.
+An engine can be paused, asleep and without servable weights at once, so a status keeps the three apart, and ``state``
+names the one that takes precedence. The only way from DIRTY to READY is a complete, committed update: an engine with
+half-updated or lost weights would answer with plausible gibberish. Nothing leads from FAILED to READY: the condition of
+a dead engine is unknown.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class WeightState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """Everything that decides what an engine may do. Each method returns the next status or raises."""
+    """All state that decides what an engine may do. Each transition returns the next status or raises."""
 
     life: _Life = _Life.CREATED
     paused: PauseMode | None = None
@@ -65,7 +64,7 @@ class EngineStatus:
 
     @property
     def state(self) -> EngineState:
-        """The state that matters most."""
+        """The state that takes precedence where several hold at once."""
         if self.life is not _Life.OPEN:
             return EngineState(self.life.value)
         if self.weights is WeightState.UPDATING:
@@ -103,7 +102,7 @@ class EngineStatus:
     def require_admission(self, action: str) -> None:
         """Raise unless a request that arrives now can be served, or may wait until a pause or an update ends.
 
-        A pause says that arrivals wait, so they wait through a sleep within it; asleep and not paused refuses.
+        A paused engine lets arrivals wait, also while it sleeps. An engine that only sleeps refuses them.
         """
         self.require_open(action)
         if self.asleep:
@@ -116,7 +115,7 @@ class EngineStatus:
 
     @property
     def holds_requests(self) -> bool:
-        """Requests that were admitted wait."""
+        """True while admitted requests wait."""
         return self.paused is not None or self.weights is not WeightState.CLEAN or bool(self.asleep)
 
     # Transitions -------------------------------------------------------------------------------------------------
@@ -144,7 +143,7 @@ class EngineStatus:
     def pause(self, mode: PauseMode) -> EngineStatus:
         """READY → PAUSED; idempotent. A paused engine can be paused again in another mode.
 
-        Frozen requests whose cache was released stay so: ``in_place`` after ``retract`` is ``retract``.
+        Requests whose cache was released cannot get it back, so ``in_place`` after ``retract`` stays ``retract``.
         """
         self.require_open(f"pause_generation({mode.value!r})")
         self._not_updating(f"pause_generation({mode.value!r})")
@@ -180,7 +179,7 @@ class EngineStatus:
         self.begin_update()
 
     def begin_update(self) -> EngineStatus:
-        """→ UPDATING. Refused while the weights' memory is given back: there is nowhere to put them."""
+        """→ UPDATING. Refused while the weights sleep: there is no memory to write them to."""
         self.require_open("a weight update")
         self._not_updating("a weight update")
         if MemoryTag.WEIGHTS in self.asleep:
@@ -190,7 +189,7 @@ class EngineStatus:
         return replace(self, weights=WeightState.UPDATING)
 
     def require_weights(self, action: str) -> None:
-        """Raise unless the weights are in memory, and are those of a committed version."""
+        """Raise unless the weights are in memory and committed."""
         self.require_open(action)
         self._not_updating(action)
         if MemoryTag.WEIGHTS in self.asleep:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -15,9 +14,9 @@ from drivetrain.checks import simple_values
 from drivetrain.checks.limits import MOST_SAMPLES_OF_A_CALL
 from drivetrain.checks.pydantic_errors import describe_validation_error
 from drivetrain.checks.safe_repr import shown
-from drivetrain.errors import InvalidConfig, InvalidRequest, UnsupportedCapability
+from drivetrain.errors import InvalidRequest, UnsupportedCapability
 from drivetrain.types.capability import Capability
-from drivetrain.types.config import EngineConfig, Task
+from drivetrain.types.config import EngineConfig
 from drivetrain.types.prompts import (
     AudioInput,
     ChatPrompt,
@@ -74,7 +73,7 @@ _NEEDS: Final[tuple[tuple[str, Callable[[SamplingParams], bool], Capability], ..
     ("return_routed_experts", lambda p: p.return_routed_experts, Capability.ROUTED_EXPERTS),
 )
 
-_MEDIA_CAPABILITY: Final[tuple[tuple[type[MediaInput], Capability], ...]] = (
+MEDIA_CAPABILITY: Final[tuple[tuple[type[MediaInput], Capability], ...]] = (
     (ImageInput, Capability.IMAGES),
     (VideoInput, Capability.VIDEO),
     (AudioInput, Capability.AUDIO),
@@ -95,32 +94,32 @@ def require(capabilities: frozenset[Capability], capability: Capability, what: s
 
 
 def check_seconds(value: float | None, default: float, field: str = "timeout") -> float:
-    """Return ``value``, or ``default`` where none is given.
+    """Return ``value``, or ``default`` if it is None.
 
     Raises:
-        InvalidRequest: it is no number above 0.
+        InvalidRequest: it is not a number above 0.
     """
     return default if value is None else simple_values.check_seconds(field, value)
 
 
 def absolute_path(value: object, field: str = "path") -> str:
-    """Return a path as this process means it: ``~`` and what is relative to its working directory resolved.
+    """Return an absolute path: ``~`` is expanded, and a relative path starts at this process's working directory.
 
     Raises:
-        InvalidRequest: it is no path.
+        InvalidRequest: it is not a path.
     """
     text = simple_values.check_path(field, value)
     try:
         return str(Path(text).expanduser().absolute())
-    except RuntimeError as error:  # a home that nobody has
+    except RuntimeError as error:  # ``~name`` of an unknown user
         raise InvalidRequest(f"{field}={shown(value)}: {error}", field=field) from error
 
 
 def check_url(value: object, field: str = "url") -> str:
-    """Return a URL that names its protocol.
+    """Return the URL if it names a protocol.
 
     Raises:
-        InvalidRequest: it does not.
+        InvalidRequest: it names none.
     """
     if not isinstance(value, str) or not all(value.partition("://")):
         raise InvalidRequest(f"{field}={shown(value)}: expected a URL such as 's3://bucket/folder'", field=field)
@@ -128,7 +127,7 @@ def check_url(value: object, field: str = "url") -> str:
 
 
 def check_sampling_params(value: object) -> SamplingParams:
-    """Return validated params; a mapping is validated, None is the defaults.
+    """Return validated params: a mapping is validated, and None means the defaults.
 
     Raises:
         InvalidRequest: naming the field, the value and the remedy.
@@ -198,7 +197,7 @@ def check_params_fit(params: SamplingParams, model: ModelInfo, special_tokens: f
 
 
 def check_some_token_is_left(params: SamplingParams, stop_token_ids: Sequence[int], model: ModelInfo) -> None:
-    """Raise :class:`InvalidRequest` if masks leave no token at all, or none while ``min_new_tokens`` forbids stops."""
+    """Raise :class:`InvalidRequest` if masks and ``min_new_tokens`` together forbid every token."""
     if not params.logit_processors:
         return
     allowed, banned = params.allowed_token_ids, params.disallowed_token_ids
@@ -246,10 +245,10 @@ def as_prompts(value: PromptLike | Sequence[PromptLike], context_length: int | N
 
 
 def given_prompts(value: PromptLike | Sequence[PromptLike]) -> list[tuple[str, object]]:
-    """Return each prompt as it was given, beside how errors call it; looks at none of them.
+    """Return the prompts as they were given, each with the name that errors use for it; validate none of them.
 
     Raises:
-        InvalidRequest: there are none, or too many, or it is something else.
+        InvalidRequest: there are no prompts, too many, or the value is of another type.
     """
     if _is_one(value):
         return [("prompts", value)]
@@ -353,11 +352,11 @@ def resolve_max_new_tokens(params: SamplingParams, prompt_length: int, where: st
 
 
 def check_media(prompt: Prompt, where: str, config: EngineConfig, capabilities: frozenset[Capability]) -> None:
-    """Look at what lies beside a prompt, before any of it is read.
+    """Check the images, videos and sounds of a prompt before any of them is read.
 
     Raises:
-        UnsupportedCapability: the engine takes no such media.
-        InvalidRequest: there are more bytes of it than the configuration allows.
+        UnsupportedCapability: the engine does not claim media of that kind.
+        InvalidRequest: they hold more bytes than the configuration allows.
     """
     most = config.media.max_bytes
     size = sum(len(item.data) for item in prompt.media if item.data is not None)
@@ -368,7 +367,7 @@ def check_media(prompt: Prompt, where: str, config: EngineConfig, capabilities: 
             field="prompts",
         )
     for item in prompt.media:
-        for kind, capability in _MEDIA_CAPABILITY:
+        for kind, capability in MEDIA_CAPABILITY:
             if isinstance(item, kind):
                 what = f"{where} with {capability.value}{_lacking(capability)}"
                 require(capabilities, capability, what, config.backend)
@@ -378,111 +377,3 @@ def _lacking(capability: Capability) -> str:
     if capability is Capability.VIDEO and importlib.util.find_spec("av") is None:
         return " (PyAV, which reads it, is not installed here: pip install 'drivetrain[video]')"
     return ""
-
-
-def check_folders(config: EngineConfig) -> None:
-    """Raise :class:`InvalidConfig` for a model or tokenizer that can only be a folder and is not there."""
-    for field, value in (("model", config.model), ("tokenizer", config.tokenizer)):
-        if value is None or _is_folder(field, value):
-            continue
-        # A hub id is a name, or an organisation and a name.
-        if value.startswith((".", "~", "/")) or value.count("/") > 1:
-            raise InvalidConfig(
-                f"{field}={shown(value)}: there is no such folder; give one that holds a model, or a hub id such as "
-                "'organisation/name'",
-                field=field,
-            )
-
-
-def _is_folder(field: str, value: str) -> bool:
-    try:
-        return Path(value).expanduser().is_dir()
-    except (RuntimeError, OSError, ValueError) as error:  # a home that nobody has, a name too long for a file, NUL
-        raise InvalidConfig(f"{field}={shown(value)}: {error}; give a folder or a hub id", field=field) from error
-
-
-_CORE_FIELDS: Final = frozenset(
-    {
-        "backend",
-        "model",
-        "tokenizer",
-        "tool_call_parser",
-        "engine_kwargs",
-        "isolation",
-        "python",
-        "timeouts",
-        "logprobs_mode",
-    }
-    | {"weight_version", "seed"}
-)
-"""Fields that the engine page itself honours, whatever the backend."""
-
-_CONFIG_NEEDS: Final[tuple[tuple[str, Callable[[EngineConfig], bool], Capability], ...]] = (
-    ("tensor_parallel_size", lambda c: c.tensor_parallel_size > 1, Capability.TENSOR_PARALLEL),
-    ("pipeline_parallel_size", lambda c: c.pipeline_parallel_size > 1, Capability.PIPELINE_PARALLEL),
-    ("data_parallel_size", lambda c: c.data_parallel_size > 1, Capability.DATA_PARALLEL),
-    ("expert_parallel_size", lambda c: c.expert_parallel_size > 1, Capability.EXPERT_PARALLEL),
-    ("task", lambda c: c.task is Task.EMBED, Capability.EMBED),
-    ("task", lambda c: c.task is Task.REWARD, Capability.REWARD_SCORE),
-    ("enable_lora", lambda c: c.enable_lora, Capability.LORA),
-    ("deterministic", lambda c: c.deterministic, Capability.DETERMINISTIC),
-    ("sleep_keeps_weights", lambda c: c.sleep_keeps_weights, Capability.SLEEP_KEEPS_WEIGHTS),
-)
-
-_ANYWAY: Final[Mapping[str, Callable[[EngineConfig, frozenset[Capability]], bool]]] = {
-    "enable_prefix_caching": lambda c, can: not c.enable_prefix_caching and Capability.PREFIX_CACHE not in can,
-    "enable_sleep": lambda c, can: not c.enable_sleep,
-    "max_loras": lambda c, can: not c.enable_lora,
-    "max_lora_rank": lambda c, can: not c.enable_lora,
-    "media": lambda c, can: can.isdisjoint(capability for _, capability in _MEDIA_CAPABILITY),
-}
-"""When a field asks for what every engine does, so that one configuration fits all: no cache where there is none."""
-
-
-def _experts(config: EngineConfig) -> str:
-    """The field of a model folder's ``config.json`` that counts its experts, with its value; "" if it has none."""
-    path = Path(config.model).expanduser() / "config.json"
-    try:
-        fields: object = json.loads(path.read_bytes()) if path.is_file() else {}
-    except (OSError, ValueError, RecursionError):
-        return ""  # no model that could be read: the engine says so when it starts
-    text = fields.get("text_config") if isinstance(fields, dict) else None
-    for level in (fields, text):
-        if not isinstance(level, dict):
-            continue
-        for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
-            if isinstance(level.get(name), int) and level[name] > 1:
-                return f"{name}={level[name]}"
-    return ""
-
-
-def check_config(config: EngineConfig, config_names: Mapping[str, str], capabilities: frozenset[Capability]) -> None:
-    """Raise for a configured field that the backend cannot honour: nothing is dropped in silence.
-
-    Raises:
-        UnsupportedCapability: the field needs a capability that is not claimed.
-        InvalidConfig: the backend has no equivalent for the field.
-    """
-    for field, is_used, capability in _CONFIG_NEEDS:
-        if is_used(config):
-            require(capabilities, capability, f"{field}={shown(getattr(config, field))}", config.backend)
-    if Capability.MOE not in capabilities and (experts := _experts(config)):
-        what = f"model={shown(config.model)}: a mixture of experts ({experts})"
-        require(capabilities, Capability.MOE, what, config.backend)
-    if "logprobs_mode" in config.model_fields_set:
-        mode = config.logprobs_mode
-        require(capabilities, MODE_CAPABILITY[mode], f"logprobs_mode={mode.value!r}", config.backend)
-    if config.seed is not None and "seed" not in config_names:
-        # The engine page seeds each request; a backend that names the field seeds its engine instead.
-        require(capabilities, Capability.SEED, f"seed={config.seed}", config.backend)
-    handled = _CORE_FIELDS | {field for field, _, _ in _CONFIG_NEEDS} | set(config_names)
-    for field in sorted(config.model_fields_set - handled):
-        value = getattr(config, field)
-        if field in _ANYWAY and _ANYWAY[field](config, capabilities):
-            continue
-        if value != EngineConfig.model_fields[field].get_default(call_default_factory=True):
-            raise InvalidConfig(
-                f"{field}={shown(value)}: the {config.backend} backend has no equivalent; leave it out"
-                f" (it honours: {', '.join(sorted(config_names))})",
-                field=field,
-            )

@@ -13,18 +13,18 @@ _Staged = TypeVar("_Staged")
 
 
 async def _nothing() -> None:
-    """There is nothing to let go of."""
+    """Do nothing."""
 
 
 class WeightTransferHandle(Generic[_Result]):
     """A transfer under way. Made by ``InferenceEngine.start_weight_transfer`` and ``WeightSync.start_weight_transfer``.
 
     Args:
-        version: What the weights will be called.
-        staging: Brings every tensor to where :meth:`finish` takes it from.
-        apply: Pauses, loads, verifies and commits what was staged.
-        let_go: Called once, when the transfer is over: finished, failed or cancelled.
-        progress: How much is staged, from 0 to 1.
+        version: The version of the new weights.
+        staging: Copies every tensor to the place that :meth:`finish` reads from.
+        apply: Pauses, loads, verifies and commits the staged tensors.
+        let_go: Called once, when the transfer has finished, failed or been cancelled.
+        progress: Returns the staged fraction, from 0 to 1.
     """
 
     def __init__(
@@ -41,27 +41,27 @@ class WeightTransferHandle(Generic[_Result]):
         self._let_go = let_go
         self._progress = progress
         self._ended = ""
-        """How, once it has: in a word."""
+        """How the transfer ended ("finished", "failed", "cancelled"); "" until then."""
 
     @property
     def staged(self) -> bool:
-        """Whether every tensor lies ready, to be applied by :meth:`finish`."""
+        """True when every tensor is staged and :meth:`finish` will not wait."""
         staging = self._staging
         return not self._ended and staging.done() and not staging.cancelled() and staging.exception() is None
 
     @property
     def progress(self) -> float:
-        """How much is staged, from 0 to 1; 1 means :attr:`staged`."""
+        """The staged fraction, from 0 to 1; 1 means :attr:`staged`."""
         return 1.0 if self.staged else self._progress()
 
     @property
     def over(self) -> bool:
-        """Whether it was finished or cancelled, or has failed."""
+        """True once the transfer has finished, failed or been cancelled."""
         staging = self._staging
         return bool(self._ended) or (staging.done() and (staging.cancelled() or staging.exception() is not None))
 
     async def wait(self) -> None:
-        """Wait until every tensor is staged; raises what went wrong.
+        """Wait until every tensor is staged; raise the error if staging failed.
 
         Raises:
             WeightSyncError: the transfer was finished or cancelled.
@@ -76,7 +76,7 @@ class WeightTransferHandle(Generic[_Result]):
         self._staging.result()
 
     async def cancel(self) -> None:
-        """Give the transfer up, staged or not; the engine goes on with the weights it has. Idempotent."""
+        """Cancel the transfer, staged or not; the engine keeps its weights. Idempotent."""
         self._staging.cancel()
         await asyncio.wait({self._staging})
         await self._end("cancelled")

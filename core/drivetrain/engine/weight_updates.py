@@ -1,163 +1,190 @@
-"""A weight update as a transaction: prepare → quiesce → begin → buckets → verify → commit."""
+"""Runs weight updates: checks and prepares them, deals with requests in flight, commits or leaves the engine dirty."""
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Sequence
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 
 from drivetrain.backend.base import Backend
 from drivetrain.backend.toolkit.deadlines import deadline
-from drivetrain.errors import DrivetrainError, EngineStateError, WeightSyncError, WeightTransferFailed
-from drivetrain.types.arguments import checked
+from drivetrain.engine.controller import Controller
+from drivetrain.engine.pause_and_sleep import PAUSE_CAPABILITY, PauseAndSleep
+from drivetrain.engine.requests_in_flight import RequestsInFlight
+from drivetrain.engine.served_weights import ServedWeights
+from drivetrain.engine.weight_transaction import (
+    SENT_MEANWHILE,
+    SOURCE_CAPABILITY,
+    KeptPlan,
+    WeightTransaction,
+    as_transfer_error,
+    failure_reason,
+)
+from drivetrain.engine.weight_transfers import WeightTransferHandle
+from drivetrain.errors import DrivetrainError, InvalidRequest
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import PauseMode
-from drivetrain.types.weights import (
-    ApplyUpdate,
-    BeginUpdate,
-    CommitUpdate,
-    LoadBuckets,
-    PrepareUpdate,
-    VerifyUpdate,
-    WeightMessage,
-    WeightPlan,
-    WeightReply,
-    WeightUpdateRequest,
-)
+from drivetrain.types.weights import AbortUpdate, ReleaseSources, WeightUpdateRequest
 
-SOURCE_CAPABILITY = {
-    "in_process": Capability.WEIGHTS_IN_PROCESS,
-    "shared_memory": Capability.WEIGHTS_SHARED_MEMORY,
-    "disk": Capability.WEIGHTS_DISK,
-    "cuda_ipc": Capability.WEIGHTS_CUDA_IPC,
-    "broadcast": Capability.WEIGHTS_BROADCAST,
-    "lora": Capability.WEIGHTS_LORA,
-    "plugin": Capability.WEIGHTS_PLUGIN,
-}
+logger = logging.getLogger("drivetrain.engine")
 
 
-SENT_MEANWHILE = frozenset({"broadcast"})
-"""Sources whose buckets are sent while they are loaded; those of all others lie ready."""
-
-
-class WeightTransaction:
-    """An update under way, between begin and commit. Made by ``InferenceEngine.weight_update``."""
+class WeightUpdates:
+    """Runs one weight update at a time, and keeps the one that was prepared ahead."""
 
     def __init__(
         self,
+        controller: Controller,
         backend: Backend,
-        request: WeightUpdateRequest,
-        timeout: float,
-        keep_prefix_cache: bool,
-        plans: KeptPlan,
+        in_flight: RequestsInFlight,
+        pauses: PauseAndSleep,
+        weights: ServedWeights,
     ) -> None:
-        self._backend = backend
-        self._timeout = timeout
-        self._keep_prefix_cache = keep_prefix_cache
-        self._plans = plans
-        self._ended = False
-        self.request = request
-        self.buckets = 0
-        """How many buckets there are to load."""
-        self.nbytes = 0
-        """Bytes loaded so far."""
-        self.paused_seconds = 0.0
-        """From begin to commit, where the weights are; known once it is committed."""
+        self.controller = controller
+        self.backend = backend
+        self.in_flight = in_flight
+        self.pauses = pauses
+        self.weights = weights
+        self._prepared: WeightTransaction | None = None
+        self._plans = KeptPlan()
 
-    async def prepare(self) -> None:
-        """Let the receiver open the source and check every tensor; changes nothing."""
-        message = self._plans.left_out_of(self.request)
+    # Before an update --------------------------------------------------------------------------------------------
+
+    def require_update_from(self, kind: str) -> None:
+        """Raise unless an update from a source of this kind is claimed and may begin now."""
+        what = f"a weight update from {kind}"
+        self.controller.require(what, SOURCE_CAPABILITY[kind])
+        self.controller.status.require_updatable()
+
+    def require_update_of_all(self, kind: str) -> None:
+        """Raise unless a source of this kind can bring all weights, now."""
+        if kind == "lora":
+            raise InvalidRequest("an adapter is updated as a whole; use update_named_weights()", field="source.kind")
+        self.require_update_from(kind)
+
+    async def prepare(self, request: WeightUpdateRequest) -> None:
+        """Check an update ahead of time; see ``InferenceEngine.prepare_weight_update``."""
+        self.require_update_of_all(request.source.kind)
+        async with self.controller.owning_weights("a weight update"):
+            self.controller.status.require_updatable()
+            self._prepared = None
+            self._prepared = await self._prepare(request)
+
+    async def _prepare(self, request: WeightUpdateRequest) -> WeightTransaction:
+        keep = request.keep_prefix_cache or Capability.PREFIX_CACHE not in self.controller.capabilities
+        seconds = self.controller.config.timeouts.weight_update
+        transaction = WeightTransaction(self.backend, request, seconds, keep, self._plans)
         try:
-            reply = await self._send(message, "the receiver to check the update")
-        except DrivetrainError:
+            await transaction.prepare()
+        except BaseException:
+            await self._withdraw()  # the receiver may still be preparing it
             raise
-        except Exception as error:
-            raise WeightSyncError(
-                f"the update to {self.request.version!r} could not be prepared: {type(error).__name__}: {error}; "
-                "nothing was changed"
-            ) from error
-        self.buckets = reply.buckets
-        if reply.keeps_plan:
-            self._plans.keep(self.request.plan)
+        return transaction
 
-    async def begin(self) -> None:
-        """From here on the weights are neither the old nor the new ones."""
-        await self._send(BeginUpdate(), "the receiver to begin the update")
+    async def release_sources(self) -> None:
+        """Let go of shared memory; see ``InferenceEngine.release_weight_sources``."""
+        action = "release_weight_sources()"
+        self.controller.status.require_open(action)
+        async with self.controller.owning_weights(action), self.controller.controlling(action):
+            self._prepared = None
+            async with self.controller.bounded("the receiver to let go of shared memory"):
+                await self.backend.receive_weights(ReleaseSources())
 
-    @checked
-    async def load(self, indices: Sequence[int]) -> None:
-        """Copy these buckets of the plan into the model.
+    # The update --------------------------------------------------------------------------------------------------
 
-        Raises:
-            InvalidRequest: ``indices`` is no list of indices.
-            WeightTransferFailed: the copy failed; leave the transaction, the engine becomes dirty.
-            EngineStateError: the update has ended, or was not begun, because it loads every bucket at once.
+    @asynccontextmanager
+    async def update(
+        self, request: WeightUpdateRequest, *, at_once: bool = False
+    ) -> AsyncGenerator[WeightTransaction, None]:
+        """Run one update; see ``InferenceEngine.weight_update``."""
+        controller = self.controller
+        self.require_update_of_all(request.source.kind)
+        async with controller.owning_weights("a weight update"), controller.controlling("a weight update"):
+            controller.status.require_updatable()
+            self._check_in_flight(request.mode)
+            prepared, self._prepared = self._prepared, None
+            transaction = prepared if prepared and prepared.request is request else await self._prepare(request)
+            before = controller.status
+            controller.move_to(before.begin_update())
+            try:
+                freeze = await self.quiesce(request.mode, later=at_once and not before.holds_requests)
+            except BaseException:
+                await self._withdraw()
+                controller.move_to(before)
+                await self.pauses.unfreeze_if_free(before)
+                raise
+            try:
+                if not at_once:
+                    await transaction.begin()
+                yield transaction
+                await (transaction.apply(freeze) if at_once else transaction.finish())
+            except BaseException as error:
+                controller.move_to(controller.status.dirty(failure_reason(request.version, error)))
+                await self._withdraw(freeze)
+                if isinstance(error, Exception) and not isinstance(error, DrivetrainError):
+                    raise as_transfer_error(request.version, error) from error
+                raise
+            self.weights.publish(request.version)
+            after = controller.status.commit_update()
+            if freeze is not None:
+                self.pauses.were_unfrozen()
+            await self.pauses.unfreeze_if_free(after)
+            controller.move_to(after)
+
+    async def update_at_once(self, request: WeightUpdateRequest) -> None:
+        """Run a whole update whose tensors lie ready."""
+        at_once = request.source.kind not in SENT_MEANWHILE
+        async with self.update(request, at_once=at_once) as transaction:
+            for index in range(0 if at_once else transaction.buckets):
+                await transaction.load([index])
+
+    async def quiesce(self, mode: PauseMode, *, later: bool = False) -> PauseMode | None:
+        """Abort, await or freeze the requests in flight before an update.
+
+        With ``later`` the backend freezes them as part of the update's one call; return how, else None.
         """
-        if self._ended:
-            raise EngineStateError("a bucket came after the end of its update; begin another update", state="idle")
-        reply = await self._send(LoadBuckets(tuple(indices)), f"buckets {list(indices)} to be loaded")
-        self.nbytes += reply.nbytes
+        if not self.in_flight.running:
+            return None
+        self._require_in_flight(mode)  # requests may have arrived while the update was prepared
+        if later and mode in (PauseMode.IN_PLACE, PauseMode.RETRACT):
+            self.pauses.will_be_frozen()
+            return mode
+        seconds = self.controller.config.timeouts.weight_update
+        async with deadline(seconds, f"requests in flight to be dealt with ({mode.value})"):
+            await self.pauses.quiesce(mode)
+        return None
 
-    async def apply(self, freeze: PauseMode | None) -> None:
-        """Take every step at once; requests are frozen before, and go on after, if ``freeze`` says how."""
-        self._ended = True
-        update = ApplyUpdate(self.request.version, self.buckets, self._keep_prefix_cache, freeze)
-        async with deadline(self._timeout, "the receiver to apply the update"):
-            reply = await self._backend.apply_weights(update)
-        self.nbytes, self.paused_seconds = reply.nbytes, reply.seconds
+    def _check_in_flight(self, mode: PauseMode) -> None:
+        if self.in_flight.running:
+            self._require_in_flight(mode)
+            self.pauses.refuse_waiting_for_frozen(mode)
 
-    async def finish(self) -> None:
-        """Verify every tensor, forget what older weights cached, publish the version."""
-        self._ended = True
-        await self._send(VerifyUpdate(), "the receiver to verify the update")
-        if not self._keep_prefix_cache:
-            async with deadline(self._timeout, "the prefix cache to be reset"):
-                await self._backend.reset_prefix_cache()
-        reply = await self._send(CommitUpdate(self.request.version), "the receiver to commit the update")
-        self.paused_seconds = reply.seconds
+    def _require_in_flight(self, mode: PauseMode) -> None:
+        self.controller.require_claimed("a weight update in flight", Capability.WEIGHT_UPDATE_IN_FLIGHT)
+        self.controller.require_claimed(f"mode={mode.value!r}", PAUSE_CAPABILITY[mode])
 
-    async def _send(self, message: WeightMessage, waited_for: str) -> WeightReply:
-        async with deadline(self._timeout, waited_for):
-            return await self._backend.receive_weights(message)
-
-
-class KeptPlan:
-    """The plan that a backend has said it remembers, which need not travel again, nor the names of its tensors."""
-
-    def __init__(self) -> None:
-        self._plan: WeightPlan | None = None
-        self._hash = ""
-        self._names: tuple[str, ...] = ()
-        self._kept = False
-
-    def left_out_of(self, request: WeightUpdateRequest) -> PrepareUpdate:
-        """The message for ``request``; nothing is known to be kept until :meth:`keep` says so again."""
-        kept, self._kept = self._kept, False
-        digests = request.digests
-        if not kept or request.plan is not self._plan or digests is None or len(digests) != len(self._names):
-            return PrepareUpdate(request)
+    async def _withdraw(self, freeze: PauseMode | None = None) -> None:
+        """Let the receiver forget a failed update; requests that it was to freeze are frozen."""
         try:
-            packed = struct.pack(f"<{len(digests)}q", *map(digests.__getitem__, self._names))
-        except (KeyError, struct.error):
-            return PrepareUpdate(request)  # which says what is wrong with them
-        return PrepareUpdate(
-            request.model_copy(update={"plan": WeightPlan(()), "digests": {}}), kept_plan=self._hash, digests=packed
+            async with self.controller.bounded("the receiver to forget the update"):
+                if freeze is not None:
+                    await self.backend.freeze(freeze)
+                await self.backend.receive_weights(AbortUpdate())
+        except Exception as error:  # the caller is told the error that made the update fail
+            logger.warning("the failed update could not be withdrawn from the engine: %s", error)
+
+    # In the background -------------------------------------------------------------------------------------------
+
+    def start_transfer(self, request: WeightUpdateRequest) -> WeightTransferHandle[None]:
+        """Begin to stage an update; see ``InferenceEngine.start_weight_transfer``."""
+        self.controller.require("start_weight_transfer()", Capability.WEIGHT_STAGING)
+        self.require_update_of_all(request.source.kind)
+
+        async def let_go() -> None:
+            if self._prepared is not None and self._prepared.request is request:
+                self._prepared = None
+                await self._withdraw()
+
+        return WeightTransferHandle(
+            request.version, self.prepare(request), lambda _: self.update_at_once(request), let_go
         )
-
-    def keep(self, plan: WeightPlan | None) -> None:
-        """The backend has this one now."""
-        if plan is None:
-            return
-        if plan is not self._plan:
-            self._plan, self._hash = plan, plan.hash
-            self._names = tuple(spec.name for spec in plan.tensors)
-        self._kept = True
-
-
-def failure_reason(version: str, error: BaseException) -> str:
-    """Say in few words why an update left the engine dirty."""
-    return f"the update to {version!r} failed: {type(error).__name__}: {error}"
-
-
-def as_transfer_error(version: str, error: Exception) -> WeightTransferFailed:
-    """Wrap what is not of drivetrain's own error tree."""
-    return WeightTransferFailed(failure_reason(version, error))

@@ -1,1 +1,1 @@
-"""Images and videos beside a prompt: their bytes, their frames, their patches."""
+"""Images and videos that come with prompts: fetching, decoding, and cutting into patches."""

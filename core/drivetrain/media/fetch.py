@@ -1,4 +1,4 @@
-"""Fetching files over HTTP from untrusted URLs."""
+"""Download of files from untrusted URLs over HTTP."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ MOST_REDIRECTS: Final = 10
 
 _SCHEMES: Final = ("http", "https")
 _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
-"""Addresses whose last four bytes are an IPv4 address that a gateway connects to (RFC 6052)."""
+"""IPv6 addresses whose last four bytes are the IPv4 address that a gateway connects to (RFC 6052)."""
 
 
 async def fetch(url: str, most_bytes: int, *, allow_private_hosts: bool) -> bytes:
-    """Return the file at an http or https URL. The caller bounds the time.
+    """Download the file at an http or https URL. The caller sets the timeout.
 
     Args:
-        url: Its redirects are followed, each checked as the URL itself is.
-        most_bytes: A larger file is refused: before any of it is read where the server says its size.
-        allow_private_hosts: Whether hosts that are not on the public internet may be connected to. If not, each
-            address is looked at once more after its name was resolved, and the environment's proxies are not used.
+        url: The URL. Redirects are followed and checked like the URL itself.
+        most_bytes: Maximum size. If the server announces a larger size, nothing is read.
+        allow_private_hosts: Allow hosts outside the public internet. If False, every resolved address is checked before
+            connecting, and the environment's proxies are not used.
 
     Raises:
         ImportError: aiohttp is not installed.
-        ValueError: the URL, a redirect, its host or the file is refused.
-        OSError: the server cannot be reached.
-        aiohttp.ClientError: it answers with what is no HTTP, or breaks off.
+        ValueError: The URL, a redirect, its host or the file is refused.
+        OSError: The server cannot be reached.
+        aiohttp.ClientError: The answer is not HTTP, or breaks off.
     """
     import aiohttp
     from yarl import URL
@@ -68,12 +68,12 @@ async def _answer(session: ClientSession, url: URL) -> AsyncIterator[ClientRespo
     try:
         async with session.get(url, allow_redirects=False) as answer:
             yield answer
-    except aiohttp.ClientResponseError as error:  # its text holds the URL, and so what signs it
+    except aiohttp.ClientResponseError as error:  # its message holds the URL, which may contain a signature
         raise ValueError(f"the server's answer is no HTTP: {error.message}") from None
 
 
 def at_most(most_bytes: int) -> str:
-    """Return the end of the error for a file that is too large."""
+    """Return the expectation and remedy for the error about a file that is too large."""
     return f"expected at most {most_bytes} (media.max_bytes); give a smaller file, or raise the bound"
 
 
@@ -98,18 +98,18 @@ def _check(url: URL, allow_private_hosts: bool) -> None:
         try:
             address = ipaddress.ip_address(url.host)
         except ValueError:
-            # Releases of aiohttp resolve no host of digits and dots, such as 127.1: the system takes it for an address.
+            # aiohttp does not resolve hosts of digits and dots, such as 127.1, but the system takes them for addresses.
             if ":" in url.host or url.host.replace(".", "").isdigit():
                 raise ValueError(f"{url.host} is neither a name nor an address as it is usually written") from None
-            return  # a name, of which the resolver looks at the addresses
+            return  # a name; the resolver checks its addresses
         _require_public(url.host, address)
 
 
 def _public_resolver() -> AbstractResolver:
-    """A resolver that gives the connector public addresses alone.
+    """Make a resolver that returns only public addresses.
 
-    The connector connects to what it was given, so a name cannot have another address by then. Addresses that are
-    written in the URL do not come by here.
+    The connector connects to the returned address, so the name cannot resolve differently in between. Addresses written
+    in the URL do not pass through the resolver.
     """
     from aiohttp.resolver import ThreadedResolver
 
@@ -134,7 +134,7 @@ def _require_public(host: str, address: ipaddress.IPv4Address | ipaddress.IPv6Ad
 def _meant(
     address: ipaddress.IPv4Address | ipaddress.IPv6Address,
 ) -> Sequence[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """The address, and the IPv4 address that is wrapped in it."""
+    """Return the addresses to check: the address itself, or the IPv4 address embedded in it, or both."""
     if isinstance(address, ipaddress.IPv4Address):
         return (address,)
     if address.ipv4_mapped is not None:

@@ -1,4 +1,4 @@
-"""What lies beside a prompt: its bytes, wherever they are, and its places among the prompt's ids."""
+"""Media of prompts: reading their bytes from any source, and expanding their placeholders in the prompt's ids."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _CAPABILITIES: Final = {
 
 
 async def read_bytes(medium: MediaInput, config: EngineConfig) -> bytes:
-    """Return the bytes of a medium, within the bounds of ``config.media``. For backends.
+    """Return the bytes of a medium, within the limits of ``config.media``. For backends.
 
-    Call it in the process that paths are of. It keeps the event loop free. It gives up on a file or a server
-    that does not answer when ``config.timeouts.media`` is over, or when the caller is cancelled.
+    Call it in the process whose file system the paths refer to. It does not block the event loop. A file or server that
+    does not answer is given up after ``config.timeouts.media``, or when the caller is cancelled.
 
     Raises:
-        InvalidRequest: they cannot be had, or are too many.
-        DeadlineExceeded: they did not come in time.
-        UnsupportedCapability: it is at an http(s) URL, and aiohttp is not installed.
+        InvalidRequest: The bytes cannot be read, or are too many.
+        DeadlineExceeded: Reading took too long.
+        UnsupportedCapability: The medium is at an http(s) URL, and aiohttp is not installed.
     """
     most = config.media.max_bytes
     try:
@@ -65,7 +65,7 @@ async def read_bytes(medium: MediaInput, config: EngineConfig) -> bytes:
         raise UnsupportedCapability(
             f"{named(medium)} is at a URL, which needs aiohttp (pip install aiohttp): {error}", capability=capability
         ) from error
-    except Exception as error:  # of the system, of URLs, and all that aiohttp has for wrong answers
+    except Exception as error:  # system errors, malformed URLs, and aiohttp's errors for malformed answers
         raise unreadable(medium, str(error) or type(error).__name__) from error
 
 
@@ -76,7 +76,7 @@ def _within(data: bytes, most: int) -> bytes:
 
 
 def _file(path: str, most: int) -> bytes:
-    # Opening a FIFO would wait for somebody who writes to it.
+    # O_NONBLOCK: opening a FIFO would otherwise wait for a writer.
     opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         about = os.fstat(opened)
@@ -96,7 +96,7 @@ def _of_data_url(url: str, most: int) -> bytes:
         raise ValueError("a data URL has a comma before its data")
     if not kind.lower().endswith(";base64"):
         return _within(unquote_to_bytes(text), most)
-    if len(text) > 4 * most + 4:  # each character may be written as three
+    if len(text) > 4 * most + 4:  # each character may be percent-encoded as three
         raise ValueError(f"it has too many bytes; {at_most(most)}")
     try:
         encoded = b"".join(unquote_to_bytes(text).split())
@@ -106,7 +106,7 @@ def _of_data_url(url: str, most: int) -> bytes:
 
 
 async def _left_at_will(call: Callable[[], _T]) -> _T:
-    """Run ``call`` in a daemon thread of its own, so that neither cancelling nor process exit waits for it."""
+    """Run ``call`` in a new daemon thread, so that neither cancellation nor process exit waits for it."""
     result: Future[_T] = Future()
 
     def run() -> None:
@@ -124,14 +124,14 @@ async def _left_at_will(call: Callable[[], _T]) -> _T:
 
 
 def unreadable(medium: MediaInput, why: str) -> InvalidRequest:
-    """The error of a medium that is not what it is said to be."""
+    """Make the error for a medium that cannot be read."""
     if medium.url:
         why = why.replace(medium.url, _public_part(medium.url) or "")
     return InvalidRequest(f"{named(medium)} cannot be read: {why}", field="prompts")
 
 
 def named(medium: MediaInput) -> str:
-    """Return what errors call a medium."""
+    """Return the description of a medium for error messages."""
     kind = type(medium).__name__.removesuffix("Input").lower()
     source = medium.path or _public_part(medium.url) or f"{len(medium.data or b'')} bytes"
     shown = source if len(source) <= 100 else f"{source[:100]}…"
@@ -139,7 +139,7 @@ def named(medium: MediaInput) -> str:
 
 
 def _public_part(url: str | None) -> str | None:
-    """A URL without its user, password and query, which may hold a signature."""
+    """Return a URL without user, password and query, which may hold secrets such as a signature."""
     if url is None or not url[:8].lower().startswith(("http://", "https://")):
         return url
     try:
@@ -150,15 +150,17 @@ def _public_part(url: str | None) -> str | None:
 
 
 def placed(token_ids: Sequence[int], media: Sequence[ReadMedium], where: str) -> list[int]:
-    """Return a prompt's ids in which each medium stands as often as the model takes it.
+    """Return the prompt's ids with each medium's placeholder repeated as often as the model expects.
 
     Args:
-        token_ids: Each medium stands in it once, as a chat template writes it, or already as often.
-        media: In their order. Media with one token id do not touch in the prompt.
-        where: Names the prompt in errors.
+        token_ids: The prompt's ids, with one placeholder per medium, as a chat template writes it, or the full number
+            of placeholders.
+        media: The media, in order. Media with the same token id must not be adjacent in the prompt.
+        where: The prompt's name in errors.
 
     Raises:
-        InvalidRequest: the prompt has more or fewer places than media, or a place where or as long as none can be.
+        InvalidRequest: The number of placeholders does not match the media, or a placeholder's position or length is
+            wrong.
     """
     kinds = {medium.token_id for medium in media}
     runs = [(token_id, len(list(run))) for token_id, run in itertools.groupby(token_ids)]

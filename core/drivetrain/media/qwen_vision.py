@@ -1,4 +1,4 @@
-"""Images and videos as Qwen's vision models take them: read, decoded, cut into patches.
+"""Preprocessing of images and videos for Qwen's vision models: reading, decoding, cutting into patches.
 
 For backends, in the engine's process.
 """
@@ -30,22 +30,23 @@ from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.prompts import ImageInput, MediaInput, VideoInput
 
 IMAGE_MODELS: Final = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
-"""Types of models whose images were seen to come out as transformers has them."""
+"""Model types whose image patches were checked to equal those of transformers."""
 
 VIDEO_MODELS: Final = frozenset({"qwen2_vl", "qwen2_5_vl"})
-"""The same of videos. Qwen3-VL's prompts hold the time of each frame in words, which no single token stands for."""
+"""Model types whose video patches were checked likewise. Not Qwen3-VL: its prompts hold each frame's time as text,
+which cannot be expressed by repeating one placeholder token."""
 
 TIMED_MODELS: Final = frozenset({"qwen2_5_vl"})
-"""Those that are told how many seconds of a video one of its grids spans."""
+"""Model types that are given the seconds of video per temporal grid step."""
 
 HELD_BYTES: Final = 1 << 29
-"""Most memory that patches take which may be asked for again: by the other samples of a prompt, or its next turn."""
+"""Maximum bytes of patches cached for the other samples of a prompt or its next turn."""
 
 IMAGE_FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
-"""Those that Pillow decodes by itself: to read EPS it runs Ghostscript."""
+"""Formats that Pillow decodes itself; for EPS it would run Ghostscript."""
 
 MOST_SCANS: Final = 500
-"""Of a JPEG; usual ones have ten."""
+"""Maximum scans of a JPEG; usual files have ten."""
 
 _SCAN: Final = b"\xff\xda"
 
@@ -53,31 +54,31 @@ ENGINE_FETCHES: Final = (
     "drivetrain reads media itself; use media={'allow_private_hosts': False}, or check URLs and paths before you pass "
     "them"
 )
-"""Why backends refuse their engine's arguments about the hosts and folders that media may come from."""
+"""Reason to refuse engine arguments that restrict media hosts and folders."""
 
 ENGINE_BOUNDS: Final = "drivetrain reads media itself; use the configuration's field media"
-"""Why they refuse arguments about the size of media."""
+"""Reason to refuse engine arguments that limit media sizes."""
 
 ENGINE_PREPARES: Final = (
     "drivetrain prepares images and videos as the model folder's preprocessor_config.json says; change that file, or "
     "leave the argument out"
 )
-"""Why they refuse arguments about resizing, normalising and caching media."""
+"""Reason to refuse engine arguments about resizing, normalising and caching media."""
 
 _FETCHES: Final = 16
-"""Most media that are read at a time."""
+"""Maximum media that are fetched at a time."""
 
 _IMAGES: Final = 8
-"""Most images that are decoded at a time."""
+"""Maximum images that are decoded at a time."""
 
 _VIDEOS: Final = 2
-"""Most videos that are decoded at a time: each may take gigabytes, and several threads of FFmpeg's."""
+"""Maximum videos that are decoded at a time; each may take gigabytes and several FFmpeg threads."""
 
 
 def vision_capabilities(config: EngineConfig) -> frozenset[Capability]:
-    """What the configured model takes beside text, with the packages that are here.
+    """Return the media capabilities of the configured model with the installed packages.
 
-    Reads its ``config.json``, nothing else. Videos need PyAV, and torchvision for transformers' video processors.
+    Reads only the model's ``config.json``. Videos need PyAV, and torchvision for transformers' video processors.
     """
     model_type = _model_type(config)
     claimed: set[Capability] = set()
@@ -99,50 +100,49 @@ def _model_type(config: EngineConfig) -> str | None:
             file = Path(hf_hub_download(config.model, "config.json", revision=config.revision))
         return str(json.loads(file.read_text(encoding="utf-8")).get("model_type"))
     except (OSError, ValueError, AttributeError, RecursionError):
-        return None  # what has no configuration does not start, which says why
+        return None  # without a configuration the engine's start fails and says why
 
 
 @dataclass(frozen=True, slots=True)
 class Patches:
-    """One image or video."""
+    """Patches of one image or video."""
 
     name: str
-    """Of its kind and its file's bytes: another image or video has another."""
+    """Digest of the kind and the file's bytes; unique to this image or video."""
     pixels: Any
     """Tensor of shape (patches, values of a patch)."""
     grid: tuple[int, int, int]
-    """Pairs of frames, rows and columns of patches."""
+    """Numbers of frame pairs, rows and columns of patches."""
     count: int
-    """Tokens."""
+    """Number of tokens."""
     seconds: float | None = None
-    """From one pair of frames to the next; None of an image, and to models that are not told."""
+    """Seconds between frame pairs; None for images, and for models that are not given the time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What lies beside a prompt, each kind in its order."""
+    """Patches of a prompt's images and of its videos, each in prompt order."""
 
     images: tuple[Patches, ...]
     videos: tuple[Patches, ...]
 
 
 class VisionReader:
-    """Reads images and videos with the processors that the model's folder names, within ``config.media``.
+    """Reads images and videos with the processors named by the model's folder, within ``config.media``.
 
-    Its methods keep the event loop free. Cancelling the caller ends its fetch or decoding.
+    The methods do not block the event loop. Cancelling the caller ends its fetch or decoding.
 
-    Which frames of a video the model sees is up to its video processor: all of them, as Qwen's are configured, or those
-    that it picks by the video's frames per second where the folder's ``video_preprocessor_config.json`` says
-    ``do_sample_frames`` with ``fps`` or ``num_frames``.
+    The model's video processor chooses the frames. Qwen's default configuration uses all frames; with
+    ``do_sample_frames`` and ``fps`` or ``num_frames`` in ``video_preprocessor_config.json``, frames are sampled.
     """
 
     def __init__(self, config: EngineConfig, model_config: Any, context_length: int) -> None:
         self._config = config
         self._context_length = context_length
         self.image_token_id = int(model_config.image_token_id)
-        """What stands in a prompt where an image is, as often as it has tokens."""
+        """Placeholder token id of an image, repeated once per image token."""
         self.video_token_id = int(model_config.video_token_id)
-        """The same of a video."""
+        """Placeholder token id of a video, repeated likewise."""
         self._around = int(model_config.vision_start_token_id), int(model_config.vision_end_token_id)
         self._takes_videos = model_config.model_type in VIDEO_MODELS
         self._is_timed = model_config.model_type in TIMED_MODELS
@@ -171,11 +171,11 @@ class VisionReader:
         )
 
     async def read(self, media: Sequence[MediaInput]) -> list[ReadMedium]:
-        """Fetch and decode what lies beside one prompt.
+        """Fetch and decode the media of one prompt.
 
         Raises:
-            InvalidRequest: one is no image or video, cannot be had, or is too large; or all are, together.
-            DeadlineExceeded: one took longer than ``config.timeouts.media``.
+            InvalidRequest: A medium is not an image or video, cannot be fetched, or is too large; or all together are.
+            DeadlineExceeded: One medium took longer than ``config.timeouts.media``.
         """
         found: list[ReadMedium] = []
         size = tokens = 0
@@ -204,7 +204,7 @@ class VisionReader:
         return found
 
     async def example(self, size: tuple[int, int]) -> tuple[list[int], tuple[MediaInput, ...]]:
-        """A prompt of one black image, and the image, of this width and height in pixels."""
+        """Return a prompt of one black image with this width and height in pixels, and the image."""
         from PIL import Image
 
         media = (ImageInput.from_pil(Image.new("RGB", size)),)
@@ -213,10 +213,10 @@ class VisionReader:
         return [start, *[self.image_token_id] * image.count, end], media
 
     async def patches(self, media: Sequence[MediaInput]) -> Seen:
-        """Return what the model is to see of each image and video.
+        """Return the patches of each image and video.
 
         Raises:
-            InvalidRequest: as :meth:`read`.
+            InvalidRequest: As in :meth:`read`.
         """
         made: list[tuple[bool, Patches]] = []
         for medium in media:
@@ -242,7 +242,7 @@ class VisionReader:
             left.set()
 
     def _held_or_made(self, medium: MediaInput, data: bytes, left: threading.Event) -> Patches:
-        # The same bytes can be an image and a video.
+        # The same bytes can be both an image and a video.
         kind = type(medium).__name__.encode()
         name = hashlib.blake2b(data, digest_size=16, person=kind[:16]).hexdigest()
         with self._lock:
@@ -271,7 +271,7 @@ class VisionReader:
             return self._video(data, name, look) if isinstance(medium, VideoInput) else self._image(data, name)
         except (DeadlineExceeded, UnsupportedCapability):
             raise
-        except Exception as error:  # decoders raise whatever broken files make them
+        except Exception as error:  # broken files make decoders raise anything
             told = type(error) is ValueError and str(error)
             raise unreadable(medium, told or f"{type(error).__name__}: {error}") from error
 
@@ -339,13 +339,13 @@ class VisionReader:
 
 
 def _least_tokens(processor: Any, frames: int, height: int, width: int) -> int:
-    """Fewest tokens that a video processor makes of so many frames of this height and width; 0: it does not say."""
+    """Return the minimum number of tokens for so many frames of this size; 0 if the processor cannot tell."""
     count = getattr(processor, "get_num_of_video_patches", None)
     if count is None:
         return 0
     size = {name: processor.size[name] for name in ("shortest_edge", "longest_edge")}
     if getattr(processor, "cap_pixels_per_frame", True):
-        # Frames of a long video are made smaller than the largest, down to this.
+        # The processor shrinks the frames of a long video, down to this size.
         size["longest_edge"] = min(size["longest_edge"], int(1.05 * size["shortest_edge"]))
     patches: int = count(frames, height, width, {"size": size})
     return patches // int(processor.merge_size) ** 2

@@ -1,4 +1,4 @@
-"""Videos' frames, decoded with PyAV, which is FFmpeg. For backends, in the engine's process."""
+"""Decoding of video frames with PyAV (FFmpeg). For backends, in the engine's process."""
 
 from __future__ import annotations
 
@@ -16,63 +16,64 @@ if TYPE_CHECKING:
     from av.container import InputContainer
 
 MOST_FRAMES: Final = 1 << 18
-"""Most frames of a video, kept or not."""
+"""Maximum number of frames of a video, kept or not."""
 
 MOST_FRAME_PIXELS: Final = 1 << 25
-"""Most pixels of one frame: 8K. A decoder holds up to twenty of them."""
+"""Maximum pixels of one frame: 8K. A decoder holds up to twenty frames."""
 
 _THREADS: Final = 4
-"""Each of FFmpeg's holds a frame of its own."""
+"""Number of FFmpeg threads; each holds a frame of its own."""
 
 _OF_FRAMES: Final = {"max_pixels": str(MOST_FRAME_PIXELS)}
 
 _OPTIONS: Final = {"protocol_whitelist": "none"} | _OF_FRAMES
-"""Playlists are videos to FFmpeg: it would read the files and addresses that one names."""
+"""No protocols: FFmpeg treats playlists as videos and would read the files and addresses named in them."""
 
 _KNOW_THEIR_LENGTH: Final = ("mov", "matroska")
-"""Formats in which the duration is written down, and not guessed at from what there is."""
+"""Formats that store the duration; for others FFmpeg estimates it from the data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """What was kept of a video."""
+    """The kept frames of a video."""
 
     pixels: NDArray[np.uint8]
-    """Shape (frames, height, width, 3): red, green, blue."""
+    """Shape (frames, height, width, 3), RGB."""
     indices: tuple[int, ...]
-    """Which frames of the video these are."""
+    """Indices of the kept frames in the video."""
     total: int
-    """Frames of the video."""
+    """Number of frames of the video."""
     per_second: float | None
-    """Of the video, on average; None: its file does not say."""
+    """Average frames per second of the video; None if its file does not say."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Bounds of one video. Each is checked before the memory or the time is spent."""
+    """Limits on one video. Each is checked before the memory or time is spent."""
 
     seconds: float
-    """Its length."""
+    """Maximum length in seconds."""
     pixels: int
-    """Of the frames that are kept, together."""
+    """Maximum pixels of all kept frames together."""
     fits: Callable[[int, int, int], None] = lambda frames, height, width: None
-    """Raises if so many frames of this height and width are too many."""
+    """Raises if so many frames of this height and width exceed a limit."""
     look: Callable[[], None] = lambda: None
-    """Called again and again; raises when nobody waits any more."""
+    """Called repeatedly; raises if the caller was cancelled or the time is over."""
 
 
 def decoded(data: bytes, bounds: Bounds, pick: Callable[[int, float | None], Sequence[int]] | None = None) -> Frames:
-    """Decode a video's file: each frame upright, as players show it.
+    """Decode a video file. Frames are rotated upright, as players show them.
 
     Args:
         data: The file, in any format that FFmpeg reads.
-        bounds: What it may take.
-        pick: Of the number of frames and those per second, the indices to keep; the video is decoded twice then,
-            so that only these are in memory. None: keep all.
+        bounds: Limits on the video.
+        pick: Takes the number of frames and the frames per second; returns the indices to keep. The video is then
+            decoded twice, so that only the kept frames are in memory. None: keep all.
 
     Raises:
         ImportError: PyAV is not installed.
-        Exception: PyAV's own, or ValueError: it is no video, is broken off, or too large; or what ``bounds`` raise.
+        Exception: PyAV's own or ValueError: The file is not a video, is truncated, or is too large. Also anything that
+            the functions of ``bounds`` raise.
     """
     rate = _rate(data)
     wanted: Sequence[int] | None = None
@@ -105,7 +106,7 @@ def _check_kept(count: int, frame: VideoFrame, bounds: Bounds) -> None:
 
 
 def _stacked(kept: dict[int, NDArray[np.uint8]], indices: Sequence[int]) -> NDArray[np.uint8]:
-    """Put frames into one array. Each is let go as soon as it is there, so that none is in memory twice."""
+    """Copy frames into one array. Each frame is freed once copied, so that none is in memory twice."""
     shapes = {frame.shape for frame in kept.values()}
     if len(shapes) > 1:
         raise ValueError(f"its frames have {len(shapes)} sizes; expected one")
@@ -131,7 +132,7 @@ def _stream(container: InputContainer) -> VideoStream:
     if container.format.name.endswith("_pipe"):
         raise ValueError("it is a still image")
     for stream in container.streams.video:
-        if not stream.disposition & Disposition.attached_pic:  # which is the cover of a sound
+        if not stream.disposition & Disposition.attached_pic:  # the cover picture of an audio file
             return stream
     raise ValueError("it holds no video")
 
@@ -147,7 +148,7 @@ def _frames(data: bytes, bounds: Bounds) -> Iterator[VideoFrame]:
                 f"its frames have {context.width} by {context.height} pixels; expected at most {MOST_FRAME_PIXELS}"
             )
         _check_seconds((container.duration or 0) / 1e6, bounds)
-        context.options = _OF_FRAMES  # frames may grow after the first
+        context.options = _OF_FRAMES  # frames after the first may be larger
         context.thread_count = _THREADS
         stream.thread_type = "AUTO"
         begin, end, count = math.inf, 0.0, 0
@@ -176,7 +177,7 @@ def _check_seconds(seconds: float, bounds: Bounds) -> None:
 
 
 def _check_length(container: InputContainer, stream: VideoStream, end: float) -> None:
-    """FFmpeg reads what is broken off between two frames as a shorter video."""
+    """Raise if the video is truncated: FFmpeg reads one that breaks off between two frames as a shorter video."""
     if container.duration is None or not container.format.name.startswith(_KNOW_THEIR_LENGTH):
         return
     length = ((container.start_time or 0) + container.duration) / 1e6

@@ -1,4 +1,4 @@
-"""The OpenAI API's requests and answers, on any engine: see :meth:`InferenceEngine.chat_completion`."""
+"""Requests and responses of the OpenAI API, for any engine: see :meth:`InferenceEngine.chat_completion`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers to chat completion requests, whole and in chunks."""
+"""Responses to chat completion requests, whole and in chunks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from drivetrain.types.outputs import Completion, CompletionChunk, FinishReason
 
 
 class ChatAnswer:
-    """Writes the answer to one request."""
+    """Builds the response to one request."""
 
     def __init__(
         self, asked: ChatPayload, id: str, model: str, tokenizer: Tokenizer, tool_call_parser: str | None = None
@@ -43,7 +43,7 @@ class ChatAnswer:
         self._ended: list[Completion] = []
 
     def whole(self, completions: Sequence[Completion]) -> ChatCompletion:
-        """Return the answer."""
+        """Return the whole response."""
         return {
             "id": self._id,
             "object": "chat.completion",
@@ -69,7 +69,7 @@ class ChatAnswer:
         }
 
     def _read(self, completion: Completion) -> tuple[str | None, list[ToolCall], FinishReasonName]:
-        """Return content, tool calls and the reason why it ended."""
+        """Return the content, the tool calls and the finish reason."""
         reason = FINISH_REASON[completion.finish_reason]
         if not self._asked.shows_tools:
             return completion.text, [], reason
@@ -89,13 +89,13 @@ class ChatAnswer:
     # In chunks ---------------------------------------------------------------------------------------------------
 
     def chunks(self, chunk: CompletionChunk) -> Iterator[ChatCompletionChunk]:
-        """Return the chunks of what is new in one choice: first its role, then its content, then its ending."""
+        """Yield a choice's new chunks: first its role, then its content, then its finish reason."""
         index = chunk.sample_index
         if index not in self._opened:
             self._opened.add(index)
             yield self._piece(index, {"role": "assistant", "content": ""})
         if chunk.token_ids or chunk.text:
-            # What will turn out to be a tool call must not go out as content: with tools, content comes at the end.
+            # A tool call must not be sent as content, so with tools the content is held back to the end.
             delta: ChatDelta = {} if self._asked.shows_tools else {"content": chunk.text}
             yield self._piece(index, delta, logprobs=self._logprobs(chunk), token_ids=chunk.token_ids)
         if chunk.completion is not None:
@@ -121,7 +121,7 @@ class ChatAnswer:
         yield self._chunk([last], None)
 
     def usage_chunk(self) -> ChatCompletionChunk:
-        """Return the chunk after the last, with the usage and without choices."""
+        """Return the final chunk, which has the usage and no choices."""
         return self._chunk([], usage(self._ended))
 
     def _piece(

@@ -1,4 +1,4 @@
-"""What chat completions and completions have in common: usage, endings, the layout of logprobs."""
+"""Shared parts of chat completions and completions: usage, finish reasons, logprobs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from drivetrain.openai.token_texts import TokenTexts
 from drivetrain.types.outputs import Completion, FinishReason, TopLogprobs, group_outputs_by_prompt
 
 IMPOSSIBLE: Final = -9999.0
-"""Logprob of a token that a mask forbids, as the OpenAI API writes it: JSON has no infinity."""
+"""Logprob of a token that a mask forbids, as in the OpenAI API: JSON has no infinity."""
 FINISH_REASON: Final[dict[FinishReason, FinishReasonName]] = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
@@ -28,7 +28,10 @@ FINISH_REASON: Final[dict[FinishReason, FinishReasonName]] = {
 
 
 def usage(completions: Sequence[Completion]) -> Usage:
-    """Count the tokens of a call. Prompt tokens count as cached if no sample of the prompt computed them."""
+    """Count the tokens of a call.
+
+    A prompt token counts as cached if every sample of the prompt took it from the prefix cache.
+    """
     groups = group_outputs_by_prompt(completions)
     prompt = sum(len(group[0].prompt_token_ids) for group in groups)
     generated = sum(len(completion.token_ids) for completion in completions)
@@ -42,7 +45,7 @@ def usage(completions: Sequence[Completion]) -> Usage:
 
 
 def ending(completion: Completion) -> Ending:
-    """Return the extras of a choice that has ended."""
+    """Return the non-OpenAI fields of a finished choice."""
     return {
         "weight_version": completion.weight_version,
         "weight_versions": [
@@ -54,10 +57,10 @@ def ending(completion: Completion) -> Ending:
 
 
 def json_logprob(logprob: float) -> float:
-    """Return a logprob as JSON can hold it: of a token that cannot be drawn it is -9999, as the API writes it.
+    """Return a logprob as JSON; -inf, for a token that cannot be drawn, becomes -9999 as in the OpenAI API.
 
     Raises:
-        EngineInternalError: it is no logprob.
+        EngineInternalError: The value is NaN or +inf.
     """
     if math.isfinite(logprob):
         return logprob
@@ -69,7 +72,7 @@ def json_logprob(logprob: float) -> float:
 def chat_logprobs(
     texts: TokenTexts, token_ids: Sequence[int], logprobs: Sequence[float], top: Sequence[TopLogprobs] | None
 ) -> ChatLogprobs:
-    """Lay out logprobs as chat completions do."""
+    """Return logprobs in the layout of chat completions."""
 
     def entry(token_id: int, logprob: float) -> TokenLogprob:
         written = texts(token_id)
@@ -92,7 +95,7 @@ def completion_logprobs(
     top: Sequence[TopLogprobs | None] | None,
     offsets: list[int],
 ) -> CompletionLogprobs:
-    """Lay out logprobs as completions do: one list for each kind of thing."""
+    """Return logprobs in the layout of completions: parallel lists of tokens, logprobs and offsets."""
     return {
         "tokens": [texts(token_id).text for token_id in token_ids],
         "token_logprobs": [None if logprob is None else json_logprob(logprob) for logprob in logprobs],
@@ -107,7 +110,10 @@ def completion_logprobs(
 
 
 def _by_text(texts: TokenTexts, pairs: TopLogprobs) -> dict[str, float]:
-    """Most likely first. The token that was sampled is there too; of tokens that read alike none is lost."""
+    """Return logprobs by token text, most likely first, including the sampled token.
+
+    If two tokens have the same text, the less likely one is keyed ``token_id:N``.
+    """
     found: dict[str, float] = {}
     for token_id, logprob in sorted(dict(pairs).items(), key=lambda pair: -pair[1]):
         text = texts(token_id).text

@@ -1,4 +1,4 @@
-"""Answers to completion requests, whole and in chunks."""
+"""Responses to completion requests, whole and in chunks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from drivetrain.types.outputs import Completion, CompletionChunk, TopLogprobs
 
 
 class CompletionAnswer:
-    """Writes the answer to one request."""
+    """Builds the response to one request."""
 
     def __init__(self, asked: CompletionPayload, id: str, model: str, tokenizer: Tokenizer) -> None:
         self._asked = asked
@@ -35,7 +35,7 @@ class CompletionAnswer:
         self._ended: list[Completion] = []
 
     def whole(self, completions: Sequence[Completion]) -> TextCompletion:
-        """Return the answer."""
+        """Return the whole response."""
         return {
             "id": self._id,
             "object": "text_completion",
@@ -72,7 +72,7 @@ class CompletionAnswer:
     # With the prompt ---------------------------------------------------------------------------------------------
 
     def _prompt_text(self, completion: Completion) -> str:
-        """The prompt as the model saw it, decoded."""
+        """Return the decoded prompt."""
         return self._tokenizer(completion.prompt_token_ids, skip_special_tokens=self._skip)
 
     def _echoed(self, completion: Completion, shown: str) -> CompletionLogprobs | None:
@@ -94,7 +94,7 @@ class CompletionAnswer:
     # In chunks ---------------------------------------------------------------------------------------------------
 
     def chunks(self, chunk: CompletionChunk) -> Iterator[TextCompletionChunk]:
-        """Return the chunks of what is new in one choice: its text, then its ending."""
+        """Yield a choice's new chunks: its text, then its finish reason."""
         choice: CompletionChunkChoice = {
             "index": self._index(chunk),
             "text": chunk.text,
@@ -118,7 +118,7 @@ class CompletionAnswer:
             yield self._chunk([last], None)
 
     def usage_chunk(self) -> TextCompletionChunk:
-        """Return the chunk after the last, with the usage and without choices."""
+        """Return the final chunk, which has the usage and no choices."""
         return self._chunk([], usage(self._ended))
 
     def _chunk(self, choices: list[CompletionChunkChoice], used: Usage | None) -> TextCompletionChunk:

@@ -1,4 +1,4 @@
-"""The four calls, on top of the engine page's ``generate`` and ``generate_stream``."""
+"""OpenAI endpoints: chat completions and completions, whole and streamed, over an engine's ``generate`` calls."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from drivetrain.types.prompts import Prompt
 
 
 class Engine(Protocol):
-    """What the four calls need of an engine."""
+    """The parts of an engine that the endpoints use."""
 
     @property
     def config(self) -> EngineConfig:
-        """Its configuration."""
+        """The engine's configuration."""
         ...
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Its tokenizer."""
+        """The engine's tokenizer."""
         ...
 
     async def generate(

@@ -1,4 +1,4 @@
-"""From a request of the OpenAI API to a call of the engine page. Pure functions over typed values."""
+"""Translation of OpenAI requests to calls of ``InferenceEngine``. Pure functions over typed values."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ _SAME: Final = (
     *("top_k", "min_p", "repetition_penalty", "stop_token_ids", "stop_regex", "include_stop_str_in_output"),
     *("ignore_eos", "skip_special_tokens", "logprobs_mode", "structured_output", "logit_processors"),
 )
-"""Fields that SamplingParams has under the same name."""
+"""Fields with the same name in SamplingParams."""
 _INNER: Final = re.compile(r"sampling_params\.(\w+)|\b(m(?:ax|in)_new_tokens)\b|\bprompts\[(\d+)\]")
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What to ask the engine, and how the request called it."""
+    """One engine call, with the request's own names of its fields."""
 
     id: str
     prompts: tuple[Prompt, ...]
     params: Mapping[str, object]
-    """Fields of SamplingParams, which the engine page checks."""
+    """Fields of SamplingParams; the engine validates them."""
     lora: str | None
     priority: int
     names: Mapping[str, str]
-    """The engine page's name of a field → the request's."""
+    """Engine's field name → the request's field name."""
 
     @property
     def request_ids(self) -> list[str]:
-        """One for each prompt; of a single prompt it is the response's own."""
+        """Request ids, one per prompt; a single prompt's is the response's id."""
         if len(self.prompts) == 1:
             return [self.id]
         return [f"{self.id}-{index}" for index in range(len(self.prompts))]
 
     @contextmanager
     def refusals(self) -> Generator[None]:
-        """Let the engine's refusals speak of the request's own fields."""
+        """Rewrite the engine's refusals to name the request's own fields."""
         try:
             yield
         except InvalidRequest as error:
@@ -67,7 +67,7 @@ def chat_call(asked: ChatPayload) -> Call:
     """Translate a chat completion request.
 
     Raises:
-        InvalidRequest: a field cannot be honoured.
+        InvalidRequest: A field cannot be honoured.
     """
     messages, media = to_template(asked.messages)
     prompt = ChatPrompt(
@@ -97,7 +97,7 @@ def completion_call(asked: CompletionPayload) -> Call:
     """Translate a completion request.
 
     Raises:
-        InvalidRequest: a field cannot be honoured.
+        InvalidRequest: A field cannot be honoured.
     """
     prompts = tuple(
         TextPrompt(text=prompt.text, add_special_tokens=asked.add_special_tokens)
@@ -111,17 +111,17 @@ def completion_call(asked: CompletionPayload) -> Call:
     if asked.echo:
         _check_echo(asked)
         if asked.logprobs is not None:
-            # Prompt logprobs are always raw: one list holds numbers of one kind.
+            # Prompt logprobs are always raw, and one list must not mix modes.
             fields |= {"prompt_logprobs": asked.logprobs, "logprobs_mode": LogprobsMode.RAW}
     names = {"prompts": "prompt", "max_new_tokens": "max_tokens", "prompt_logprobs": "logprobs"}
     return _call(asked, "cmpl", prompts, fields, names)
 
 
 def check_served(asked: Payload, model: str) -> str:
-    """Return the name under which the model was asked for.
+    """Return the model name to report in the response.
 
     Raises:
-        InvalidRequest: another model was asked for.
+        InvalidRequest: The request names another model than the served one.
     """
     known = (model, Path(model).name)
     if asked.model is not None and asked.model not in known:
@@ -172,7 +172,7 @@ def _schema(form: ResponseFormat | None) -> JsonSchema | None:
 
 
 def _renamed(words: str, names: Mapping[str, str], *, many: bool) -> str:
-    """Replace the engine page's names by the request's: ``sampling_params.min_new_tokens`` by ``min_tokens``."""
+    """Replace the engine's field names by the request's: ``sampling_params.min_new_tokens`` by ``min_tokens``."""
 
     def name(match: re.Match[str]) -> str:
         dotted, bare, index = match.groups()

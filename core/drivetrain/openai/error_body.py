@@ -1,4 +1,4 @@
-"""Errors as the OpenAI API writes them."""
+"""Conversion of errors to the OpenAI API's format."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _TABLE: Final[tuple[tuple[type[DrivetrainError], int, str, str | None], ...]] = 
 
 
 def error_body(error: DrivetrainError) -> tuple[int, ErrorBody]:
-    """Return the HTTP status and the body of an error, in the shape that clients of the OpenAI API read.
+    """Return the HTTP status and body of an error, in the format that OpenAI clients read.
 
-    ``param`` is the field that is wrong. A model that is not served is 404, as there.
+    ``param`` names the wrong field. A model that is not served gives 404, as in the OpenAI API.
     """
     status, kind, code = next(
         ((status, kind, code) for cls, status, kind, code in _TABLE if isinstance(error, cls)), (500, _SERVER, None)

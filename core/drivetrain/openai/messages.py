@@ -1,4 +1,4 @@
-"""Chat messages as the OpenAI API writes them, as the chat template reads them."""
+"""Conversion of OpenAI chat messages to the form that chat templates expect."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Part = dict[str, JsonValue]
 
 
 def to_template(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], tuple[MediaInput, ...]]:
-    """Return the messages as templates take them, and the images, video and audio that they hold, in order.
+    """Return the messages in template form, and their images, videos and sounds in order.
 
-    Content that is text in parts becomes one text, its parts on lines of their own. Where there are images and the
-    like, parts stay parts, and each medium leaves its placeholder. Arguments of earlier tool calls, which the API
-    writes as JSON text, become the objects that templates write out. All other fields stay as they are.
+    Content that has only text parts becomes one text, one part per line. Content with media stays a list of parts, with
+    a placeholder for each medium. Arguments of earlier tool calls, JSON text in the API, are parsed to objects, which
+    templates expect. All other fields are unchanged.
 
     Raises:
-        InvalidRequest: a part is of no known kind, or cannot be read.
+        InvalidRequest: A part has an unknown type or cannot be read.
     """
     media: list[MediaInput] = []
     rendered = tuple(_message(message, f"messages.{index}", media) for index, message in enumerate(messages))

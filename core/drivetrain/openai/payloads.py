@@ -1,7 +1,7 @@
-"""What the OpenAI REST API takes, as types: chat completions and completions, and the extras that RL asks for.
+"""Requests of the OpenAI REST API: chat completions and completions, with extra fields for RL.
 
-A field is honoured or refused; there is no field that is read and then dropped. Ranges are
-:class:`~drivetrain.types.sampling.SamplingParams`'s to check. As in the API itself, null stands for an absent field.
+Every field is honoured or refused; none is accepted and ignored. :class:`~drivetrain.types.sampling.SamplingParams`
+checks ranges. As in the API itself, null means absent.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ class _Frozen(BaseModel):
 
 
 class StreamOptions(_Frozen):
-    """Options of a stream."""
+    """Options of a streamed response."""
 
-    include_usage: StrictBool = Field(default=False, description="End with a chunk that holds the usage.")
-    include_obfuscation: Literal[False] = Field(default=False, description="Nothing pads the chunks.")
+    include_usage: StrictBool = Field(default=False, description="End the stream with a usage chunk.")
+    include_obfuscation: Literal[False] = Field(default=False, description="Only False: chunks are never padded.")
 
 
 class NamedSchema(_Frozen):
-    """A JSON schema and its name."""
+    """A named JSON schema."""
 
-    name: StrictStr = Field(default="", description="A label.")
+    name: StrictStr = Field(default="", description="A label without effect.")
     json_schema: dict[str, JsonValue] = Field(alias="schema", description="The schema.")
-    strict: StrictBool = Field(default=True, description="Output is held to the schema either way.")
+    strict: StrictBool = Field(default=True, description="Accepted; output always follows the schema.")
 
 
 class ResponseFormat(_Frozen):
-    """The form of the output: ``text``, any JSON object, or JSON of a schema."""
+    """Output format: ``text``, any JSON object, or JSON that follows a schema."""
 
-    type: Literal["text", "json_object", "json_schema"] = Field(description="Which form.")
+    type: Literal["text", "json_object", "json_schema"] = Field(description="The output format.")
     json_schema: NamedSchema | None = Field(default=None, description="The schema, for ``json_schema``.")
 
     @model_validator(mode="after")
@@ -75,7 +75,7 @@ def _one_is_a_tuple_of_one(value: object) -> object:
 
 
 def _ids_from_json(value: object) -> object:
-    """Keys of JSON objects are strings: ``{"42": 1.5}``."""
+    """Convert token ids to integers: JSON object keys are strings, as in ``{"42": 1.5}``."""
     if not isinstance(value, Mapping):
         return value
     biases = {int(key) if isinstance(key, str) and key.isdecimal() else key: bias for key, bias in value.items()}
@@ -85,7 +85,7 @@ def _ids_from_json(value: object) -> object:
 
 
 def _prompts(value: object) -> object:
-    """One prompt or a list of them, each text or token ids."""
+    """Convert one prompt or a list of prompts, each text or token ids, to prompt objects."""
     if isinstance(value, str) or (isinstance(value, Sequence) and value and isinstance(value[0], int)):
         value = [value]
     if not isinstance(value, Sequence) or not value:
@@ -102,7 +102,7 @@ def _prompt(value: object) -> TextPrompt | TokenPrompt:
 
 
 def _tool(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Checked, and otherwise left as it is: the chat template writes it out, key by key."""
+    """Check a tool. It is returned unchanged, because the chat template writes out every key."""
     function = value.get("function")
     if value.get("type") != "function" or not isinstance(function, dict) or len(value) > 2:
         raise ValueError("expected {'type': 'function', 'function': {'name': …, 'parameters': …}}")
@@ -119,57 +119,69 @@ def _tool(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 
 class _Payload(_Frozen):
-    """The fields that both requests have."""
+    """Fields of both request types."""
 
     other_names: ClassVar = PAYLOAD_NAMES
     refused: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Fields of the OpenAI API that no engine here can honour, and what to do instead."""
+    """OpenAI fields that no engine here can honour, each with the remedy."""
 
-    model: StrictStr | None = Field(default=None, description="The served model; None: whichever it is.")
+    model: StrictStr | None = Field(default=None, description="Name of the served model; None: any.")
     n: StrictInt | None = Field(default=None, description="Choices per prompt; 1 if not given.")
-    temperature: FiniteFloat | None = Field(default=None, description="1 if not given; 0 is greedy.")
+    temperature: FiniteFloat | None = Field(
+        default=None, description="Divides the logits; 1 if not given; 0 is greedy."
+    )
     top_p: FiniteFloat | None = Field(default=None, description="Nucleus probability.")
-    frequency_penalty: FiniteFloat | None = Field(default=None, description="For each time a token was generated.")
-    presence_penalty: FiniteFloat | None = Field(default=None, description="Once a token was generated.")
+    frequency_penalty: FiniteFloat | None = Field(
+        default=None, description="Subtracted from a logit for each time its token was generated."
+    )
+    presence_penalty: FiniteFloat | None = Field(
+        default=None, description="Subtracted from a logit once its token was generated."
+    )
     logit_bias: Annotated[dict[TokenId, FiniteFloat], BeforeValidator(_ids_from_json)] | None = Field(
         default=None, description="Token id → value added to its logit."
     )
     seed: StrictInt | None = Field(default=None, description="Choice i of a prompt uses seed + i.")
     stop: Annotated[tuple[StrictStr, ...], BeforeValidator(_one_is_a_tuple_of_one)] | None = Field(
-        default=None, description="A string or several that end generation."
+        default=None, description="One or more strings that end generation."
     )
-    max_tokens: StrictInt | None = Field(default=None, description="Most tokens to generate.")
-    response_format: ResponseFormat | None = Field(default=None, description="Hold the output to JSON.")
-    stream: StrictBool | None = Field(default=None, description="Must fit the method that is called.")
-    stream_options: StreamOptions | None = Field(default=None, description="Only for a stream.")
-    user: StrictStr | None = Field(default=None, description="A label of the caller's; nothing depends on it.")
-    metadata: dict[str, str] | None = Field(default=None, description="Labels too.")
+    max_tokens: StrictInt | None = Field(default=None, description="Maximum tokens to generate.")
+    response_format: ResponseFormat | None = Field(default=None, description="Constrain the output to JSON.")
+    stream: StrictBool | None = Field(default=None, description="Must match the called method.")
+    stream_options: StreamOptions | None = Field(default=None, description="Options of a stream; only with streaming.")
+    user: StrictStr | None = Field(default=None, description="A label of the caller's, without effect.")
+    metadata: dict[str, str] | None = Field(default=None, description="Labels of the caller's, without effect.")
     # Not in the OpenAI API
     top_k: StrictInt | None = Field(default=None, description="Number of candidate tokens; 0 is off.")
-    min_p: FiniteFloat | None = Field(default=None, description="Share of the top probability.")
-    repetition_penalty: FiniteFloat | None = Field(default=None, description="1 is off.")
-    min_tokens: StrictInt | None = Field(default=None, description="No stop before this many tokens.")
+    min_p: FiniteFloat | None = Field(default=None, description="Minimum probability, as a share of the top token's.")
+    repetition_penalty: FiniteFloat | None = Field(
+        default=None, description="Divides positive and multiplies negative logits of tokens seen; 1 is off."
+    )
+    min_tokens: StrictInt | None = Field(default=None, description="Minimum tokens before any stop.")
     stop_token_ids: tuple[TokenId, ...] | None = Field(default=None, description="Ids that end generation.")
     stop_regex: Annotated[tuple[StrictStr, ...], BeforeValidator(_one_is_a_tuple_of_one)] | None = Field(
-        default=None, description="An expression or several whose match ends generation."
+        default=None, description="One or more regular expressions whose match ends generation."
     )
-    include_stop_str_in_output: StrictBool | None = Field(default=None, description="Keep the matched stop.")
-    ignore_eos: StrictBool | None = Field(default=None, description="Go on past EOS.")
-    skip_special_tokens: StrictBool | None = Field(default=None, description="Leave them out of the text.")
+    include_stop_str_in_output: StrictBool | None = Field(
+        default=None, description="Keep the matched stop in ids and text."
+    )
+    ignore_eos: StrictBool | None = Field(default=None, description="Continue past EOS.")
+    skip_special_tokens: StrictBool | None = Field(default=None, description="Leave special tokens out of the text.")
     logprobs_mode: Annotated[LogprobsMode, BY_NAME] | None = Field(
-        default=None, description="Which distribution; the engine's own."
+        default=None, description="Distribution that the logprobs belong to; None: the engine's configured mode."
     )
-    structured_output: StructuredOutput | None = Field(default=None, description="A grammar; see SamplingParams.")
+    structured_output: StructuredOutput | None = Field(
+        default=None, description="Grammar that constrains the output; see SamplingParams."
+    )
     logit_processors: tuple[LogitProcessor, ...] | None = Field(default=None, description="See SamplingParams.")
     lora: StrictStr | None = Field(default=None, description="Name of a loaded adapter.")
-    priority: StrictInt | None = Field(default=None, description="Higher is sooner.")
+    priority: StrictInt | None = Field(default=None, description="Requests with a higher priority start sooner.")
     request_id: StrictStr | None = Field(
-        default=None, min_length=1, description="The response's id, and the id to abort by."
+        default=None, min_length=1, description="Id of the response; also used to abort the request."
     )
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """True if the stream ends with a usage chunk."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
@@ -191,27 +203,35 @@ class ChatPayload(_Payload):
     )
 
     messages: tuple[Message, ...] = Field(min_length=1, description="The conversation so far.")
-    max_completion_tokens: StrictInt | None = Field(default=None, description="The newer name of max_tokens.")
+    max_completion_tokens: StrictInt | None = Field(default=None, description="Newer name of max_tokens.")
     logprobs: StrictBool = Field(default=False, description="Return logprobs.")
-    top_logprobs: StrictInt | None = Field(default=None, description="Also of the k most likely; wants logprobs.")
+    top_logprobs: StrictInt | None = Field(
+        default=None, description="Also return the k most likely tokens; needs logprobs=True."
+    )
     tools: tuple[Annotated[dict[str, JsonValue], AfterValidator(_tool)], ...] = Field(
         default=(), description="Functions that the model may call."
     )
     tool_choice: Literal["auto", "none"] | None = Field(
-        default=None, description="auto: show the tools to the model and parse its calls; none: neither."
+        default=None, description="auto: put the tools into the prompt and parse the model's calls; none: neither."
     )
-    safety_identifier: StrictStr | None = Field(default=None, description="A label of the caller's.")
-    # Accepted only as what they are anyway
-    modalities: tuple[Literal["text"], ...] | None = Field(default=None, description="Only text is generated.")
-    parallel_tool_calls: Literal[True] | None = Field(default=None, description="Calls are as many as were made.")
-    service_tier: Literal["auto", "default"] | None = Field(default=None, description="There is one.")
-    store: Literal[False] | None = Field(default=None, description="Nothing is stored.")
+    safety_identifier: StrictStr | None = Field(default=None, description="A label of the caller's, without effect.")
+    # Accepted only with the value that holds anyway
+    modalities: tuple[Literal["text"], ...] | None = Field(default=None, description="Only text.")
+    parallel_tool_calls: Literal[True] | None = Field(
+        default=None, description="Only True: all calls of the model are returned."
+    )
+    service_tier: Literal["auto", "default"] | None = Field(
+        default=None, description="Accepted; there is only one tier."
+    )
+    store: Literal[False] | None = Field(default=None, description="Only False: nothing is stored.")
     # Not in the OpenAI API
     chat_template_kwargs: dict[str, JsonValue] = Field(
-        default_factory=dict, description="Further variables of the chat template."
+        default_factory=dict, description="Additional variables of the chat template."
     )
-    add_generation_prompt: StrictBool = Field(default=True, description="End with the assistant's opening.")
-    continue_final_message: StrictBool = Field(default=False, description="Go on with the last message instead.")
+    add_generation_prompt: StrictBool = Field(default=True, description="End the prompt with the assistant's opening.")
+    continue_final_message: StrictBool = Field(
+        default=False, description="Continue the last message instead of beginning a new one."
+    )
 
     @field_validator("max_completion_tokens", "top_logprobs", "tool_choice")
     @classmethod
@@ -227,7 +247,7 @@ class ChatPayload(_Payload):
 
     @property
     def shows_tools(self) -> bool:
-        """Whether the model is shown tools, and its calls are parsed."""
+        """True if the prompt includes the tools and the output is parsed for calls."""
         return bool(self.tools) and self.tool_choice != "none"
 
 
@@ -244,11 +264,15 @@ class CompletionPayload(_Payload):
     prompt: Annotated[tuple[TextPrompt | TokenPrompt, ...], BeforeValidator(_prompts)] = Field(
         description="Text, token ids, or a list of either."
     )
-    max_tokens: StrictInt | None = Field(default=16, description="Most tokens to generate.")
-    logprobs: StrictInt | None = Field(default=None, description="Return logprobs, also of the k most likely.")
-    echo: StrictBool = Field(default=False, description="Begin each choice's text (and logprobs) with the prompt's.")
+    max_tokens: StrictInt | None = Field(default=16, description="Maximum tokens to generate.")
+    logprobs: StrictInt | None = Field(
+        default=None, description="Return logprobs of the sampled and of the k most likely tokens."
+    )
+    echo: StrictBool = Field(default=False, description="Prepend the prompt's text and logprobs to each choice.")
     # Not in the OpenAI API
-    add_special_tokens: StrictBool = Field(default=True, description="Let the tokenizer add its BOS and the like.")
+    add_special_tokens: StrictBool = Field(
+        default=True, description="Let the tokenizer add special tokens such as BOS."
+    )
 
 
 _P = TypeVar("_P", bound=_Payload)
@@ -259,12 +283,12 @@ def parse(kind: type[_P], payload: object, *, stream: bool) -> _P:
     """Validate a request.
 
     Args:
-        kind: What it should be.
-        payload: A mapping as it comes out of JSON.
-        stream: Whether the answer will be streamed.
+        kind: The expected request type.
+        payload: A mapping as parsed from JSON.
+        stream: True if the response will be streamed.
 
     Raises:
-        InvalidRequest: naming the field, its value and the remedy.
+        InvalidRequest: A field is wrong; the message names the field, its value and the remedy.
     """
     if not isinstance(payload, Mapping):
         raise InvalidRequest(f"the payload is a {type(payload).__name__}; expected a mapping, as the OpenAI API takes")
@@ -304,7 +328,7 @@ def _refusal(error: ValidationError, kind: type[_Payload], given: Mapping[str, o
 
 
 def _path(loc: tuple[int | str, ...], value: object, *, is_missing: bool) -> list[str]:
-    """Where in the payload an error is; branches of unions, which pydantic names too, are no part of the payload."""
+    """Return the path to an error in the payload, without union branches, which pydantic adds to its location."""
     path: list[str] = []
     for part in loc:
         if isinstance(value, Mapping) and part in value:

@@ -1,4 +1,4 @@
-"""What comes back, as the OpenAI API shapes it. Fields that the API does not have are marked as extras."""
+"""Types of OpenAI API responses. Fields that the API does not have are marked as extras."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Literal, NotRequired, TypedDict
 from drivetrain.tool_calls.functions import FunctionCall
 
 FinishReasonName = Literal["stop", "length", "tool_calls", "abort"]
-"""``abort`` is not OpenAI's: it is what SGLang and vLLM call it. Such a choice holds what was generated so far."""
+"""``abort`` is not OpenAI's; SGLang and vLLM use it too. An aborted choice holds the tokens generated so far."""
 
 
 class PromptTokensDetails(TypedDict):
-    """Of the prompt tokens."""
+    """Details of the prompt tokens."""
 
     cached_tokens: int
 
 
 class Usage(TypedDict):
-    """Tokens of a whole call. A prompt counts once, whatever ``n``; stop tokens were generated and count."""
+    """Token counts of a whole call. A prompt counts once, whatever ``n`` is; stop tokens count as generated."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -26,7 +26,7 @@ class Usage(TypedDict):
 
 
 class WeightSpan(TypedDict):
-    """Tokens ``start`` to ``end`` (exclusive) of a choice were sampled under ``version``."""
+    """Range of a choice's tokens, ``start`` to ``end`` (exclusive), that were sampled under ``version``."""
 
     version: str
     start: int
@@ -34,7 +34,7 @@ class WeightSpan(TypedDict):
 
 
 class Ending(TypedDict):
-    """Extras of a choice that has ended."""
+    """Extra fields of a finished choice."""
 
     weight_version: str | None
     weight_versions: list[WeightSpan]
@@ -46,7 +46,7 @@ class Ending(TypedDict):
 
 
 class TokenLogprob(TypedDict):
-    r"""A token, and how likely it was. A token that is a part of a character is written as ``bytes:\xe2\x82``."""
+    r"""A token with its logprob. A token that is part of a character is written as ``bytes:\xe2\x82``."""
 
     token: str
     logprob: float
@@ -54,7 +54,7 @@ class TokenLogprob(TypedDict):
 
 
 class SampledLogprob(TokenLogprob):
-    """A sampled token, and the most likely ones in its place."""
+    """A sampled token, and the most likely tokens at its position."""
 
     top_logprobs: list[TokenLogprob]
 
@@ -67,21 +67,21 @@ class ChatLogprobs(TypedDict):
 
 
 class CompletionLogprobs(TypedDict):
-    """Lists as long as the choice's ``token_ids`` (with ``echo``, the prompt's before them)."""
+    """Parallel lists with one entry per id of ``token_ids``; with ``echo``, the prompt's tokens come first."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None] | None
-    """Always with the token itself. Two tokens that read alike: the second is called ``token_id:…``."""
+    """Includes the sampled token. If two tokens have the same text, the less likely one is keyed ``token_id:…``."""
     text_offset: list[int]
-    """Where in the choice's text each token begins."""
+    """Character offset of each token in the choice's text."""
 
 
 # Chat ----------------------------------------------------------------------------------------------------------------
 
 
 class ToolCall(TypedDict):
-    """One call."""
+    """A tool call."""
 
     id: str
     type: Literal["function"]
@@ -89,13 +89,13 @@ class ToolCall(TypedDict):
 
 
 class ToolCallDelta(ToolCall):
-    """One call of a stream, whole."""
+    """A tool call in a stream; sent in one piece."""
 
     index: int
 
 
 class ChatMessage(TypedDict):
-    """The answer."""
+    """The generated message."""
 
     role: Literal["assistant"]
     content: str | None
@@ -104,7 +104,7 @@ class ChatMessage(TypedDict):
 
 
 class ChatChoice(Ending):
-    """One answer; ``token_ids``, ``matched_stop`` and what concerns weights and the logprobs' mode are extras."""
+    """One generated answer. Extras: ``token_ids`` and all fields of :class:`Ending`."""
 
     index: int
     message: ChatMessage
@@ -114,7 +114,7 @@ class ChatChoice(Ending):
 
 
 class ChatCompletion(TypedDict):
-    """The answer to a chat completion request; ``prompt_token_ids`` is an extra."""
+    """Response to a chat completion request; ``prompt_token_ids`` is an extra."""
 
     id: str
     object: Literal["chat.completion"]
@@ -126,7 +126,7 @@ class ChatCompletion(TypedDict):
 
 
 class ChatDelta(TypedDict, total=False):
-    """What is new in a message."""
+    """New parts of a message."""
 
     role: Literal["assistant"]
     content: str
@@ -134,7 +134,7 @@ class ChatDelta(TypedDict, total=False):
 
 
 class ChunkEnding(TypedDict, total=False):
-    """Extras of a choice's last chunk."""
+    """Extra fields of a choice's last chunk."""
 
     weight_version: str | None
     weight_versions: list[WeightSpan]
@@ -144,7 +144,7 @@ class ChunkEnding(TypedDict, total=False):
 
 
 class ChatChunkChoice(ChunkEnding):
-    """What is new in one choice."""
+    """New parts of one choice."""
 
     index: int
     delta: ChatDelta
@@ -154,7 +154,10 @@ class ChatChunkChoice(ChunkEnding):
 
 
 class ChatCompletionChunk(TypedDict):
-    """One chunk. ``usage`` is there if it was asked for: None but in the last one, which has no choices."""
+    """One chunk of a stream.
+
+    ``usage`` exists only on request; it is None except in the last chunk, which has no choices.
+    """
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -168,7 +171,7 @@ class ChatCompletionChunk(TypedDict):
 
 
 class CompletionChoice(Ending):
-    """One choice; ``index`` counts over prompts and, within one, over its ``n``. Extras as in :class:`ChatChoice`."""
+    """One choice; ``index`` counts over all prompts and their ``n`` samples. Extras as in :class:`ChatChoice`."""
 
     index: int
     text: str
@@ -179,7 +182,7 @@ class CompletionChoice(Ending):
 
 
 class TextCompletion(TypedDict):
-    """The answer to a completion request."""
+    """Response to a completion request."""
 
     id: str
     object: Literal["text_completion"]
@@ -190,7 +193,7 @@ class TextCompletion(TypedDict):
 
 
 class CompletionChunkChoice(ChunkEnding):
-    """What is new in one choice."""
+    """New parts of one choice."""
 
     index: int
     text: str
@@ -214,7 +217,7 @@ class TextCompletionChunk(TypedDict):
 
 
 class ErrorDetails(TypedDict):
-    """What went wrong."""
+    """Details of an error."""
 
     message: str
     type: str
@@ -223,6 +226,6 @@ class ErrorDetails(TypedDict):
 
 
 class ErrorBody(TypedDict):
-    """The body of an answer that is an error."""
+    """Body of an error response."""
 
     error: ErrorDetails

@@ -1,4 +1,4 @@
-"""How single tokens are written beside their logprobs: text, bytes, and where in the text they begin."""
+"""Text, bytes and offsets of single tokens, for logprobs."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from drivetrain.text.tokenizer import REPLACEMENT, IncrementalDecoder, Tokenizer
 
 _BYTE_PIECE: Final = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE_PIECE: Final = "▁"
-"""SentencePiece's mark of a space, which decoders leave out at the start of a text."""
+"""SentencePiece's space marker, which decoders drop at the start of a text."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenText:
-    """One token."""
+    """Text and bytes of one token."""
 
     text: str
-    r"""Its text; a part of a character is written as ``bytes:\xe2\x82``."""
+    r"""The token's text; part of a character is written as ``bytes:\xe2\x82``."""
     data: list[int] | None
-    """Its bytes, which put together are the text's in UTF-8; None where the tokenizer does not tell."""
+    """The token's UTF-8 bytes, which concatenate to the bytes of the whole text; None if the tokenizer does not tell
+    them."""
 
 
 class TokenTexts:
-    """Writes single tokens of one tokenizer, special ones included, the same wherever they stand."""
+    """Texts of single tokens, special tokens included, independent of their position."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, TokenText] = {}
 
     def __call__(self, token_id: int) -> TokenText:
-        """Return how ``token_id`` is written."""
+        """Return the text and bytes of ``token_id``."""
         if token_id not in self._known:
             self._known[token_id] = self._write(token_id)
         return self._known[token_id]
@@ -57,7 +58,7 @@ class TokenTexts:
 
 
 def _bytes_of(piece: str) -> bytes | None:
-    """The bytes of a vocabulary's entry: SentencePiece writes ``<0xE2>``, byte-level BPE an alphabet of its own."""
+    """Return the bytes of a vocabulary entry, in SentencePiece's notation (``<0xE2>``) or byte-level BPE's alphabet."""
     if match := _BYTE_PIECE.fullmatch(piece):
         return bytes([int(match[1], 16)])
     alphabet = _byte_level_alphabet()
@@ -66,16 +67,16 @@ def _bytes_of(piece: str) -> bytes | None:
 
 @cache
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's: bytes that print stand for themselves, the others for characters from U+0100 on, in order."""
+    """Return GPT-2's byte alphabet: printable bytes map to themselves, the others to U+0100 onwards, in order."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
 class TextOffsets:
-    """Follows one choice token by token, and says where in its text each begins.
+    """Tracks where each token of one choice begins in its text.
 
-    Of a character made by several tokens, all but the first begin where the text before the character ends.
+    If a character consists of several tokens, all but the first begin where the preceding text ends.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool, start: int = 0) -> None:
@@ -83,7 +84,7 @@ class TextOffsets:
         self._start = start
 
     def push(self, token_ids: Iterable[int]) -> list[int]:
-        """Add ids; return where each begins."""
+        """Add ids and return the character offset of each."""
         offsets: list[int] = []
         for token_id in token_ids:
             offsets.append(self._start + len(self._decoder.text))

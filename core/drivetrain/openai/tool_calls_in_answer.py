@@ -1,4 +1,4 @@
-"""Tool calls of a completion, whose marks may be special tokens that its text leaves out."""
+"""Tool calls of a completion. Their markers may be special tokens, which the completion's text leaves out."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from drivetrain.tool_calls.reasoning import is_open
 from drivetrain.types.outputs import Completion
 
 _LAST_OF_PROMPT: Final = 16
-"""Tokens at a prompt's end that tell whether it has opened the reasoning."""
+"""Number of tokens at a prompt's end that are searched for an opening reasoning tag."""
 
 
 def read_calls(completion: Completion, asked: ChatPayload, tokenizer: Tokenizer, parser: str | None) -> ParsedText:
-    """Return the calls of a completion, and its text without them.
+    """Return the tool calls of a completion, and its text without them.
 
     Args:
-        completion: One that has ended.
+        completion: A finished completion.
         asked: The request, with its tools.
-        tokenizer: The engine's.
+        tokenizer: The engine's tokenizer.
         parser: The engine's configured ``tool_call_parser``.
     """
     prompt = tokenizer(completion.prompt_token_ids[-_LAST_OF_PROMPT:], skip_special_tokens=False)
@@ -40,7 +40,7 @@ def read_calls(completion: Completion, asked: ChatPayload, tokenizer: Tokenizer,
 
 
 def _with_marks(completion: Completion, asked: ChatPayload, tokenizer: Tokenizer) -> str:
-    """The text of a completion, special tokens included: a syntax may be marked by some."""
+    """Return a completion's text with special tokens, because some syntaxes use them as markers."""
     if asked.skip_special_tokens is False:
         return completion.text
     ids = completion.token_ids
@@ -48,7 +48,7 @@ def _with_marks(completion: Completion, asked: ChatPayload, tokenizer: Tokenizer
         ids = ids[:-1]
     whole = tokenizer(ids, skip_special_tokens=False)
     if isinstance(completion.matched_stop, str):
-        # The ids may reach past the place where the text was cut.
+        # The ids may extend beyond the position where the text was cut.
         cut = tokenizer(ids, skip_special_tokens=True)[len(completion.text) :]
         whole = whole.removesuffix(cut) if cut else whole
     return whole

@@ -1,7 +1,7 @@
-"""An engine in a process of its own, behind the same page as one in this process.
+"""Engines in a host process, behind the same ``Backend`` page as engines in this process.
 
-The wire protocol is the ``Backend`` page: each of its coroutines is a method that can be called over a socket,
-with the argument and result types of its annotations. ``docs/reference/wire.md`` writes it down.
+The wire protocol is the ``Backend`` page: each of its coroutines is a method that can be called over a socket, with the
+argument and result types of its annotations. ``docs/reference/wire.md`` describes it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m drivetrain.process``: what a trainer starts. Not for people."""
+"""``python -m drivetrain.process``: the host process that a trainer starts. Not for people."""
 
 from __future__ import annotations
 
@@ -8,26 +8,25 @@ import sys
 
 
 def main(given: list[str] | None = None) -> int:
-    """Serve one engine, answer one probe, or fork hosts; returns the exit code."""
+    """Serve one engine or answer one probe; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m drivetrain.process", description=__doc__)
-    parser.add_argument("--fd", type=int, help="socket that carries the calls")
-    parser.add_argument("--watch-fd", type=int, help="socket that carries the heartbeats")
+    parser.add_argument("--fd", type=int, help="file descriptor of the call socket")
+    parser.add_argument("--watch-fd", type=int, help="file descriptor of the heartbeat socket")
     parser.add_argument("--period", type=float, default=1.0, help="seconds between heartbeats")
-    parser.add_argument("--patience", type=float, default=10.0, help="seconds that a frozen process is waited for")
-    parser.add_argument("--probe", action="store_true", help="configuration on stdin, what the engine can do on stdout")
-    parser.add_argument("--fork-server", type=int, help="socket that asks for hosts, to be forked from this process")
-    parser.add_argument("--backend", default="", help="with --fork-server: the backend that the hosts will serve")
+    parser.add_argument(
+        "--patience", type=float, default=10.0, help="seconds after which a stopped process counts as lost"
+    )
+    parser.add_argument(
+        "--probe",
+        action="store_true",
+        help="read a configuration from stdin, print the engine's capabilities to stdout",
+    )
     arguments = parser.parse_args(given)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     if arguments.probe:
         from drivetrain.process.capability_probe import answer
 
         return answer()
-    if arguments.fork_server is not None:
-        from drivetrain.backend.registry import load_backend
-        from drivetrain.process.fork_server import serve_forks
-
-        return serve_forks(arguments.fork_server, lambda: load_backend(arguments.backend).preload(), main)
     if arguments.fd is None or arguments.watch_fd is None:
         parser.error("--fd and --watch-fd are needed; start an engine with drivetrain.create_engine instead")
     from drivetrain.process.host_loop import serve

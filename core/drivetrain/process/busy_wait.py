@@ -1,4 +1,4 @@
-"""Waiting without sleep, for an answer that is milliseconds away."""
+"""Busy waiting for a reply that is expected within milliseconds."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 _LONGEST_S: Final = 0.1
-"""Who waits longer than this does not notice how long it takes to wake."""
+"""Maximum seconds of busy waiting; in a longer wait the delay of waking up does not matter."""
 
 
 @asynccontextmanager
 async def busy_wait() -> AsyncGenerator[None, None]:
-    """Keep this event loop from sleeping within, for a tenth of a second at most.
+    """Keep this event loop from sleeping during the block, for a tenth of a second at most.
 
-    A process that sleeps on an idle core is some tenths of a millisecond late for what it waits for. Takes that core,
-    which must be one that nobody else wants: of a host whose GPU does the work.
+    A process that sleeps on an idle core wakes up some tenths of a millisecond late. Busy waiting occupies the core, so
+    it is used only where the GPU does the work and the core is free.
     """
     staying = asyncio.create_task(_stay_awake(time.monotonic() + _LONGEST_S))
     try:
@@ -27,7 +27,7 @@ async def busy_wait() -> AsyncGenerator[None, None]:
 
 
 async def _stay_awake(until: float) -> None:
-    while time.monotonic() < until:  # noqa: ASYNC110 - it is not what is waited for
+    while time.monotonic() < until:  # noqa: ASYNC110 - a busy loop on purpose
         await asyncio.sleep(0)
 
 

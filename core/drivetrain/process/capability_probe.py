@@ -1,4 +1,4 @@
-"""Asking another environment's Python what its engine can do, without starting it."""
+"""Query of an engine's capabilities in another Python environment, without starting it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LINES_SHOWN: Final = 30
 
 
 class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a backend says of itself in its own environment."""
+    """Description of a backend in its own environment."""
 
     backend: str
     capabilities: frozenset[Capability]
@@ -52,32 +52,32 @@ class _Described(msgspec.Struct):
 
 
 class _Version(msgspec.Struct):
-    """How the answer of any version begins."""
+    """Leading fields of every version's answer."""
 
     wire_version: int
     drivetrain: str
 
 
 class _Answer(_Version):
-    """One JSON object on stdout; one of the two is given."""
+    """Answer on stdout, one JSON object with either ``result`` or ``failure``."""
 
     result: ProbeResult | None = None
     failure: _Described | None = None
 
 
 def probe(config: EngineConfig, python: str | None = None, *, deadline: float = _DEADLINE_S) -> ProbeResult:
-    """Ask the environment of ``python`` what the configured backend can do there. Blocks; starts no engine.
+    """Query what the configured backend can do in the environment of ``python``. Blocks; starts no engine.
 
     Args:
-        config: The engine's configuration, which capabilities may depend on.
+        config: The engine's configuration, on which capabilities may depend.
         python: Python executable of the environment; None: ``config.python``, or this environment's.
-        deadline: In seconds; importing an engine from a cold disk takes a while.
+        deadline: Timeout in seconds; importing an engine from a cold disk takes a while.
 
     Raises:
-        EngineStartError: the interpreter cannot be run, or its environment lacks drivetrain.
-        WireError: its drivetrain speaks another version of the wire protocol.
-        DeadlineExceeded: it did not answer in time.
-        BackendError: the backend is unknown or unavailable there; also any other error that describing it raised.
+        EngineStartError: The interpreter cannot be run, or its environment lacks drivetrain.
+        WireError: Its drivetrain speaks another version of the wire protocol.
+        DeadlineExceeded: It did not answer in time.
+        BackendError: The backend is unknown or unavailable there. Other errors of describing it are raised as well.
     """
     python = python or config.python
     mark = uuid.uuid4().hex
@@ -125,12 +125,12 @@ def _understand(answered: bytes, shown: str) -> ProbeResult:
 
 
 def answer() -> int:
-    """The probed side: a configuration on stdin, one JSON object on stdout. Returns the exit code."""
+    """Answer a probe: read a configuration from stdin, write one JSON object to stdout; return the exit code."""
     with _stdout_kept() as write:
         reply = _Answer(WIRE_VERSION, drivetrain_version())
         try:
             reply.result = _describe(EngineConfig.model_validate_json(sys.stdin.buffer.read()))
-        except Exception as error:  # whatever describing the backend raises is what the asker wants to know
+        except Exception as error:  # any error is reported to the caller
             told = failure(0, error)
             reply.failure = _Described(told.error, told.message, told.fields)
         write(msgspec.json.encode(reply))
@@ -157,7 +157,7 @@ def _describe(config: EngineConfig) -> ProbeResult:
 
 @contextlib.contextmanager
 def _stdout_kept() -> Iterator[Callable[[bytes], object]]:
-    """Keep stdout for the answer: what engines print while they are imported goes to stderr."""
+    """Reserve stdout for the answer; engines' output during import goes to stderr."""
     kept = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     with kept:

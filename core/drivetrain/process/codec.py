@@ -1,14 +1,16 @@
-"""Typed values to msgpack and back, for whatever types the ``Backend`` page uses.
+"""Encoding of typed values to msgpack, for all types of the ``Backend`` page.
 
-msgspec handles builtins, enums and dataclasses; pydantic models cross as maps and are validated by their own
-model on arrival. What msgspec cannot tell apart, a union of several classes, crosses as (class name, value).
+msgspec handles builtins, enums and dataclasses. Pydantic models are sent as maps and validated by their model on
+arrival. A union of several classes, which msgspec cannot tell apart, is sent as (class name, value).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import operator
 import types
 from abc import ABC, abstractmethod
-from typing import Final, Union, get_args, get_origin
+from typing import Any, Final, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 from pydantic import BaseModel
@@ -16,26 +18,26 @@ from pydantic import BaseModel
 from drivetrain.backend.base import GenerateRequest
 from drivetrain.errors import WireError
 from drivetrain.types.prompts import MediaInput
-from drivetrain.types.sampling import LogprobsMode, SamplingParams
+from drivetrain.types.sampling import SamplingParams
 
 
 class Codec(ABC):
-    """How values of one type cross."""
+    """Encoder and decoder of one type's values."""
 
     @abstractmethod
     def encode(self, value: object) -> msgspec.Raw:
         """Return the value as msgpack.
 
         Raises:
-            WireError: it holds something that is not of the annotated type and cannot cross.
+            WireError: The value is not of the annotated type and cannot be encoded.
         """
 
     @abstractmethod
     def decode(self, data: msgspec.Raw) -> object:
-        """Return the value.
+        """Return the decoded value.
 
         Raises:
-            WireError: the bytes are no such value.
+            WireError: The bytes do not hold such a value.
         """
 
 
@@ -43,7 +45,7 @@ def codec_for(annotation: object) -> Codec:
     """Return the codec of an annotation.
 
     Raises:
-        TypeError: values of that type cannot cross; keep such types out of the ``Backend`` page.
+        TypeError: Values of that type cannot be encoded; do not use the type on the ``Backend`` page.
     """
     if annotation is GenerateRequest:
         return _requests
@@ -133,7 +135,7 @@ _items: Final = msgspec.msgpack.Decoder(tuple[msgspec.Raw, ...])
 
 
 class _Several(Codec):
-    """A tuple of any length of what one codec takes."""
+    """Codec of a tuple of any length."""
 
     def __init__(self, member: Codec) -> None:
         self._member = member
@@ -154,21 +156,21 @@ class _Several(Codec):
 # The hot one ---------------------------------------------------------------------------------------------------------
 
 
-class _Request(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """``GenerateRequest`` in transit: its fields in order, params and media still packed."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    params: msgspec.Raw
-    max_new_tokens: int
-    stop_token_ids: tuple[int, ...]
-    logprobs_mode: LogprobsMode
-    seed: int | None
-    lora: str | None
-    priority: int
-    media: tuple[msgspec.Raw, ...]
-
-
+_FIELDS: Final = tuple(field.name for field in dataclasses.fields(GenerateRequest))
+_PARAMS: Final = _FIELDS.index("params")
+_MEDIA: Final = _FIELDS.index("media")
+_PACKED: Final = {"params": msgspec.Raw, "media": tuple[msgspec.Raw, ...]}
+"""Fields whose values are encoded before the request is."""
+_hints: Final = get_type_hints(GenerateRequest)
+_Request: Final[Any] = msgspec.defstruct(
+    "_Request",
+    [(name, _PACKED.get(name, _hints[name])) for name in _FIELDS],
+    array_like=True,
+    frozen=True,
+    gc=False,
+)
+"""``GenerateRequest`` on the wire: its fields in order."""
+_values: Final = operator.attrgetter(*_FIELDS)
 _request: Final = msgspec.msgpack.Decoder(_Request)
 _params: Final = _Typed(SamplingParams)
 _media: Final = _OneOf(get_args(MediaInput))
@@ -176,10 +178,11 @@ _PARAMS_HELD: Final = 1024
 
 
 class _RequestCodec(Codec):
-    """The requests of a batch mostly share one ``SamplingParams``, so it is packed once and validated once.
+    """Codec of ``GenerateRequest`` that encodes and validates shared ``SamplingParams`` once.
 
-    Packed params are remembered by identity, so only until :func:`forget_params`: a params object's dictionaries can
-    be changed in place. Arrived ones are remembered by their bytes.
+    Most requests of a batch share one ``SamplingParams``. Encoded params are cached by identity, and only until
+    :func:`forget_params`, because the dictionaries in them can be changed in place. Decoded params are cached by their
+    bytes.
     """
 
     def __init__(self) -> None:
@@ -196,20 +199,10 @@ class _RequestCodec(Codec):
         held = self._packed.get(id(params))
         if held is None:
             held = self._packed[id(params)] = (params, _params.encode(params))
-        return _to_wire(
-            _Request(
-                value.request_id,
-                value.prompt_token_ids,
-                held[1],
-                value.max_new_tokens,
-                value.stop_token_ids,
-                value.logprobs_mode,
-                value.seed,
-                value.lora,
-                value.priority,
-                tuple(map(_media.encode, value.media)) if value.media else (),
-            )
-        )
+        values: list[object] = list(_values(value))
+        values[_PARAMS] = held[1]
+        values[_MEDIA] = tuple(map(_media.encode, value.media))
+        return _to_wire(_Request(*values))
 
     def decode(self, data: msgspec.Raw) -> GenerateRequest:
         try:
@@ -224,18 +217,10 @@ class _RequestCodec(Codec):
             if len(self._arrived) >= _PARAMS_HELD:
                 self._arrived.clear()
             params = self._arrived[packed] = decoded
-        return GenerateRequest(
-            request.request_id,
-            request.prompt_token_ids,
-            params,
-            request.max_new_tokens,
-            request.stop_token_ids,
-            request.logprobs_mode,
-            request.seed,
-            request.lora,
-            request.priority,
-            tuple(_decode_media(item) for item in request.media),
-        )
+        values: list[Any] = list(msgspec.structs.astuple(request))
+        values[_PARAMS] = params
+        values[_MEDIA] = tuple(map(_decode_media, request.media))
+        return GenerateRequest(*values)
 
 
 def _decode_media(data: msgspec.Raw) -> MediaInput:
@@ -248,7 +233,7 @@ _requests: Final = _RequestCodec()
 
 
 def forget_params() -> None:
-    """Pack sampling params anew from here on; called after each write to a socket."""
+    """Drop the cache of encoded sampling params; called after each write to a socket."""
     _requests.forget_packed()
 
 

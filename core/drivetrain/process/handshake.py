@@ -1,4 +1,4 @@
-"""What the two sides tell each other before the first call: versions, and which engine."""
+"""Handshake before the first call: versions, and the engine to load."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _config: Final = codec_for(EngineConfig)
 
 
 def hello() -> Hello:
-    """The host's first message."""
+    """Make the host's first message."""
     return Hello(WIRE_VERSION, drivetrain_version(), platform.python_version(), os.getpid())
 
 
 def open_for(config: EngineConfig, backend: str) -> Open:
-    """The trainer's answer.
+    """Make the trainer's answer to ``Hello``.
 
-    A host of the same Python also looks where this process looks for modules, so that both find the same plugins.
+    A host of the same Python gets this process's module search path, so that both find the same plugins.
     """
     path = () if config.python else tuple(os.path.abspath(folder) for folder in sys.path)
     return Open(
@@ -35,19 +35,19 @@ def open_for(config: EngineConfig, backend: str) -> Open:
 
 
 def opened_config(opened: Open) -> EngineConfig:
-    """The configuration that :func:`open_for` packed.
+    """Decode the configuration that :func:`open_for` encoded.
 
     Raises:
-        WireError: it is no configuration.
+        WireError: The bytes are not a configuration.
     """
     return cast(EngineConfig, _config.decode(opened.config))
 
 
 def portable(config: EngineConfig) -> dict[str, object]:
-    """The fields of a configuration that a host gets: those that were set, but where the engine runs.
+    """Return the configuration fields to send to a host: all that are set, except ``python`` and ``isolation``.
 
-    A backend may tell a field that was set from one that was left alone, so the others stay unset. A secret goes as it
-    is: the host is this program's own, and hears of it through a pipe or a socket that nobody else has.
+    Other fields stay unset, because a backend may distinguish fields that were set. Secrets are sent in plain text: the
+    pipe or socket to the host is private.
     """
     fields: dict[str, object] = config.model_dump(mode="json", exclude_unset=True, exclude={"python", "isolation"})
     if config.endpoint_api_key is not None:
@@ -56,10 +56,10 @@ def portable(config: EngineConfig) -> dict[str, object]:
 
 
 def check_version(who: str, wire_version: int, drivetrain: str) -> None:
-    """Refuse another version of the protocol.
+    """Raise if the other side speaks another version of the protocol.
 
     Raises:
-        WireError: naming both versions and the remedy.
+        WireError: The versions differ; the message names both and the remedy.
     """
     if wire_version != WIRE_VERSION:
         raise WireError(
@@ -69,12 +69,12 @@ def check_version(who: str, wire_version: int, drivetrain: str) -> None:
 
 
 def drivetrain_version() -> str:
-    """The version of drivetrain in this environment."""
+    """Return the version of drivetrain in this environment."""
     return installed("drivetrain")
 
 
 def installed(distribution: str) -> str:
-    """A distribution's version, or ``"not installed"``."""
+    """Return a distribution's version, or ``"not installed"``."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -1,7 +1,7 @@
-"""The host's side of the watch: a thread that speaks while the engine blocks the event loop.
+"""The host's side of the watch: a thread that reports even while the engine blocks the event loop.
 
-It sends heartbeats, notices that a process of the engine is gone or frozen, and ends the host, with everything that
-came of it, when the trainer is gone.
+It sends heartbeats, detects processes of the engine that are gone or frozen, and kills the host and its descendants
+when the trainer is gone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TICK_S: Final = 0.25
 class Watch(threading.Thread):
     """Sends a heartbeat every ``period`` seconds over the watch socket, until the process ends.
 
-    A process of the engine that is stopped for longer than ``patience`` seconds counts as lost, as a silent host does.
+    A process of the engine that is stopped for longer than ``patience`` seconds counts as lost.
     """
 
     def __init__(self, watch_socket: socket.socket, period: float, patience: float) -> None:
@@ -41,21 +41,21 @@ class Watch(threading.Thread):
         self._fatal = ""
 
     def tick(self) -> None:
-        """Called by the event loop, a few times a second while it runs."""
+        """Count a turn of the event loop, which calls this a few times a second."""
         self._ticks += 1
 
     def engine_started(self, needed: Iterable[int] | None) -> None:
-        """From here on measure the event loop, and watch these processes; None: every child there is now."""
+        """Start measuring the event loop's lag and watching these processes; None: all current children."""
         if needed is None:
             needed = [process.pid for process in psutil.Process().children(recursive=True)]
         self._needed = [_Needed(pid) for pid in needed]
 
     def engine_closing(self) -> None:
-        """From here on children may end."""
+        """Stop watching processes; they may end from now on."""
         self._needed = None
 
     def engine_died(self, reason: str) -> None:
-        """Tell the trainer, which ends this host; ``reason`` completes "the host process 123 …"."""
+        """Report the death to the trainer, which kills this host; ``reason`` completes "the host process 123 …"."""
         self._fatal = self._fatal or reason
 
     def run(self) -> None:
@@ -65,19 +65,19 @@ class Watch(threading.Thread):
         now = next_beat = time.monotonic()
         lag, seen, reported = 0.0, 0, False
         while True:
-            # The trainer sends nothing here: what can be read is its end.
+            # The trainer sends nothing here, so a readable socket means that it is gone.
             if poll.poll(1000 * min(_TICK_S, self._period)) or os.getppid() != self._trainer:
                 _end_all()
             before, now = now, time.monotonic()
             needed = self._needed
-            # Capped, so that a pause of the whole machine does not count as the event loop's, or a process's.
+            # Capped, so that a pause of the whole machine does not count as lag or as a frozen process.
             passed = min(now - before, 2 * _TICK_S)
             lag = lag + passed if needed is not None and seen == self._ticks else 0.0
             seen = self._ticks
             for process in needed or ():
                 process.look(passed)
             lost = next((process for process in needed or () if process.ended or process.frozen > self._patience), None)
-            # Asked a second time: it may have ended because the engine was told to close just now.
+            # Checked again: it may have ended because the engine was just told to close.
             if lost is not None and self._needed is not None:
                 limit = "" if lost.ended else f" (timeouts.heartbeat={self._patience:g})"
                 self.engine_died(f"lost a process that its engine needs: {lost}{limit}")
@@ -94,19 +94,19 @@ class Watch(threading.Thread):
         try:
             self._unsent = self._unsent[self._socket.send(self._unsent) :]
         except BlockingIOError:
-            return  # the trainer is stopped and reads nothing; the next beat tries again
+            return  # the trainer is stopped and does not read; the next beat tries again
         except OSError:
             _end_all()
 
 
 class _Needed:
-    """A process whose end is the engine's end."""
+    """A process that the engine cannot live without."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self.ended = False
         self.frozen = 0.0
-        """For how many seconds it was seen to be stopped."""
+        """Seconds for which it has been stopped."""
         try:
             self._process: psutil.Process | None = psutil.Process(pid)
             self._name = _title(self._process)
@@ -114,7 +114,7 @@ class _Needed:
             self._process, self._name = None, "unknown"
 
     def look(self, passed: float) -> None:
-        """See what became of it in the seconds that have passed."""
+        """Update the state after ``passed`` more seconds."""
         try:
             status = self._process.status() if self._process is not None and self._process.is_running() else None
         except psutil.NoSuchProcess:
@@ -128,13 +128,13 @@ class _Needed:
 
 
 def _title(process: psutil.Process) -> str:
-    """What it calls itself, which often says its rank; else the name of its program."""
+    """Return the process's title, which often contains its rank, or else the name of its program."""
     command = [part for part in process.cmdline() if part]
     return command[0] if len(command) == 1 else process.name()
 
 
 def _how(pid: int) -> str:
-    """How it ended, if it is a child of this process that nobody has reaped."""
+    """Describe how it ended, if it is an unreaped child of this process."""
     try:
         info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -145,7 +145,7 @@ def _how(pid: int) -> str:
 
 
 def _end_all() -> None:
-    """The trainer is gone, or wants this host gone: nobody is left to ask for a clean end."""
+    """Kill this host and its descendants: the trainer is gone, so nobody can ask for a clean end."""
     end_own_family()
     os._exit(1)
 

@@ -1,4 +1,4 @@
-"""The host loop: owns one backend and its event loop, and serves calls from one socket until it closes."""
+"""The host's event loop: owns one backend and serves calls from one socket until it closes."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ _TICK_S: Final = 0.2
 
 
 def serve(call_fd: int, watch_fd: int, period: float, patience: float) -> int:
-    """Serve the socket ``call_fd`` until it closes; returns the exit code.
+    """Serve the socket ``call_fd`` until it closes; return the exit code.
 
-    ``watch_fd`` is the socket that carries heartbeats, one every ``period`` seconds. A process of
-    the engine that is stopped for longer than ``patience`` seconds is the engine's end.
+    ``watch_fd`` is the socket for heartbeats, one every ``period`` seconds. If a process of the engine is stopped for
+    longer than ``patience`` seconds, the engine counts as dead.
     """
     for fd in (call_fd, watch_fd):
-        os.set_inheritable(fd, False)  # a process of the engine must not keep the socket open when this one is gone
+        os.set_inheritable(fd, False)  # the engine's processes must not keep the socket open after this one
     watch = Watch(socket.socket(fileno=watch_fd), period, patience)
     watch.start()
     try:
@@ -70,7 +70,7 @@ async def _serve(call_socket: socket.socket, watch: Watch) -> int:
 
 
 class Connection(asyncio.Protocol):
-    """One trainer, one backend. ``over`` resolves to the host's exit code."""
+    """Connection of one trainer to one backend. ``over`` resolves to the host's exit code."""
 
     def __init__(self, watch: Watch) -> None:
         self._loop = asyncio.get_running_loop()
@@ -102,7 +102,7 @@ class Connection(asyncio.Protocol):
         self._end(0)
 
     def _refuse(self, error: DrivetrainError) -> None:
-        """Say why nothing more will be served, and end."""
+        """Send the reason for the refusal and end."""
         self._writes.put(failure(0, error))
         self._writes.flush()
         self._transport.close()
@@ -130,7 +130,7 @@ class Connection(asyncio.Protocol):
         try:
             cls = load_backend(opened.backend)
             self._backend = backend = cls(opened_config(opened))
-        except Exception as error:  # whatever a plugin's constructor raises is told, like what its methods raise
+        except Exception as error:  # a plugin's constructor may raise anything; report it like its methods' errors
             self._writes.put(failure(0, error))
             return
         self._frames.limit = FRAME_LIMIT
@@ -146,7 +146,7 @@ class Connection(asyncio.Protocol):
             return
         try:
             work = self._work(call.id, method, arguments)
-        except Exception as error:  # a method that is no coroutine function raises here, such as an unsupported stream
+        except Exception as error:  # plain functions raise here, such as an unsupported stream
             self._writes.put(failure(call.id, error))
             return
         task = self._loop.create_task(work)
@@ -175,19 +175,12 @@ class Connection(asyncio.Protocol):
             raise WireError(f"{call.method} was called before Open was answered with Welcome")
         if call.id in self._running:
             raise WireError(f"call {call.id} is still running; every call needs an id of its own")
-        if len(call.arguments) != len(method.arguments):
-            raise WireError(f"{call.method} takes {len(method.arguments)} arguments, not {len(call.arguments)}")
-        try:
-            return method, [
-                argument.codec.decode(data) for argument, data in zip(method.arguments, call.arguments, strict=True)
-            ]
-        except WireError as error:
-            raise WireError(f"cannot read the arguments of {call.method}: {error}") from error
+        return method, method.unpack(call.arguments)
 
     def _cancel(self, call_id: int) -> None:
         running = self._running.pop(call_id, None)
         if running is None:
-            return  # it ended while the cancellation was under way
+            return  # it ended while the cancellation was in transit
         task, request = running
         task.cancel()
         if request is not None:
@@ -200,15 +193,15 @@ class Connection(asyncio.Protocol):
         try:
             await self._backend.abort([request_id])
         except UnsupportedCapability:
-            return  # then cancelling the call is all that can be done
-        except Exception:  # whoever cancelled the call has gone, so nobody else can be told
+            return  # cancelling the call has to suffice
+        except Exception:  # the caller has gone, so the error can only be logged
             _logger.exception("aborting the cancelled request %r failed", request_id)
 
     # Work ------------------------------------------------------------------------------------------------------------
 
     async def _start(self, backend: Backend) -> ModelInfo:
         info = await backend.start(self._report)
-        # What was made while starting lives as long as the engine: a full collection would walk it again and again.
+        # Objects from the start live as long as the engine; a full collection would scan them again and again.
         gc.collect()
         gc.freeze()
         self._watch.engine_started(backend.child_processes())
@@ -218,7 +211,7 @@ class Connection(asyncio.Protocol):
     async def _await_death(self, backend: Backend) -> None:
         try:
             error: BaseException = await ended(backend, self._requests)
-        except Exception as raised:  # a backend that cannot watch its engine is as good as dead
+        except Exception as raised:  # a backend that cannot watch its engine counts as dead
             error = raised
         self._watch.engine_died(f"says that its engine died: {error}")
 
@@ -232,7 +225,7 @@ class Connection(asyncio.Protocol):
             here = False
         if here:
             self._writes.put(Progress(text))
-            # Engines load their model in the event loop: what is not written before that is not read until after.
+            # Engines load their model in the event loop, so without a flush this would be sent only afterwards.
             self._writes.flush()
         else:
             self._loop.call_soon_threadsafe(self._writes.put, Progress(text))
@@ -254,7 +247,7 @@ class Connection(asyncio.Protocol):
             return
         error = task.exception()
         if error is not None and not isinstance(error, Exception):
-            self._end(1)  # SystemExit is on its way through the event loop: the exit code tells more than a reply
+            self._end(1)  # SystemExit propagates through the event loop; the exit code tells more than a reply
         elif not waited_for:
             return
         elif error is not None:

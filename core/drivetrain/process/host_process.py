@@ -1,7 +1,7 @@
-"""The trainer's side of a host process: start it, forward its log, watch it, end it.
+"""The trainer's side of a host process: starting it, forwarding its log, watching it, killing it.
 
-One thread per host does all of that, so that a trainer whose event loop is busy with a training step neither
-misses a death nor takes a healthy host for dead.
+One thread per host does all of this. So a trainer whose event loop is busy with a training step neither misses a death
+nor takes a healthy host for dead.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from typing import Final
 import psutil
 
 from drivetrain.errors import WireError
-from drivetrain.process import fork_server
-from drivetrain.process.fork_server import ForkedHost
-from drivetrain.process.host_python import cannot_run, command
+from drivetrain.process.host_launcher import launch
+from drivetrain.process.host_python import cannot_run
 from drivetrain.process.process_tree import MARK, SCRATCH, ending, family, kill_family, shared_memory_of
 from drivetrain.process.wire import Fatal, FrameReader, from_watch, read
 from drivetrain.types.config import Timeouts
@@ -43,21 +42,21 @@ _GRACE_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a host process ended."""
+    """Reason and last output of a host process that ended."""
 
     reason: str
     """Completes "the host process 123 …", such as "was killed by SIGKILL"."""
     log: tuple[str, ...]
-    """Its last lines of output, at most 100."""
+    """The last lines of its output, at most 100."""
 
 
 class HostProcess:
     """A running host process.
 
-    ``on_end`` is called once, from the watching thread, when the process is gone with everything that came of it.
+    ``on_end`` is called once, from the watching thread, when the host and all its descendants are gone.
 
     Raises:
-        EngineStartError: the interpreter ``python`` cannot be run.
+        EngineStartError: The interpreter ``python`` cannot be run.
     """
 
     def __init__(self, python: str | None, timeouts: Timeouts, on_end: Callable[[Ending], None]) -> None:
@@ -71,15 +70,15 @@ class HostProcess:
         self._log: collections.deque[str] = collections.deque(maxlen=_LOG_LINES)
         self._partial_line = b""
         self._shared_memory: set[Path] | None = None
-        """Of the engine's processes, once it has started."""
+        """Shared-memory files of the engine's processes; None until the engine has started."""
         self.socket, theirs = socket.socketpair()
         self._watch_socket, watch_theirs = socket.socketpair()
         period = min(1.0, timeouts.heartbeat / 4)
-        # Engines leave temporary files behind when they are killed.
+        # A separate temporary folder, because engines leave files behind when they are killed.
         self._scratch = tempfile.mkdtemp(prefix="drivetrain-host-")
         arguments = ["--fd", "{0}", "--watch-fd", "{1}", "--period", str(period), "--patience", str(timeouts.heartbeat)]
         try:
-            self._process = _start(
+            self._process = launch(
                 python, arguments, _environment(self._mark, self._scratch), [theirs.fileno(), watch_theirs.fileno()]
             )
         except OSError as error:
@@ -99,23 +98,23 @@ class HostProcess:
         self._thread.start()
 
     def started(self) -> None:
-        """Say that ``start`` returned: from here on a silent host is a dead one.
+        """Note that ``start`` returned: from now on a silent host counts as dead.
 
-        Before that, loading a library can hold the interpreter for longer than any heartbeat; then only a host
-        that is stopped counts as frozen, and the deadline of the start bounds the rest.
+        Before that, loading a library can hold the interpreter longer than any heartbeat interval. So until then only a
+        stopped process counts as frozen; the start's deadline covers the rest.
         """
         self._started.set()
 
     def condemn(self, reason: str) -> None:
-        """Kill the host; ``reason`` completes "the host process 123 …". Safe from any thread, at any time."""
+        """Kill the host; ``reason`` completes "the host process 123 …". Thread-safe, and safe at any time."""
         with self._lock:
             if not self._over:
                 self._verdict = self._verdict or reason
-                # Wakes the watching thread, which kills the family while the host still shows who belongs to it.
+                # Wakes the watching thread, which kills the family while the host's children can still be found.
                 self._watch_socket.shutdown(socket.SHUT_RDWR)
 
     def join(self) -> None:
-        """Wait for the watching thread, which ends right after ``on_end``."""
+        """Wait for the watching thread to end, which happens right after ``on_end``."""
         self._thread.join()
 
     # The watching thread ---------------------------------------------------------------------------------------------
@@ -136,7 +135,7 @@ class HostProcess:
             self._on_end(Ending(self._verdict or ending(returncode), tuple(self._log)))
 
     def _watch(self) -> None:
-        """Return when the host ended or must be ended; then ``_verdict`` says why, unless it ended by itself."""
+        """Return when the host ended or must be killed; in the latter case ``_verdict`` holds the reason."""
         frames = FrameReader()
         silent = 0.0
         now = time.monotonic()
@@ -148,8 +147,8 @@ class HostProcess:
                 if self._output in ready and not self._read_log():
                     selector.unregister(self._output)
                 before, now = now, time.monotonic()
-                # A tick counts for no more than two of its length, however late it comes: time in which this
-                # process itself was stopped or starved says nothing of the host's.
+                # A late tick counts as two ticks at most: time in which our own process was stopped or starved is not
+                # the host's silence.
                 silent += min(now - before, 2 * _TICK_S)
                 if self._watch_socket in ready:
                     data = self._watch_socket.recv(65536)
@@ -183,7 +182,7 @@ class HostProcess:
                 )
 
     def _ended_by_itself(self) -> None:
-        """Its end of the watch socket closed, which a process does by ending; a moment later it can be reaped."""
+        """Wait until a host that closed its watch socket can be reaped; it usually closes by ending."""
         if self._verdict:
             return
         try:
@@ -199,12 +198,12 @@ class HostProcess:
 
     @property
     def log(self) -> tuple[str, ...]:
-        """The last lines so far, of what the host and its children printed."""
+        """The last lines that the host and its children have printed so far."""
         return tuple(self._log)
 
     def _read_log(self) -> bool:
-        """Forward the output that is there; False at its end."""
-        for _ in range(16):  # not for ever: a host that never stops printing must not keep us from its heartbeats
+        """Forward the available output; return False at its end."""
+        for _ in range(16):  # bounded: endless printing must not delay heartbeats
             data = self._output.read(65536)
             if data is None:
                 return True
@@ -222,27 +221,9 @@ class HostProcess:
         return True
 
 
-def _start(
-    python: str | None, arguments: list[str], environment: dict[str, str], fds: list[int]
-) -> subprocess.Popen[bytes] | ForkedHost:
-    server = fork_server.running(python)
-    if server is not None:
-        return server.start(arguments, environment, fds)
-    return subprocess.Popen(
-        command(python, *(argument.format(*fds) for argument in arguments)),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        bufsize=0,
-        env=environment,
-        pass_fds=fds,
-        start_new_session=True,
-    )
-
-
 def _environment(mark: str, scratch: str) -> dict[str, str]:
-    """The host's environment: ours, with a mark and a temporary folder of its own."""
-    # Compiled kernels are kept from one engine to the next.
+    """Return the host's environment: ours, with the mark and a separate temporary folder."""
+    # Compiled kernels stay cached across engines.
     cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
     ours = {"TORCHINDUCTOR_CACHE_DIR": str(cache), **os.environ}
     return {**ours, MARK: mark, SCRATCH: scratch, "TMPDIR": scratch}
@@ -252,7 +233,7 @@ _running: Final[set[HostProcess]] = set()
 
 
 def _kill_all() -> None:
-    """At the interpreter's end, hosts that nobody closed."""
+    """Kill the hosts that were not closed when the interpreter exits."""
     hosts = list(_running)
     for host in hosts:
         host.condemn("was left behind by the trainer, which ended without closing the engine")
@@ -261,7 +242,7 @@ def _kill_all() -> None:
 
 
 atexit.register(_kill_all)
-# A forked child (a data loader's worker) is not the parent of these processes and must leave them alone.
+# A forked child, such as a data loader's worker, is not the parent of these processes and must not kill them.
 os.register_at_fork(after_in_child=_running.clear)
 
 __all__ = ["Ending", "HostProcess"]

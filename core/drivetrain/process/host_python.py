@@ -1,4 +1,4 @@
-"""The Python that a host runs on: how it is called, and what it means when that fails."""
+"""Command line of a host's Python, and remedies if it fails."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from drivetrain.errors import EngineStartError
 
 
 def command(python: str | None, *arguments: str) -> list[str]:
-    """Return the command line of a host: unbuffered, without the working folder on its import path."""
+    """Return the command line of a host: unbuffered, and without the working folder on its import path."""
     return [python or sys.executable, "-u", "-P", "-X", "faulthandler", "-m", "drivetrain.process", *arguments]
 
 
 def cannot_run(python: str | None, error: OSError) -> EngineStartError:
-    """Describe an interpreter that cannot be run."""
+    """Make the error for an interpreter that cannot be run."""
     return EngineStartError(
         f"cannot run {python or sys.executable!r}: {error.strerror or error}; give python= the path of the Python "
         "executable of the environment that holds the engine"
@@ -21,7 +21,7 @@ def cannot_run(python: str | None, error: OSError) -> EngineStartError:
 
 
 def why_not(python: str | None, log: tuple[str, ...]) -> str:
-    """Turn what an interpreter said before it could speak the protocol into a remedy; empty if it says nothing."""
+    """Return the remedy if an interpreter's log shows that drivetrain is not installed there; else ""."""
     said = "\n".join(log)
     for module in ("'drivetrain'", "'drivetrain.process'"):
         if f"No module named {module}" in said:

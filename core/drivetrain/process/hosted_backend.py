@@ -1,4 +1,4 @@
-"""The trainer's side: a ``Backend`` whose engine lives in a host process."""
+"""The trainer's side: a ``Backend`` whose engine runs in a host process."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from drivetrain.errors import (
 )
 from drivetrain.process.busy_wait import busy_wait
 from drivetrain.process.capability_probe import probe
-from drivetrain.process.connection import Connection
 from drivetrain.process.handshake import check_version, open_for
+from drivetrain.process.host_connection import HostConnection
 from drivetrain.process.host_process import Ending, HostProcess
 from drivetrain.process.host_python import why_not
 from drivetrain.process.rpc_methods import METHODS, Method
@@ -44,15 +44,15 @@ _GRACE_S: Final = 1.0
 
 
 class HostedBackend(Backend):
-    """A backend in a host process of its own; every coroutine of ``Backend`` is called over the wire.
+    """A backend in a host process; every coroutine of ``Backend`` is called over the wire.
 
-    It is bound to the event loop that ``start`` runs in. Once the host has died, every waiter and every later call
-    gets :class:`EngineDied`, with the reason and the host's last lines, and nothing of the host is left behind.
-    ``native_stops`` is the real backend's once ``start`` returned.
+    It is bound to the event loop in which ``start`` runs. If the host dies, every pending and later call raises
+    :class:`EngineDied` with the reason and the host's last log lines, and all its processes are killed.
+    ``native_stops`` is the real backend's once ``start`` has returned.
 
     Args:
         config: ``python`` names the environment that holds the engine; None: this one. ``timeouts`` bound the watch.
-        backend_name: Name of the real backend, as its plugin provides it in the host's environment.
+        backend_name: Name of the real backend in the host's environment.
     """
 
     name = "hosted"
@@ -60,12 +60,12 @@ class HostedBackend(Backend):
 
     def __init__(self, config: EngineConfig, backend_name: str) -> None:
         super().__init__(config)
-        # Class variables on the Backend page, but this class stands in for any backend.
+        # A class variable on the Backend page, set per instance here: this class stands in for any backend.
         vars(self)["name"] = backend_name
         self._host: HostProcess | None = None
-        self._link: Connection | None = None
+        self._link: HostConnection | None = None
         self._started = False
-        self._on_gpu = False
+        self._busy_wait = False
         self._closing: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -84,10 +84,10 @@ class HostedBackend(Backend):
         return [] if self._host is None or self._gone.done() else [self._host.pid]
 
     async def died(self) -> EngineDied:
-        """Return why the host died, when it does; never return while it lives, nor after it was closed as asked.
+        """Wait until the host dies and return the reason; never return after a requested close.
 
         Raises:
-            EngineStateError: the engine was not started.
+            EngineStateError: The engine was not started.
         """
         self._linked()
         return await asyncio.shield(self._died)
@@ -101,13 +101,13 @@ class HostedBackend(Backend):
         return cast(EngineStats, await self._linked().call(_STATS, ()))
 
     async def apply_weights(self, update: ApplyUpdate) -> WeightReply:
-        async with busy_wait() if self._on_gpu else nullcontext():
+        async with busy_wait() if self._busy_wait else nullcontext():
             return cast(WeightReply, await self._linked().call(_APPLY, (update,)))
 
     def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         return cast(AsyncGenerator[TokenDelta, None], self._linked().stream(_STREAM, (request,)))
 
-    def _linked(self) -> Connection:
+    def _linked(self) -> HostConnection:
         if self._link is None:
             raise EngineStateError(f"the {self.name} engine was not started", state="starting")
         return self._link
@@ -118,17 +118,18 @@ class HostedBackend(Backend):
         """Start the host process and the engine in it.
 
         Raises:
-            EngineStartError: either did not start; carries how the host ended and its last lines.
-            WireError: the host speaks another version of the protocol.
-            DeadlineExceeded: ``timeouts.start`` seconds went by.
-            DrivetrainError: what the backend's own ``start`` raised.
+            EngineStartError: One of them did not start; the message says how the host ended and shows its last log
+                lines.
+            WireError: The host speaks another version of the protocol.
+            DeadlineExceeded: The start took longer than ``timeouts.start`` seconds.
+            DrivetrainError: The backend's own ``start`` raised it.
         """
         if self._host is not None:
             raise EngineStateError(f"the {self.name} engine was started before; make a new one", state="started")
         self._loop = asyncio.get_running_loop()
         self._gone: asyncio.Future[Ending] = self._loop.create_future()
         self._died: asyncio.Future[EngineDied] = self._loop.create_future()
-        self._link = Connection(report, self._trouble, self._last_words)
+        self._link = HostConnection(report, self._trouble, self._last_words)
         self._host = host = HostProcess(self.config.python, self.config.timeouts, self._on_end)
         try:
             await self._loop.create_unix_connection(self._linked, sock=host.socket)
@@ -144,15 +145,15 @@ class HostedBackend(Backend):
         except BaseException:
             host.condemn("was ended because its start was cancelled")
             await asyncio.shield(self._gone)
-            host.socket.close()  # a connection that was cancelled while it was made does not own it
+            host.socket.close()  # a connection that was cancelled while connecting does not own the socket
             self._closed = True
             raise
         self._started = True
-        self._on_gpu = not info.device.startswith("cpu")
+        self._busy_wait = self.config.busy_wait and not info.device.startswith("cpu")
         host.started()
         return info
 
-    async def _bring_up(self, host: HostProcess, link: Connection) -> ModelInfo:
+    async def _bring_up(self, host: HostProcess, link: HostConnection) -> ModelInfo:
         hello = await link.hello
         try:
             check_version(
@@ -170,15 +171,15 @@ class HostedBackend(Backend):
     # End -------------------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Close the engine and end its host, killing it after ``timeouts.close`` seconds; idempotent.
+        """Close the engine and its host; kill the host after ``timeouts.close`` seconds. Idempotent.
 
         Raises:
-            DrivetrainError: what the backend's own ``close`` raised; the host is gone all the same.
+            DrivetrainError: The backend's own ``close`` raised it; the host is gone nevertheless.
         """
         if self._host is None or self._closed:
             return
         if asyncio.get_running_loop() is not self._loop:
-            # The loop that serves the link is another, and may be over: all that can be done is to end the process.
+            # The connection's event loop is another one and may be closed, so the process can only be killed.
             self._host.condemn("was closed from another event loop than it was started in")
             self._host.join()
             self._host.socket.close()
@@ -192,7 +193,7 @@ class HostedBackend(Backend):
             self._host.condemn("was ended because closing it was cancelled")
             raise
 
-    async def _close(self, host: HostProcess, link: Connection) -> None:
+    async def _close(self, host: HostProcess, link: HostConnection) -> None:
         failed: DrivetrainError | None = None
         try:
             async with asyncio.timeout(self.config.timeouts.close):
@@ -219,7 +220,7 @@ class HostedBackend(Backend):
             raise failed
 
     def _trouble(self, reason: str) -> None:
-        """The call socket is of no use any more. A host that merely ended says better why, so let it be found out."""
+        """Condemn the host whose call socket broke, after a moment: if the host is ending, its exit code says more."""
         host = self._host
         if host is not None:
             self._loop.call_later(_GRACE_S, host.condemn, reason)
@@ -228,7 +229,7 @@ class HostedBackend(Backend):
         return "" if self._host is None else _shown(self._host.log)
 
     def _on_end(self, ending: Ending) -> None:
-        """In the watching thread."""
+        """Pass the host's end on to the event loop; called in the watching thread."""
         try:
             self._loop.call_soon_threadsafe(self._ended, ending)
         except RuntimeError:
@@ -273,7 +274,7 @@ def _remote(method: Method) -> Callable[..., Coroutine[None, None, object]]:
     return call
 
 
-# All that HostedBackend does not spell out itself follows from the Backend page, whatever that comes to hold.
+# The remaining methods are generated from the Backend page.
 for _method in METHODS.values():
     if _method.name not in vars(HostedBackend):
         setattr(HostedBackend, _method.name, _remote(_method))

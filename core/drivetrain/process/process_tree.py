@@ -1,4 +1,4 @@
-"""Ending a host process with everything that came of it."""
+"""Killing a host process with all its descendants and their files."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Final
 import psutil
 
 MARK: Final = "DRIVETRAIN_HOST"
-"""Environment variable that the host and all that descends from it carry; its value names the host."""
+"""Environment variable of the host and its descendants; its value identifies the host."""
 
 SCRATCH: Final = "DRIVETRAIN_HOST_FOLDER"
-"""Environment variable with the host's temporary folder, which goes when the host goes."""
+"""Environment variable with the host's temporary folder, which is deleted with the host."""
 
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _SEMAPHORE: Final = "sem.mp-"
@@ -29,35 +29,35 @@ _ROUNDS: Final = 3
 
 
 def family(host: int, mark: str) -> list[psutil.Process]:
-    """Find what belongs to the host process ``host``: its session, its descendants, and what carries its mark.
+    """Find the processes of the host ``host``: its session, its descendants, and processes with its mark.
 
-    No one sign is enough: a child can leave the session, it is orphaned when its parent is killed, and programs
-    that set their process title overwrite their environment. Never includes the calling process.
+    Each sign alone can fail: a child can leave the session, becomes an orphan when its parent is killed, and loses its
+    environment if it sets its process title. The result never includes the calling process.
     """
     found: set[psutil.Process] = set()
     try:
         found.update(psutil.Process(host).children(recursive=True))
     except psutil.NoSuchProcess:
-        pass  # it is gone; the other two signs remain
+        pass  # already gone; the other two signs remain
     for process in psutil.process_iter():
         try:
             if os.getsid(process.pid) == host or process.environ().get(MARK) == mark:
                 found.add(process)
         except (psutil.Error, OSError):
-            continue  # ended meanwhile, or another user's and so not ours
+            continue  # ended meanwhile, or owned by another user
     return [process for process in found if process.pid != os.getpid()]
 
 
 def kill_family(host: int, mark: str, known: Iterable[Path] = ()) -> None:
-    """Kill (SIGKILL) everything of a host, and wait until it is gone; what is left after that is logged.
+    """Kill (SIGKILL) all processes of a host and wait until they are gone; log any that remain.
 
-    Nobody removes the shared memory of the killed, so that is done here. ``known`` is what the family was seen to use:
-    that of a process which is dead already is not found.
+    Also removes their shared memory, which killed processes leave behind. ``known`` lists files seen in use earlier:
+    the files of a process that is already dead cannot be found.
     """
     left: list[psutil.Process] = []
     killed: set[int] = set()
     files = set(known)
-    for _ in range(_ROUNDS):  # what forked while we looked is found the next time
+    for _ in range(_ROUNDS):  # the next round finds processes that forked meanwhile
         left = [process for process in family(host, mark) if runs(process)]
         if not left:
             break
@@ -68,7 +68,7 @@ def kill_family(host: int, mark: str, known: Iterable[Path] = ()) -> None:
                 process.kill()
             except psutil.Error:
                 continue
-        # Not psutil.wait_procs: it would reap the host and keep its exit status from whoever started it.
+        # Not psutil.wait_procs: it would reap the host, and its parent could not read the exit status.
         patience = time.monotonic() + _PATIENCE_S
         while any(map(runs, left)) and time.monotonic() < patience:
             time.sleep(0.005)
@@ -78,10 +78,10 @@ def kill_family(host: int, mark: str, known: Iterable[Path] = ()) -> None:
 
 
 def shared_memory_of(processes: Iterable[psutil.Process]) -> set[Path]:
-    """The files in shared memory that these processes use."""
-    # By inode: whoever made a semaphore has mapped it under a temporary name that is gone.
+    """Return the shared-memory files that these processes have mapped."""
+    # By inode: a semaphore's creator has mapped it under a temporary name that no longer exists.
     files: dict[int, Path] = {}
-    for file in _SHARED_MEMORY.glob("*"):  # which finds nothing where there is no such folder
+    for file in _SHARED_MEMORY.glob("*"):  # empty if there is no such folder
         try:
             files[file.stat().st_ino] = file
         except OSError:
@@ -91,17 +91,17 @@ def shared_memory_of(processes: Iterable[psutil.Process]) -> set[Path]:
         try:
             maps = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8", errors="replace")
         except OSError:
-            continue  # it ended meanwhile, or is another user's
+            continue  # ended meanwhile, or owned by another user
         columns = (line.split(maxsplit=5) for line in maps.splitlines() if f"{_SHARED_MEMORY}/" in line)
         found |= {files[inode] for inode in (int(column[4]) for column in columns) if inode in files}
     return found
 
 
 def _left_by(killed: Collection[int], files: Collection[Path]) -> set[Path]:
-    """Choose what goes of the files that the killed used.
+    """Choose the files to remove among those that the killed processes used.
 
-    Those are the semaphores of Python's multiprocessing, what is named after one of the killed, and what nobody uses
-    any more, unless it is named after this process or its parent, who may have lent it.
+    These are semaphores of Python's multiprocessing, files named after a killed process, and files that nobody uses any
+    more. Files named after this process or its parent are kept: they may have been lent.
     """
     numbers = {file: {int(number) for number in _NUMBERS.findall(file.name)} for file in files}
     own = {file for file in files if file.name.startswith(_SEMAPHORE) or not numbers[file].isdisjoint(killed)}
@@ -112,29 +112,29 @@ def _left_by(killed: Collection[int], files: Collection[Path]) -> set[Path]:
 
 
 def unlink(files: Iterable[Path]) -> None:
-    """Remove files that may be gone."""
+    """Remove files; missing ones are ignored."""
     for file in files:
         file.unlink(missing_ok=True)
 
 
 def end_own_family() -> None:
-    """From within a host: kill all that came of it and reap its children, so that they leave no zombies."""
+    """Kill all descendants of this host process, reap its children, and delete its temporary folder."""
     mark = os.environ.get(MARK)
     if mark is None:
-        return  # started by hand, with who knows what in its session
+        return  # started by hand: its session may hold foreign processes
     kill_family(os.getsid(0), mark)
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             continue
     except ChildProcessError:
-        pass  # none left
+        pass  # no children left
     scratch = os.environ.get(SCRATCH)
     if scratch is not None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 def ending(returncode: int) -> str:
-    """Say in words how a process ended."""
+    """Describe how a process ended, from its return code."""
     if returncode >= 0:
         return f"ended with exit code {returncode}"
     name = signal_name(-returncode)
@@ -151,7 +151,7 @@ def signal_name(number: int) -> str:
 
 
 def runs(process: psutil.Process) -> bool:
-    """Whether it has not ended; a zombie has."""
+    """Return True if the process has not ended; a zombie has ended."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

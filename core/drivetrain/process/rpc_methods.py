@@ -1,18 +1,21 @@
-"""The methods of the wire protocol, read off the ``Backend`` page."""
+"""Methods of the wire protocol, derived from the ``Backend`` page."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from types import UnionType
 from typing import Final, Union, get_args, get_origin, get_type_hints
 
+import msgspec
+
 from drivetrain.backend.base import Backend
+from drivetrain.errors import WireError
 from drivetrain.process.codec import Codec, codec_for
 
 _LOCAL: Final = frozenset({"died"})
-"""Answered on each side for itself: the host reports an engine's death as ``Fatal``."""
+"""Not called over the wire: the host reports an engine's death as ``Fatal``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One coroutine of ``Backend``, or the one that yields, as it is called over the wire."""
+    """One coroutine of ``Backend``, or its async generator, as a method of the wire protocol."""
 
     name: str
     arguments: tuple[Argument, ...]
@@ -36,14 +39,35 @@ class Method:
     streams: bool
     signature: inspect.Signature
 
+    def pack(self, arguments: Sequence[object]) -> tuple[msgspec.Raw, ...]:
+        """Encode arguments, one each.
+
+        Raises:
+            WireError: one of them cannot cross.
+        """
+        return tuple(argument.codec.encode(value) for argument, value in zip(self.arguments, arguments, strict=True))
+
+    def unpack(self, packed: Sequence[msgspec.Raw]) -> list[object]:
+        """Decode arguments.
+
+        Raises:
+            WireError: there are too few or too many, or one is not what its annotation says.
+        """
+        if len(packed) != len(self.arguments):
+            raise WireError(f"{self.name} takes {len(self.arguments)} arguments, not {len(packed)}")
+        try:
+            return [argument.codec.decode(data) for argument, data in zip(self.arguments, packed, strict=True)]
+        except WireError as error:
+            raise WireError(f"cannot read the arguments of {self.name}: {error}") from error
+
     def __str__(self) -> str:
-        """The method in one line, as ``docs/reference/wire.md`` lists it."""
+        """Return the method's signature in one line, as listed in ``docs/reference/wire.md``."""
         arguments = ", ".join(f"{argument.name}: {_shown(argument.annotation)}" for argument in self.arguments)
         return f"{self.name}({arguments}) -> {'items of ' if self.streams else ''}{_shown(self.annotation)}"
 
 
 def method_table() -> dict[str, Method]:
-    """Derive every method from the annotations of ``Backend``, by name."""
+    """Derive all methods from the annotations of ``Backend``, by name."""
     table = {}
     for name, function in vars(Backend).items():
         if name.startswith("_") or name in _LOCAL or not inspect.isfunction(function):
@@ -57,7 +81,8 @@ def method_table() -> dict[str, Method]:
 def method_of(function: Callable[..., object]) -> Method:
     """Derive one method from its annotations.
 
-    Callables, such as ``start``'s ``report``, do not cross: what they are called with comes back as ``Progress``.
+    Callables, such as ``start``'s ``report``, are not sent; the host sends ``Progress`` messages instead of calling
+    them.
     """
     hints = get_type_hints(function)
     returned = hints.pop("return")

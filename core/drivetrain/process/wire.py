@@ -1,7 +1,7 @@
-"""Frames and messages: what goes over the sockets between a trainer and an engine's host process.
+"""Frames and messages on the sockets between a trainer and an engine's host process.
 
-A frame is the payload's length, four bytes little-endian, then the payload: one message as a msgpack array
-whose first element names its kind. ``docs/reference/wire.md`` is the whole of it.
+A frame is the payload's length, four bytes little-endian, and the payload: one message as a msgpack array whose first
+element names its kind. ``docs/reference/wire.md`` is the full specification.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from drivetrain.backend.base import StopKind
 from drivetrain.errors import WireError
 
 WIRE_VERSION: Final = 1
-"""Changes whenever a message, a method, or a type that a method takes or returns changes."""
+"""Increases whenever a message, a method, or a type in a method's signature changes."""
 
 HANDSHAKE_LIMIT: Final = 16 * 2**20
-"""Largest payload in bytes until the handshake is done: text that is not this protocol reads as a larger length."""
+"""Maximum payload in bytes until the handshake is done; text of another protocol reads as a larger length."""
 FRAME_LIMIT: Final = 2**32 - 1
-"""Largest payload in bytes; what four bytes can say. One tensor read by value must fit."""
+"""Maximum payload in bytes, the limit of a four-byte length. A tensor read by value must fit."""
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=str.lower):
@@ -30,7 +30,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=str.l
 
 
 class Hello(_Message, frozen=True):
-    """The first frame of all. Its leading fields never change, so that any two versions can tell each other apart."""
+    """The first frame. Its leading fields never change, so that any two versions can identify each other."""
 
     wire_version: int
     drivetrain: str
@@ -39,7 +39,7 @@ class Hello(_Message, frozen=True):
 
 
 class Welcome(_Message, frozen=True):
-    """The backend that ``Open`` asked for is loaded and configured; calls may follow."""
+    """The backend of ``Open`` is loaded and configured; calls may follow."""
 
     backend: str
     engine_distribution: str
@@ -48,14 +48,14 @@ class Welcome(_Message, frozen=True):
 
 
 class Reply(_Message, frozen=True):
-    """A call's result."""
+    """Result of a call."""
 
     id: int
     result: msgspec.Raw
 
 
 class Failure(_Message, frozen=True):
-    """A call raised, or with id 0 the connection is refused; ``error`` names a class of ``drivetrain.errors``."""
+    """A call raised, or, with id 0, the connection is refused; ``error`` names a class of ``drivetrain.errors``."""
 
     id: int
     error: str
@@ -64,20 +64,20 @@ class Failure(_Message, frozen=True):
 
 
 class Item(_Message, frozen=True):
-    """One value that a stream yielded."""
+    """One value of a stream."""
 
     id: int
     value: msgspec.Raw
 
 
 class End(_Message, frozen=True):
-    """A stream ended by itself."""
+    """A stream is exhausted."""
 
     id: int
 
 
 class Progress(_Message, frozen=True):
-    """What the engine is doing while ``start`` runs, in a few words."""
+    """Progress of ``start``, in a few words."""
 
     text: str
 
@@ -86,13 +86,13 @@ class Progress(_Message, frozen=True):
 
 
 class Heartbeat(_Message, frozen=True):
-    """The host lives; ``loop_lag`` is for how many seconds its event loop has stood still (0 until started)."""
+    """The host is alive; its event loop has been blocked for ``loop_lag`` seconds (0 until started)."""
 
     loop_lag: float
 
 
 class Fatal(_Message, frozen=True):
-    """The engine cannot go on, though its host lives: the trainer ends it."""
+    """The engine has failed although its host is alive; the trainer kills the host."""
 
     message: str
 
@@ -101,14 +101,14 @@ class Fatal(_Message, frozen=True):
 
 
 class Open(_Message, frozen=True):
-    """Answers ``Hello``: the backend to load, and the fields of its ``EngineConfig`` that are set."""
+    """Answer to ``Hello``: the backend to load, and the fields of its ``EngineConfig`` that are set."""
 
     wire_version: int
     drivetrain: str
     backend: str
     config: msgspec.Raw
     import_path: tuple[str, ...]
-    """Folders to look for modules in, after the host's own; empty when the host is another environment's Python."""
+    """Module search path to append to the host's own; empty if the host is another environment's Python."""
 
 
 class Call(_Message, frozen=True):
@@ -120,7 +120,7 @@ class Call(_Message, frozen=True):
 
 
 class Cancel(_Message, frozen=True):
-    """Nobody waits for this call any more: cancel it; a generation is aborted."""
+    """Cancel a call that nobody waits for any more; a generation is aborted."""
 
     id: int
 
@@ -148,7 +148,7 @@ MESSAGES: Final[tuple[type[Message], ...]] = (
 from_host: Final = msgspec.msgpack.Decoder(FromHost)
 from_watch: Final = msgspec.msgpack.Decoder(FromWatch)
 from_trainer: Final = msgspec.msgpack.Decoder(FromTrainer)
-_encode = msgspec.msgpack.Encoder().encode
+encode: Final = msgspec.msgpack.Encoder().encode
 
 M = TypeVar("M")
 
@@ -157,7 +157,7 @@ def read(decoder: msgspec.msgpack.Decoder[M], payload: memoryview) -> M:
     """Decode one payload.
 
     Raises:
-        WireError: it is not a message that may come from that side.
+        WireError: The payload is not a message that this side may send.
     """
     try:
         return decoder.decode(payload)
@@ -167,19 +167,19 @@ def read(decoder: msgspec.msgpack.Decoder[M], payload: memoryview) -> M:
 
 
 def frame(message: Message) -> tuple[bytes, bytes]:
-    """Return a message's frame in its two parts, for one ``b"".join`` over many.
+    """Return a message's frame as (length, payload), so that many frames can be joined at once.
 
     Raises:
-        WireError: the message is larger than :data:`FRAME_LIMIT`.
+        WireError: The message is larger than :data:`FRAME_LIMIT`.
     """
-    payload = _encode(message)
+    payload = encode(message)
     if len(payload) > FRAME_LIMIT:
         raise WireError(f"a message of {len(payload)} bytes does not fit a frame, whose limit is {FRAME_LIMIT} bytes")
     return len(payload).to_bytes(4, "little"), payload
 
 
 class FrameReader:
-    """Cuts received bytes into payloads; ``limit`` bytes is the largest that it takes."""
+    """Splits received bytes into payloads of at most ``limit`` bytes."""
 
     def __init__(self, limit: int = HANDSHAKE_LIMIT) -> None:
         self.limit = limit
@@ -188,10 +188,10 @@ class FrameReader:
         self._needed = 0
 
     def feed(self, data: bytes) -> list[memoryview]:
-        """Take bytes as they came and return every payload that is now whole.
+        """Add received bytes and return every payload that is now complete.
 
         Raises:
-            WireError: a length is 0 or over the limit, so these are not drivetrain's frames.
+            WireError: A length is 0 or over the limit, so these are not drivetrain's frames.
         """
         if self._parts:
             self._parts.append(data)

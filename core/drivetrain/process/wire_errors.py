@@ -1,4 +1,4 @@
-"""Exceptions across the wire: ours as what they are, everybody else's as :class:`EngineInternalError`."""
+"""Exceptions on the wire: drivetrain's keep their class, all others become :class:`EngineInternalError`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _TRACEBACK_LINES: Final = 12
 
 
 def failure(call_id: int, error: BaseException) -> Failure:
-    """Describe what a call raised."""
+    """Encode the exception that a call raised."""
     if not isinstance(error, DrivetrainError):
         lines = "".join(traceback.format_exception(error)).rstrip().splitlines()[-_TRACEBACK_LINES:]
         words = f"{type(error).__name__}: {error}"
         return Failure(call_id, EngineInternalError.__name__, "\n".join([words, *lines]), {})
     _, message, fields = to_wire(error)
-    # A plugin may derive classes of its own; the other side knows only those of drivetrain.errors.
+    # A plugin may derive its own classes; the other side knows only those of drivetrain.errors.
     known = next(cls.__name__ for cls in type(error).__mro__ if cls.__module__ == errors.__name__)
     return Failure(call_id, known, message, {name: _plain(value) for name, value in fields.items()})
 
 
 def exception(described: Failure) -> DrivetrainError:
-    """Rebuild what :func:`failure` described."""
+    """Rebuild the exception that :func:`failure` encoded."""
     return from_wire(described.error, described.message, described.fields)
 
 

@@ -1,135 +1,153 @@
-"""Calls to a worker inside an engine's own process, as bytes: for a channel to it, or for an engine's own RPC.
+"""Calls of a worker inside an engine: the messages of the wire protocol as bytes, which also pass an engine's own RPC.
 
-A call is a method of the ``Backend`` page, or of the worker's own, with its arguments, in the encoding of the wire
-protocol. Nothing that a call raises reaches the engine, which may end by it.
+Exceptions of the worker become failures: one that reached the engine could end it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 
-from drivetrain.errors import DrivetrainError
+from drivetrain.errors import DrivetrainError, EngineInternalError, WireError
 from drivetrain.process.rpc_methods import METHODS, Method, method_of
-from drivetrain.process.wire import Failure
+from drivetrain.process.wire import Call, Failure, FromHost, Reply, encode, from_host, from_trainer, read
 from drivetrain.process.wire_errors import exception, failure
 from drivetrain.types.modes import PauseMode
-
-
-class _Question(msgspec.Struct, array_like=True, frozen=True):
-    method: str
-    arguments: tuple[msgspec.Raw, ...]
-    freeze: PauseMode | None = None
-
-
-class _Answer(msgspec.Struct, array_like=True, frozen=True):
-    result: msgspec.Raw
-    failure: Failure | None = None
-    not_taken: str | None = None
-
-
-_questions: Final = msgspec.msgpack.Decoder(_Question)
-_answers: Final = msgspec.msgpack.Decoder(_Answer)
-_NOTHING: Final = msgspec.Raw(msgspec.msgpack.encode(None))
+from drivetrain.types.weights import ApplyUpdate
 
 
 class CallNotTaken(Exception):
-    """The worker could not be called, or did not come back; says what the engine's process saw."""
+    """The engine's process could not call the worker; the message is the error that it saw."""
 
 
 class FailedElsewhere(Exception):
-    """Another rank could not do its part of what all do together; it says why."""
+    """Another rank failed in a call that all ranks take together; its own failure carries the reason."""
 
 
-class Calls:
-    """The methods that can be called: those of the ``Backend`` page, and more.
+@dataclass(frozen=True, slots=True)
+class WorkerCall:
+    """A call as its receiver sees it."""
+
+    id: int
+    method: Method
+    arguments: list[object]
+
+    @property
+    def freeze(self) -> PauseMode | None:
+        """How requests are frozen while the call runs; None: they are not."""
+        return next((argument.freeze for argument in self.arguments if isinstance(argument, ApplyUpdate)), None)
+
+
+class WorkerMethods:
+    """The methods that a worker answers to: those of the ``Backend`` page, and its own.
 
     Args:
-        more: Methods of the worker that the page does not have, by their functions.
+        own: Functions of the worker's class that the page does not have.
     """
 
-    def __init__(self, *more: Callable[..., object]) -> None:
+    def __init__(self, *own: Callable[..., object]) -> None:
         self._methods: Mapping[str, Method] = {
             **METHODS,
-            **{function.__name__: method_of(function) for function in more},
+            **{function.__name__: method_of(function) for function in own},
         }
 
-    def ask(self, method: str, arguments: tuple[object, ...], freeze: PauseMode | None = None) -> bytes:
-        """Encode a call, before which requests are to be frozen if ``freeze`` says how."""
-        codecs = self._methods[method].arguments
-        encoded = tuple(argument.codec.encode(value) for argument, value in zip(codecs, arguments, strict=True))
-        return msgspec.msgpack.encode(_Question(method, encoded, freeze))
+    def __getitem__(self, name: str) -> Method:
+        return self._methods[name]
+
+    def call(self, name: str, arguments: tuple[object, ...]) -> bytes:
+        """Encode a call that is sent over an engine's own RPC."""
+        return encode(Call(0, name, self._methods[name].pack(arguments)))
 
     @staticmethod
-    def method_of(question: bytes) -> str:
-        """Name of the method that a question calls."""
-        return _questions.decode(question).method
+    def name_of(payload: bytes) -> str:
+        """Return the name of the method that a call is for."""
+        return _read_call(payload).method
 
-    @staticmethod
-    def freeze_of(question: bytes) -> PauseMode | None:
-        """How requests are to be frozen before it is called."""
-        return _questions.decode(question).freeze
-
-    def serve(
-        self,
-        worker: object,
-        question: bytes,
-        gather: Callable[[Failure | None], list[Failure | None]] | None = None,
-    ) -> bytes:
-        """Call the worker, and encode what it returned, or how it failed.
-
-        Args:
-            worker: What has the method.
-            question: What :meth:`ask` returned.
-            gather: Exchanges what went wrong between ranks that take each call together; the first failure is what
-                all answer. None: there is one rank.
-        """
-        answer = _Answer(_NOTHING)
-        try:
-            asked = _questions.decode(question)
-            method = self._methods[asked.method]
-            arguments = [
-                argument.codec.decode(data) for argument, data in zip(method.arguments, asked.arguments, strict=True)
-            ]
-            answer = _Answer(method.result.encode(getattr(worker, asked.method)(*arguments)))
-        except FailedElsewhere:
-            pass  # the other rank's failure is what all answer
-        except Exception as error:
-            answer = _Answer(_NOTHING, failure(0, error))
-        if gather is not None:
-            for rank, failed in enumerate(gather(answer.failure)):
-                if failed is not None:
-                    answer = _Answer(
-                        _NOTHING, msgspec.structs.replace(failed, message=f"rank {rank}: {failed.message}")
-                    )
-                    break
-        return msgspec.msgpack.encode(answer)
-
-    @staticmethod
-    def not_taken(error: Exception) -> bytes:
-        """Answer a call that did not come to its worker, or not back."""
-        if isinstance(error, DrivetrainError):
-            return msgspec.msgpack.encode(_Answer(_NOTHING, failure(0, error)))
-        return msgspec.msgpack.encode(_Answer(_NOTHING, None, f"{type(error).__name__}: {error}"))
-
-    @staticmethod
-    def succeeded(answer: bytes) -> bool:
-        """Whether a call did not fail."""
-        decoded = _answers.decode(answer)
-        return decoded.failure is None and decoded.not_taken is None
-
-    def result_of(self, method: str, answer: bytes) -> object:
-        """Decode what a call returned.
+    def read(self, payload: bytes) -> WorkerCall:
+        """Decode a call.
 
         Raises:
-            DrivetrainError: what it raised.
-            CallNotTaken: the engine's process could not call the worker.
+            WireError: it is for no known method, or its arguments cannot be read.
         """
-        decoded = _answers.decode(answer)
-        if decoded.not_taken is not None:
-            raise CallNotTaken(decoded.not_taken)
-        if decoded.failure is not None:
-            raise exception(decoded.failure)
-        return self._methods[method].result.decode(decoded.result)
+        call = _read_call(payload)
+        if call.method not in self._methods:
+            raise WireError(f"the worker has no method {call.method!r}")
+        method = self._methods[call.method]
+        return WorkerCall(call.id, method, method.unpack(call.arguments))
+
+    def answer(
+        self,
+        worker: object,
+        payload: bytes,
+        gather: Callable[[Failure | None], list[Failure | None]] | None = None,
+    ) -> bytes:
+        """Do :meth:`read` and :meth:`serve`, and encode the answer."""
+        try:
+            call = self.read(payload)
+        except WireError as error:  # the same on every rank
+            return encode(self.not_taken(payload, error))
+        return encode(self.serve(worker, call, gather))
+
+    @staticmethod
+    def serve(
+        worker: object,
+        call: WorkerCall,
+        gather: Callable[[Failure | None], list[Failure | None]] | None = None,
+    ) -> Reply | Failure:
+        """Call the worker, and return its answer.
+
+        Args:
+            worker: The object that has the method.
+            call: The call.
+            gather: Exchanges failures between ranks that take each call together; all answer with the first one.
+                None: there is one rank.
+        """
+        answer: Reply | Failure = Reply(call.id, _NOTHING)
+        try:
+            result = getattr(worker, call.method.name)(*call.arguments)
+            answer = Reply(call.id, call.method.result.encode(result))
+        except FailedElsewhere:
+            pass  # all ranks answer with the other one's failure
+        except Exception as error:
+            answer = failure(call.id, error)
+        if gather is not None:
+            for rank, failed in enumerate(gather(answer if isinstance(answer, Failure) else None)):
+                if failed is not None:
+                    return msgspec.structs.replace(failed, message=f"rank {rank}: {failed.message}")
+        return answer
+
+    @staticmethod
+    def not_taken(payload: bytes, error: Exception) -> Failure:
+        """Return the answer to a call that did not reach its worker."""
+        call_id = _read_call(payload).id
+        if isinstance(error, DrivetrainError):
+            return failure(call_id, error)
+        return Failure(call_id, CallNotTaken.__name__, f"{type(error).__name__}: {error}", {})
+
+    def result_of(self, name: str, payload: bytes) -> object:
+        """Decode the result of a call that was sent over an engine's own RPC.
+
+        Raises:
+            DrivetrainError: what the method raised.
+        """
+        answer: FromHost = read(from_host, memoryview(payload))
+        if isinstance(answer, Failure):
+            raise exception(answer)
+        if not isinstance(answer, Reply):
+            raise EngineInternalError(f"the worker answered {name} with a {type(answer).__name__}")
+        return self._methods[name].result.decode(answer.result)
+
+
+def _read_call(payload: bytes) -> Call:
+    message = read(from_trainer, memoryview(payload))
+    if not isinstance(message, Call):
+        raise WireError(f"the worker got a {type(message).__name__}, not a call")
+    return message
+
+
+_NOTHING: Final = msgspec.Raw(encode(None))
+
+__all__ = ["CallNotTaken", "FailedElsewhere", "WorkerCall", "WorkerMethods"]

@@ -1,4 +1,4 @@
-"""Messages on their way out: those of one turn of the event loop go in few writes."""
+"""Buffered sending: the messages of one turn of the event loop share few writes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from drivetrain.process.codec import forget_params
 from drivetrain.process.wire import Message, frame
 
 _ENOUGH: Final = 64 * 1024
-"""Bytes worth a write of their own, so that the other side can begin while this one goes on."""
+"""Buffer size in bytes that triggers a write, so that the other side can begin to read."""
 
 
 class WriteBuffer:
-    """Collects frames and writes them to a transport at the end of the loop's turn, or once they are many."""
+    """Collects frames; writes them at the end of the event loop's turn, or once the buffer is large."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
         self._loop = loop
@@ -23,10 +23,10 @@ class WriteBuffer:
         self._scheduled = False
 
     def put(self, message: Message) -> None:
-        """Send a message soon.
+        """Queue a message for sending.
 
         Raises:
-            WireError: it is larger than a frame may be; nothing is sent.
+            WireError: The message is larger than a frame may be; nothing is sent.
         """
         parts = frame(message)
         self._parts += parts
@@ -38,7 +38,7 @@ class WriteBuffer:
             self._loop.call_soon(self.flush)
 
     def flush(self) -> None:
-        """Write now what was put."""
+        """Write the queued messages now."""
         self._scheduled = False
         forget_params()
         self._write()

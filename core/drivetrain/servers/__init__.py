@@ -1,1 +1,1 @@
-"""Clients of engines' own servers, which somebody else launched."""
+"""Clients of engines' own HTTP servers, launched by somebody else."""

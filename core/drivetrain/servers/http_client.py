@@ -1,4 +1,7 @@
-"""HTTP to a running server: JSON there and back, and events. Every wait is bounded but those for tokens."""
+"""HTTP client of a running engine server: JSON requests and server-sent events.
+
+All waits have a deadline, except those for generated tokens.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
 
 _MOST_FILES: Final = 65536
 _SPARE_FILES: Final = 256
-"""Files that the rest of this process opens."""
+"""File descriptors reserved for the rest of this process."""
 _EVENT: Final = b"data: "
 _END: Final = b"[DONE]"
 _LARGEST_EVENT: Final = 2**30
@@ -29,23 +32,23 @@ _LARGEST_EVENT: Final = 2**30
 
 @dataclass(frozen=True, slots=True)
 class ServerKind:
-    """What is said of servers of one engine, and how their refusals are read."""
+    """Properties of one engine's servers, and the conversion of their errors."""
 
     engine: str
-    """Its name, such as ``"SGLang"``."""
+    """The engine's name, such as ``"SGLang"``."""
     launch: str
-    """How one is launched, with MODEL for the model."""
+    """Launch command, with MODEL in place of the model."""
     port: int
-    """Where it listens unless told otherwise."""
+    """Default port."""
     as_engine_error: Callable[[BaseException], DrivetrainError]
-    """A refusal is a ValueError to it, what went wrong a RuntimeError, both with the server's words."""
+    """Converts a refused request (ValueError) or a failure (RuntimeError), each with the server's message."""
     key_statuses: tuple[int, ...] = (401, 403)
-    """What it answers to a wrong key."""
+    """HTTP statuses for a wrong API key."""
     key_remedy: str = "set endpoint_api_key to its key"
 
 
 class ServerClient:
-    """Connections to one server. Belongs to the event loop that it was opened in."""
+    """Connections to one server. Bound to the event loop in which it was opened."""
 
     def __init__(self, endpoint: str, api_key: SecretStr | None, kind: ServerKind) -> None:
         self.endpoint = endpoint
@@ -53,10 +56,10 @@ class ServerClient:
         self._api_key = api_key
         self._session: aiohttp.ClientSession | None = None
         self._answers: set[aiohttp.ClientResponse] = set()
-        """Those that are being read."""
+        """Responses that are being read."""
 
     async def open(self) -> None:
-        """Make ready to connect."""
+        """Create the HTTP session."""
         import aiohttp
 
         headers = {"Content-Type": "application/json"}
@@ -64,26 +67,27 @@ class ServerClient:
             headers["Authorization"] = f"Bearer {self._api_key.get_secret_value()}"
         self._session = aiohttp.ClientSession(
             headers=headers,
-            # None is used again: while this loop stands still, as in a training step, the server closes idle ones.
+            # Connections are not reused: while this loop is blocked, as in a training step, the server closes idle
+            # ones.
             connector=aiohttp.TCPConnector(limit=_connections(), force_close=True),
-            # Thousands of connections at once take their time; whoever calls says how long it waits.
+            # Thousands of connections at once take long to open, so the callers set the timeouts.
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
             read_bufsize=2**18,
         )
 
     async def close(self) -> None:
-        """End every connection; what waits for an answer gets an error."""
+        """Close every connection; calls that wait for a response get an error."""
         import aiohttp
 
         session, self._session = self._session, None
         for answer in self._answers:
-            # Closing a connection wakes nobody who reads from it.
+            # Closing a connection does not wake its readers.
             answer.content.set_exception(aiohttp.ClientConnectionError("the connection was closed here"))
         if session is not None:
             await session.close()
 
     async def reach(self) -> None:
-        """Connect and say nothing; raises OSError where nobody takes connections."""
+        """Open and close a connection; raises OSError if nothing accepts it."""
         parts = urlsplit(self.endpoint)
         port = parts.port or (443 if parts.scheme == "https" else 80)
         _, writer = await asyncio.open_connection(parts.hostname, port)
@@ -94,14 +98,14 @@ class ServerClient:
         """Return the JSON at ``path``.
 
         Raises:
-            EngineDied: nobody answers within ``seconds`` (None: some time), or the connection broke.
-            InvalidConfig: the server wants another key.
-            EngineError: it refuses.
+            EngineDied: No answer within ``seconds`` (None: no limit), or the connection broke.
+            InvalidConfig: The server wants another key.
+            EngineError: The server refused or failed.
         """
         return _decoded(*await self._call("GET", path, None, seconds), path)
 
     async def post(self, path: str, body: object, seconds: float | None) -> Any:
-        """Send JSON and return the answer's, or None where there is none; raises as :meth:`get` does."""
+        """Send JSON and return the JSON of the response, None if it has none; raises as :meth:`get` does."""
         return _decoded(*await self._call("POST", path, body, seconds), path)
 
     async def text(self, path: str, seconds: float | None) -> str:
@@ -110,7 +114,7 @@ class ServerClient:
         return content.decode(errors="replace")
 
     async def events(self, path: str, body: object) -> AsyncGenerator[dict[str, Any], None]:
-        """Send JSON and yield each server-sent event; closing early closes the connection."""
+        """Send JSON and yield each server-sent event. Closing the generator early closes the connection."""
         async with self._answer("POST", path, body) as answer:
             rest = b""
             async for part in answer.content.iter_any():
@@ -124,14 +128,14 @@ class ServerClient:
                         return
                     event = _json(line[len(_EVENT) :], path)
                     if "error" in event:
-                        # The connection of a stream that is refused may stay open.
+                        # The server may leave a refused stream's connection open.
                         answer.close()
                         raise self._refusal(int(event["error"].get("code") or 500), event, path)
                     yield event
         raise EngineDied(f"the {self.kind.engine} server at {self.endpoint} broke a stream off")
 
     async def _call(self, method: str, path: str, body: object, seconds: float | None) -> tuple[bytes, str]:
-        """The answer's content, and its type."""
+        """Return the response's body and content type."""
         try:
             async with deadline(seconds, path), self._answer(method, path, body) as answer:
                 return await answer.read(), answer.content_type
@@ -174,7 +178,14 @@ class ServerClient:
 
 
 def refusal(status: int, body: bytes | Mapping[str, Any], path: str, kind: ServerKind) -> DrivetrainError:
-    """Return what a server's refusal means: its status, and its body as it came or decoded."""
+    """Convert a server's error response to an exception.
+
+    Args:
+        status: HTTP status.
+        body: The response's body, raw or decoded.
+        path: The requested path.
+        kind: The kind of server.
+    """
     said = _message(body)
     if status in (400, 422):
         return kind.as_engine_error(ValueError(said))
@@ -194,7 +205,7 @@ def _message(body: bytes | Mapping[str, Any]) -> str:
 
 
 def _connections() -> int:
-    """How many connections this process may have, after it is allowed as many files as the system lets it have."""
+    """Raise this process's limit of open files as far as allowed, and return the number of connections that fit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:

@@ -1,4 +1,4 @@
-"""A backend whose engine is a server that somebody else launched: what is the same whatever engine it serves."""
+"""Base of backends whose engine is a running server: the parts that do not depend on the engine."""
 
 from __future__ import annotations
 
@@ -30,47 +30,47 @@ from drivetrain.types.outputs import FinishReason
 
 ENDPOINT: Final = "endpoint"
 LOOK_S: Final = 4.0
-"""Within this a server that is up has said what it is."""
+"""Seconds within which a running server describes itself."""
 BUSY_S: Final = 60.0
-"""Within this its scheduler has, whatever it is busy with."""
+"""Seconds within which a running server's scheduler answers, however busy."""
 _CONNECT_S: Final = 4.0
 _POLL_S: Final = 0.5
 _STOOD_STILL_S: Final = 1.0
-"""A loop that is later than this was kept by something else, such as a training step."""
+"""Seconds of delay above which our own event loop counts as blocked, as by a training step."""
 _ABORT_AGAIN_S: Final = (0.01, 0.1)
-"""An abort is said again after the first of these, then after twice as long each time, up to the second."""
+"""Seconds before an abort is repeated: the first, doubled each time up to the second."""
 _LAST_ABORTS: Final = 6
-"""How often an abort is said for a request whose caller went away, each time after twice as long."""
+"""Number of aborts for a request whose caller went away; the pause doubles each time."""
 
 
 class ServerAnswers(Protocol):
-    """What a server says of itself."""
+    """A server's description of itself."""
 
     @property
     def launch(self) -> object:
-        """Differs between two launches of a server on the same port."""
+        """Identity of the launch: differs if the server was relaunched on the same port."""
         ...
 
 
 @dataclass(slots=True)
 class Sent:
-    """A request that is with the server."""
+    """A request in flight at the server."""
 
     name: str
-    """The server's name of it."""
+    """The request's id at the server."""
     ended: bool = False
-    """Whether the server said that it ended, or nobody waits for it any more."""
+    """True if the server reported its end, or nobody waits for it any more."""
 
 
 Says = TypeVar("Says", bound=ServerAnswers)
 
 
 class ServerBackend(Backend, Generic[Says]):
-    """Looks at the server before it claims anything, watches it, and ends for good what nobody waits for."""
+    """Queries the server before claiming capabilities, watches it, and aborts abandoned requests reliably."""
 
     kind: ClassVar[ServerKind]
     alive_path: ClassVar[str]
-    """What a server that is there answers at once, however busy."""
+    """Path that a live server answers at once, however busy."""
     engine_distribution: ClassVar[str] = "aiohttp"
     default_isolation: ClassVar[Isolation] = Isolation.INLINE
 
@@ -78,7 +78,7 @@ class ServerBackend(Backend, Generic[Says]):
         super().__init__(config)
         self.client = self._client_of(config)
         self.version = ""
-        """Of the weights that are served."""
+        """Version of the served weights."""
         self._prefix = uuid.uuid4().hex
         self._numbers = itertools.count()
         self._cache_epoch = 0
@@ -92,40 +92,40 @@ class ServerBackend(Backend, Generic[Says]):
     @classmethod
     @abstractmethod
     async def look(cls, client: ServerClient) -> Says:
-        """Ask what it is.
+        """Query the server's description.
 
         Raises:
-            EngineStartError: it is no server of this engine.
+            EngineStartError: It is not a server of this engine.
         """
 
     @classmethod
     async def launch_of(cls, client: ServerClient) -> object:
-        """Ask what differs between two launches, and no more than that takes."""
+        """Return the identity of the server's launch. Override it if a cheaper query than :meth:`look` suffices."""
         return (await cls.look(client)).launch
 
     @classmethod
     @abstractmethod
     def claims_of(cls, config: EngineConfig, says: Says) -> frozenset[Capability]:
-        """What the server does rightly.
+        """Return the capabilities that work with this server.
 
         Raises:
-            EngineStartError: it is none that this backend works with.
-            InvalidConfig: requests do not mean there what they say, or the configuration is not what it is.
+            EngineStartError: This backend does not work with such a server.
+            InvalidConfig: The server would interpret requests differently, or does not match the configuration.
         """
 
     @abstractmethod
     async def send_abort(self, names: Sequence[str]) -> None:
-        """End the requests that the server knows by these names; some it may not know yet, or any more."""
+        """Abort the requests with these server-side ids. The server may not know some of them yet, or any more."""
 
     # Before launch -----------------------------------------------------------------------------------------------
 
     @classmethod
     def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
-        """Ask the server; this blocks for some seconds at most.
+        """Query the server for its capabilities; blocks for a few seconds at most.
 
         Raises:
-            InvalidConfig: there is no endpoint, or the configuration is not what the server is.
-            EngineStartError: nobody answers there, or not a server that this works with.
+            InvalidConfig: There is no endpoint, or the server does not match the configuration.
+            EngineStartError: Nobody answers there, or not a server that this backend works with.
         """
         client = cls._client_of(config)
         with ThreadPoolExecutor(1, thread_name_prefix="drivetrain-server-look") as thread:
@@ -155,7 +155,7 @@ class ServerBackend(Backend, Generic[Says]):
     # Lifecycle ---------------------------------------------------------------------------------------------------
 
     async def connect(self, report: Callable[[str], None]) -> Says:
-        """Connect, and look once more."""
+        """Connect, and check the server again."""
         report(f"connecting to {self.client.endpoint}")
         await self.client.open()
         says = await self.look(self.client)
@@ -165,9 +165,9 @@ class ServerBackend(Backend, Generic[Says]):
         return says
 
     def check_same_folder(self, served: str) -> None:
-        """Check that the server serves the model that was configured, as far as both are here.
+        """Check that the server serves the configured model, if both folders exist here.
 
-        A server on another machine, or in a container, has paths of its own.
+        A server on another machine or in a container has other paths, which are not compared.
 
         Raises:
             EngineStartError: ``served`` is another folder.
@@ -180,28 +180,28 @@ class ServerBackend(Backend, Generic[Says]):
             )
 
     def watch(self) -> None:
-        """Look every now and then whether the server is there; one that is not fails every waiter."""
+        """Start polling the server; if it is lost, every waiter fails."""
         self.spawn(self._watch())
 
     @property
     def is_there(self) -> bool:
-        """Whether the engine is started, and the server was not found dead."""
+        """True if the engine is started and the server was not found dead."""
         return self._death is not None and not self._death.done()
 
     async def close(self) -> None:
-        """Disconnect; the server goes on."""
+        """Disconnect; the server keeps running."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.client.close()
 
     async def died(self) -> EngineError:
-        """Return when the server is gone, or is another one."""
+        """Wait until the server is gone or was replaced by another launch, and return the error."""
         assert self._death is not None, "died() is called once the engine is started"
         return await asyncio.shield(self._death)
 
     async def _watch(self) -> None:
-        # Through a connection of its own, which does not wait its turn behind thousands of requests.
+        # A separate client, whose connections do not queue behind thousands of requests.
         watching = self._client_of(self.config)
         await watching.open()
         try:
@@ -214,7 +214,7 @@ class ServerBackend(Backend, Generic[Says]):
         await self._die(why)
 
     async def _is_lost(self, watching: ServerClient) -> str:
-        """Why the server is; empty if it answers, or if this loop stood still meanwhile, so that nobody can say."""
+        """Return why the server is considered lost, or "" if it answered or our own loop was blocked."""
         heartbeat = self.config.timeouts.heartbeat
         asked = asyncio.create_task(watching.get(self.alive_path, None))
         reached = asyncio.create_task(watching.reach())
@@ -246,16 +246,16 @@ class ServerBackend(Backend, Generic[Says]):
 
     @property
     def cache_key(self) -> str:
-        """What a request's cached prefixes are found by, beside their tokens."""
+        """Key under which the server caches prefixes, in addition to their tokens."""
         return f"{self._prefix}-{self._cache_epoch}"
 
     def new_name(self) -> str:
-        """A name that no client of the server has given, and that is the beginning of no other."""
+        """Return a request id that is unique among the server's clients and not a prefix of any other."""
         return f"{self._prefix}-{next(self._numbers)}."
 
     @contextmanager
     def sent(self, request_id: str, name: str) -> Iterator[Sent]:
-        """A request that is with the server meanwhile; unless it ended there, it is aborted for good afterwards."""
+        """Track a request during the block; if it has not ended by then, abort it reliably in the background."""
         request = self._sent[request_id] = Sent(name)
         try:
             yield request
@@ -266,14 +266,14 @@ class ServerBackend(Backend, Generic[Says]):
                 self.spawn(self._abort_for_good(name))
 
     async def abort(self, request_ids: list[str]) -> None:
-        """End requests, running or waiting."""
+        """Abort requests, running or waiting."""
         known = [self._sent[request_id] for request_id in request_ids if request_id in self._sent]
         if known:
             await self.send_abort([request.name for request in known])
             self.spawn(self._abort_until_ended(known))
 
     async def _abort_until_ended(self, requests: Sequence[Sent]) -> None:
-        """An abort may have overtaken its request on the way to the server."""
+        """Repeat the abort until the requests end: it may overtake its request on the way to the server."""
         pause, longest = _ABORT_AGAIN_S
         while True:
             await asyncio.sleep(pause)
@@ -290,10 +290,10 @@ class ServerBackend(Backend, Generic[Says]):
 
     @staticmethod
     def whole(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
-        """Return a sample that ended as it was asked to, and was not cut by the server.
+        """Return ``result`` if the server ended the sample as the request says.
 
         Raises:
-            EngineInternalError: it was.
+            EngineInternalError: The server cut it by a limit or a stop of its own.
         """
         if result.finish_reason is FinishReason.LENGTH and len(result.token_ids) < request.max_new_tokens:
             raise EngineInternalError(
@@ -308,13 +308,13 @@ class ServerBackend(Backend, Generic[Says]):
         return result
 
     async def reset_prefix_cache(self) -> None:
-        """Ask for no earlier prefix any more; the server lets go of them when it wants their memory."""
+        """Start a new cache key, so that no earlier prefix is used; the server evicts those when it needs memory."""
         self._cache_epoch += 1
 
     # Calls -------------------------------------------------------------------------------------------------------
 
     async def call(self, answer: Awaitable[Any]) -> Any:
-        """Await an answer, or the server's death; if the connection breaks, find out which it is."""
+        """Await an answer or the server's death. If the connection breaks, find out whether the server died."""
         if self._death is None:
             return await answer
         asked = asyncio.ensure_future(answer)
@@ -328,7 +328,10 @@ class ServerBackend(Backend, Generic[Says]):
             await asyncio.gather(asked, return_exceptions=True)
 
     async def checked(self, answer: Awaitable[Any]) -> Any:
-        """Await what comes through a connection that there is, and breaks when the server dies."""
+        """Await an answer; if the connection breaks, find out whether the server died and raise the matching error.
+
+        Unlike :meth:`call` it does not watch for the server's death while it waits.
+        """
         try:
             return await answer
         except EngineDied as error:
@@ -347,7 +350,7 @@ class ServerBackend(Backend, Generic[Says]):
             raise EngineInternalError(f"{error}; the server itself is up") from error
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run in the background; what fails there because the server is gone is told by :meth:`died`."""
+        """Run ``work`` in the background. :meth:`died` reports failures caused by the server's death."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
 

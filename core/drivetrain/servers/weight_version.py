@@ -1,4 +1,4 @@
-"""Asks a server which weight version it serves."""
+"""Query of a server's weight version."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from drivetrain.backend.toolkit.deadlines import deadline
 from drivetrain.errors import DeadlineExceeded, EngineError, InvalidRequest
 
 PATHS: Final = ("/weight_version", "/get_weight_version")
-"""Where servers say it, newest first; each answers with JSON that has a ``weight_version``."""
+"""Paths that report the version, newest first; each returns JSON with a ``weight_version``."""
 
 
 async def remote_weight_version(endpoint: str, timeout: float) -> str:
     """Return the weight version that the server at ``endpoint`` (``http://host:port``) serves.
 
     Raises:
-        InvalidRequest: the endpoint is no http(s) URL.
-        EngineError: the server cannot be reached, or does not say.
-        DeadlineExceeded: no answer within ``timeout`` seconds.
+        InvalidRequest: The endpoint is not an http(s) URL.
+        EngineError: The server cannot be reached, or does not report a version.
+        DeadlineExceeded: No answer within ``timeout`` seconds.
     """
     if not endpoint.startswith(("http://", "https://")):
         raise InvalidRequest(f"endpoint={endpoint!r}: expected http://host:port", field="endpoint")

@@ -1,4 +1,4 @@
-"""Helpers for tests, of this project and of others: models that are made on the spot, in a fraction of a second."""
+"""Test helpers for this and other projects: tiny models, generated in a fraction of a second."""
 
 from __future__ import annotations
 

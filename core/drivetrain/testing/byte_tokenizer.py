@@ -1,4 +1,4 @@
-"""A tokenizer without training: one token per byte, whose id is the byte."""
+"""An untrained tokenizer: one token per byte, whose id is the byte."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 SPECIAL_TOKENS: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
-"""Their ids are 256, 257, 258 and 259."""
+"""Special tokens, with ids 256 to 259."""
 VOCAB_SIZE: Final = 256 + len(SPECIAL_TOKENS)
 VISION_TOKENS: Final = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-"""Further ones of models that take images: their ids are 260 to 263."""
+"""Additional special tokens of vision models, with ids 260 to 263."""
 
 CHAT_TEMPLATE: Final = (
     "{% for message in messages %}"
@@ -33,20 +33,19 @@ VISION_CHAT_TEMPLATE: Final = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""ChatML in which content may be parts, and an image among them leaves its place, as Qwen-VL writes it."""
+"""ChatML with content parts, and a placeholder for each image or video, in Qwen-VL's form."""
 
 
 def byte_tokenizer(*, model_max_length: int = 1024, vision: bool = False) -> PreTrainedTokenizerFast:
     """Return a tokenizer whose ids 0 to 255 are the bytes of UTF-8 text, followed by four special tokens.
 
-    ``<|im_end|>`` is EOS, ``<|pad|>`` is padding, the chat template is ChatML, and no token is added to plain text.
-    A character beyond ASCII takes two to four tokens, so a decoded prefix may end inside one. (When it is loaded
-    from a folder of the architecture ``qwen2``, transformers puts that family's tokenizer class in its place, which
-    normalises text to NFC first.)
+    ``<|im_end|>`` is EOS, ``<|pad|>`` is padding, the chat template is ChatML, and no token is added to plain text. A
+    character beyond ASCII takes two to four tokens, so a decoded prefix may end inside one. When transformers loads it
+    from a folder of architecture ``qwen2``, it uses that family's tokenizer class, which normalises text to NFC first.
 
     Args:
-        model_max_length: Context length in tokens, as written into the tokenizer's configuration.
-        vision: Add :data:`VISION_TOKENS`, and let the chat template place images.
+        model_max_length: Context length in tokens, written to the tokenizer's configuration.
+        vision: Add :data:`VISION_TOKENS` and a chat template that places images.
     """
     vocabulary = {character: byte for byte, character in enumerate(_characters())}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -66,7 +65,7 @@ def byte_tokenizer(*, model_max_length: int = 1024, vision: bool = False) -> Pre
 
 
 def _characters() -> list[str]:
-    """The character that stands for each byte in a byte-level vocabulary: itself where it can be printed."""
+    """Return the character for each byte in a byte-level vocabulary: itself if printable, else from U+0100 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     substitutes = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(substitutes)) for byte in range(256)]

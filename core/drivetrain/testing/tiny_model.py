@@ -1,4 +1,4 @@
-"""Real models of a few hundred thousand parameters, for tests, tutorials and the demo."""
+"""Tiny real models of a few hundred thousand parameters, for tests, tutorials and the demo."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ ConfigValue = str | int | float | bool | None | Sequence["ConfigValue"] | Mappin
 _ENDOFTEXT, _IM_START, _IM_END, _PAD = range(256, 256 + len(SPECIAL_TOKENS))
 _VISION_START, _VISION_END, _IMAGE, _VIDEO = range(VOCAB_SIZE, VOCAB_SIZE + len(VISION_TOKENS))
 _random_state: Final = threading.Lock()
-"""Held while torch's random state, which all threads share, is set aside."""
+"""Held while torch's random state, which all threads share, is replaced."""
 _FILES: Final = ("config.json", "model.safetensors", "tokenizer.json", "generation_config.json")
 
 _WIDTH: Final = 128
 _HEAD: Final = 64
-"""Smaller heads are refused by the attention of some engines: vLLM's on a CPU, SGLang's rotary kernel on a GPU."""
+"""Head size. Some engines refuse smaller heads: vLLM's attention on a CPU, SGLang's rotary kernel on a GPU."""
 
 _COMMON: Final[dict[str, ConfigValue]] = {
     "vocab_size": VOCAB_SIZE,
@@ -50,7 +50,7 @@ _COMMON: Final[dict[str, ConfigValue]] = {
     "num_hidden_layers": 2,
     "num_attention_heads": _WIDTH // _HEAD,
     "max_position_embeddings": 1024,
-    # The usual 0.02 makes logits of so small a model nearly uniform, and hides mistakes in whatever is compared.
+    # The usual 0.02 makes a small model's logits nearly uniform, which hides mistakes in comparisons.
     "initializer_range": 0.1,
     "bos_token_id": _ENDOFTEXT,
     "eos_token_id": _IM_END,
@@ -93,8 +93,8 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, ConfigValue]]] = MappingProxyType
 """Architecture (the ``model_type`` of transformers) → the configuration values that make it tiny."""
 
 _PATCH: Final = 14
-"""Pixels along a side of a patch, as in Qwen's own: SGLang takes other sizes for embeddings that were made elsewhere.
-Two by two patches are one token."""
+"""Side of a patch in pixels, as in Qwen's models; SGLang takes inputs of other sizes for precomputed embeddings. Two by
+two patches make one token."""
 _EYES: Final[dict[str, ConfigValue]] = {
     "depth": 2,
     "num_heads": 2,
@@ -152,7 +152,7 @@ VISION_ARCHITECTURES: Final[Mapping[str, Mapping[str, ConfigValue]]] = MappingPr
         },
     }
 )
-"""The same for models that take images beside text."""
+"""The same for vision models."""
 
 _PREPROCESSOR: Final = {
     "image_processor_type": "Qwen2VLImageProcessor",
@@ -176,26 +176,27 @@ def tiny_model(
 ) -> Path:
     """Write a model folder with random weights and return its path; any engine that loads a folder can load it.
 
-    The folder holds a transformers configuration, safetensors weights in float32, a byte-level tokenizer with a
-    ChatML template (see :func:`byte_tokenizer`) and a generation configuration with the EOS ids. The model has 2
-    layers of width 128, 260 token ids and, where the architecture has positions, a context of 1024 tokens. Sliding
-    windows are 32 tokens wide. The same arguments give the same weights. Nothing is downloaded.
+    The folder holds a transformers configuration, safetensors weights in float32, a byte-level tokenizer with a ChatML
+    template (see :func:`byte_tokenizer`) and a generation configuration with the EOS ids. The model has 2 layers of
+    width 128, 260 token ids and, if the architecture has positions, a context of 1024 tokens. Sliding windows are 32
+    tokens wide. The same arguments give the same weights. Nothing is downloaded.
 
-    One of :data:`VISION_ARCHITECTURES` takes images and videos besides: four more token ids, a template that places
-    them, and the configuration of an image processor, for which 28 by 28 pixels are a token and an image has 4 to 64 of
-    them. It is the video processor's, too: each pair of frames has as many.
+    A model of :data:`VISION_ARCHITECTURES` also takes images and videos. It has four more token ids, a template that
+    places media, and an image processor configuration: 28 by 28 pixels are a token, and an image has 4 to 64 tokens.
+    The video processor uses the same configuration, with as many tokens per pair of frames.
 
     Args:
         architecture: A key of :data:`ARCHITECTURES` or :data:`VISION_ARCHITECTURES`, such as ``"llama"``.
-        directory: Where to write: a folder that is empty or not there. None: a folder under the system's temporary
-            directory, shared by all calls of this user with the same arguments. Read it, do not write into it.
+        directory: An empty or new folder to write to. None: a folder in the system's temporary directory, shared by
+            this user's calls with the same arguments; treat it as read-only.
         seed: Seed of the weights.
         config_overrides: Fields of the architecture's configuration, such as ``num_hidden_layers=4`` or
-            ``tie_word_embeddings=True``; ``dtype="bfloat16"`` sets the type of the weights. Where the configuration
-            has parts, such as ``text_config``, a mapping changes the fields that it names.
+            ``tie_word_embeddings=True``; ``dtype="bfloat16"`` sets the type of the weights. For a nested configuration,
+            such as ``text_config``, a mapping changes only the fields that it names.
 
     Raises:
-        InvalidConfig: the architecture or a field is unknown, a value cannot work, or ``directory`` is not empty.
+        InvalidConfig: The architecture or a field is unknown, the values do not work together, or ``directory`` is not
+            empty.
     """
     if not isinstance(architecture, str) or architecture not in _KNOWN:
         close = difflib.get_close_matches(shown(architecture), _KNOWN, n=1)
@@ -225,15 +226,15 @@ def _write(folder: Path, architecture: str, seed: int, overrides: Mapping[str, C
         try:
             kind: Any = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
             model = kind.from_config(config, dtype=torch.float32)
-            # Biases begin as zeros and norms as ones: with those, code that forgets one would go unnoticed.
+            # Biases start as zeros and norms as ones, so code that forgets one would go unnoticed.
             for parameter in model.parameters():
                 if parameter.ndim == 1:
                     parameter.add_(torch.randn_like(parameter), alpha=0.1)
             model = model.to(dtype)
-            for part in model.config.sub_configs:  # as from_config left them
+            for part in model.config.sub_configs:  # from_config leaves the parts in their old dtype
                 getattr(model.config, part).dtype = dtype
             model(torch.zeros((1, 4), dtype=torch.long))
-        except Exception as error:  # whatever the architecture makes of values that do not fit together
+        except Exception as error:  # the architecture may raise anything for values that do not fit together
             raise _does_not_work(architecture, overrides, error) from error
     model.generation_config = GenerationConfig(
         bos_token_id=_ENDOFTEXT, eos_token_id=[_IM_END, _ENDOFTEXT], pad_token_id=_PAD
@@ -269,7 +270,7 @@ def _config(architecture: str, overrides: Mapping[str, ConfigValue]) -> PreTrain
         raise InvalidConfig(
             f"vocab_size={vocab_size} is too small; the byte-level tokenizer needs {VOCAB_SIZE} ids", field="vocab_size"
         )
-    # gpt2 calls hidden_size n_embd: one name for each, or the tiny value and the override would both be there.
+    # gpt2 calls hidden_size n_embd: map both to one name, or the tiny value and the override would both be present.
     own = default.attribute_map
     values = {own.get(name, name): value for name, value in _KNOWN[architecture].items()}
     for name, value in overrides.items():
@@ -282,7 +283,7 @@ def _config(architecture: str, overrides: Mapping[str, ConfigValue]) -> PreTrain
         values["layer_types"] = list(itertools.islice(itertools.cycle(pattern), layers))
     try:
         return AutoConfig.for_model(architecture, **values)
-    except Exception as error:  # transformers has an error of its own for each kind of mistake, with no common root
+    except Exception as error:  # transformers' errors have no common base class
         raise _does_not_work(architecture, overrides, error) from error
 
 
@@ -293,12 +294,12 @@ def _cached(architecture: str, seed: int, overrides: Mapping[str, ConfigValue]) 
     building = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
     try:
         _write(building, architecture, seed, overrides)
-        if not _complete(folder):  # it may be there: the system's cleaner takes files that were not read for days
+        if not _complete(folder):  # incomplete: the system's cleaner deletes files not read for days
             shutil.rmtree(folder, ignore_errors=True)
         try:
             building.rename(folder)
         except OSError:
-            if not _complete(folder):  # not lost to another process that wrote the same
+            if not _complete(folder):  # not a race with another process that wrote the same model
                 raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
@@ -306,7 +307,7 @@ def _cached(architecture: str, seed: int, overrides: Mapping[str, ConfigValue]) 
 
 
 def _key(architecture: str, seed: int, overrides: Mapping[str, ConfigValue]) -> str:
-    """Digest of all that the weights depend on, this code included."""
+    """Return a digest of everything that the weights depend on, including this code."""
     digest = hashlib.sha256()
     for file in (__file__, inspect.getfile(byte_tokenizer)):
         digest.update(Path(file).read_bytes())

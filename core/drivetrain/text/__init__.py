@@ -1,1 +1,1 @@
-"""Text and token ids: the tokenizer, chat templates, stop conditions on text."""
+"""Text handling: the tokenizer, chat templates and text stop conditions."""

@@ -1,7 +1,7 @@
-"""Ending Python code that others wrote, such as a chat template, when it takes too long.
+"""Timeouts for untrusted Python code, such as chat templates.
 
-A thread cannot be killed. The interpreter can raise an exception in one, at its next bytecode: this ends any loop, but
-no single call into C.
+A thread cannot be killed, but the interpreter can raise an exception in it at its next bytecode. This ends any loop,
+but no single call into C.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from drivetrain.errors import DeadlineExceeded
 
 _T = TypeVar("_T")
 _LOOK_S: Final = 0.25
-"""Seconds between two looks at the calls under way."""
+"""Interval in seconds at which the running calls are checked."""
 _here: Final = threading.local()
-"""The :class:`Abandonable` that runs in this thread."""
+"""``abandonable``: the :class:`Abandonable` that is running in the current thread."""
 
 
 class _Overdue(BaseException):
-    """Raised within a call that takes too long; no ``except Exception`` catches it."""
+    """Raised inside a call that takes too long. A BaseException, so ``except Exception`` does not catch it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,14 +35,14 @@ class _Guarded:
 
 
 class Abandonable:
-    """Runs a function in the calling thread; another thread may end the :func:`bounded` calls within."""
+    """A function call whose :func:`bounded` calls another thread can end."""
 
     def __init__(self) -> None:
         self._abandoned = False
         self._guarded: _Guarded | None = None
 
     def run(self, function: Callable[[], _T]) -> _T:
-        """Return what ``function`` returns."""
+        """Call ``function`` in the current thread and return its result."""
         _here.abandonable = self
         try:
             return function()
@@ -50,23 +50,23 @@ class Abandonable:
             _here.abandonable = None
 
     def abandon(self) -> None:
-        """End the bounded call under way and those that begin later, each at the next look."""
+        """End the current bounded call, and later ones, each at the next check."""
         self._abandoned = True
         if self._guarded is not None:
             self._guarded.ends = 0.0
 
     def guard(self, guarded: _Guarded) -> None:
-        """Take note of a bounded call that begins."""
+        """Register a bounded call that begins."""
         self._guarded = guarded
         if self._abandoned:
             guarded.ends = 0.0
 
 
 def bounded(call: Callable[[], _T], seconds: float, waited_for: str) -> _T:
-    """Return what ``call`` returns, in this thread.
+    """Run ``call`` in the current thread with a timeout, and return its result.
 
     Raises:
-        DeadlineExceeded: it took longer than ``seconds``, or nobody waits for it any more, and was ended.
+        DeadlineExceeded: The call was ended because it took longer than ``seconds``, or because it was abandoned.
     """
     guarded = _Guarded(threading.get_ident(), time.monotonic() + seconds)
     abandonable: Abandonable | None = getattr(_here, "abandonable", None)
@@ -87,22 +87,22 @@ def _remove_surely(guarded: _Guarded) -> None:
     while True:
         try:
             return _watch.remove(guarded)
-        except _Overdue:  # raised once more meanwhile
+        except _Overdue:  # the watch thread raised it again
             continue
 
 
 class _Watch:
-    """One thread that looks at all guarded calls, as long as there are any.
+    """Watches all guarded calls in one thread, which runs only while there are any.
 
-    A guarded thread may be raised in wherever it is, also in here. So it takes a plain lock alone, whose ``with`` the
-    interpreter does not interrupt: conditions and events are Python code, and would be left locked.
+    The exception may hit a guarded thread anywhere, also in these methods. So only a plain lock is used: the
+    interpreter does not interrupt its ``with``. Conditions and events are Python code and would stay locked.
     """
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """Forget all calls: after a fork they are another process's."""
+        """Reset the watch; after a fork the calls belong to the parent process."""
         self._lock = threading.Lock()
         self._guarded: set[_Guarded] = set()
         self._is_looking = False
@@ -114,11 +114,11 @@ class _Watch:
                     self._guarded.add(guarded)
                     return
                 self._is_looking = True
-            # Nothing is raised in this thread yet.
+            # Not guarded yet, so no exception is raised here.
             threading.Thread(target=self._look, name="drivetrain-bounded", daemon=True).start()
 
     def remove(self, guarded: _Guarded) -> None:
-        """Afterwards nothing is raised in its thread, also if that was on its way."""
+        """Stop guarding a call, and withdraw an exception that is still pending in its thread."""
         with self._lock:
             self._guarded.discard(guarded)
             if guarded.raised:
@@ -134,13 +134,13 @@ class _Watch:
                 now = time.monotonic()
                 for guarded in self._guarded:
                     if guarded.ends <= now:
-                        # Again at the next look: a bare ``except`` may have caught it.
+                        # Raised again at each check: a bare ``except`` may have caught it.
                         guarded.raised = True
                         _raise_in(guarded.thread, _Overdue)
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Raise ``error`` in a thread; None takes back what has not been raised yet."""
+    """Raise ``error`` in a thread; None withdraws one that is still pending."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error) if error else None)
 
 

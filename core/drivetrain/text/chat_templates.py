@@ -1,4 +1,7 @@
-"""Rendering chat messages with the tokenizer's chat template, which is code: what a request sets, and for how long."""
+"""Rendering of chat messages with the tokenizer's chat template.
+
+A template is a program: the variables that a request sets are checked, and its run time is limited.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
     from drivetrain.text.inner_tokenizer import InnerTokenizer
 
 LONGEST_S: Final = 20.0
-"""Seconds that one rendering may take; it takes less than a millisecond for most messages."""
+"""Timeout in seconds for one rendering; most take less than a millisecond."""
 _FIELDS: Final = {
     "chat_template": "the model's own chat template is used",
     "messages": "messages are a field of their own",
@@ -31,17 +34,18 @@ _FIELDS: Final = {
     "generation_indices": "it is the tokenizer's own",
     "raise_exception": "it is the tokenizer's own",
 }
-"""Names that are no variables of a request's to set, and why not. So are the arguments of the tokenizer's method."""
+"""Names that a request may not set as template variables, each with the reason. The tokenizer method's own arguments
+are refused as well."""
 _VARIABLES: Final = frozenset({"documents"})
-"""Arguments of the tokenizer's method that are variables of chat templates all the same."""
+"""Arguments of the tokenizer's method that a request may set nevertheless, since templates read them."""
 
 
 def render(inner: InnerTokenizer, prompt: ChatPrompt) -> str:
-    """Return the text of a chat prompt.
+    """Render a chat prompt to text.
 
     Raises:
-        InvalidRequest: there is no chat template, it refuses the messages, or it does not read a variable.
-        DeadlineExceeded: it took longer than :data:`LONGEST_S`.
+        InvalidRequest: There is no chat template, it rejects the messages, or it does not read a given variable.
+        DeadlineExceeded: The rendering took longer than :data:`LONGEST_S`.
     """
     template = template_of(inner, prompt.tools)
     if template is None:
@@ -68,7 +72,7 @@ def render(inner: InnerTokenizer, prompt: ChatPrompt) -> str:
         text = bounded(rendered, LONGEST_S, "the chat template to render the messages")
     except DeadlineExceeded:
         raise
-    except Exception as error:  # a template is a program, and can fail as any other
+    except Exception as error:  # a template is a program and can raise anything
         why = str(error) if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: {error}"
         raise InvalidRequest(f"the chat template refused the messages: {why:.2000}", field="prompts") from error
     assert isinstance(text, str)
@@ -76,17 +80,17 @@ def render(inner: InnerTokenizer, prompt: ChatPrompt) -> str:
 
 
 def template_of(inner: InnerTokenizer, tools: Sequence[Mapping[str, JsonValue]]) -> str | None:
-    """Return the template that renders messages beside these tools; None if there is none."""
+    """Return the chat template for messages with these tools; None if there is none."""
     if not inner.chat_template:
         return None
     try:
         return str(inner.get_chat_template(tools=[dict(tool) for tool in tools] or None))
-    except ValueError as error:  # several, and none is the default
+    except ValueError as error:  # several templates and no default
         raise InvalidRequest(f"the tokenizer's chat templates: {error}", field="prompts") from error
 
 
 def _check_variables(inner: InnerTokenizer, given: Mapping[str, JsonValue]) -> None:
-    """Variables are data: none of them may replace the template, or an argument of the call that renders it."""
+    """Refuse variables that would replace the template or an argument of the rendering call."""
     if not given:
         return
     arguments = inspect.signature(inner.apply_chat_template).parameters.keys() - _VARIABLES
@@ -97,7 +101,7 @@ def _check_variables(inner: InnerTokenizer, given: Mapping[str, JsonValue]) -> N
 
 
 def _check_template_reads(template: str, prompt: ChatPrompt) -> None:
-    """A template says nothing about variables that it does not read; they would be dropped in silence."""
+    """Refuse variables that the template does not read; they would be dropped in silence."""
     given = [("tools", "tools")] if prompt.tools else []
     for field, name in [*given, *(("template_kwargs", name) for name in prompt.template_kwargs)]:
         if not re.search(rf"\b{re.escape(name)}\b", template):
@@ -107,7 +111,7 @@ def _check_template_reads(template: str, prompt: ChatPrompt) -> None:
 
 
 def _as_read(message: Message) -> dict[str, Any]:
-    """A message as templates read it: many take the mere presence of tool_calls for a turn that has no text."""
+    """Return a message as a mapping, without an empty ``tool_calls``: many templates then expect no text."""
     fields = message.model_dump(exclude_unset=True)
     if not fields.get("tool_calls", True):
         del fields["tool_calls"]

@@ -1,6 +1,7 @@
-"""Reading prompts beside the event loop: rendering chat templates, tokenising long texts, checking many token ids.
+"""Threads for prompt preparation off the event loop: chat templates, long texts, many token ids.
 
-The threads are the process's, shared by its engines, and few: each that runs Python code slows the event loop down.
+The process's engines share the threads. They are few, because each thread that runs Python code slows the event loop
+down.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ _T = TypeVar("_T")
 
 
 async def in_prompt_thread(function: Callable[[], _T]) -> _T:
-    """Return what ``function`` returns, run in a thread.
+    """Run ``function`` in a prompt thread and return its result.
 
-    Cancelling gives the thread back early: a bounded call within is ended.
+    Cancelling frees the thread early by ending the function's bounded call.
     """
     work = Abandonable()
     try:
@@ -31,7 +32,7 @@ async def in_prompt_thread(function: Callable[[], _T]) -> _T:
 
 
 def _begin() -> None:
-    """Start no thread yet. After a fork the threads are another process's."""
+    """Create the pool without starting threads; after a fork, the old threads are the parent's."""
     global _threads
     _threads = ThreadPoolExecutor(PROMPT_THREADS, thread_name_prefix="drivetrain-prompts")
 

@@ -1,8 +1,8 @@
 """Stop strings and stop regexes: where generation ends, and which ids and text remain.
 
-The rule is the same on every backend and does not depend on how text was cut into tokens: generation ends
-at the first prefix of the decoded text that contains a match. Text is cut exactly there; ids are the shortest
-prefix of the sampled ids whose decoding holds the text that remains.
+The rule is the same on every backend and does not depend on how the text was split into tokens. Generation ends at the
+first prefix of the decoded text that contains a match. The text is cut exactly there; the ids are the shortest prefix
+of the sampled ids whose decoding holds the remaining text.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """A match, and what remains of the sample."""
+    """A match of a stop condition, with the text and ids that remain."""
 
     matched: str
     """The stop string, or the stop regex's pattern."""
     text: str
-    """The text that remains."""
+    """The remaining text."""
     token_count: int
-    """How many of the sampled ids remain."""
+    """Number of sampled ids that remain."""
 
 
 class StopMatcher:
-    """Follows one sample token by token and finds the first match of its stop strings and regexes."""
+    """Finds the first match of a sample's stop strings and regexes, token by token."""
 
     def __init__(self, params: SamplingParams, decode: Decoder) -> None:
         self._decode = decode
@@ -51,19 +51,19 @@ class StopMatcher:
 
     @staticmethod
     def needed(params: SamplingParams) -> bool:
-        """Whether the request has any stop condition on text."""
+        """Return True if the request has stop strings or stop regexes."""
         return bool(params.stop or params.stop_regex)
 
     @property
     def text(self) -> str:
-        """The text so far, characters whose bytes have not all arrived left out."""
+        """The text so far, without characters whose bytes are incomplete."""
         return self._decoder.text
 
     def push(self, token_id: int) -> StopMatch | None:
-        """Add one sampled id; return the match if it completed one.
+        """Add one sampled id and return the match that it completes, if any.
 
         Raises:
-            InvalidRequest: a stop regex takes longer than any may.
+            InvalidRequest: A stop regex takes longer than ``STOP_SEARCH_S``.
         """
         self._seconds_left = STOP_SEARCH_S
         before = len(self._decoder.text)
@@ -76,7 +76,7 @@ class StopMatcher:
         return self._search(before)
 
     def finish(self) -> StopMatch | None:
-        """Look once more, at characters that were held back until the sample ended."""
+        """Match the characters that were held back until the sample ended."""
         before = len(self._decoder.text)
         self._decoder.finish()
         if not self._ids or len(self._ids) < self._params.min_new_tokens:
@@ -85,11 +85,11 @@ class StopMatcher:
         return self._search(before)
 
     def releasable(self) -> tuple[int, int]:
-        """Return how many characters and ids will surely remain, whatever comes next."""
+        """Return how many characters and ids cannot be cut by any later match."""
         text = self._decoder.text
         sure = len(text)
         if not (self._params.stop or self._patterns):
-            return sure, len(self._ids)  # nothing cuts them, also those that are no text yet
+            return sure, len(self._ids)  # nothing can cut them, not even ids of incomplete characters
         if not self._params.include_stop_str_in_output:
             for stop in self._params.stop:
                 held = next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
@@ -122,7 +122,7 @@ class StopMatcher:
         return None
 
     def _first(self, end: int, pattern: regex.Pattern[str], seconds: float) -> regex.Match[str] | None:
-        # Overlapped: a match that ends too early must not hide one that begins within it and ends in time.
+        # Overlapped: a match before ``_armed_from`` must not hide a later one that begins inside it.
         for match in pattern.finditer(self._decoder.text, 0, end, overlapped=True, timeout=seconds):
             if match.end() > self._armed_from:
                 return match
@@ -132,7 +132,7 @@ class StopMatcher:
         return pattern.search(self._decoder.text, partial=True, timeout=seconds)
 
     def _bounded(self, pattern: regex.Pattern[str], look: Callable[[regex.Pattern[str], float], _T]) -> _T:
-        """Look within what is left of the token's time: CPU seconds of this thread, as a busy machine is slow."""
+        """Run ``look`` within the token's remaining time: CPU seconds of this thread, as a busy machine is slow."""
         began = time.thread_time()
         seconds = max(self._seconds_left, 1e-3)
         try:
@@ -140,7 +140,7 @@ class StopMatcher:
                 try:
                     return look(pattern, seconds)
                 except TimeoutError:
-                    # regex counts the CPU seconds of every thread of the process.
+                    # regex's timeout counts CPU seconds of all threads of the process.
                     if time.thread_time() - began >= self._seconds_left:
                         raise _too_slow(pattern.pattern, len(self._decoder.text)) from None
                     seconds *= 2
@@ -151,12 +151,12 @@ class StopMatcher:
         return StopMatch(matched=matched, text=self._decoder.text[:length], token_count=self._count_for(length))
 
     def _count_for(self, length: int) -> int:
-        """How many ids it takes at least to hold the first ``length`` characters."""
+        """Return the smallest number of ids whose decoding holds the first ``length`` characters."""
         if length == 0:
             return 0
         count = min(bisect_left(self._lengths, length) + 1, len(self._ids))
         kept = self._decoder.text[:length]
-        # What looked like an unfinished character may have been all there was: its id already held the text.
+        # A replacement character may be final, not an unfinished character: then an earlier id already held the text.
         while kept.endswith(REPLACEMENT) and count and self._holds(self._ids[: count - 1], kept):
             count -= 1
         return count

@@ -1,4 +1,4 @@
-"""The tokenizer behind an engine: text and chat to ids, ids to text, also a few at a time."""
+"""An engine's tokenizer: text and chat messages to ids, ids to text, also incrementally."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from drivetrain.types.config import EngineConfig
 
 REPLACEMENT = "�"
-"""What a decoder shows for bytes that are not, or not yet, a whole UTF-8 character."""
+"""Replacement character, which decoders emit for bytes that are not, or not yet, a whole UTF-8 character."""
 
 LONG_TEXT: Final = 1 << 16
-"""Characters that are tokenised at once, however short the context is."""
+"""Minimum number of characters that are tokenised in one piece, however short the context is."""
 
 
 class Decoder(Protocol):
-    """Turns token ids into text."""
+    """A function that decodes token ids to text."""
 
     def __call__(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Decode ``token_ids``."""
@@ -52,8 +52,8 @@ class Tokenizer:
         """Load the tokenizer that ``config`` names.
 
         Raises:
-            InvalidConfig: there is none, or it cannot be read.
-            MissingDependency: it is no ``tokenizer.json``, which needs transformers, and that is not installed.
+            InvalidConfig: There is no tokenizer, or it cannot be read.
+            MissingDependency: The tokenizer is not a plain ``tokenizer.json``, and transformers is not installed.
         """
         source = config.tokenizer or config.model
         try:
@@ -83,18 +83,18 @@ class Tokenizer:
         return text
 
     def encode(self, prompt: Prompt, context_length: int | None = None, where: str = "prompts") -> list[int]:
-        """Turn any prompt into the ids that the model will see.
+        """Encode any prompt to the ids that the model will see.
 
         Args:
             prompt: The prompt.
-            context_length: Most ids that are of use. A text that has far more is refused by a part of it, where all
-                of it would take seconds and gigabytes.
+            context_length: Maximum useful number of ids. Far longer texts are refused after tokenising only their
+                beginning, since all of it would take seconds and gigabytes.
             where: The prompt's name in errors.
 
         Raises:
-            InvalidRequest: chat messages were given and there is no chat template, or it refuses them; or the text
-                is not Unicode, or far too long.
-            DeadlineExceeded: the chat template did not end in time.
+            InvalidRequest: The chat template is missing or rejects the messages; or the text is not valid Unicode, or
+                far too long.
+            DeadlineExceeded: The chat template took too long.
         """
         match prompt:
             case TokenPrompt():
@@ -115,10 +115,10 @@ class Tokenizer:
         return self._ids(text, add_special_tokens)
 
     def _refuse_far_too_long(self, text: str, context_length: int, where: str) -> None:
-        """Raise if a beginning of the text has more than twice as many tokens as the context holds.
+        """Raise if a prefix of the text already has more than twice as many tokens as the context holds.
 
-        No number of characters would tell: tokenizers drop spaces, and make one token of long words. The end of a
-        part is tokenised otherwise beside what follows it, which changes few of its tokens.
+        A limit on characters would not work: tokenizers drop spaces, and make one token of long words. A prefix's end
+        may be tokenised differently than in the whole text, which changes only a few tokens.
         """
         characters = max(LONG_TEXT, 16 * context_length)
         while len(text) > characters:
@@ -135,12 +135,12 @@ class Tokenizer:
         return list(self.inner(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def chat_template(self, tools: Sequence[Mapping[str, JsonValue]]) -> str | None:
-        """Return the template that renders chat messages beside these tools; None if there is none."""
+        """Return the chat template for messages with these tools; None if there is none."""
         return template_of(self.inner, tools)
 
 
 def _has_transformers_5() -> bool:
-    """Earlier ones cannot read the files that later ones write."""
+    """Return whether transformers 5 or later is installed; version 4 cannot read the files that 5 writes."""
     try:
         return Version(version("transformers")).major >= 5
     except PackageNotFoundError:
@@ -164,9 +164,9 @@ def _with_transformers(source: str, config: EngineConfig) -> InnerTokenizer:
 
 
 def _rust_of(inner: InnerTokenizer) -> Any:
-    """What decodes for a tokenizer of transformers, if nothing is done there but to look at each id before.
+    """Return the Rust tokenizer that decodes for a fast tokenizer; None if a subclass overrides decoding in Python.
 
-    That look takes longer than to decode.
+    transformers' Python wrapper adds only a check of each id, which takes longer than decoding.
     """
     from drivetrain.text.tokenizer_json import TokenizerJson
 
@@ -180,11 +180,11 @@ def _rust_of(inner: InnerTokenizer) -> Any:
 
 
 class IncrementalDecoder:
-    """Decodes a growing list of ids a few at a time.
+    """Decodes a growing list of ids incrementally.
 
-    ``text`` only ever grows, and is a prefix of the decoding of all ids pushed so far: a character whose
-    bytes have not all arrived is held back. Decoding starts a few ids back because many tokenizers decode an
-    id differently at the start of a text.
+    ``text`` only ever grows, and is a prefix of the decoding of all ids so far: a character whose bytes are incomplete
+    is held back. Decoding starts a few ids back, because many tokenizers decode an id differently at the start of a
+    text.
     """
 
     def __init__(self, decode: Decoder, *, skip_special_tokens: bool = True) -> None:
@@ -197,7 +197,7 @@ class IncrementalDecoder:
         self.text = ""
 
     def push(self, token_id: int) -> str:
-        """Add one id; return what became sure of the text, possibly nothing."""
+        """Add one id and return the text that it adds, possibly empty."""
         self._ids.append(token_id)
         before = self._decode(self._ids[self._context : self._read], skip_special_tokens=self._skip)
         after = self._decode(self._ids[self._context :], skip_special_tokens=self._skip)
@@ -212,7 +212,7 @@ class IncrementalDecoder:
         return self.text[known:]
 
     def finish(self) -> str:
-        """Return the rest, held-back characters included."""
+        """Return the remaining text, including held-back characters."""
         known = len(self.text)
         self.text = self._decode(self._ids, skip_special_tokens=self._skip)
         return self.text[known:]

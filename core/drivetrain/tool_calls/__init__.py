@@ -1,4 +1,4 @@
-"""Tool calls in a model's text: which functions it calls, with which arguments."""
+"""Parsing of tool calls in a model's text."""
 
 from __future__ import annotations
 

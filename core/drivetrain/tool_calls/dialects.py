@@ -1,4 +1,4 @@
-"""The syntaxes in which models write calls, in one table. A model writes the one that it was trained on."""
+"""Table of the syntaxes in which models write tool calls. A model writes the one it was trained on."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from drivetrain.tool_calls.tagged_calls import Tagged
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """One syntax."""
+    """One tool-call syntax."""
 
     names: tuple[str, ...]
-    """What ``tool_call_parser`` calls it: vLLM's names, and SGLang's."""
+    """Names for ``tool_call_parser``: vLLM's and SGLang's."""
     mark: re.Pattern[str]
-    """Found in the chat templates of models that write it."""
+    """Matches in the chat templates of models that use this syntax."""
     opening: re.Pattern[str] | None = None
-    """Where in a text a block of calls may begin."""
+    """Matches where a block of calls may begin."""
     read: Callable[[Functions, str, re.Match[str]], Block | None] | None = None
-    """Reads the block that a match of ``opening`` begins."""
+    """Reads the block that begins at a match of ``opening``."""
     whole: Callable[[Functions, str], list[Call]] | None = None
-    """Reads a text that is nothing but calls."""
+    """Reads a text that consists only of calls."""
 
 
 def _dialect(
@@ -41,8 +41,8 @@ def _dialect(
     return Dialect(tuple(names.split()), re.compile(mark), re.compile(opening) if opening else None, read, whole)
 
 
-# A text may be anything, such as ten thousand spaces: where an expression could match in several ways it is possessive
-# (*+, ++), and what is long is found with str.find, so that the time does not grow with the square of the length.
+# A text may be adversarial, such as ten thousand spaces, and the time must not grow with the square of its length. So
+# ambiguous repetitions are possessive (*+, ++), and long spans are found with str.find.
 ALL: Final[tuple[Dialect, ...]] = (
     _dialect(
         "qwen3_coder qwen3_xml seed_oss step3p5",
@@ -150,11 +150,11 @@ DIALECTS: Final[Mapping[str, Dialect]] = MappingProxyType({name: dialect for dia
 
 @lru_cache(maxsize=64)
 def dialects_for(parser: str | None, template: str | None) -> tuple[Dialect, ...]:
-    """Return the syntaxes that a model's calls are read in.
+    """Return the syntaxes in which a model's calls are read.
 
     Args:
-        parser: A name of :data:`DIALECTS`, or None: what the template tells.
-        template: The model's chat template. All syntaxes are read if it tells none.
+        parser: A name of :data:`DIALECTS`; None: detect the syntax from the template.
+        template: The model's chat template. If it shows no known syntax, all syntaxes are tried.
     """
     if parser is not None:
         return (DIALECTS[parser],)

@@ -1,4 +1,4 @@
-"""The functions that a model was shown, and calls to them as the parsers find them."""
+"""The functions that a model may call, and parsed calls to them."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from drivetrain.tool_calls.schemas import Parameters
 
 
 class FunctionCall(TypedDict):
-    """A function and its arguments, as JSON text."""
+    """A call: function name, and arguments as JSON text."""
 
     name: str
     arguments: str
 
 
 Call = tuple[str, dict[str, JsonValue]]
-"""Name and arguments."""
+"""Function name and parsed arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A stretch of text that is calls."""
+    """A block of one or more calls in a text."""
 
     calls: list[Call]
     end: int
-    """Where it ends."""
+    """Character offset of the block's end."""
 
 
 class Functions:
-    """Functions by name, as the OpenAI API describes them."""
+    """Functions by name, from tools in the OpenAI API's format."""
 
     def __init__(self, tools: Iterable[Mapping[str, JsonValue]]) -> None:
         self._parameters: dict[str, Parameters] = {}
@@ -51,10 +51,10 @@ class Functions:
 
 
 def as_arguments(value: JsonValue) -> dict[str, JsonValue] | None:
-    """Return arguments as an object; null and "" are none, a text is JSON. None if it is no object.
+    """Return a call's arguments as an object: null and "" are empty, text is parsed as JSON; None if not an object.
 
     Args:
-        value: What a model or a client of the API wrote as arguments.
+        value: Arguments as a model or an API client wrote them.
     """
     if isinstance(value, str) and value.strip():
         try:

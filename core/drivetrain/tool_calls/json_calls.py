@@ -1,4 +1,4 @@
-"""Calls whose arguments are JSON: an object with the name in it, or a name in a tag before the arguments."""
+"""Calls with JSON arguments: an object that includes the name, or a name in a tag before the arguments."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _SPACE: Final = re.compile(r"\s*+")
 
 
 class NamedWithin:
-    """``{"name": …, "arguments": {…}}`` or a list of those, after an opening and before an ending."""
+    """Reads ``{"name": …, "arguments": {…}}``, or a list of such objects, between an opening and an ending tag."""
 
     def __init__(self, ending: str = "") -> None:
         self._ending = re.compile(rf"\s*+(?:{ending})")
 
     def __call__(self, functions: Functions, text: str, opening: re.Match[str]) -> Block | None:
-        """Read the block that ``opening`` begins; None if it is none."""
+        """Read the block that begins at ``opening``; None if it does not hold calls to known functions."""
         try:
             value, end = strict_json.decode_at(text, after_space(text, opening.end()))
         except ValueError:
@@ -30,13 +30,13 @@ class NamedWithin:
 
 
 class NamedBefore:
-    """``NAME … {…}``: the opening's group says the name, and what follows are the arguments."""
+    """Reads ``NAME … {…}``: the opening's group ``name`` is the function, followed by its arguments."""
 
     def __init__(self, ending: str = "") -> None:
         self._ending = re.compile(rf"\s*+(?:{ending})")
 
     def __call__(self, functions: Functions, text: str, opening: re.Match[str]) -> Block | None:
-        """Read the block that ``opening`` begins; None if it is none."""
+        """Read the block that begins at ``opening``; None if it does not hold calls to known functions."""
         name = opening["name"]
         if name not in functions:
             return None
@@ -49,18 +49,18 @@ class NamedBefore:
 
 
 class EitherWay:
-    """Arguments after a name, where the opening has one; else objects with the name within."""
+    """Reads as :class:`NamedBefore` if the opening contains a name, else as :class:`NamedWithin`."""
 
     def __init__(self, ending: str = "") -> None:
         self._before, self._within = NamedBefore(ending), NamedWithin(ending)
 
     def __call__(self, functions: Functions, text: str, opening: re.Match[str]) -> Block | None:
-        """Read the block that ``opening`` begins; None if it is none."""
+        """Read the block that begins at ``opening``; None if it does not hold calls to known functions."""
         return (self._before if opening["name"] else self._within)(functions, text, opening)
 
 
 def whole_json(functions: Functions, text: str) -> list[Call]:
-    """Return the calls of a text that is nothing but JSON objects, separated by semicolons, or a list of them."""
+    """Return the calls of a text that is only JSON objects, separated by semicolons, or a list of them; else []."""
     calls: list[Call] = []
     at, end = 0, -1
     while end < len(text):
@@ -78,7 +78,7 @@ def whole_json(functions: Functions, text: str) -> list[Call]:
 
 
 def known_calls(functions: Functions, value: JsonValue) -> list[Call]:
-    """Return the calls to known functions that a JSON value stands for; none if a part of it is no call."""
+    """Return the calls to known functions in a JSON value; [] if any part of it is not a call."""
     calls: list[Call] = []
     for item in value if isinstance(value, list) else [value]:
         name = item.get("name") if isinstance(item, dict) else None
@@ -93,12 +93,12 @@ def known_calls(functions: Functions, value: JsonValue) -> list[Call]:
 
 
 def after(ending: re.Pattern[str], text: str, end: int) -> int:
-    """Return where a block ends, with its closing tags if they are there."""
+    """Return the offset of a block's end, after its closing tags if there are any."""
     found = ending.match(text, end)
     return found.end() if found else end
 
 
 def after_space(text: str, at: int) -> int:
-    """Return where the whitespace that begins at ``at`` ends."""
+    """Return the offset after the whitespace that begins at ``at``."""
     found = _SPACE.match(text, at)
     return found.end() if found else at

@@ -1,4 +1,4 @@
-"""Finding calls in a text, in order, and what is left of it."""
+"""Extraction of tool calls from a text."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from drivetrain.tool_calls.functions import Block, Call, FunctionCall, Functions
 from drivetrain.tool_calls.json_calls import after_space
 
 _MOST_OPENINGS: Final = 128
-"""So many blocks of a text are tried in one syntax: each may be read to the text's end, and turn out to be none."""
+"""Maximum number of blocks tried per syntax: each failed try may read to the text's end."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedText:
-    """A text, its calls taken out."""
+    """A text split into its content and its calls."""
 
     content: str | None
-    """What is left of it; None if nothing is."""
+    """The text without calls; None if nothing remains."""
     calls: tuple[FunctionCall, ...]
 
 
@@ -36,14 +36,14 @@ def parse_tool_calls(
 ) -> ParsedText:
     """Find the calls in a text, in order.
 
-    A call to a function that is not among ``tools``, one whose arguments cannot be read, and one within reasoning
-    (``<think>…</think>``) is no call: its text is content like any other.
+    Text stays content if it calls a function that is not in ``tools``, has unreadable arguments, or lies within
+    reasoning (``<think>…</think>``).
 
     Args:
-        text: What the model wrote.
-        tools: The functions it was shown, as the OpenAI API describes them.
-        dialects: The syntaxes that are looked for; see :func:`dialects_for`.
-        within_reasoning: The prompt has opened the reasoning already.
+        text: The model's output.
+        tools: The functions the model was shown, in the OpenAI API's format.
+        dialects: Syntaxes to look for; see :func:`dialects_for`.
+        within_reasoning: True if the prompt has already opened the reasoning.
     """
     functions = Functions(tools)
     start = max(0, reasoning.ending_after(text, 0)) if within_reasoning else 0
@@ -70,7 +70,7 @@ def parse_tool_calls(
 def _blocks(
     text: str, start: int, functions: Functions, dialects: Sequence[Dialect]
 ) -> tuple[int, list[tuple[int, Block]]]:
-    """Where the text after reasoning begins, and the blocks of calls with where each begins."""
+    """Return the offset where the text after reasoning begins, and each block of calls with its offset."""
     openings = [_Openings(dialect, text) for dialect in dialects if dialect.opening is not None]
     tags = reasoning.tags(text)
     tag = next(tags, None)
@@ -84,7 +84,7 @@ def _blocks(
         if tag is not None and tag.start() <= nearest:
             at = tag.end()
             if not reasoning.begins(tag[0]):
-                # Only the end is there: all before was reasoning.
+                # A closing tag without an opening one: everything before was reasoning.
                 start, found = at, []
             elif at <= last_ending:
                 at = reasoning.ending_after(text, at)
@@ -111,7 +111,7 @@ def _whole(text: str, functions: Functions, dialects: Sequence[Dialect]) -> list
 
 
 class _Openings:
-    """Where in a text the blocks of one syntax may begin."""
+    """Possible beginnings of one syntax's blocks in a text."""
 
     def __init__(self, dialect: Dialect, text: str) -> None:
         assert dialect.opening is not None
@@ -123,13 +123,13 @@ class _Openings:
         self._match = next(self._matches, None)
 
     def next(self, at: int) -> int:
-        """Return where the next one from ``at`` on begins; the text's length if there is none."""
+        """Return the offset of the next opening at or after ``at``; the text's length if there is none."""
         while self._match is not None and self._match.start() < at:
             self._match = next(self._matches, None)
         return self._match.start() if self._match is not None else len(self._text)
 
     def read(self, functions: Functions) -> Block | None:
-        """Return the block that begins at the next one, if it is one."""
+        """Return the block at the current opening; None if it is not a block of known calls."""
         self._tried += 1
         if self._match is None or self._tried > _MOST_OPENINGS:
             return None

@@ -1,4 +1,4 @@
-"""Calls written in Python, with literal keyword arguments; nothing is evaluated."""
+"""Calls in Python syntax, with literal keyword arguments; nothing is evaluated."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from drivetrain.tool_calls.values import of_python
 
 _CALLS: Final = re.compile(r"\[?\s*[\w.]+\(.*\)\s*\]?", re.DOTALL)
 _MOST_ENDINGS: Final = 16
-"""So many ending tags within the arguments are looked behind."""
+"""Maximum number of ending tags inside the arguments that are skipped."""
 
 
 class Enclosed:
-    """Python calls, or JSON ones, between an opening and an ending."""
+    """Reads Python or JSON calls between an opening and an ending tag."""
 
     def __init__(self, ending: str) -> None:
         self._ending = ending
 
     def __call__(self, functions: Functions, text: str, opening: re.Match[str]) -> Block | None:
-        """Read the block that ``opening`` begins; None if it is none."""
+        """Read the block that begins at ``opening``; None if it does not hold calls to known functions."""
         end = opening.end()
         for _ in range(_MOST_ENDINGS):
             stop = text.find(self._ending, end)
@@ -37,13 +37,13 @@ class Enclosed:
 
 
 def whole_python(functions: Functions, text: str) -> list[Call]:
-    """Return the calls of a text that is nothing but Python calls, in a list or on lines of their own."""
+    """Return the calls of a text that is only Python calls, in a list or one per line; else []."""
     if not _CALLS.fullmatch(text):
         return []
     calls: list[Call] = []
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what a model may have escaped without need
+            warnings.simplefilter("ignore")  # about needless escapes in the model's text
             body = ast.parse(text).body
         for statement in body:
             if not isinstance(statement, ast.Expr):

@@ -1,4 +1,4 @@
-"""Where a text is reasoning, in which a call is only thought of."""
+"""Reasoning sections of a text; calls inside them are not made."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ _ENDINGS: Final = re.compile("|".join(map(re.escape, _TAGS.values())))
 
 
 def tags(text: str) -> Iterator[re.Match[str]]:
-    """Return the tags of a text that begin or end reasoning, in order."""
+    """Iterate over the opening and closing reasoning tags of a text, in order."""
     return _EITHER.finditer(text)
 
 
 def ending_after(text: str, at: int) -> int:
-    """Return where the first tag after ``at`` that ends reasoning ends; -1 if there is none."""
+    """Return the end offset of the first closing tag at or after ``at``; -1 if there is none."""
     found = _ENDINGS.search(text, at)
     return found.end() if found else -1
 
 
 def last_ending(text: str) -> int:
-    """Return where the last tag that ends reasoning begins; -1 if there is none."""
+    """Return the start offset of the last closing tag; -1 if there is none."""
     return max(text.rfind(tag) for tag in _TAGS.values())
 
 
 def begins(tag: str) -> bool:
-    """Whether a tag begins reasoning, and does not end it."""
+    """Return True for an opening tag, False for a closing one."""
     return tag in _TAGS
 
 
 def is_open(prompt: str) -> bool:
-    """Whether a prompt ends within reasoning that it has begun, as chat templates of reasoning models write it."""
+    """Return True if a prompt ends with an opening reasoning tag, as reasoning models' chat templates write it."""
     end = prompt.rstrip()
     return any(end.endswith(tag) for tag in _TAGS)

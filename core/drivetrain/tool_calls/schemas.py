@@ -1,4 +1,4 @@
-"""Which types and constants a JSON schema accepts, as far as one needs it to read a value that was written as text."""
+"""Types and constants that a JSON schema accepts; enough of it to interpret values written as bare text."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ _LIKE: Final = {
     **{"str": "string", "text": "string", "bool": "boolean", "int": "integer", "float": "number", "double": "number"},
     **{"list": "array", "tuple": "array", "dict": "object", "map": "object", "none": "null"},
 }
-"""Names of types that are none of JSON schema's, and are written nevertheless."""
+"""Type names that are not JSON schema's but are used in schemas."""
 _DEEPEST: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """What a schema accepts."""
+    """Types and constants that a schema accepts."""
 
     types: frozenset[str] = TYPES
-    """Names of types; with "number" always "integer"."""
+    """Type names; "number" always comes with "integer"."""
     constants: tuple[JsonValue, ...] | None = None
-    """The only values, if they are listed."""
+    """The only accepted values, if the schema lists them."""
 
     def and_also(self, other: Accepted) -> Accepted:
-        """Return what both accept."""
+        """Return the intersection with ``other``."""
         constants = self.constants if self.constants is not None else other.constants
         if self.constants is not None and other.constants is not None:
             constants = tuple(one for one in self.constants if any(same(one, two) for two in other.constants))
         return Accepted(self.types & other.types, constants)
 
     def or_else(self, other: Accepted) -> Accepted:
-        """Return what either accepts."""
+        """Return the union with ``other``."""
         both = self.constants is not None and other.constants is not None
         constants = (*(self.constants or ()), *(other.constants or ())) if both else None
         return Accepted(self.types | other.types, constants)
@@ -47,7 +47,7 @@ NOTHING: Final = Accepted(frozenset(), ())
 
 
 class Parameters:
-    """The parameters of one function, whose schema is the root that references point into."""
+    """Parameters of one function. References in their schema are resolved from its root."""
 
     def __init__(self, schema: dict[str, JsonValue]) -> None:
         self._root = schema
@@ -55,7 +55,7 @@ class Parameters:
 
     @property
     def required(self) -> frozenset[str]:
-        """Names of those that each call must give."""
+        """Names of the required parameters."""
         names = self._root.get("required")
         return frozenset(name for name in names if isinstance(name, str)) if isinstance(names, list) else frozenset()
 
@@ -63,7 +63,7 @@ class Parameters:
         return any(key in properties for properties in self._properties(self._root, 0))
 
     def accepted(self, key: str) -> Accepted | None:
-        """Return what a parameter accepts; None if the schema does not know it."""
+        """Return the values that a parameter accepts; None if the schema does not know the parameter."""
         for properties in self._properties(self._root, 0):
             if key in properties:
                 return self._of(properties[key], 0)
@@ -71,7 +71,7 @@ class Parameters:
         return self._of(others, 0) if isinstance(others, dict) and others else None
 
     def _properties(self, schema: JsonValue, depth: int) -> list[Mapping[str, JsonValue]]:
-        """The properties of an object's schema, and of those that it is put together from."""
+        """Return the properties of an object schema, including those of its ``$ref`` and ``allOf`` parts."""
         if not isinstance(schema, dict) or depth > _DEEPEST:
             return []
         own = schema.get("properties")
@@ -106,12 +106,12 @@ class Parameters:
 
     def _referenced(self, reference: str, depth: int) -> Accepted:
         if reference not in self._references:
-            self._references[reference] = ANYTHING  # where it refers to itself
+            self._references[reference] = ANYTHING  # for a schema that refers to itself
             self._references[reference] = self._of(self._resolve(reference), depth + 1)
         return self._references[reference]
 
     def _resolve(self, reference: str) -> JsonValue:
-        """What a JSON pointer into the schema points to; True, which accepts anything, if there is nothing."""
+        """Return the target of a JSON pointer; True, a schema that accepts anything, if it does not resolve."""
         if not reference.startswith("#"):
             return True
         at: JsonValue = self._root
@@ -127,7 +127,7 @@ class Parameters:
 
 
 def _own(schema: Mapping[str, JsonValue]) -> Accepted:
-    """What a schema accepts by its own type, enum and const."""
+    """Return what a schema accepts by its own type, enum and const."""
     named = schema.get("type")
     names = [named] if isinstance(named, str) else named if isinstance(named, list) else []
     types = frozenset(_LIKE.get(name.lower(), name.lower()) for name in names if isinstance(name, str)) & TYPES
@@ -145,7 +145,7 @@ def _own(schema: Mapping[str, JsonValue]) -> Accepted:
 
 
 def type_of(value: JsonValue) -> str:
-    """Return the name of a value's type."""
+    """Return the JSON schema type of a value."""
     match value:
         case None:
             return "null"
@@ -163,5 +163,5 @@ def type_of(value: JsonValue) -> str:
 
 
 def same(one: JsonValue, other: JsonValue) -> bool:
-    """Whether two JSON values are the same; True and 1 are not."""
+    """Return True if two JSON values are equal; True and 1 are not."""
     return one == other and isinstance(one, bool) is isinstance(other, bool)

@@ -1,4 +1,4 @@
-"""JSON as its standard has it: no NaN, no Infinity, and no number that only an infinite float could hold."""
+"""Standard JSON: no NaN, no Infinity, and no number that overflows to an infinite float."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pydantic import JsonValue
 
 
 def loads(text: str) -> JsonValue:
-    """Return the value of a JSON text.
+    """Parse a JSON text.
 
     Raises:
-        ValueError: it is none, or is nested too deeply.
+        ValueError: The text is not JSON, or is nested too deeply.
     """
     stripped = text.strip()
     value, end = decode_at(stripped, 0)
@@ -23,10 +23,10 @@ def loads(text: str) -> JsonValue:
 
 
 def decode_at(text: str, at: int) -> tuple[JsonValue, int]:
-    """Return the JSON value that begins at ``at``, and where it ends.
+    """Parse the JSON value that begins at ``at``; return it and the offset of its end.
 
     Raises:
-        ValueError: none begins there, or it is nested too deeply.
+        ValueError: No JSON value begins there, or it is nested too deeply.
     """
     try:
         return _decoder.raw_decode(text, at)
@@ -35,10 +35,10 @@ def decode_at(text: str, at: int) -> tuple[JsonValue, int]:
 
 
 def dumps(value: JsonValue) -> str:
-    """Return a value as JSON.
+    """Return a value as JSON text.
 
     Raises:
-        ValueError: it holds what JSON cannot.
+        ValueError: JSON cannot represent the value.
     """
     return json.dumps(value, allow_nan=False)
 

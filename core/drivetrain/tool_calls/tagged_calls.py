@@ -1,4 +1,4 @@
-"""Calls whose arguments are tags, one for each, with bare text within: the schema decides what it stands for."""
+"""Calls with one tag per argument around bare text, which the schema gives a type."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from drivetrain.tool_calls.values import NoValueError, read_value
 
 _Arguments = dict[str, JsonValue]
 _MOST_ENDINGS: Final = 64
-"""So many closing tags within a value are looked behind."""
+"""Maximum number of closing tags inside a value that are skipped."""
 
 
 class Tagged:
-    """Reads one syntax of tags.
+    """Reads calls in one tag syntax.
 
-    A value may hold its own closing tag: the tag that ends it is the first after which the next argument begins, or the
-    call or the text ends.
+    A value may contain its own closing tag. Its end is the first closing tag that is followed by another argument, the
+    end of the call, or the end of the text.
     """
 
     def __init__(self, parameter: str, parameter_end: str, function_end: str, ending: str = "") -> None:
-        """All but ``parameter_end`` are regular expressions.
+        """All arguments but ``parameter_end`` are regular expressions.
 
         Args:
-            parameter: The opening tag of an argument, with a group ``key``; its group ``text`` says whether the value
-                is a string, and may be missing.
+            parameter: The opening tag of an argument, with a group ``key``, and optionally a group ``text`` that is
+                "true" if the value is a string.
             parameter_end: The closing tag of an argument.
             function_end: The closing tag of a call.
-            ending: The closing tag of what calls are wrapped in, which may be missing.
+            ending: The closing tag of the optional wrapper around calls.
         """
         self._parameter = re.compile(parameter)
         self._next = re.compile(rf"\s*+{parameter}")
@@ -43,7 +43,7 @@ class Tagged:
         self._follows = re.compile(rf"\s*+(?:{_unnamed(parameter)}|{function_end}|{ending or function_end}|\Z)")
 
     def __call__(self, functions: Functions, text: str, opening: re.Match[str]) -> Block | None:
-        """Read the block that ``opening`` begins; None if it is none."""
+        """Read the block that begins at ``opening``; None if it does not hold calls to known functions."""
         name, at = opening["name"], opening.end()
         if name not in functions:
             return None
@@ -57,7 +57,7 @@ class Tagged:
         closing = self._function_end.match(text, at)
         end = after(self._ending, text, closing.end() if closing else at)
         if closing is None:
-            # The closing tag may be missing where the text ends, if nothing else can be.
+            # The closing tag may be missing at the end of the text, if no required argument is missing.
             complete = body or (arguments and functions[name].required <= arguments.keys())
             if not complete or text[end:].strip():
                 return None
@@ -74,7 +74,7 @@ class Tagged:
         return arguments, at
 
     def _text(self, parameters: Parameters, text: str, start: int) -> tuple[str, int]:
-        """The text of the value that begins at ``start``, and where its closing tag ends."""
+        """Return the text of the value that begins at ``start``, and the end offset of its closing tag."""
         at = start
         for _ in range(_MOST_ENDINGS):
             if (end := text.find(self._parameter_end, at)) < 0:
@@ -91,7 +91,7 @@ class Tagged:
 
 
 def _json_body(text: str, at: int) -> tuple[_Arguments, int] | None:
-    """Arguments that are JSON all the same, and where they end."""
+    """Return arguments that the model wrote as JSON instead of tags, and their end offset."""
     start = after_space(text, at)
     if not text.startswith("{", start):
         return None

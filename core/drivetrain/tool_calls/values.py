@@ -1,4 +1,4 @@
-"""Values of arguments that a model wrote as bare text: the schema decides what they are."""
+"""Conversion of arguments that a model wrote as bare text, by their schema."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _NUMBER: Final = re.compile(r"[-+]?[0-9]*\.?[0-9]*(?:[eE][-+]?[0-9]+)?")
 
 
 class NoValueError(ValueError):
-    """The text is nothing that JSON can hold."""
+    """The text stands for a value that JSON cannot represent."""
 
 
 def read_value(text: str, accepted: Accepted | None) -> JsonValue:
-    """Return the value that a text stands for.
+    """Convert a text to the value that its schema accepts.
 
-    A text that is nothing that the schema accepts comes back as it is: whoever runs the call can say so better.
+    A text that fits no accepted type is returned unchanged: the code that runs the call can report it better.
 
     Args:
-        text: What the model wrote.
-        accepted: What the schema accepts; None if it knows no such argument, which then is a string.
+        text: The model's text.
+        accepted: Values that the schema accepts; None if it does not know the argument, which then stays a string.
 
     Raises:
-        NoValueError: a number was wanted, and JSON has none such (NaN, 1e400).
+        NoValueError: The schema wants a number, and the text is one that JSON cannot hold (NaN, 1e400).
     """
     if accepted is None:
         return text
@@ -52,7 +52,7 @@ def read_value(text: str, accepted: Accepted | None) -> JsonValue:
                 if same(constant, value):
                     return constant
         elif isinstance(value, str) and accepted.types != TYPES:
-            return text  # its quotes are a part of it
+            return text  # its quotes are part of the text
         elif value is None:
             if "null" in accepted.types:
                 return None
@@ -64,7 +64,7 @@ def read_value(text: str, accepted: Accepted | None) -> JsonValue:
 
 
 def _fitting(value: JsonValue, types: frozenset[str]) -> JsonValue:
-    """The value, as one of these types; None if it is of none of them."""
+    """Return the value as one of these types; None if it has none of them."""
     kind = type_of(value)
     if kind in types or (kind == "integer" and "number" in types):
         return value
@@ -74,7 +74,7 @@ def _fitting(value: JsonValue, types: frozenset[str]) -> JsonValue:
 
 
 def _literal(text: str, *, python: bool) -> JsonValue:
-    """The value of a JSON text, or of a Python literal."""
+    """Parse a JSON text, or with ``python`` also a Python literal."""
     if python and text in _PYTHON:
         return _PYTHON[text]
     try:
@@ -86,32 +86,32 @@ def _literal(text: str, *, python: bool) -> JsonValue:
 
 
 def python_literal(text: str) -> JsonValue:
-    """Return the value of a Python literal that JSON can hold too; nothing is evaluated.
+    """Parse a Python literal to a JSON value; nothing is evaluated.
 
     Raises:
-        ValueError: it is none.
+        ValueError: The text is not such a literal.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what a model may have escaped without need
+            warnings.simplefilter("ignore")  # about needless escapes in the model's text
             return of_python(ast.parse(text, mode="eval").body)
     except (SyntaxError, TypeError, RecursionError, MemoryError) as error:
         raise ValueError(f"no Python literal: {error}") from None
 
 
 def of_python(node: ast.expr) -> JsonValue:
-    """Return the value of a parsed literal, in which JSON's own names will do.
+    """Convert a parsed literal to a JSON value. JSON's names true, false and null are understood too.
 
     Raises:
-        ValueError: it is none, or JSON cannot hold it.
-        TypeError: likewise.
-        RecursionError: it is nested too deeply.
+        ValueError: The node is not a literal, or JSON cannot hold its value.
+        TypeError: The node is not a valid literal, such as an unhashable key.
+        RecursionError: The literal is nested too deeply.
     """
     return strict_json.loads(strict_json.dumps(ast.literal_eval(_JsonNames().visit(node))))
 
 
 class _JsonNames(ast.NodeTransformer):
-    """Reads true, false and null as Python's own."""
+    """Replaces the names true, false and null by Python's constants."""
 
     _VALUES: Final = {"true": True, "false": False, "null": None}
 

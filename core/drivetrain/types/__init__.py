@@ -1,1 +1,1 @@
-"""Values in and out: configuration, prompts, sampling params, completions, weight updates, capabilities."""
+"""Public value types: configuration, prompts, sampling params, completions, weight updates, capabilities."""

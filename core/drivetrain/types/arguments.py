@@ -1,7 +1,7 @@
-"""Check the arguments of public methods before any work, by one decorator and one rule for each parameter's name.
+"""Argument checks of public methods, by one decorator and one rule per parameter name.
 
-A parameter means the same in every method: ``lora_name``, ``session_id`` and ``version`` are names, ``timeout`` is
-a number of seconds. Prompts, sampling params and payloads have validators of their own.
+A parameter means the same in every method: ``lora_name``, ``session_id`` and ``version`` are names, ``timeout`` is a
+number of seconds. Prompts, sampling params and payloads have validators of their own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from drivetrain.types.weights import CommunicatorSpec, WeightUpdateRequest
 P = ParamSpec("P")
 R = TypeVar("R")
 Check = Callable[[str, Any], object]
-"""Takes a parameter's name and its argument; returns the argument to pass on, or raises InvalidRequest."""
+"""Check of one argument: takes the parameter's name and the value; returns the value to pass on or raises
+InvalidRequest."""
 
 
 def _flag(field: str, value: object) -> bool:
@@ -175,10 +176,11 @@ RULES: Final[Mapping[str, Check]] = {
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Check the arguments of a public method by :data:`RULES`; an argument that is the parameter's default passes.
+    """Decorate a public method so that its arguments are checked by :data:`RULES`. A parameter's default always passes.
 
-    A coroutine raises when it is awaited, and an async generator when its first item is asked for, as their own
-    errors do. Nesting too deep for Python's stack is a fault of the input as well, wherever it is found.
+    The errors are raised where the method's own would be: by a coroutine when it is awaited, by an async generator when
+    its first item is requested. Input nested too deeply for Python's stack raises ``InvalidRequest`` too, wherever it
+    is found.
     """
     parameters = inspect.signature(function).parameters
     names = tuple(parameters)

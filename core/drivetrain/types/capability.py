@@ -1,7 +1,7 @@
-"""What an engine can do, as data.
+"""Capabilities: what an engine can do, as data.
 
-A capability is claimed or it is not; there is no third state. Claimed means that it works. A request that
-needs an unclaimed one is refused with :class:`~drivetrain.errors.UnsupportedCapability` before any work.
+A capability is claimed or unclaimed; there is no third state. Claimed means that it works. A request that needs an
+unclaimed one is refused with :class:`~drivetrain.errors.UnsupportedCapability` before any work.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class Capability(Enum):
-    """One thing that an engine can do. The value is the name used in files; ``meaning`` is one sentence."""
+    """One feature of an engine. The value is its name in files; ``meaning`` describes it in one sentence."""
 
     meaning: str
 
@@ -21,22 +21,22 @@ class Capability(Enum):
         return member
 
     # Generation
-    STREAMING = "streaming", "Tokens can be read while they are generated."
-    ABORT = "abort", "A request can be ended early and returns the tokens that it has."
-    LOGPROBS_RAW = "logprobs_raw", "Logprobs can be those of the model's own distribution, before temperature."
+    STREAMING = "streaming", "Tokens can be streamed while they are generated."
+    ABORT = "abort", "A request can be aborted and returns its tokens so far."
+    LOGPROBS_RAW = "logprobs_raw", "Logprobs of the model's own distribution, before temperature, can be returned."
     LOGPROBS_TEMPERATURE = (
         "logprobs_temperature",
-        "Logprobs can be those after temperature alone, as a trainer recomputes them from its logits.",
+        "Logprobs after temperature alone, as a trainer recomputes them from its logits, can be returned.",
     )
-    LOGPROBS_PROCESSED = "logprobs_processed", "Logprobs can be those of the distribution that was drawn from."
+    LOGPROBS_PROCESSED = "logprobs_processed", "Logprobs of the distribution that was sampled from can be returned."
     TOP_LOGPROBS = "top_logprobs", "The k most likely tokens at each step can be returned with their logprobs."
     PROMPT_LOGPROBS = "prompt_logprobs", "Logprobs of the prompt's own tokens can be returned."
     SCORE_TOKENS = "score_tokens", "Given tokens can be scored without sampling any."
     STOP_TOKEN_IDS = "stop_token_ids", "Generation can end at given token ids."
-    STOP_STRINGS = "stop_strings", "Generation can end at given strings, also when they span tokens."
+    STOP_STRINGS = "stop_strings", "Generation can end at given strings, also if they span tokens."
     STOP_REGEX = "stop_regex", "Generation can end at the first match of a regular expression."
-    IGNORE_EOS = "ignore_eos", "Generation can go on past the end-of-sequence token."
-    MIN_NEW_TOKENS = "min_new_tokens", "Generation can be kept from ending before a number of tokens."
+    IGNORE_EOS = "ignore_eos", "Generation can continue past the end-of-sequence token."
+    MIN_NEW_TOKENS = "min_new_tokens", "Stops can be suppressed until a minimum number of tokens is generated."
     TOP_K = "top_k", "Sampling can be limited to the k most likely tokens."
     TOP_P = "top_p", "Sampling can be limited to the most likely tokens that together hold probability p."
     MIN_P = "min_p", "Sampling can be limited to tokens above a share of the most likely token's probability."
@@ -47,45 +47,45 @@ class Capability(Enum):
     SEED = "seed", "A request's random stream can be fixed by a seed of its own, whatever else is in the batch."
     PRIORITY = "priority", "Waiting requests with a higher priority are started sooner."
     DETERMINISTIC = "deterministic", "Results are bitwise the same whatever else is in the batch."
-    STRUCTURED_JSON = "structured_json", "Output can be held to a JSON schema."
-    STRUCTURED_REGEX = "structured_regex", "Output can be held to a regular expression."
-    STRUCTURED_EBNF = "structured_ebnf", "Output can be held to an EBNF grammar."
+    STRUCTURED_JSON = "structured_json", "Output can be constrained to a JSON schema."
+    STRUCTURED_REGEX = "structured_regex", "Output can be constrained to a regular expression."
+    STRUCTURED_EBNF = "structured_ebnf", "Output can be constrained to an EBNF grammar."
     LOGIT_PROCESSORS = "logit_processors", "An action mask, disallowed ids or a temperature schedule can be applied."
     HIDDEN_STATES = "hidden_states", "The last hidden states of the output tokens can be returned."
     ROUTED_EXPERTS = "routed_experts", "The experts that each token was routed to can be returned."
-    IMAGES = "images", "Prompts can hold images."
-    VIDEO = "video", "Prompts can hold video."
-    AUDIO = "audio", "Prompts can hold audio."
-    SESSIONS = "sessions", "Turns of a conversation can share the engine's cache under a session id."
-    PREFIX_CACHE = "prefix_cache", "The cache of an earlier prompt is used again for a prompt that begins alike."
+    IMAGES = "images", "Prompts can contain images."
+    VIDEO = "video", "Prompts can contain videos."
+    AUDIO = "audio", "Prompts can contain audio."
+    SESSIONS = "sessions", "Turns of a conversation can share the prefix cache under a session id."
+    PREFIX_CACHE = "prefix_cache", "The KV cache of an earlier prompt is reused for a prompt with the same prefix."
     HICACHE_STORAGE = "hicache_storage", "The storage tier of a hierarchical cache can be cleared."
     # LoRA
     LORA = "lora", "LoRA adapters can be loaded, unloaded and chosen per request."
     # Pause, sleep, profile
-    PAUSE_ABORT = "pause_abort", "Pausing can end the requests in flight and return what they have."
+    PAUSE_ABORT = "pause_abort", "Pausing can abort the requests in flight and return their tokens so far."
     PAUSE_WAIT = "pause_wait", "Pausing can wait until the requests in flight have ended."
-    PAUSE_IN_PLACE = "pause_in_place", "Pausing can freeze the requests in flight and keep their cache."
-    PAUSE_RETRACT = "pause_retract", "Pausing can freeze the requests in flight, their cache recomputed afterwards."
-    SLEEP_WEIGHTS = "sleep_weights", "The memory of the weights can be given back and taken again."
-    SLEEP_KV_CACHE = "sleep_kv_cache", "The memory of the KV cache can be given back and taken again."
-    SLEEP_CUDA_GRAPH = "sleep_cuda_graph", "The memory of CUDA graphs can be given back and taken again."
-    SLEEP_KEEPS_WEIGHTS = "sleep_keeps_weights", "Weights that slept come back as they were, without an update."
-    PROFILE = "profile", "A profile can be recorded and is written as a trace file."
+    PAUSE_IN_PLACE = "pause_in_place", "Pausing can freeze the requests in flight and keep their KV cache."
+    PAUSE_RETRACT = "pause_retract", "Pausing can freeze the requests in flight and release their KV cache."
+    SLEEP_WEIGHTS = "sleep_weights", "The memory of the weights can be freed and allocated again."
+    SLEEP_KV_CACHE = "sleep_kv_cache", "The memory of the KV cache can be freed and allocated again."
+    SLEEP_CUDA_GRAPH = "sleep_cuda_graph", "The memory of CUDA graphs can be freed and allocated again."
+    SLEEP_KEEPS_WEIGHTS = "sleep_keeps_weights", "Weights keep their values through sleep, without an update."
+    PROFILE = "profile", "A profile can be recorded to a trace file."
     # Weights
-    WEIGHTS_IN_PROCESS = "weights_in_process", "Weights can be taken from tensors of the engine's own process."
-    WEIGHTS_SHARED_MEMORY = "weights_shared_memory", "Weights can be taken from another process's shared memory."
-    WEIGHTS_CUDA_IPC = "weights_cuda_ipc", "Weights can be taken from another process's memory on the same GPU."
-    WEIGHTS_BROADCAST = "weights_broadcast", "Weights can be taken from a torch.distributed broadcast."
-    WEIGHTS_DISK = "weights_disk", "Weights can be taken from a checkpoint folder."
-    WEIGHTS_PLUGIN = "weights_plugin", "Weights can be taken by a plugin's transport; drivetrain's own delta is one."
+    WEIGHTS_IN_PROCESS = "weights_in_process", "Weights can be loaded from tensors in the engine's own process."
+    WEIGHTS_SHARED_MEMORY = "weights_shared_memory", "Weights can be loaded from another process's shared memory."
+    WEIGHTS_CUDA_IPC = "weights_cuda_ipc", "Weights can be loaded from another process's GPU memory."
+    WEIGHTS_BROADCAST = "weights_broadcast", "Weights can be loaded from a torch.distributed broadcast."
+    WEIGHTS_DISK = "weights_disk", "Weights can be loaded from a checkpoint folder."
+    WEIGHTS_PLUGIN = "weights_plugin", "Weights can be loaded through a plugin's transport, such as drivetrain's delta."
     WEIGHTS_LORA = "weights_lora", "A loaded LoRA adapter can be updated from a folder."
-    WEIGHT_STAGING = "weight_staging", "Weights can be transferred in the background while generation goes on."
+    WEIGHT_STAGING = "weight_staging", "Weights can be staged in the background while generation goes on."
     WEIGHT_UPDATE_IN_FLIGHT = "weight_update_in_flight", "Weights can change while requests are frozen in flight."
-    VERSION_SPANS = "version_spans", "Each output says which weight version made which of its tokens."
+    VERSION_SPANS = "version_spans", "Each output reports the weight version of each of its tokens."
     READ_WEIGHTS = "read_weights", "A parameter can be read back by its checkpoint name."
     SAVE_SHARDED = "save_sharded", "The engine's weights can be saved to a local folder."
     SAVE_REMOTE = "save_remote", "The engine's weights can be saved to a remote URL."
-    # Models that do not generate
+    # Embedding and reward models
     EMBED = "embed", "Texts can be turned into embeddings."
     REWARD_SCORE = "reward_score", "Outputs can be scored with a reward model."
     # Models

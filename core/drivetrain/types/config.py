@@ -1,4 +1,4 @@
-"""How an engine is configured: one set of names for every backend."""
+"""Engine configuration: one set of names for every backend."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from drivetrain.types.sampling import INT32_MAX, LogprobsMode
 
 
 def _no_flag(value: object) -> object:
-    """Pydantic would take ``True`` for 1.0."""
+    """Reject booleans, which pydantic would coerce to 1.0 or 0.0."""
     if isinstance(value, bool):
         raise ValueError("it is a bool; expected a number")
     return value
@@ -43,16 +43,16 @@ Count = Annotated[StrictInt, Field(ge=1, le=INT32_MAX)]
 
 
 class Isolation(Enum):
-    """Where an engine runs."""
+    """The process that an engine runs in."""
 
     INLINE = "inline"
-    """In this process."""
+    """The caller's own process."""
     PROCESS = "process"
-    """In a host process of its own, which is watched; the default."""
+    """A separate, supervised host process; the default."""
 
 
 class Task(Enum):
-    """What the engine's model is for."""
+    """The kind of model, and with it the calls that the engine answers."""
 
     GENERATE = "generate"
     EMBED = "embed"
@@ -66,135 +66,159 @@ class Timeouts(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    start: Seconds = Field(default=600.0, description="Until the engine is ready.")
+    start: Seconds = Field(default=600.0, description="For starting the engine.")
     generate: Seconds = Field(
-        default=3600.0, description="For one generate call or stream, its wait in a pause included."
+        default=3600.0, description="For one generate call or stream, including its wait during a pause."
     )
-    control: Seconds = Field(default=120.0, description="For pause, sleep, wake, cache, LoRA and the like.")
+    control: Seconds = Field(
+        default=120.0, description="For a control call: pause, sleep, wake-up, cache, LoRA and others."
+    )
     weight_update: Seconds = Field(
-        default=600.0, description="For each step of a weight update, or those taken in one call; and for a save."
+        default=600.0,
+        description="For each step of a weight update, for all steps if taken in one call, and for saving a model.",
     )
     step: Seconds = Field(
         default=1200.0,
-        description="An engine with requests that makes no step for so long is dead; weight_update if that is longer.",
+        description="For one step of an engine with requests; after it the engine counts as dead. If weight_update is "
+        "longer, it applies instead.",
     )
     media: Seconds = Field(
         default=120.0,
-        description="For fetching one image, video or sound beside a prompt, redirects included; and for decoding it.",
+        description="For fetching one image, video or sound, including redirects; and again for decoding it.",
     )
     close: Seconds = Field(default=20.0, description="For a clean shutdown, before the host process is killed.")
-    heartbeat: Seconds = Field(default=10.0, description="A host process silent for this long is dead.")
+    heartbeat: Seconds = Field(
+        default=10.0, description="For a sign of life from the host process; after it the host counts as dead."
+    )
     event_loop: Seconds = Field(
-        default=120.0, description="A started host whose event loop stands still so long is dead."
+        default=120.0,
+        description="For one turn of a started host's event loop; if blocked longer, the host counts as dead.",
     )
 
 
 class MediaLimits(BaseModel):
-    """Bounds of images, videos and sounds beside prompts. Each is checked before the memory or the time is spent."""
+    """Limits on media that come with prompts. Each is checked before the memory or time is spent."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_bytes: StrictInt = Field(
-        default=1 << 28, ge=1, description="Most bytes of one file, and of all media beside one prompt."
+        default=1 << 28, ge=1, description="Maximum bytes of one file, and of all media of one prompt together."
     )
     max_pixels: StrictInt = Field(
         default=89_478_485,
         ge=1,
         le=178_956_970,
-        description="Most pixels of an image. The default is where Pillow warns, the largest value where it refuses.",
+        description="Maximum pixels of an image. Pillow warns above the default and refuses above the largest value.",
     )
-    max_video_seconds: Seconds = Field(default=3600.0, description="Longest video.")
+    max_video_seconds: Seconds = Field(default=3600.0, description="Maximum length of a video in seconds.")
     max_video_pixels: StrictInt = Field(
         default=1 << 28,
         ge=1,
-        description="Most pixels of the frames kept of one video, together; each takes nine bytes for a while.",
+        description="Maximum pixels of all kept frames of a video; each pixel temporarily takes nine bytes.",
     )
     allow_private_hosts: bool = Field(
         default=True,
-        description="Fetch from loopback, link-local and private addresses too, and through the environment's proxies.",
+        description="Also fetch from loopback, link-local and private addresses, and through the environment's "
+        "proxies.",
     )
 
 
 class EngineConfig(BaseModel):
-    """One engine's configuration. Frozen; unknown fields are refused.
+    """Configuration of one engine. Frozen; unknown fields are refused.
 
-    A field that is set but that the chosen backend has no equivalent for is refused when the engine is
-    created, naming the field: nothing is dropped in silence.
+    If the chosen backend has no equivalent for a field that is set, creating the engine raises an error that names the
+    field: nothing is dropped in silence.
     """
 
-    # Pydantic's own errors would repeat what was given, such as a key under a mistyped name.
+    # Pydantic's errors would repeat the input, for example an API key under a mistyped name.
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     other_names: ClassVar = CONFIG_NAMES
     hidden_fields: ClassVar = ("endpoint", "endpoint_api_key")
-    """Fields whose value may hold a key or a password: errors do not repeat it."""
+    """Fields whose value may hold a key or password; error messages leave it out."""
 
     backend: str = Field(description="Name of the backend: transformers, or a plugin's.")
     model: str = Field(description="Folder or hub id of the model.")
     tokenizer: str | None = Field(default=None, description="Folder or hub id of the tokenizer; None: the model's.")
-    revision: str | None = Field(default=None, description="Revision on the hub.")
-    task: Annotated[Task, BY_NAME] = Field(default=Task.GENERATE, description="What the model is for.")
-    trust_remote_code: bool = Field(default=False, description="Run code that comes with the model.")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="Type of the weights; auto: the checkpoint's own."
+    revision: str | None = Field(default=None, description="Revision of the model on the hub.")
+    task: Annotated[Task, BY_NAME] = Field(
+        default=Task.GENERATE, description="Kind of model: generate, embed or reward."
     )
-    device: str | None = Field(default=None, description="cpu, cuda, cuda:1, …; None: a GPU when there is one.")
-    tensor_parallel_size: Count = Field(default=1, description="Devices that one layer is split over.")
-    pipeline_parallel_size: Count = Field(default=1, description="Devices that the layers are split over.")
-    data_parallel_size: Count = Field(default=1, description="Replicas of the model.")
-    expert_parallel_size: Count = Field(default=1, description="Devices that the experts are split over.")
+    trust_remote_code: bool = Field(default=False, description="Allow running code that comes with the model.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="Type of the weights; auto: the checkpoint's."
+    )
+    device: str | None = Field(default=None, description="cpu, cuda, cuda:1, …; None: a GPU if there is one.")
+    tensor_parallel_size: Count = Field(default=1, description="Number of devices over which each layer is split.")
+    pipeline_parallel_size: Count = Field(
+        default=1, description="Number of devices over which the layers are distributed."
+    )
+    data_parallel_size: Count = Field(default=1, description="Number of replicas of the model.")
+    expert_parallel_size: Count = Field(
+        default=1, description="Number of devices over which the experts are distributed."
+    )
     gpu_memory_utilization: Share | None = Field(
-        default=None, description="Share of the GPU's memory for weights and KV cache; None: the engine's own."
+        default=None, description="Share of the GPU's memory for weights and KV cache; None: the engine's default."
     )
     max_num_batched_tokens: Count | None = Field(
-        default=None, description="Most prompt tokens computed in one step; None: the engine's own."
+        default=None, description="Maximum prompt tokens computed in one step; None: the engine's default."
     )
     max_num_seqs: Count | None = Field(
-        default=None, description="Most requests that run at once; None: the engine's own."
+        default=None, description="Maximum requests that run at once; None: the engine's default."
     )
     context_length: Count | None = Field(
-        default=None, description="Most tokens of prompt and output together; None: the model's own."
+        default=None, description="Maximum tokens of prompt and output together; None: the model's limit."
     )
-    enable_prefix_caching: bool = Field(default=True, description="Use the cache of prompts that begin alike.")
-    attention_backend: str | None = Field(default=None, description="The engine's own name of an implementation.")
-    enable_lora: bool = Field(default=False, description="Make ready for LoRA adapters.")
-    max_loras: Count | None = Field(default=None, description="Most adapters loaded at once.")
-    max_lora_rank: Count | None = Field(default=None, description="Largest rank of an adapter.")
+    enable_prefix_caching: bool = Field(default=True, description="Reuse the KV cache of prompts with a common prefix.")
+    attention_backend: str | None = Field(
+        default=None, description="Attention implementation, by the engine's name for it; None: the engine's default."
+    )
+    enable_lora: bool = Field(default=False, description="Prepare for LoRA adapters.")
+    max_loras: Count | None = Field(default=None, description="Maximum adapters loaded at once.")
+    max_lora_rank: Count | None = Field(default=None, description="Maximum rank of an adapter.")
     seed: StrictInt | None = Field(
-        default=None, ge=0, lt=2**63, description="Seeds requests that bring no seed; None: not repeatable."
+        default=None, ge=0, lt=2**63, description="Seed for requests without one; None: not repeatable."
     )
     logprobs_mode: Annotated[LogprobsMode, BY_NAME] = Field(
-        default=LogprobsMode.TEMPERATURE, description="Which distribution logprobs belong to unless a request says."
+        default=LogprobsMode.TEMPERATURE,
+        description="Default distribution that logprobs belong to; a request may name another.",
     )
     deterministic: bool = Field(default=False, description="Batch-invariant results.")
-    enable_sleep: bool = Field(default=True, description="Make ready for sleep and wake-up.")
+    enable_sleep: bool = Field(default=True, description="Prepare for sleep and wake-up.")
     sleep_keeps_weights: bool = Field(
-        default=False, description="Keep a copy of the weights while they sleep, so that waking needs no update."
+        default=False,
+        description="Keep a copy of the weights during sleep, so that no update is needed after waking up.",
     )
     weight_version: str = Field(default="initial", description="Version of the weights loaded at start.")
     tool_call_parser: str | None = Field(
         default=None,
-        description="Syntax of tool calls that chat_completion reads, by vLLM's or SGLang's name of it (hermes, "
-        "mistral, …); None: the one that the chat template tells.",
+        description="Tool-call syntax that chat_completion parses, by vLLM's or SGLang's name (hermes, mistral, …); "
+        "None: detected from the chat template.",
     )
     engine_kwargs: dict[str, JsonValue] = Field(
-        default_factory=dict, description="Passed to the engine as they are, under its own names."
+        default_factory=dict, description="Arguments passed to the engine unchanged, under its own names."
     )
     isolation: Annotated[Isolation, BY_NAME] | None = Field(
         default=None, description="Where the engine runs; None: the backend's choice."
     )
     python: str | None = Field(
-        default=None, description="Python of the environment that holds the engine; None: this one. Implies process."
+        default=None,
+        description="Python executable of the engine's environment; None: this one. Implies isolation 'process'.",
     )
     endpoint: str | None = Field(
         default=None,
-        description="http://host:port of a running server, for backends that connect to one and start nothing.",
+        description="http://host:port of a running server, for backends that connect to a server.",
     )
     endpoint_api_key: SecretStr | None = Field(
-        default=None, min_length=1, description="The key that the server at endpoint asks for; never shown."
+        default=None, min_length=1, description="API key of the server at endpoint; never shown."
     )
     media: MediaLimits = Field(
-        default_factory=MediaLimits, description="Bounds of images, videos and sounds beside prompts."
+        default_factory=MediaLimits, description="Limits on images, videos and sounds in prompts."
+    )
+    busy_wait: bool = Field(
+        default=False,
+        description="While weights are applied on a GPU, poll for the answer for at most 0.1 s instead of sleeping. "
+        "Saves tenths of a millisecond per update; takes a core of the trainer and one of the host.",
     )
     timeouts: Timeouts = Field(default_factory=Timeouts, description="Deadlines.")
 
@@ -206,7 +230,7 @@ class EngineConfig(BaseModel):
         try:
             parts = urlsplit(value)
             fine = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:  # a port that is no number
+        except ValueError:  # the port is not a number
             raise ValueError("expected http://host:port") from None
         if not fine or parts.query or parts.fragment:
             raise ValueError("expected http://host:port")
@@ -241,16 +265,16 @@ class EngineConfig(BaseModel):
         return ((name, without_secrets(value)) for name, value in super().__repr_args__())
 
     def described(self) -> dict[str, object]:
-        """Return the fields that were set, as JSON holds them, with secrets hidden."""
+        """Return the fields that were set, as JSON values with secrets hidden."""
         fields = self.model_dump(mode="json", exclude_unset=True)
         return {name: without_secrets(value) for name, value in fields.items()}
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, object]) -> EngineConfig:
-        """Build from a mapping, such as one section of a trainer's configuration.
+        """Build a configuration from a mapping, such as one section of a trainer's own configuration.
 
         Raises:
-            InvalidConfig: naming the first wrong field, its value and what was expected.
+            InvalidConfig: A field is wrong. The message names the first one, its value and what was expected.
         """
         if not isinstance(mapping, Mapping):
             raise InvalidConfig(f"the configuration is a {type(mapping).__name__}; expected a mapping of fields")
@@ -263,19 +287,19 @@ class EngineConfig(BaseModel):
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> EngineConfig:
-        """Build from a YAML file that holds one mapping.
+        """Build a configuration from a YAML file that holds one mapping.
 
         Raises:
-            InvalidConfig: the file cannot be read, is not a mapping, or has a wrong field.
+            InvalidConfig: The file cannot be read, is not a mapping, or has a wrong field.
         """
         import yaml
 
         try:
             loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError, TypeError, RecursionError) as error:  # not UTF-8; NUL in the path; no path
+        except (OSError, ValueError, TypeError, RecursionError) as error:  # not UTF-8; NUL in the path; not a path
             raise InvalidConfig(f"cannot read the engine configuration {shown(path)}: {error}") from error
         except yaml.YAMLError as error:
-            # YAML's own text repeats the line, which may hold a key.
+            # YAML's own message quotes the line, which may hold a key.
             mark = getattr(error, "problem_mark", None)
             place = f"line {mark.line + 1}: " if mark is not None else ""
             why = getattr(error, "problem", None) or type(error).__name__
@@ -289,6 +313,6 @@ class EngineConfig(BaseModel):
 
 
 def invalid_config(error: ValidationError, model: type[BaseModel]) -> InvalidConfig:
-    """Turn pydantic's first complaint about a configuration into one typed sentence."""
+    """Convert pydantic's first error about a configuration to an ``InvalidConfig``."""
     field, message = describe_validation_error(error, model)
     return InvalidConfig(message, field=field)

@@ -1,4 +1,4 @@
-"""Kinds of engine memory, what pausing does to requests in flight, and how turns of a session relate."""
+"""Enums for memory tags, pause modes and session turns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class MemoryTag(Enum):
-    """A kind of memory that ``sleep`` gives back and ``wake_up`` takes again."""
+    """A kind of memory that ``sleep`` frees and ``wake_up`` allocates again."""
 
     WEIGHTS = "weights"
     KV_CACHE = "kv_cache"
@@ -14,24 +14,25 @@ class MemoryTag(Enum):
 
 
 class PauseMode(Enum):
-    """What pausing does to the requests in flight. Requests that arrive while paused always wait."""
+    """Effect of a pause on requests in flight. Requests that arrive during the pause always wait."""
 
     ABORT = "abort"
-    """They come back marked aborted, with the tokens so far."""
+    """Requests return at once, marked aborted, with the tokens so far."""
     IN_PLACE = "in_place"
-    """They are frozen, and go on with the same cache."""
+    """Requests are frozen and later continue with the same KV cache."""
     RETRACT = "retract"
-    """They are frozen and their cache is released; they go on with it recomputed by the current weights."""
+    """Requests are frozen and their KV cache is released; it is recomputed with the current weights when they
+    continue."""
     WAIT = "wait"
-    """They run to their end before the pause returns."""
+    """Requests run to their end before the pause returns."""
 
 
 class TurnMode(Enum):
-    """How a turn relates to an earlier one of its session."""
+    """How a turn of a session relates to the earlier turn that it continues."""
 
     CONTINUE = "continue"
-    """It goes on from it."""
+    """Continue from that turn, or begin the session if none is named."""
     BRANCH = "branch"
-    """It goes on from it, beside others that do."""
+    """Continue from that turn and keep its other later turns; an earlier turn must be named."""
     REPLACE = "replace"
-    """It goes on from it, in place of all that followed it until now."""
+    """Continue from that turn and discard its later turns."""

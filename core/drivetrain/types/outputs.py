@@ -1,4 +1,4 @@
-"""What an engine returns. Frozen dataclasses: they are made by the engine, in number, so nothing re-checks them."""
+"""Outputs of an engine. Frozen dataclasses, not pydantic models: the engine makes many, already valid."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from drivetrain.types.sampling import LogprobsMode
 
 
 class FinishReason(Enum):
-    """Why a completion ended."""
+    """The reason why a completion ended."""
 
     STOP = "stop"
     """A stop token id (EOS included), stop string or stop regex matched; ``matched_stop`` says which."""
     LENGTH = "length"
     """``max_new_tokens`` or the context length was reached."""
     ABORT = "abort"
-    """It was aborted; it holds what was generated until then."""
+    """The request was aborted; the completion holds the tokens generated until then."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Tokens ``start`` (inclusive) to ``end`` (exclusive) of a completion were sampled under ``version``."""
+    """Range of a completion's tokens, ``start`` (inclusive) to ``end`` (exclusive), sampled under ``version``."""
 
     version: str
     start: int
@@ -35,14 +35,14 @@ TopLogprobs = list[tuple[int, float]]
 
 
 class _TextLater:
-    """Base of what may have its ``text`` made when it is first asked for; equality, copies and pickles ask."""
+    """Base of outputs whose ``text`` may be decoded on first access, which includes comparing, copying and pickling."""
 
     __slots__ = ("_make_text",)
 
-    if not TYPE_CHECKING:  # or a misspelt attribute would have a type
+    if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept misspelt attributes
 
         def __getattr__(self, name: str) -> Any:
-            # Called when a slot is empty.
+            # Python calls this only if the slot is empty.
             if name != "text":
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
             text = object.__getattribute__(self, "_make_text")()
@@ -57,19 +57,19 @@ class Completion(_TextLater):
     request_id: str
     """The engine's id of this sample, as ``abort`` takes it."""
     prompt_index: int
-    """Which prompt of the call it belongs to."""
+    """Index of its prompt in the call."""
     sample_index: int
-    """Which of the prompt's ``n`` samples it is."""
+    """Index of this sample among the prompt's ``n``."""
     prompt_token_ids: list[int]
     """The prompt as the model saw it."""
     token_ids: list[int]
-    """The ids that were sampled, in order."""
+    """The sampled ids, in order."""
     text: str
-    """Their decoding, without a stop token and, unless asked for, without the stop string or match. It is decoded when
-    it is first read, unless stop strings were looked for in it."""
+    """Decoded ``token_ids``, without a stop token and, unless asked for, without the stop string or match. Decoded on
+    first access, unless stop strings had to be matched in it."""
     finish_reason: FinishReason
     matched_stop: int | str | None = None
-    """The stop token id, stop string or stop regex that ended it; None unless ``finish_reason`` is STOP."""
+    """The stop token id, stop string or stop regex that matched; None unless ``finish_reason`` is STOP."""
     logprobs: list[float] | None = None
     """One per token, in ``logprobs_mode``; None when not asked for."""
     logprobs_mode: LogprobsMode | None = None
@@ -79,25 +79,25 @@ class Completion(_TextLater):
     """One per prompt token, raw; the first is None."""
     prompt_top_logprobs: list[TopLogprobs | None] | None = None
     weight_versions: tuple[VersionSpan, ...] = ()
-    """Which weight version made which tokens: spans in order, without gaps, over all of ``token_ids``."""
+    """Weight version of each token, as spans in order and without gaps over all of ``token_ids``."""
     cached_tokens: int = 0
-    """Prompt tokens whose cache was found rather than computed."""
+    """Number of prompt tokens that were served from the prefix cache."""
     hidden_states: list[list[float]] | None = None
-    """The last layer's hidden state that each token was drawn from, after the final norm: what the language model's
-    head was given. Shape (tokens, hidden size); None when not asked for."""
+    """Hidden state from which each token was sampled: last layer, after the final norm, the input of the LM head. Shape
+    (tokens, hidden size); None when not asked for."""
     routed_experts: list[list[list[int]]] | None = None
-    """Experts of the forward pass that each token was drawn from, shape (tokens, MoE layers, experts per token); None
+    """Experts chosen in the forward pass that sampled each token, shape (tokens, MoE layers, experts per token); None
     when not asked for."""
 
     @property
     def weight_version(self) -> str | None:
-        """The one version that made every token, or None when there are several (or no token)."""
+        """The weight version of all tokens; None if there are several versions, or no tokens."""
         versions = {span.version for span in self.weight_versions}
         return versions.pop() if len(versions) == 1 else None
 
 
 def make_text_later(completion: Completion, make: Callable[[], str]) -> Completion:
-    """Let ``make`` say what a completion's text is when it is first read; returns the completion."""
+    """Make ``completion`` decode its text by calling ``make`` on first access; returns the completion."""
     object.__setattr__(completion, "_make_text", make)
     object.__delattr__(completion, "text")
     return completion
@@ -105,7 +105,7 @@ def make_text_later(completion: Completion, make: Callable[[], str]) -> Completi
 
 @dataclass(frozen=True, slots=True)
 class CompletionChunk:
-    """What is new in one completion of a stream."""
+    """New tokens and text of one completion of a stream."""
 
     request_id: str
     prompt_index: int
@@ -115,27 +115,27 @@ class CompletionChunk:
     logprobs: list[float] | None = None
     top_logprobs: list[TopLogprobs] | None = None
     completion: Completion | None = None
-    """Only on a completion's last chunk: the whole of it, with its finish reason."""
+    """The whole completion with its finish reason, on its last chunk only."""
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the completion ended, or None while it goes on."""
+        """The reason why the completion ended; None while it goes on."""
         return self.completion.finish_reason if self.completion else None
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationOutput:
-    """All completions of one call, in the order of the prompts and, within one, of its samples."""
+    """All completions of one call, ordered by prompt, then by sample."""
 
     completions: list[Completion] = field(default_factory=list)
 
     def by_prompt(self) -> list[list[Completion]]:
-        """The completions grouped by prompt; see :func:`group_outputs_by_prompt`."""
+        """Return the completions grouped by prompt; see :func:`group_outputs_by_prompt`."""
         return group_outputs_by_prompt(self.completions)
 
 
 def group_outputs_by_prompt(completions: Iterable[Completion]) -> list[list[Completion]]:
-    """Group completions by their prompt, in the order of the prompts and of the samples within each."""
+    """Group completions by prompt, in prompt order; each group is in sample order."""
     groups: dict[int, list[Completion]] = {}
     for completion in sorted(completions, key=lambda c: (c.prompt_index, c.sample_index)):
         groups.setdefault(completion.prompt_index, []).append(completion)

@@ -1,4 +1,4 @@
-"""What a model is asked: token ids, text or chat messages."""
+"""Prompts: token ids, text or chat messages, with images, videos and sounds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 _OF_PNG: Final = frozenset({"1", "L", "LA", "P", "RGB", "RGBA"})
-"""Modes of PIL's that PNG holds as they are, and every reader reads."""
+"""PIL image modes that PNG stores without conversion and every reader supports."""
 
 
 class _Frozen(BaseModel):
@@ -26,7 +26,7 @@ class _Frozen(BaseModel):
 
 
 class _Media(_Frozen):
-    """Exactly one of its fields is given."""
+    """A media file, given by exactly one of its fields."""
 
     url: str | None = Field(default=None, description="http(s) URL or data URL.")
     path: str | None = Field(default=None, description="File on the engine's host.")
@@ -41,31 +41,31 @@ class _Media(_Frozen):
 
 
 class ImageInput(_Media):
-    """An image beside the prompt."""
+    """An image that comes with the prompt."""
 
     @classmethod
     def from_pil(cls, image: Image) -> Self:
-        """Make one of an image of PIL's, which crosses to the engine as PNG, without loss.
+        """Make an input from a PIL image, which is sent to the engine as PNG, without loss.
 
         Raises:
-            InvalidRequest: it is no image of PIL's, or its file cannot be read to its end.
+            InvalidRequest: ``image`` is not a PIL image, or its file cannot be read completely.
         """
         if not callable(getattr(image, "save", None)) or not isinstance(getattr(image, "mode", None), str):
             raise InvalidRequest(f"image={shown(image)}: expected an image of PIL's", field="image")
         file = BytesIO()
         try:
             (image if image.mode in _OF_PNG else image.convert("RGB")).save(file, "PNG")
-        except (OSError, ValueError) as error:  # PIL reads a file when its pixels are first needed
+        except (OSError, ValueError) as error:  # PIL reads the file only when pixels are needed
             raise InvalidRequest(f"image={shown(image)} cannot be read: {error}", field="image") from error
         return cls(data=file.getvalue())
 
 
 class VideoInput(_Media):
-    """A video beside the prompt."""
+    """A video that comes with the prompt."""
 
 
 class AudioInput(_Media):
-    """A sound beside the prompt."""
+    """A sound that comes with the prompt."""
 
 
 MediaInput = ImageInput | VideoInput | AudioInput
@@ -75,25 +75,26 @@ class TokenPrompt(_Frozen):
     """A prompt as token ids, used exactly as given."""
 
     token_ids: tuple[TokenId, ...] = Field(
-        description="The ids; no special token is added. Each of media stands once, or as often as the model takes it."
+        description="The ids; no special token is added. Each medium has one placeholder, or as many as the model "
+        "expects."
     )
-    media: tuple[MediaInput, ...] = Field(default=(), description="Images, video or audio beside the prompt.")
+    media: tuple[MediaInput, ...] = Field(default=(), description="Images, videos and sounds of the prompt, in order.")
 
 
 class TextPrompt(_Frozen):
     """A prompt as text, tokenised by the engine's tokenizer."""
 
     text: str = Field(description="The text.")
-    add_special_tokens: bool = Field(default=True, description="Let the tokenizer add its BOS and the like.")
-    media: tuple[MediaInput, ...] = Field(default=(), description="Images, video or audio beside the prompt.")
+    add_special_tokens: bool = Field(default=True, description="Let the tokenizer add special tokens such as BOS.")
+    media: tuple[MediaInput, ...] = Field(default=(), description="Images, videos and sounds of the prompt, in order.")
 
 
 class Message(BaseModel):
-    """One chat message. Extra fields (``tool_calls``, ``name``, …) reach the chat template as they are."""
+    """One chat message. Extra fields (``tool_calls``, ``name``, …) are passed to the chat template unchanged."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
-    role: str = Field(description="system, user, assistant, tool or what the model's template knows.")
+    role: str = Field(description="system, user, assistant, tool, or another role of the model's template.")
     content: str | list[dict[str, JsonValue]] | None = Field(default=None, description="Text or content parts.")
 
 
@@ -104,14 +105,16 @@ class ChatPrompt(_Frozen):
         min_length=1, max_length=MOST_MESSAGES, description="The conversation so far."
     )
     tools: tuple[dict[str, JsonValue], ...] = Field(default=(), description="Tool schemas for the template.")
-    add_generation_prompt: bool = Field(default=True, description="End with the assistant's opening.")
-    continue_final_message: bool = Field(default=False, description="Go on with the last message instead.")
-    template_kwargs: dict[str, JsonValue] = Field(default_factory=dict, description="Further template variables.")
-    media: tuple[MediaInput, ...] = Field(default=(), description="Images, video or audio beside the prompt.")
+    add_generation_prompt: bool = Field(default=True, description="End the prompt with the assistant's opening.")
+    continue_final_message: bool = Field(
+        default=False, description="Continue the last message instead of beginning a new one."
+    )
+    template_kwargs: dict[str, JsonValue] = Field(default_factory=dict, description="Additional template variables.")
+    media: tuple[MediaInput, ...] = Field(default=(), description="Images, videos and sounds of the prompt, in order.")
 
 
 Prompt = TokenPrompt | TextPrompt | ChatPrompt
 PromptLike = Prompt | str | Sequence[int] | Sequence[Message] | Sequence[Mapping[str, JsonValue]]
-"""Accepted wherever a prompt is: a :data:`Prompt`, text, a list of token ids, or a list of chat messages."""
+"""Types accepted as a prompt: a :data:`Prompt`, text, a list of token ids, or a list of chat messages."""
 
 PromptKind = Literal["tokens", "text", "chat"]

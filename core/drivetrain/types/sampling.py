@@ -1,4 +1,4 @@
-"""How tokens are drawn from the model's distribution, and when drawing ends."""
+"""Sampling parameters: how tokens are drawn from the model's distribution, and when generation stops."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _StopText = Annotated[str, Field(max_length=limits.MOST_STOP_CHARACTERS)]
 
 
 def _no_other_type(value: object) -> object:
-    """Pydantic would take ``True`` and ``'0.5'`` for numbers."""
+    """Reject booleans and strings, which pydantic would coerce to numbers."""
     if isinstance(value, bool | str | bytes):
         raise ValueError(f"it is a {type(value).__name__}; expected a number")
     return value
@@ -38,12 +38,12 @@ def _no_other_type(value: object) -> object:
 
 INT32_MAX: Final = 2**31 - 1
 MIN_TEMPERATURE: Final = 1e-6
-"""Least temperature but 0. With the other bounds below, a logit divided by it stays within float32."""
+"""Smallest non-zero temperature. Within this and the bounds below, a logit divided by it stays within float32."""
 MAX_MAGNITUDE: Final = 1e30
-"""Most that a temperature, or a logit bias, may be."""
+"""Upper bound of a temperature, and of a logit bias in either direction."""
 MAX_REPETITION_PENALTY: Final = 1e6
 MIN_TOP_P: Final = 2.0**-126
-"""The least normal number of float32: most devices take smaller ones for 0."""
+"""Smallest normal float32; most devices flush smaller numbers to 0."""
 
 
 def _temperature(value: float) -> float:
@@ -59,14 +59,14 @@ Temperature = Annotated[FiniteFloat, Field(ge=0), AfterValidator(_temperature)]
 
 
 class LogprobsMode(Enum):
-    """Which distribution a logprob belongs to."""
+    """The distribution that a logprob belongs to."""
 
     RAW = "raw"
     """The model's own distribution: ``log_softmax(logits)``."""
     TEMPERATURE = "temperature"
     """``log_softmax(logits / temperature)``: before penalties, bias and top-k/top-p/min-p; raw when greedy."""
     PROCESSED = "processed"
-    """The distribution that was drawn from, after everything; a point mass when greedy."""
+    """The distribution that was sampled from, after all processing; a point mass when greedy."""
 
 
 class _Frozen(BaseModel):
@@ -74,7 +74,7 @@ class _Frozen(BaseModel):
 
 
 class JsonSchema(_Frozen):
-    """Hold the output to a JSON schema."""
+    """Constrain the output to a JSON schema."""
 
     kind: Literal["json_schema"] = "json_schema"
     json_schema: str = Field(description="The schema, as JSON text.")
@@ -84,7 +84,7 @@ class JsonSchema(_Frozen):
     def _is_a_schema(cls, value: str) -> str:
         try:
             schema = json.loads(value)
-        except ValueError as error:  # no JSON, or a number too long to read
+        except ValueError as error:  # invalid JSON, or a number with too many digits
             raise ValueError(f"the schema is no JSON: {error}") from None
         except RecursionError:
             raise ValueError("the schema is nested too deeply to be read; flatten it") from None
@@ -104,7 +104,7 @@ _DATA: Final = frozenset({"const", "enum", "default", "examples"})
 
 
 def _references(schema: object) -> Iterator[str]:
-    """Every ``$ref`` and its like in a schema."""
+    """Yield the target of every ``$ref``, ``$dynamicRef`` and ``$recursiveRef`` in a schema."""
     todo = [schema]
     while todo:
         match todo.pop():
@@ -119,7 +119,10 @@ def _references(schema: object) -> Iterator[str]:
 
 
 def _resolves(reference: str, schema: object) -> bool:
-    """Whether a JSON pointer such as ``#/$defs/name`` leads somewhere: engines let all else stand for anything."""
+    """Return whether a JSON pointer such as ``#/$defs/name`` resolves within the schema.
+
+    Engines accept any value where a reference does not resolve, so anything else is treated as unresolved.
+    """
     if reference == "#":
         return True
     if not reference.startswith("#/"):
@@ -137,7 +140,7 @@ def _resolves(reference: str, schema: object) -> bool:
 
 
 class RegexGrammar(_Frozen):
-    """Hold the whole output to a regular expression."""
+    """Constrain the whole output to a regular expression."""
 
     kind: Literal["regex"] = "regex"
     regex: str = Field(
@@ -157,7 +160,7 @@ class RegexGrammar(_Frozen):
 
 
 class EbnfGrammar(_Frozen):
-    """Hold the output to an EBNF grammar."""
+    """Constrain the output to an EBNF grammar."""
 
     kind: Literal["ebnf"] = "ebnf"
     ebnf: str = Field(min_length=1, description="The grammar's text.")
@@ -171,7 +174,7 @@ class ActionMask(_Frozen):
 
     kind: Literal["action_mask"] = "action_mask"
     allowed_token_ids: tuple[TokenId, ...] = Field(
-        min_length=1, max_length=limits.MOST_LISTED_TOKEN_IDS, description="The ids that may be drawn."
+        min_length=1, max_length=limits.MOST_LISTED_TOKEN_IDS, description="The only ids that may be drawn."
     )
 
 
@@ -185,12 +188,12 @@ class DisallowedTokens(_Frozen):
 
 
 class TemperatureSchedule(_Frozen):
-    """Let the temperature go from one value to another over the generated tokens, linearly."""
+    """Change the temperature linearly from ``start`` to ``end`` over the generated tokens."""
 
     kind: Literal["temperature_schedule"] = "temperature_schedule"
     start: Temperature = Field(gt=0, description="Temperature of the first token.")
     end: Temperature = Field(gt=0, description="Temperature from the last scheduled token on.")
-    steps: StrictInt = Field(ge=1, le=INT32_MAX, description="Over how many tokens.")
+    steps: StrictInt = Field(ge=1, le=INT32_MAX, description="Number of tokens over which the temperature changes.")
 
     @field_validator("start", "end", mode="before")
     @classmethod
@@ -202,10 +205,10 @@ LogitProcessor = Annotated[ActionMask | DisallowedTokens | TemperatureSchedule, 
 
 
 class SamplingParams(_Frozen):
-    """How one prompt's completions are drawn. Frozen; unknown fields are refused, others honoured or refused.
+    """Sampling parameters of one prompt. Frozen; unknown fields are refused, and every field is honoured or refused.
 
-    What changes the distribution is applied in this order: logit processors, repetition, frequency and presence
-    penalty, logit bias, temperature, top-k, top-p over what top-k left, min-p over what top-p left.
+    The distribution is changed in this order: logit processors, repetition, frequency and presence penalty, logit bias,
+    temperature, top-k, top-p over the tokens that top-k left, min-p over the tokens that top-p left.
     """
 
     other_names: ClassVar = SAMPLING_NAMES
@@ -215,13 +218,15 @@ class SamplingParams(_Frozen):
         default=1, ge=1, le=limits.MOST_SAMPLES, description=f"Completions per prompt, at most {limits.MOST_SAMPLES}."
     )
     max_new_tokens: StrictInt | None = Field(
-        default=None, ge=0, description="Most tokens to generate; None: up to the context length; 0: score only."
+        default=None, ge=0, description="Maximum tokens to generate; None: up to the context length; 0: score only."
     )
-    min_new_tokens: StrictInt = Field(default=0, ge=0, description="No stop of any kind before this many tokens.")
+    min_new_tokens: StrictInt = Field(default=0, ge=0, description="Minimum tokens before any kind of stop.")
     temperature: Temperature = Field(default=1.0, description="Divides the logits; 0 is greedy, else at least 1e-6.")
     top_p: FiniteFloat = Field(default=1.0, ge=MIN_TOP_P, le=1, description="Nucleus probability; 1 is off.")
     top_k: StrictInt = Field(default=0, ge=0, le=INT32_MAX, description="Number of candidate tokens; 0 is off.")
-    min_p: FiniteFloat = Field(default=0.0, ge=0, le=1, description="Share of the top probability; 0 is off.")
+    min_p: FiniteFloat = Field(
+        default=0.0, ge=0, le=1, description="Minimum probability, as a share of the top token's; 0 is off."
+    )
     repetition_penalty: FiniteFloat = Field(
         default=1.0,
         ge=1 / MAX_REPETITION_PENALTY,
@@ -238,10 +243,11 @@ class SamplingParams(_Frozen):
         default_factory=dict, description="Values added to the logits of token ids."
     )
     seed: Annotated[StrictInt, Field(ge=0, lt=2**63)] | None = Field(
-        default=None, description="Fixes the random stream; sample i of a prompt uses seed + i. None: not repeatable."
+        default=None,
+        description="Seed of the random numbers; sample i of a prompt uses seed + i. None: not repeatable.",
     )
     stop: tuple[_StopText, ...] = Field(
-        default=(), max_length=limits.MOST_STOPS, description="Strings that end generation, also across tokens."
+        default=(), max_length=limits.MOST_STOPS, description="Strings that end generation; a match may span tokens."
     )
     stop_token_ids: tuple[TokenId, ...] = Field(
         default=(), max_length=limits.MOST_STOP_TOKEN_IDS, description="Ids that end generation."
@@ -249,8 +255,8 @@ class SamplingParams(_Frozen):
     stop_regex: tuple[_StopText, ...] = Field(
         default=(),
         max_length=limits.MOST_STOP_REGEXES,
-        description="Expressions (as Python's re) whose match ends generation. One whose search takes longer than "
-        f"{limits.STOP_SEARCH_S:g} s after a token ends its request with InvalidRequest.",
+        description="Regular expressions (as Python's re) whose match ends generation. If matching takes longer than "
+        f"{limits.STOP_SEARCH_S:g} s after one token, the request fails with InvalidRequest.",
     )
     include_stop_str_in_output: bool = Field(
         default=False, strict=True, description="Keep the matched stop string or regex match in ids and text."
@@ -258,21 +264,22 @@ class SamplingParams(_Frozen):
     ignore_eos: bool = Field(
         default=False,
         strict=True,
-        description="Go on past EOS; stop_token_ids still end generation, and EOS ends a grammar.",
+        description="Continue past EOS; stop_token_ids still end generation, and EOS still ends a grammar.",
     )
     skip_special_tokens: bool = Field(default=True, strict=True, description="Leave special tokens out of the text.")
     logprobs: Annotated[StrictInt, Field(ge=0)] | None = Field(
-        default=None, description="None: no logprobs; 0: of the sampled tokens; k: also of the k most likely."
+        default=None,
+        description="None: no logprobs; 0: those of the sampled tokens; k: also those of the k most likely tokens.",
     )
     prompt_logprobs: Annotated[StrictInt, Field(ge=0)] | None = Field(
-        default=None, description="The same for the prompt's tokens; always raw; the first token has none."
+        default=None, description="As logprobs, for the prompt's tokens. Always raw; the first token has none."
     )
     logprobs_mode: Annotated[LogprobsMode, BY_NAME] | None = Field(
-        default=None, description="Which distribution the logprobs belong to; None: the engine's configured mode."
+        default=None, description="Distribution that the logprobs belong to; None: the engine's configured mode."
     )
-    structured_output: StructuredOutput | None = Field(default=None, description="A grammar to hold the output to.")
+    structured_output: StructuredOutput | None = Field(default=None, description="Grammar that constrains the output.")
     logit_processors: tuple[LogitProcessor, ...] = Field(
-        default=(), description="Applied in order to the logits before penalties and temperature."
+        default=(), description="Applied to the logits in this order, before penalties and temperature."
     )
     return_hidden_states: bool = Field(
         default=False, strict=True, description="Return the last layer's hidden state of each output token."
@@ -364,7 +371,7 @@ class SamplingParams(_Frozen):
 
     @property
     def allowed_token_ids(self) -> frozenset[int] | None:
-        """What action masks and disallowed tokens leave together; None without an action mask."""
+        """Ids that all action masks allow and no disallowed tokens exclude; None without an action mask."""
         masks = [set(one.allowed_token_ids) for one in self.logit_processors if isinstance(one, ActionMask)]
         if not masks:
             return None
@@ -372,6 +379,6 @@ class SamplingParams(_Frozen):
 
     @property
     def disallowed_token_ids(self) -> frozenset[int]:
-        """What disallowed tokens exclude together."""
+        """Ids that any of the disallowed tokens excludes."""
         banned = (one.token_ids for one in self.logit_processors if isinstance(one, DisallowedTokens))
         return frozenset().union(*banned)

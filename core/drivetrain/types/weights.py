@@ -1,6 +1,6 @@
-"""What a weight update says: which tensors, where they lie, which version they are.
+"""Description of weight updates: which tensors, where they are, which version they become.
 
-These are only descriptions. Moving the bytes is the work of ``drivetrain_weight_sync``, on both sides.
+Nothing here moves data; ``drivetrain_weight_sync`` does, on the trainer's and on the engine's side.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class WeightManifest:
-    """Every tensor that a complete update must bring, by its checkpoint name."""
+    """All tensors that a complete update must contain, by checkpoint name."""
 
     tensors: tuple[TensorSpec, ...]
     aliases: dict[str, str] = field(default_factory=dict)
-    """Second names of tied tensors, to the name in ``tensors``: ``{"lm_head.weight": "model.embed_tokens.weight"}``."""
+    """Tied weights: alias to the name in ``tensors``, such as ``{"lm_head.weight": "model.embed_tokens.weight"}``."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedTensor:
-    """One tensor at a byte offset of its bucket; offsets are aligned to 256 bytes."""
+    """A tensor's place in its bucket, in bytes. Offsets are aligned to 256 bytes."""
 
     spec: TensorSpec
     offset: int
@@ -45,7 +45,7 @@ class PlacedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Tensors that travel together; a layer is never split over two buckets."""
+    """Tensors that are transferred together. A layer is never split over two buckets."""
 
     tensors: tuple[PlacedTensor, ...]
     nbytes: int
@@ -53,18 +53,18 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """What will be sent, and in which geometry; agreed once, then identified by its hash."""
+    """Tensors to be sent and their layout in buckets; agreed once, then identified by its hash."""
 
     buckets: tuple[Bucket, ...]
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """Every tensor of the plan, in the order in which it travels."""
+        """All tensors of the plan, in transfer order."""
         return tuple(placed.spec for bucket in self.buckets for placed in bucket.tensors)
 
     @property
     def hash(self) -> str:
-        """SHA-256 over names, dtypes, shapes and geometry."""
+        """SHA-256 over names, dtypes, shapes and bucket layout."""
         return hashlib.sha256(msgspec.msgpack.encode(self.buckets)).hexdigest()
 
 
@@ -73,41 +73,43 @@ class _Frozen(BaseModel):
 
 
 class InProcessSource(_Frozen):
-    """Tensors that live in the engine's own process, registered there under ``key``."""
+    """Tensors in the engine's own process, registered there under ``key``."""
 
     kind: Literal["in_process"] = "in_process"
     key: str = Field(description="Key under which the sender registered them.")
 
 
 class SharedMemorySource(_Frozen):
-    """An arena in shared memory of this host; bucket ``i`` begins at ``bucket_offsets[i]``."""
+    """A shared-memory arena on the engine's host; bucket ``i`` begins at ``bucket_offsets[i]``."""
 
     kind: Literal["shared_memory"] = "shared_memory"
     path: str = Field(description="File that maps to the arena, such as /proc/PID/fd/N.")
     nbytes: int = Field(ge=0, description="Size of the arena in bytes.")
-    bucket_offsets: tuple[int, ...] = Field(description="Where in the arena each bucket of the plan begins, in bytes.")
+    bucket_offsets: tuple[int, ...] = Field(description="Byte offset of each of the plan's buckets in the arena.")
 
 
 class DiskSource(_Frozen):
-    """A folder that holds a checkpoint; its format is found by looking."""
+    """A checkpoint folder; its format is detected."""
 
     kind: Literal["disk"] = "disk"
     path: str = Field(description="The folder, readable by the engine's process.")
 
 
 class CudaIpcSource(_Frozen):
-    """Memory of GPUs within the engine's reach, owned by another process."""
+    """GPU memory of another process, on GPUs that the engine can access."""
 
     kind: Literal["cuda_ipc"] = "cuda_ipc"
-    name: str = Field(description="Of these segments and places, and of no others ever; handles may come again.")
-    gpus: tuple[str, ...] = Field(description="UUIDs of the GPUs on which they lie.")
+    name: str = Field(
+        description="Unique name of this set of segments and places; CUDA may reuse a handle, never this name."
+    )
+    gpus: tuple[str, ...] = Field(description="UUIDs of the GPUs that hold the segments.")
     segments: bytes = Field(
-        description="Of each piece of memory, as it was allocated: CUDA's IPC handle (64 bytes), then which of "
-        "``gpus`` it is on and its size in bytes, as little-endian int64."
+        description="For each memory segment, as allocated: its CUDA IPC handle (64 bytes), index of its GPU in "
+        "``gpus``, and size in bytes, both little-endian int64."
     )
     places: bytes = Field(
-        description="Of each tensor of the plan, in its order: the index of its segment, and where in it the tensor "
-        "begins, in bytes. Little-endian int64 [tensors, 2]."
+        description="For each tensor of the plan, in order: index of its segment, and byte offset in it. "
+        "Little-endian int64 [tensors, 2]."
     )
 
 
@@ -127,11 +129,13 @@ class LoraSource(_Frozen):
 
 
 class PluginSource(_Frozen):
-    """Tensors that a transport of a plugin brings; see ``drivetrain_weight_sync.transports.Transport``."""
+    """Tensors delivered by a plugin's transport; see ``drivetrain_weight_sync.transports.Transport``."""
 
     kind: Literal["plugin"] = "plugin"
-    transport: str = Field(min_length=1, description="Name under which the engine's side finds the transport.")
-    data: dict[str, JsonValue] = Field(default_factory=dict, description="What the transport's two ends agree on.")
+    transport: str = Field(
+        min_length=1, description="Name under which the transport is registered on the engine's side."
+    )
+    data: dict[str, JsonValue] = Field(default_factory=dict, description="Data for the transport on the engine's side.")
 
 
 WeightSource = (
@@ -140,21 +144,22 @@ WeightSource = (
 
 
 class WeightUpdateRequest(_Frozen):
-    """One complete weight update: what, from where, as which version, and what becomes of requests in flight."""
+    """One complete weight update: tensors, source, new version, and how requests in flight are handled."""
 
-    version: str = Field(min_length=1, description="Published at commit and nowhere else.")
-    source: WeightSource = Field(discriminator="kind", description="Where the tensors lie.")
+    version: str = Field(min_length=1, description="New weight version, published at commit.")
+    source: WeightSource = Field(discriminator="kind", description="Source of the tensors.")
     plan: WeightPlan | None = Field(
-        default=None, description="Required, but for sources that describe themselves (disk)."
+        default=None,
+        description="Tensors and their buckets; omitted for sources that describe themselves (disk, lora).",
     )
     digests: dict[str, int] | None = Field(
-        default=None, description="Digest of each tensor, computed where it lies; required with a plan."
+        default=None, description="Digest of each tensor, computed where it is stored; required with a plan."
     )
     mode: Annotated[PauseMode, BY_NAME] = Field(
-        default=PauseMode.RETRACT, description="What becomes of requests in flight while the weights change."
+        default=PauseMode.RETRACT, description="How requests in flight are handled while the weights change."
     )
     keep_prefix_cache: bool = Field(
-        default=False, strict=True, description="Go on using cache entries that older weights made."
+        default=False, strict=True, description="Keep using prefix cache entries computed with older weights."
     )
 
     @model_validator(mode="after")
@@ -167,7 +172,7 @@ class WeightUpdateRequest(_Frozen):
 
 
 class CommunicatorSpec(_Frozen):
-    """A torch.distributed group that a trainer and its engines form for weight updates."""
+    """A torch.distributed group of a trainer and its engines, for weight updates."""
 
     master_address: str
     master_port: int = Field(ge=1, le=65535)
@@ -175,26 +180,28 @@ class CommunicatorSpec(_Frozen):
     world_size: int = Field(ge=2)
     group_name: str = Field(min_length=1)
     backend: Literal["nccl", "gloo"] = "nccl"
-    timeout: float = Field(default=60, gt=0, description="Seconds in which it must form, and each broadcast must end.")
+    timeout: float = Field(
+        default=60, gt=0, description="Timeout in seconds for forming the group, and for each broadcast."
+    )
 
 
-# What the engine's side of a transfer is told, in order. One update at a time.
+# Messages to the engine's side of a transfer, in this order. One update at a time.
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareUpdate:
-    """Open the source and check every tensor against the model. Changes nothing."""
+    """Open the source and check every tensor against the model. The model is not changed."""
 
     request: WeightUpdateRequest
     kept_plan: str | None = None
-    """Hash of the request's plan, which is left out (``WeightPlan(())``): the last one that a reply said is kept."""
+    """Hash of the plan, if the engine still keeps it: ``request`` then carries the empty plan ``WeightPlan(())``."""
     digests: bytes = b""
-    """Those of the request, which are left out with its plan: in the plan's order, little-endian int64 [tensors]."""
+    """The digests, if the plan is omitted, in the plan's order: little-endian int64 [tensors]."""
 
 
 @dataclass(frozen=True, slots=True)
 class BeginUpdate:
-    """From here on the weights are neither the old nor the new ones."""
+    """Begin to change the weights. Until the commit they are neither the old nor the new ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,12 +225,12 @@ class CommitUpdate:
 
 @dataclass(frozen=True, slots=True)
 class AbortUpdate:
-    """Forget the update; the sender will not send more of it."""
+    """Discard the update; the sender sends no more of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseSources:
-    """Let go of memory that senders share, mapped until now for their next update; and forget an update."""
+    """Unmap senders' shared memory, which is kept between updates otherwise, and discard a pending update."""
 
 
 WeightMessage = PrepareUpdate | BeginUpdate | LoadBuckets | VerifyUpdate | CommitUpdate | AbortUpdate | ReleaseSources
@@ -231,13 +238,13 @@ WeightMessage = PrepareUpdate | BeginUpdate | LoadBuckets | VerifyUpdate | Commi
 
 @dataclass(frozen=True, slots=True)
 class ApplyUpdate:
-    """All that follows a PrepareUpdate whose buckets lie ready, from BeginUpdate to CommitUpdate, in one call."""
+    """All steps from BeginUpdate to CommitUpdate in one call, for a prepared update with every bucket available."""
 
     version: str
     buckets: int
     keep_prefix_cache: bool
     freeze: PauseMode | None = None
-    """Freeze requests so before it, and let them go on after it; None: there are none, or they are frozen."""
+    """How to freeze requests for the update, to be unfrozen after it; None: no requests, or frozen already."""
 
     @property
     def load(self) -> LoadBuckets:
@@ -247,16 +254,17 @@ class ApplyUpdate:
 
 @dataclass(frozen=True, slots=True)
 class WeightReply:
-    """What a step of an update did."""
+    """Result of one step of an update."""
 
     buckets: int = 0
-    """After PrepareUpdate: how many buckets there are to load."""
+    """After PrepareUpdate: number of buckets to load."""
     nbytes: int = 0
     """Bytes copied by this step."""
     keeps_plan: bool = False
-    """After PrepareUpdate: its plan is remembered, and need not be sent again while no other is."""
+    """After PrepareUpdate: the engine keeps this plan, so it need not be sent again until another plan is sent."""
     seconds: float = 0.0
-    """After CommitUpdate, or all steps at once: since BeginUpdate, where the weights are. Meanwhile nothing ran."""
+    """After CommitUpdate or ApplyUpdate: seconds since BeginUpdate, measured by the receiver. Generation stood still
+    meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +277,7 @@ class TensorData:
 
 @dataclass(frozen=True, slots=True)
 class WeightReport:
-    """What ``validate_weights`` found: names of tensors with NaN, with infinity, and of zeros only."""
+    """Result of ``validate_weights``: names of tensors with NaN, with infinity, and of zeros only."""
 
     checked: int
     nan: tuple[str, ...] = ()
@@ -278,5 +286,5 @@ class WeightReport:
 
     @property
     def ok(self) -> bool:
-        """No tensor holds a NaN or an infinity; one of zeros only is reported, but may well be right, as a bias."""
+        """True if no tensor holds NaN or infinity. Tensors of zeros only do not count: a bias may be all zero."""
         return not (self.nan or self.infinite)

@@ -1,4 +1,4 @@
-"""An echo with a delay: a language model without weights, whose next token is the one four places back."""
+"""An echo with a delay: a language model without weights whose next token is the one four places back."""
 
 import asyncio
 import itertools
@@ -19,20 +19,20 @@ from drivetrain.types.sampling import LogprobsMode
 
 
 def next_token_logits(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.float64]:
-    """The model: the token four places back, or the first, is as likely as all others together; those are alike."""
+    """Return the model's logits: the token four places back, or the first, is as likely as all others together."""
     logits = np.zeros(vocab_size)
     logits[token_ids[-4:][0]] = np.log(vocab_size - 1)
     return logits
 
 
 def log_softmax(logits: NDArray[np.float64], temperature: float) -> NDArray[np.float64]:
-    """The logprob of each token at a temperature."""
+    """Return the logprob of each token at a temperature."""
     scaled = (logits - logits.max()) / temperature
     return np.asarray(scaled - np.log(np.exp(scaled).sum()))
 
 
 def draw(request: GenerateRequest, so_far: list[int], vocab_size: int, rng: np.random.Generator) -> tuple[int, float]:
-    """Draw one more token; return it with its logprob."""
+    """Draw the next token; return it with its logprob."""
     params, temperature = request.params, request.params.temperature or 1.0
     logits = next_token_logits(request.prompt_token_ids + so_far, vocab_size)
     allowed = logits.copy()
@@ -45,7 +45,7 @@ def draw(request: GenerateRequest, so_far: list[int], vocab_size: int, rng: np.r
 
 
 def model_info(folder: Path) -> ModelInfo:
-    """Read from a model's folder what an echo needs to know of it."""
+    """Read the model's properties from its folder."""
     try:
         files = [folder / "config.json", *folder.glob("generation_config.json")]
         read = [json.loads(file.read_text(encoding="utf-8")) for file in files]
@@ -59,7 +59,7 @@ def model_info(folder: Path) -> ModelInfo:
 
 
 def spans(versions: list[str]) -> list[VersionSpan]:
-    """Put neighbouring tokens of one version together."""
+    """Merge adjacent tokens of the same version into spans."""
     starts = [i for i, version in enumerate(versions) if versions[:i][-1:] != [version]]
     return [VersionSpan(versions[start], start, end) for start, end in itertools.pairwise([*starts, len(versions)])]
 
@@ -70,7 +70,7 @@ _CONTROL = {Capability.STREAMING, Capability.ABORT, Capability.PAUSE_IN_PLACE, C
 
 
 class EchoBackend(Backend):
-    """Each request is a loop of its own, which looks at every token whether it was aborted or frozen meanwhile."""
+    """Runs each request in its own loop, which checks at every token whether it was aborted or frozen."""
 
     name = "echo"
     engine_distribution = "drivetrain-echo"

@@ -1,4 +1,4 @@
-"""The entry point: what this plugin provides. Imports no engine until it is asked for one."""
+"""Entry point of the plugin. The engine is imported only on request."""
 
 from drivetrain import Backend, hookimpl
 

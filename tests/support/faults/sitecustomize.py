@@ -1,10 +1,11 @@
-"""Strikes a process at an exact step of a weight update; see tests/faults.
+"""Fault injection: signals a process at an exact step of a weight update; see tests/faults.
 
-Python imports this before anything else in every process whose ``PYTHONPATH`` names this folder, in whatever
-environment, so that it needs nothing but the standard library. It does nothing without ``DRIVETRAIN_FAULTS``, a folder:
+Python imports this module first in every process whose ``PYTHONPATH`` contains this folder, in any environment, so it
+uses only the standard library. It does nothing unless ``DRIVETRAIN_FAULTS`` names a folder:
 
-- ``passed`` gets a line for each point that a process passes: its id, its rank, the step, the moment, the bucket;
-- ``plan`` says at which of them a signal goes to which process: whoever comes there renames it to ``struck`` first.
+- ``passed`` gets a line for each point that a process passes: pid, rank, step, moment, bucket;
+- ``plan`` says at which point to send which signal to which process. The process that gets there first renames it to
+  ``struck``.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from typing import Any, Final
 
 FOLDER: Final = "DRIVETRAIN_FAULTS"
 _now: dict[str, Any] = {"step": ""}
-"""Where this process is; its updates are one after another, in one thread."""
+"""Current step of this process; its updates run one after another, in one thread."""
 
 
 def reached(step: str, moment: str, bucket: int = -1) -> None:
-    """This process is at a point; strike if that is where it was planned."""
+    """Record that this process reached a point, and strike if the plan names it."""
     where = os.environ.get(FOLDER)
     if where is None:
         return
@@ -40,7 +41,7 @@ def reached(step: str, moment: str, bucket: int = -1) -> None:
         (folder / "victim").write_text(str(victim))
         (folder / "plan").rename(folder / "struck")
     except FileNotFoundError:
-        return  # nothing is planned, or it was struck already
+        return  # no plan, or struck already
     if not plan["signal"]:
         raise OSError(f"struck at {step}")
     os.kill(victim, plan["signal"])
@@ -57,7 +58,7 @@ def _hook_receiver(module: Any) -> None:
 
     def hooked_handle(self: Any, message: Any) -> Any:
         step = type(message).__name__
-        if step in ("PrepareUpdate", "LoadBuckets"):  # their points are elsewhere
+        if step in ("PrepareUpdate", "LoadBuckets"):  # these steps are hooked elsewhere
             return handle(self, message)
         _now.update(step=step)
         reached(step, "before")
@@ -87,7 +88,7 @@ def _hook_receiver(module: Any) -> None:
 
 
 def _hook_reader(reader: Any) -> None:
-    """A reader's buckets: several may be loaded by one message."""
+    """Hook each bucket of a reader, since one message may load several."""
     if "tensors" in vars(reader):
         return
     tensors = reader.tensors
@@ -96,7 +97,7 @@ def _hook_reader(reader: Any) -> None:
         reached("LoadBuckets", "before", index)
         for number, tensor in enumerate(tensors(index)):
             yield tensor
-            if number == 0:  # the first one is in the model
+            if number == 0:  # the first tensor is now in the model
                 reached("LoadBuckets", "within", index)
         reached("LoadBuckets", "after", index)
 
@@ -134,7 +135,7 @@ _HOOKS: Final[dict[str, Callable[[Any], None]]] = {
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Hooks a module as soon as it is imported."""
+    """Import hook that patches a module right after its import."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None

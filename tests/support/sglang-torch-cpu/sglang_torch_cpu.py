@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""Entry points of the platform: active on machines without a GPU. Import nothing of SGLang before they are called."""
+"""Entry points of the platform, active on machines without a GPU. They import SGLang only when called."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 
 
 def activate() -> str | None:
-    """Name the platform's class, or None where there is a GPU to run on."""
+    """Return the platform class's name; None if there is a GPU."""
     import torch
 
     return None if torch.cuda.is_available() else "sglang_torch_cpu_platform.TorchCpuPlatform"
 
 
 def mend() -> None:
-    """Let SGLang's LoRA modules do without pinned memory, which only a GPU's driver has to give, and start sooner."""
+    """Make SGLang's LoRA modules work without pinned memory, which needs a GPU driver, and speed up the start."""
     import torch
 
     if torch.cuda.is_available():
         return
     _fork_schedulers()
-    torch.compiler.set_stance("force_eager")  # for a model that is split: twenty seconds of compiling
+    torch.compiler.set_stance("force_eager")  # saves twenty seconds of compiling a model split over ranks
     from sglang.srt.lora import layers
     from sglang.srt.lora.backend import torch_backend
 
@@ -33,7 +33,7 @@ def mend() -> None:
 
 
 def _fork_schedulers() -> None:
-    """Start schedulers by a fork, which CUDA would not bear: they need not import SGLang again, which takes 20 s."""
+    """Fork the schedulers, which saves importing SGLang again (20 s); impossible with CUDA."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork, HookType.AFTER)
@@ -41,7 +41,7 @@ def _fork_schedulers() -> None:
 
 def _fork(_: object, arguments: Any) -> None:
     multiprocessing.set_start_method("fork", force=True)
-    # SGLang has a rank for each NUMA node, unless it is told which cores each takes.
+    # SGLang starts one rank per NUMA node, unless each rank's cores are given.
     ranks = arguments.tp_size * arguments.pp_size * arguments.dp_size
     cores = sorted(os.sched_getaffinity(0))
     if ranks > 1:
@@ -49,7 +49,7 @@ def _fork(_: object, arguments: Any) -> None:
 
 
 class _WithoutPins:
-    """torch, whose factories pass over ``pin_memory``. Only for the modules above: elsewhere nothing is changed."""
+    """Proxy of torch whose factories ignore ``pin_memory``; used only by the modules above."""
 
     def __getattr__(self, name: str) -> Any:
         import torch

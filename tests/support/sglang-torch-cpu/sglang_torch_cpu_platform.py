@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false
-"""SGLang's model code on a CPU with torch's own operators.
+"""SGLang platform that runs the models on a CPU with torch's own operators.
 
-SGLang's CPU path proper wants kernels that are in no package; an out-of-tree platform makes every layer take its
-plain torch form instead. It is slow, and it is the real engine: scheduler, cache, sampler, weight loading.
+SGLang's regular CPU path needs kernels that no package contains. An out-of-tree platform makes every layer use its
+plain torch form instead. It is slow, but the engine is real: scheduler, cache, sampler, weight loading.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from sglang.srt.platforms.interface import SRTPlatform
 
 try:
     from sglang.srt.platforms.interface import PlatformCapabilities
-except ImportError:  # older releases, seen in 0.5.20
+except ImportError:  # older releases, such as 0.5.20
     PlatformCapabilities = None
-    os.environ.setdefault("SGLANG_NCCL_SO_PATH", "none")  # or two ranks would meet through NCCL, found or not
+    os.environ.setdefault("SGLANG_NCCL_SO_PATH", "none")  # otherwise two ranks would connect through NCCL
 
 
 def _cache(_: object) -> Any:
-    """The cache's keys and values."""
+    """Return the class of the KV cache."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     return MHATokenToKVPool
 
 
 def _cache_allocator(_: object) -> Any:
-    """What gives out the cache's pages, of one token each if need be."""
+    """Return a factory of the KV cache's page allocator, also for pages of one token."""
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 
     def allocator(size: int, page_size: int, **fields: Any) -> Any:
@@ -42,34 +42,34 @@ def _cache_allocator(_: object) -> Any:
 
 
 class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
-    """A device that SGLang does not know, whose layers are written in torch."""
+    """An out-of-tree device whose layers run in plain torch."""
 
     _enum = PlatformEnum.OOT
     if PlatformCapabilities:
         capabilities = PlatformCapabilities()
-    else:  # then SGLang asks the platform for its caches' classes
+    else:  # older releases ask the platform for its cache classes
         get_mha_kv_pool_cls = _cache
         get_paged_allocator_cls = _cache_allocator
 
     def get_default_attention_backend(self) -> str:
-        """Attention by ``torch.nn.functional``."""
+        """Select attention by ``torch.nn.functional``."""
         return "torch_native"
 
     def get_dispatch_key_name(self) -> str:
-        """Layers take their plain torch form."""
+        """Select the plain torch form of layers."""
         return "native"
 
     def is_pin_memory_available(self, device: object = None) -> bool:
-        """There is no device to copy to."""
+        """Return False: there is no device to copy to."""
         return False
 
     def empty_cache(self) -> None:
-        """SGLang would collect garbage at each flush, a tenth of a second each time, and give nothing back."""
+        """Do nothing: SGLang would collect garbage at each flush, for a tenth of a second, and free nothing."""
 
     def get_torch_profiler_activity_str(self) -> str:
-        """What SGLang's profiler records."""
+        """Return the activity that SGLang's profiler records."""
         return "CPU"
 
     def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
-        """The same, as torch names it."""
+        """Return the same activity as torch's enum."""
         return torch.profiler.ProfilerActivity.CPU

@@ -10,17 +10,17 @@ from drivetrain_conformance.harness.server_suite import Launch, ServerSuite, dty
 from drivetrain_sglang.translate import engine_arguments
 
 _NOT_PLAIN: Final = ("skip_tokenizer_init", "incremental_streaming_output")
-"""Arguments that the in-process backend wants of its engine, and that a server is mostly launched without."""
+"""Arguments that the in-process backend sets but servers are mostly launched without."""
 
 
 def launch_of(config: EngineConfig, **more: object) -> Launch:
-    """How a server of this configuration is launched, with further arguments."""
+    """Return the launch of a server with this configuration and further arguments."""
     text = text_config(config.model)
     arguments = engine_arguments(config, "cpu", dtype_of(text), int(str(text["max_position_embeddings"])))
     plain = {name: value for name, value in arguments.items() if name not in _NOT_PLAIN}
     return Launch(
         command=[sys.executable, "-m", "sglang.launch_server"],
-        # Without it the number of running requests is up to fifteen steps old, and the suite looks more closely.
+        # The default publishes the number of running requests every fifteen steps, too rarely for the suite.
         arguments=plain | {"load_snapshot_publish_interval": 1} | more,
         ready_path="/ready",
         environment={"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"},
@@ -38,5 +38,5 @@ class SGLangServerSuite(ServerSuite):
     )
 
     def launch(self, config: EngineConfig) -> Launch:
-        """How a server of this configuration is launched."""
+        """Return the launch of a server with this configuration."""
         return launch_of(config)

@@ -1,7 +1,7 @@
-"""Lets a torchvision that was built for CUDA be imported beside a torch that was not.
+"""Makes a torchvision built for CUDA importable beside a CPU build of torch.
 
-Its compiled operators do not load then, and the package fails where it says what two of them return. They are declared
-before it is imported, and fail if they are called; resizing and normalising images needs none of them.
+Its compiled operators do not load there, and its import fails where it registers shapes for two of them. So the two are
+declared before the import; they fail if called. Resizing and normalising images needs neither.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 # pyright: reportArgumentType=false
-"""Lets vLLM's second model runner, which wants Triton, run without a GPU: in Triton's own interpreter. It is slow.
+"""Runs vLLM's second model runner, which needs Triton, without a GPU: in Triton's own interpreter. It is slow.
 
     VLLM_USE_V2_MODEL_RUNNER=1 PYTHONPATH=tests/support/triton-interpreter .venvs/vllm/bin/drivetrain conformance vllm
 
-Python imports this before anything else, in every process. What vLLM has of
-its own for top-k, top-p and grammars does not run there.
+Python imports this module first, in every process. vLLM's own kernels for top-k, top-p and grammars do not run there.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import triton.backends
 
 
 class _Driver:
-    """What vLLM asks a backend for."""
+    """The part of a Triton driver that vLLM queries."""
 
     @staticmethod
     def is_active() -> bool:

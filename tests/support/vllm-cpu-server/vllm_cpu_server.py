@@ -15,11 +15,11 @@ from drivetrain_conformance.harness.server_suite import Launch, Server, ServerSu
 from drivetrain_vllm.translate import engine_arguments
 
 _NOT_PLAIN: Final = ("worker_extension_cls", "disable_log_stats", "enable_prefix_caching", "enforce_eager")
-"""Arguments that the in-process backend wants of its engine, or that a command line spells otherwise."""
+"""Arguments that the in-process backend sets for itself, or that the command line spells differently."""
 
 
 def launch_of(config: EngineConfig, **more: object) -> Launch:
-    """How a server of this configuration is launched, with further arguments."""
+    """Return the launch of a server with this configuration and further arguments."""
     text = text_config(config.model)
     arguments = engine_arguments(config, "cpu", dtype_of(text), int(str(text["max_position_embeddings"])))
     plain = {name: value for name, value in arguments.items() if name not in _NOT_PLAIN}
@@ -32,14 +32,14 @@ def launch_of(config: EngineConfig, **more: object) -> Launch:
         "logprobs_mode": f"{mode}_logprobs",
     }
     return Launch(
-        # The command vllm wants the distribution vllm, which the build for CPUs is not called.
+        # The command `vllm` needs the distribution `vllm`; the CPU build has another name.
         command=[sys.executable, "-m", "vllm.entrypoints.openai.api_server"],
         arguments=plain | own | more,
         ready_path="/health",
         environment={
             "TORCHDYNAMO_DISABLE": "1",
-            # Without it the worker is a process of its own, and each of the two spins while the other works: on two
-            # cores nobody else then runs for as long as a request does.
+            # 0: a separate worker process would busy-wait in turn with the server, and on two cores block everything
+            # else during a request.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_LOGGING_LEVEL": "WARNING",
             "VLLM_NO_USAGE_STATS": "1",
@@ -60,14 +60,14 @@ class VLLMServerSuite(ServerSuite):
     )
 
     def can_serve(self, model: Path) -> bool:
-        """Whether one could be launched with this folder; those of models with images were not looked at."""
+        """Return True if a server can be launched with this folder; vision models are excluded as untested."""
         return super().can_serve(model) and "vision_config" not in json.loads((model / "config.json").read_text())
 
     def ready(self, server: Server) -> None:
-        """Let a server go on whose engine was killed while it was paused."""
+        """Resume a server whose engine was killed while it was paused."""
         with urlopen(Request(f"{server.endpoint}/resume", method="POST"), timeout=60):
             pass
 
     def launch(self, config: EngineConfig) -> Launch:
-        """How a server of this configuration is launched."""
+        """Return the launch of a server with this configuration."""
         return launch_of(config)

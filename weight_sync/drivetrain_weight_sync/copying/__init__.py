@@ -1,1 +1,1 @@
-"""How tensors are laid out in buckets, copied on a device, and digested."""
+"""Bucket layout, device copies, and digests of tensors."""

@@ -1,10 +1,9 @@
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportArgumentType=false, reportCallIssue=false
-"""Many copies within a GPU as one kernel, with the digest of each tensor computed on the way.
+"""Copy many tensors within a GPU in one kernel launch, and digest each on the way.
 
-A push of a model is hundreds of copies of a few megabytes. Launched one by one they cost 20 µs each of the host's time,
-more than the copying itself; and a digest that reads again what was written costs as much as the copy. Here one
-launch makes all of them, from a table of addresses, and adds up the same digests as
-:mod:`drivetrain_weight_sync.copying.digest`.
+A push of a model is hundreds of copies of a few megabytes. Launched one by one, each costs 20 µs of host time, more
+than the copying itself; and a digest that reads the result again costs as much as the copy. Here a single launch makes
+all copies from a table of addresses, and computes the digests of :mod:`drivetrain_weight_sync.copying.digest`.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ ROWS: Final = 16
 _WORD: Final = 8
 _ROW_BYTES: Final = _WORD * COLUMNS
 _LARGEST_WITH_WINDOW: Final = _WORD << 31
-"""Bytes of a tensor whose words can no longer be counted with 32 bits."""
+"""Smallest size in bytes of a tensor whose words cannot be indexed with signed 32 bits."""
 _WARPS: Final = 2
-"""Threads of a program, in 32. This, the line and who shares an item: what was fastest on an H200
+"""Warps of a program. This, ``_LINE`` and ``_COPIES_SHARED_BY`` were the fastest on an H200
 (benchmarks/results/2026-11-23-h200-copy-kernel.txt)."""
 _LINE: Final = 64 * _WARPS
-"""Words that a program's threads have at once, two each."""
+"""Words that a program's threads hold at once, two each."""
 _COPIES_SHARED_BY: Final = 4
-"""Programs that share an item which is copied; one that is only read has a program of its own."""
+"""Programs that share one copied item; an item that is only read has a single program."""
 
 _EXPONENTS: Final = {
     torch.float64: 0x7FF0000000000000,
@@ -41,18 +40,18 @@ _EXPONENTS: Final = {
     torch.bfloat16: 0x7F80,
     torch.float16: 0x7C00,
     torch.float8_e5m2: 0x7C,
-    torch.float8_e4m3fn: 0x7F,  # it has no infinity, and one NaN
+    torch.float8_e4m3fn: 0x7F,  # no infinity, and one NaN
 }
-"""The bits that all are 1 in a number that is not finite, and only there."""
+"""Exponent bits, all of which are 1 only in numbers that are not finite."""
 
 
 _PACED_ITEMS: Final = 4096
-"""How many are copied at a time where the GPU is shared: half a gigabyte, which takes a third of a millisecond."""
+"""Items per launch while the GPU is shared: half a gigabyte, which takes a third of a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A part of a tensor: of each ``stride`` words those from ``begin`` on, ``width`` of them."""
+    """A part of a tensor: of every ``stride`` words, the ``width`` words from ``begin`` on."""
 
     stride: int
     begin: int
@@ -61,29 +60,29 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class DeviceCopy:
-    """One tensor to digest, and where to copy it to."""
+    """A tensor to digest, and optionally its destination."""
 
     source: torch.Tensor
     destination: torch.Tensor | None = None
-    """Of the same bytes, or of those in the window; None: only the digest is wanted."""
+    """Same size as the source, or as its window; None: compute only the digest."""
     name: str | None = None
-    """By which the digest of the whole source is given; None: it is not wanted."""
+    """Key of the whole source's digest in the result; None: no digest."""
     window: Window | None = None
-    """What of the source is copied; None: all of it."""
+    """The part of the source to copy; None: all of it."""
 
 
 def is_available() -> bool:
-    """Whether Triton is there, which the kernel is written in. Nothing is imported."""
+    """Return whether Triton, which the kernel needs, is installed. Nothing is imported."""
     return find_spec("triton") is not None
 
 
 def reaches(tensor: torch.Tensor) -> bool:
-    """Whether the kernel can read this tensor: it lies on a GPU."""
+    """Return whether the kernel can read this tensor: it is on a GPU, and Triton is installed."""
     return tensor.is_cuda and is_available()
 
 
 def fits(copy: DeviceCopy) -> bool:
-    """Whether the kernel makes this copy: between contiguous tensors of whole words of 64 bits, on one device."""
+    """Return whether the kernel can make this copy: contiguous tensors of whole 64-bit words, on one device."""
     tensors = [copy.source] if copy.destination is None else [copy.source, copy.destination]
     return (
         len({(tensor.dtype, tensor.device) for tensor in tensors}) == 1
@@ -102,8 +101,8 @@ def _copied_nbytes(copy: DeviceCopy) -> int:
 
 
 def window_of(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Window | None:
-    """The window that ``tensor.as_strided(size, stride, offset)`` is of a contiguous tensor; None: it is not one."""
-    # What lies without a gap is one dimension.
+    """Return the window that ``tensor.as_strided(size, stride, offset)`` selects; None if it is not a window."""
+    # Merge dimensions that are contiguous with each other.
     sizes, strides = [1], [1]
     for count, step in zip(reversed(size), reversed(stride), strict=True):
         if count == 1:
@@ -126,16 +125,16 @@ def window_of(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], 
 
 
 def can_look(dtype: torch.dtype) -> bool:
-    """Whether the kernel can tell numbers of this dtype that are not finite; of integers all are finite."""
+    """Return whether the kernel can find non-finite numbers of this dtype; integers are always finite."""
     return dtype in _EXPONENTS or not (dtype.is_floating_point or dtype.is_complex)
 
 
 class Pace:
-    """Makes work on a GPU leave time to others: a part of it, then a rest.
+    """Runs GPU work in parts with pauses between them, to leave time to others.
 
     Args:
-        share: Of the time that passes, how much the work takes, above 0 and at most 1.
-        reached: Called after each part with how much is done, from 0 to 1; what it raises ends the work.
+        share: Share of the elapsed time that the work takes, above 0 and at most 1.
+        reached: Called after each part with the fraction done, from 0 to 1; an exception from it ends the work.
     """
 
     def __init__(self, share: float, reached: Callable[[float], None]) -> None:
@@ -143,25 +142,25 @@ class Pace:
         self._reached = reached
 
     def run(self, parts: int, work: Callable[[int], None]) -> None:
-        """Do ``work`` with each number below ``parts``, which all take as long."""
+        """Call ``work`` with each number below ``parts``; all parts must take equally long."""
         taken = math.inf
         for part in range(parts):
             if part > 0:
                 time.sleep(taken * (1 / self._share - 1))
             begun = time.perf_counter()
             work(part)
-            # The quickest so far: the others had to wait for whom the GPU is shared with.
+            # The shortest part so far; longer ones waited for others on the GPU.
             taken = min(taken, time.perf_counter() - begun)
             self._reached((part + 1) / parts)
 
 
 class _Kind(NamedTuple):
-    """What the kernel is compiled for."""
+    """The flags for which the kernel is compiled."""
 
     stores: bool
-    """Something is copied, not only looked at."""
+    """The tensors are copied, not only read."""
     windows: bool
-    """And of it only what is in a window."""
+    """Only a window of each is copied."""
     pairs: bool
     """Words can be read two at a time."""
 
@@ -176,11 +175,12 @@ class _Kind(NamedTuple):
 
 
 class DeviceCopies:
-    """Copies that are made together, again and again; the tensors stay where they are.
+    """A batch of copies that can be launched repeatedly while the tensors keep their addresses.
 
     Args:
-        copies: Each of which :func:`fits`, on one device, no two of one name. A destination is not another's source.
-        look: Look for numbers that are not finite as well.
+        copies: Copies that all pass :func:`fits`, on one device, with distinct names. No destination is another copy's
+            source.
+        look: Also look for numbers that are not finite.
     """
 
     def __init__(self, copies: Iterable[DeviceCopy], *, look: bool = False) -> None:
@@ -188,7 +188,7 @@ class DeviceCopies:
         digested = [(copy.name, copy.source) for copy in made if copy.name is not None]
         self._order = [name for name, _ in digested]
         self.names: frozenset[str] = frozenset(self._order)
-        """Of the tensors that are digested."""
+        """Names of the tensors that are digested."""
         self.device = made[0].source.device
         self.nbytes = sum(copy.destination.nbytes for copy in made if copy.destination is not None)
         """Bytes that are copied."""
@@ -196,13 +196,13 @@ class DeviceCopies:
         indices = np.cumsum([copy.name is not None for copy in made]) - 1
         self._ends = np.array([finished(0, source) for _, source in digested], dtype=np.int64)
         self._tables: list[tuple[_Kind, torch.Tensor]] = []
-        """The copies of each kind, as the kernel finds them."""
+        """The kernel's table for each kind of copy."""
         kinds = [_Kind.of(copy) for copy in made]
         for kind in dict.fromkeys(kinds):
             some = [number for number, other in enumerate(kinds) if other == kind]
             table = _table([made[number] for number in some], indices[some], look, kind.windows)
             self._tables.append((kind, torch.from_numpy(table).to(self.device)))
-        # The kernel reads the weights of all rows of its last item, also of those that are not there.
+        # The kernel reads weights for all rows of its last item, even beyond the tensor's end.
         most_rows = max(-(-copy.source.nbytes // _ROW_BYTES) for copy in made) + ROWS
         weights = weights_on(self.device)
         self._weights = weights.a, weights.b, weights.per_row(most_rows)
@@ -214,9 +214,9 @@ class DeviceCopies:
 
     @torch.no_grad()
     def launch(self, pace: Pace | None = None) -> Launched:
-        """Make the copies. The work goes on after this returns, unless it is paced; what an earlier launch found goes.
+        """Make the copies, and return without waiting unless paced. The next launch overwrites the results of this one.
 
-        From the second time on it is one CUDA graph, which is launched in a fraction of the time.
+        From the second launch on, a CUDA graph is replayed, which takes a fraction of the time.
         """
         self._launches += 1
         if pace is not None:
@@ -253,7 +253,7 @@ class DeviceCopies:
             self._result.copy_(self._found, non_blocking=True)
 
     def _captured(self) -> torch.cuda.CUDAGraph:
-        # torch.cuda.graph() would collect garbage and give memory back first, which takes longer than many updates.
+        # torch.cuda.graph() would first collect garbage and free memory, which takes longer than many updates.
         graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
@@ -285,13 +285,13 @@ class DeviceCopies:
 
 
 class Launched:
-    """What a launch finds; asking waits for it."""
+    """Results of a launch; reading them waits for it."""
 
     def __init__(
         self, order: Sequence[str], names: frozenset[str], ends: np.ndarray, found: torch.Tensor, device: torch.device
     ) -> None:
         self.names = names
-        """Of the tensors that are digested."""
+        """Names of the tensors that are digested."""
         self._order = order
         self._ends = ends
         self._found = found
@@ -302,21 +302,21 @@ class Launched:
         self._expected = ends
 
     def read(self) -> tuple[dict[str, int], list[str]]:
-        """The digests of the tensors, as :func:`~drivetrain_weight_sync.copying.digest.digests`; who is not finite."""
+        """Return digests as in :func:`~drivetrain_weight_sync.copying.digest.digests`; names of non-finite tensors."""
         bad: list[int] = np.flatnonzero(self._wait()[1, : len(self._order)]).tolist()
         return dict(zip(self._order, self._values().tolist(), strict=True)), [self._order[index] for index in bad]
 
     def expect(self, digests: Mapping[str, int]) -> None:
-        """Say which digests there should be; this does not wait."""
+        """Set the expected digests; this does not wait."""
         self._expected = np.array([digests[name] for name in self._order], dtype=np.int64)
 
     def differing(self) -> list[str]:
-        """Names of the tensors whose digests are not as expected."""
+        """Return the names of tensors whose digests differ from the expected ones."""
         wrong: list[int] = np.flatnonzero(self._values() != self._expected).tolist()
         return [self._order[index] for index in wrong]
 
     def _values(self) -> np.ndarray:
-        values: np.ndarray = self._wait()[0, : len(self._order)] + self._ends  # modulo 2**64, as torch's
+        values: np.ndarray = self._wait()[0, : len(self._order)] + self._ends  # modulo 2**64, like torch
         return values
 
     def _wait(self) -> np.ndarray:
@@ -327,13 +327,13 @@ class Launched:
 
 
 class Looks:
-    """Launches that look at tensors and copy them, by one kernel for each GPU; tables are kept while tensors stay."""
+    """Checks and copies tensors in one launch per GPU; tables are kept while the tensors do not move."""
 
     def __init__(self) -> None:
         self._batches: dict[torch.device, tuple[Hashable, DeviceCopies]] = {}
 
     def __call__(self, copies: Iterable[DeviceCopy], pace: Pace | None = None) -> tuple[dict[str, int], list[str]]:
-        """Make copies, each of which :func:`fits` and has a name; return digests by name, and who is not finite."""
+        """Make named copies that pass :func:`fits`; return digests by name, and the names with non-finite values."""
         by_device: dict[torch.device, list[DeviceCopy]] = {}
         for copy in copies:
             by_device.setdefault(copy.source.device, []).append(copy)
@@ -341,10 +341,10 @@ class Looks:
         return self.again(pace)
 
     def again(self, pace: Pace | None = None) -> tuple[dict[str, int], list[str]]:
-        """Make the copies of the last call again."""
+        """Repeat the copies of the last call."""
         for device in self._batches:
             if device.type == "cuda":
-                torch.cuda.synchronize(device)  # whoever writes the tensors may do so in another stream
+                torch.cuda.synchronize(device)  # another stream may still be writing the tensors
         launched = [batch.launch(pace) for _, batch in self._batches.values()]
         values: dict[str, int] = {}
         strange: list[str] = []
@@ -367,10 +367,11 @@ def _address(tensor: torch.Tensor | None) -> int:
 
 
 def _table(copies: Sequence[DeviceCopy], indices: np.ndarray, look: bool, windows: bool) -> np.ndarray:
-    """One row for each item, int64 ``[items, 7]``, with windows ``[items, 10]``.
+    """Return the kernel's table, int64 ``[items, 7]``, or ``[items, 10]`` with windows.
 
-    Addresses of source and destination, number of words, first row, whose digest, the bits of the exponents and above
-    them in a word, and the window. With one, the destination's address is that of its beginning.
+    Columns: addresses of source and destination, number of words, first row, index of the digest (-1: none), the
+    exponent bits and the bits above them in a word, and the window. With a window, the destination's address is that of
+    its beginning.
     """
     tensors = np.array(
         [
@@ -400,7 +401,7 @@ def _table(copies: Sequence[DeviceCopy], indices: np.ndarray, look: bool, window
 
 
 def _masks(dtype: torch.dtype) -> tuple[int, int]:
-    """Bits of the exponents, and the bits above them, of all numbers in a word; 0 where every value is finite."""
+    """Return the exponent bits, and the bits above them, of all numbers in a word; 0 if every value is finite."""
     exponent = _EXPONENTS.get(dtype)
     if exponent is None:
         return 0, 0

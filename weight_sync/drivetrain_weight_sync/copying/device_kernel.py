@@ -1,6 +1,6 @@
 # pyright: reportMissingImports=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
 # mypy: ignore-errors
-"""The kernel of :mod:`drivetrain_weight_sync.copying.device_copies`; importing this needs Triton."""
+"""The Triton kernel of :mod:`drivetrain_weight_sync.copying.device_copies`; importing this needs Triton."""
 
 # No "from __future__ import annotations" here: Triton reads annotations as values.
 
@@ -24,12 +24,12 @@ def copy_and_fold(
     WINDOWS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """Make one item of the table's copies, and add its part of Σ c·(Σ a·x + b·(x >> 32)) to its tensor's sum.
+    """Copy one item of the table, and add its part of Σ c·(Σ a·x + b·(x >> 32)) to its tensor's sum.
 
-    An item's rows are shared by SHARED_BY programs, which take them in turns. With LOOK, also count in ``strange`` the
-    programs that came by a number that is not finite. With WINDOWS, of each ``stride`` words of the source those from
-    ``begin`` on, ``width`` of them, are stored, one after another. With PAIRS, all addresses are multiples of 16 bytes,
-    and all numbers of words even: only then does a thread read two words at once.
+    SHARED_BY programs share an item's rows, in turns. With LOOK, ``strange`` counts the programs that met a NaN or an
+    infinity. With WINDOWS, of every ``stride`` words of the source only the ``width`` words from ``begin`` on are
+    stored, densely. PAIRS states that all addresses are multiples of 16 bytes and all word counts even, so that a
+    thread can read two words at once.
     """
     item = table + (tl.program_id(0) // SHARED_BY) * (10 if WINDOWS else 7)
     source = tl.load(item).to(tl.pointer_type(tl.int64))
@@ -45,10 +45,10 @@ def copy_and_fold(
     exponents, tops = tl.load(item + 5), tl.load(item + 6)
     lowest = tops - exponents
     if WINDOWS:
-        # A division of 64 bits takes several times as long; tensors of 16 GiB and more are not copied here.
+        # A 64-bit division takes several times as long; windows of tensors from 16 GiB on are not copied here.
         stride, begin = tl.load(item + 7).to(tl.int32), tl.load(item + 8).to(tl.int32)
         width = tl.load(item + 9).to(tl.int32)
-    # In lines, so that each thread adds up what it has of a row by itself.
+    # In lines, so that each thread sums its words of a row by itself.
     columns = tl.arange(0, COLUMNS // LINE)[:, None] * LINE + tl.arange(0, LINE)[None, :]
     of_word, of_upper = tl.load(a + columns), tl.load(b + columns)
     total = tl.zeros((LINE,), dtype=tl.int64)
@@ -65,10 +65,10 @@ def copy_and_fold(
             tl.store(destination + line * width + into, x, mask=wanted)
         else:
             tl.store(destination + places, x, mask=places < stored)
-        # Beyond the last row there are zeros, and weights for more rows than there are.
+        # The weights extend beyond the last row, where all words are zero.
         total += tl.sum(of_word * x + of_upper * (x >> 32), axis=0) * tl.load(c + first_row + row)
         if LOOK:
-            # Of several numbers in a word: the lowest bit of the exponent carries to the top bit if all bits are 1.
+            # For each number in a word: if all exponent bits are 1, adding its lowest one carries into the top bit.
             seen |= (x & exponents) + lowest
     if index >= 0:
         tl.atomic_add(sums + index, tl.sum(total))

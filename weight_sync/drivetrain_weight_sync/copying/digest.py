@@ -1,4 +1,4 @@
-"""A position-dependent digest of a tensor's raw bits, computed where the tensor lies.
+"""A position-dependent digest of a tensor's raw bits, computed on the tensor's device.
 
 The bits are read as rows of 1024 signed 64-bit words ``x``, the last row padded with zeros. With fixed odd
 pseudo-random weights ``a``, ``b`` (one pair per column) and ``c`` (one per row), modulo 2**64::
@@ -6,11 +6,11 @@ pseudo-random weights ``a``, ``b`` (one pair per column) and ``c`` (one per row)
     row    = Σ a·x + b·(x >> 32)
     digest = Σ c·row + K1·nbytes + K2·crc32(dtype)
 
-A changed bit always changes the digest; a permutation of elements, words or rows changes it but for a chance of
-about 2**-31. The second term is there because the first alone cannot see two sign flips in upper halves of
-words: odd weights times 2**63 cancel.
+Any single changed bit changes the digest. A permutation of elements, words or rows goes unnoticed with a probability of
+about 2**-31. The second term is needed because the first cannot see two sign flips in upper halves of words: odd
+weights times 2**63 cancel.
 
-It is integer arithmetic, so that a CPU and a GPU agree on every bit, in whatever order they add.
+Integer arithmetic makes a CPU and a GPU agree on every bit, in whatever order they add.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ COLUMNS: Final = 1024
 """Words of 64 bits in a row."""
 _ROW_BYTES: Final = 8 * COLUMNS
 _CPU_ROWS: Final = 64
-"""Rows that are folded at a time: what is made of them on the way stays in the cache of a core."""
+"""Rows folded at a time, few enough that intermediate results stay in a core's cache."""
 _DEVICE_ROWS: Final = (1 << 22) // COLUMNS
 _POOL_ROWS: Final = 1024
 _SMALL_ROWS: Final = 32
-"""Most rows of a tensor that is copied beside others rather than folded where it lies."""
+"""Most rows of a tensor that is copied beside others rather than folded in place."""
 _PART_ROWS: Final = 1024
 _GROUP_ROWS: Final = 2048
 _MASK: Final = (1 << 64) - 1
@@ -48,14 +48,14 @@ _DTYPE_FACTOR: Final = 0xC2B2AE3D27D4EB4F
 def digest(tensor: torch.Tensor) -> int:
     """Return the digest of ``tensor`` (any dtype, shape and device) as a signed 64-bit integer.
 
-    It covers the bits in row-major order, their number and the dtype, not the shape. A tensor that is not
-    contiguous is copied first.
+    It covers the bits in row-major order, their number and the dtype, but not the shape. A non-contiguous tensor is
+    copied first.
     """
     return digests({"": tensor})[""]
 
 
 def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Return :func:`digest` of each tensor, by name: over several threads on a CPU, with few waits on a device."""
+    """Return :func:`digest` of each tensor by name, with several threads on a CPU and few synchronisations on a GPU."""
     by_device: dict[torch.device, list[str]] = {}
     for name, tensor in tensors.items():
         by_device.setdefault(tensor.device, []).append(name)
@@ -68,7 +68,7 @@ def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def _groups(names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
-    """Cut names into groups that take a bounded amount of memory while they are folded together."""
+    """Cut names into groups that take a bounded amount of memory when folded together."""
     group: list[str] = []
     rows = 0
     for name in names:
@@ -83,29 +83,29 @@ def _groups(names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> Iterat
 
 
 def finished(weighted_sum: int, tensor: torch.Tensor) -> int:
-    """The digest of a tensor whose Σ c·row is ``weighted_sum``."""
+    """Return the digest of a tensor whose Σ c·row is ``weighted_sum``."""
     dtype = zlib.crc32(dtype_name(tensor.dtype).encode())
     return _signed(weighted_sum + tensor.nbytes * _LENGTH_FACTOR + dtype * _DTYPE_FACTOR)
 
 
 @torch.no_grad()
 def _weighted_sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return Σ c·row of each tensor, int64 ``[len(tensors)]``, on the one device that all lie on."""
+    """Return Σ c·row of each tensor, int64 ``[len(tensors)]``; all tensors are on one device."""
     device = tensors[0].device
     fold = _fold_on_cpu if device.type == "cpu" else fold_on_device
     whole_rows = [tensor.nbytes // _ROW_BYTES for tensor in tensors]
     weights = weights_on(device)
     c = weights.per_row(max(whole_rows) + 1)
     sums = torch.zeros(len(tensors), dtype=torch.int64, device=device)
-    # Large tensors are folded where they lie, but for the rest that is no whole row. Those rests, and small tensors, of
-    # which most models have many, are put one after another and folded together.
+    # Whole rows of large tensors are folded in place. Their remainders, and small tensors, of which most models have
+    # many, are copied into one buffer and folded together.
     in_place = [count if count > _SMALL_ROWS else 0 for count in whole_rows]
     counts = [whole + 1 - before for whole, before in zip(whole_rows, in_place, strict=True)]
     begins = list(itertools.accumulate(counts, initial=0))
     together = torch.zeros(begins[-1], _ROW_BYTES, dtype=torch.uint8, device=device)
     flat = together.view(-1)
 
-    @torch.no_grad()  # it is of the thread
+    @torch.no_grad()  # grad mode is per thread
     def take(index: int) -> None:
         raw, count, begin = _raw(tensors[index]), in_place[index], begins[index] * _ROW_BYTES
         rest = raw[count * _ROW_BYTES :]
@@ -126,7 +126,7 @@ def _weighted_sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     large = [index for index, count in enumerate(in_place) if count]
     for index, count in enumerate(in_place):
         if not count:
-            take(index)  # threads would wait for each other more than they work
+            take(index)  # here threads would mostly wait for each other
     parts = range(-(-len(together) // _PART_ROWS))
     threads = min(torch.get_num_threads(), len(large) + len(parts)) if device.type == "cpu" else 1
     if threads > 1 and sum(in_place) + len(together) >= _POOL_ROWS:
@@ -148,12 +148,12 @@ def _weighted_sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.storage_offset() * flat.element_size() % 8:
-        flat = flat.clone()  # words of 64 bits must lie at multiples of 8 bytes
+        flat = flat.clone()  # 64-bit words must be aligned to 8 bytes
     return flat.view(torch.uint8)
 
 
 def _fold_on_cpu(words: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    # numpy adds products of integers two to three times as fast as torch.
+    # numpy sums integer products two to three times as fast as torch.
     values, of_word, of_upper, sums = _array_over(words), a.numpy(), b.numpy(), out.numpy()
     upper = np.empty((min(_CPU_ROWS, len(values)), COLUMNS), dtype=np.int64)
     part = np.empty(len(upper), dtype=np.int64)
@@ -167,16 +167,16 @@ def _fold_on_cpu(words: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: tor
 
 
 def _array_over(words: torch.Tensor) -> NDArray[np.int64]:
-    """An array over the memory of a tensor, which must outlive it.
+    """Return an array over the memory of a tensor, which must outlive the array.
 
-    ``tensor.numpy()`` pins the storage: an engine could not give back the memory of its weights any more.
+    ``tensor.numpy()`` would pin the storage, so that an engine could no longer free the memory of its weights.
     """
     memory = (ctypes.c_int64 * words.numel()).from_address(words.data_ptr())
     return np.ctypeslib.as_array(memory).reshape(words.shape)
 
 
 def fold_on_device(words: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """Write Σ a·x + b·(x >> 32) of each row to ``out``, without the matrix product that GPUs lack for integers.
+    """Write Σ a·x + b·(x >> 32) of each row to ``out``; torch has no integer matrix product on GPUs.
 
     Args:
         words: int64 ``[rows, 1024]``.
@@ -184,7 +184,7 @@ def fold_on_device(words: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: t
         b: int64 ``[1024]``.
         out: int64 ``[rows]``.
     """
-    # The upper half of a little-endian word, as a signed integer of 32 bits, is the word shifted by 32.
+    # The upper half of a little-endian word, as a signed 32-bit integer, is the word shifted right by 32.
     upper = words.view(torch.int32).view(-1, COLUMNS, 2)[..., 1]
     for block, block_upper, block_out in zip(
         torch.split(words, _DEVICE_ROWS), torch.split(upper, _DEVICE_ROWS), torch.split(out, _DEVICE_ROWS), strict=True
@@ -194,7 +194,7 @@ def fold_on_device(words: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: t
 
 
 class _Weights:
-    """The weights on one device; those of rows grow with the largest tensor seen."""
+    """The digest's weights on one device; row weights grow with the largest tensor seen."""
 
     def __init__(self, device: torch.device) -> None:
         self.a = _pseudo_random(1, COLUMNS).to(device)
@@ -202,7 +202,7 @@ class _Weights:
         self._c = _pseudo_random(3, 1024).to(device)
 
     def per_row(self, count: int) -> torch.Tensor:
-        """Those of at least ``count`` rows."""
+        """Return ``c`` for ``count`` rows."""
         c = self._c
         if len(c) < count:
             c = self._c = _pseudo_random(3, 1 << (count - 1).bit_length()).to(c.device)
@@ -214,7 +214,7 @@ _weights_lock = threading.Lock()
 
 
 def weights_on(device: torch.device) -> _Weights:
-    """The weights a, b and c, on a device; made once."""
+    """Return the digest's weights on a device; made once per device."""
     with _weights_lock:
         if device not in _weights:
             _weights[device] = _Weights(device)

@@ -1,4 +1,4 @@
-"""Which tensors travel together, and whether they are the engine's."""
+"""Make a weight plan, and check it against the engine's manifest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from drivetrain_weight_sync.tensors.dtypes import dtype_of, nbytes_of, rounds
 from drivetrain_weight_sync.tensors.names import listed
 
 ALIGNMENT: Final = 256
-"""Bytes to which the offset of a tensor in its bucket, and the size of a bucket, are aligned."""
+"""Alignment in bytes of a tensor's offset in its bucket, and of a bucket's size."""
 DEFAULT_BUCKET_BYTES: Final = 256 << 20
 
 _STACKED: Final = re.compile(r"\.experts\.\w*[a-z]\w*$")
@@ -29,8 +29,8 @@ def layer_of(name: str) -> str:
 def make_plan(specs: Iterable[TensorSpec], bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> WeightPlan:
     """Place tensors in buckets of at most ``bucket_bytes``, whole layers together, in the order given.
 
-    A layer larger than ``bucket_bytes`` has a bucket of its own. Engines fuse several checkpoint tensors of a
-    layer into one parameter, and a fusion split over two buckets comes out wrong.
+    A layer larger than ``bucket_bytes`` gets a bucket of its own. Layers stay whole because engines fuse several
+    checkpoint tensors of a layer into one parameter, and a fusion split over two buckets would come out wrong.
 
     Raises:
         InvalidConfig: ``bucket_bytes`` is not positive.
@@ -57,7 +57,7 @@ def make_plan(specs: Iterable[TensorSpec], bucket_bytes: int = DEFAULT_BUCKET_BY
 
 
 def bucket_offsets(plan: WeightPlan) -> tuple[int, ...]:
-    """Return where each bucket begins, in bytes, when the buckets lie one after another in an arena."""
+    """Return the byte offset of each bucket in an arena that holds the buckets one after another."""
     return tuple(accumulate((bucket.nbytes for bucket in plan.buckets), initial=0))[:-1]
 
 
@@ -67,10 +67,10 @@ def plan_nbytes(plan: WeightPlan) -> int:
 
 
 def check_geometry(plan: WeightPlan) -> None:
-    """Check that each tensor lies whole and aligned in its bucket, apart from the others, with its dtype's size.
+    """Check that tensors are aligned, within their bucket, without overlap, and have their dtype's size.
 
     Raises:
-        WeightPlanMismatch: one does not.
+        WeightPlanMismatch: a tensor fails one of these checks.
     """
     for index, bucket in enumerate(plan.buckets):
         end = 0
@@ -91,7 +91,7 @@ def check_geometry(plan: WeightPlan) -> None:
 
 
 def check_plan(specs: Sequence[TensorSpec], manifest: WeightManifest) -> None:
-    """Check that ``specs`` are exactly the tensors that ``manifest`` asks for; nothing is changed.
+    """Check that ``specs`` are exactly the tensors of ``manifest``; nothing is changed.
 
     A tied tensor may come under any one of its names.
 
@@ -103,7 +103,7 @@ def check_plan(specs: Sequence[TensorSpec], manifest: WeightManifest) -> None:
     extra: dict[str, str] = {}
     mismatched: dict[str, str] = {}
     dtypes: dict[tuple[str, str], list[str]] = {}
-    """Tensors that differ in nothing but their floating dtype, by it and the engine's."""
+    """Names of tensors whose only fault is a floating dtype that would be rounded, by their dtype and the engine's."""
     for spec in specs:
         name = manifest.aliases.get(spec.name, spec.name)
         wanted = expected.get(name)
@@ -111,7 +111,7 @@ def check_plan(specs: Sequence[TensorSpec], manifest: WeightManifest) -> None:
             extra[spec.name] = f"{spec.name} ({_describe(spec)})"
         elif name in seen:
             tied = f", being tied to {name}" if spec.name != name else ""
-            extra[spec.name] = f"{spec.name} (comes a second time{tied})"
+            extra[spec.name] = f"{spec.name} (given a second time{tied})"
         elif spec.shape == wanted.shape and rounds(dtype_of(spec), dtype_of(wanted)):
             dtypes.setdefault((spec.dtype, wanted.dtype), []).append(spec.name)
         elif (spec.dtype, spec.shape) != (wanted.dtype, wanted.shape):
@@ -122,18 +122,18 @@ def check_plan(specs: Sequence[TensorSpec], manifest: WeightManifest) -> None:
         return
     facts, renamed = _renamed(missing, extra)
     remedies = [
-        "send every tensor that the engine holds" if missing.keys() - renamed else "",
+        "send every tensor of the engine's model" if missing.keys() - renamed else "",
         _remedy_of_extra(extra, renamed),
-        "round as WeightSync.connect(cast=True) does, or load the engine with the trainer's dtype" if dtypes else "",
-        "give the engine the model that is trained" if mismatched else "",
+        "pass cast=True to WeightSync.connect, or load the engine with the trainer's dtype" if dtypes else "",
+        "start the engine from the model that is trained" if mismatched else "",
     ]
     rounded = {
-        f"{got} {wanted}": f"{len(names)} of {got}, which rounds to the engine's {wanted} ({listed(names, 3)})"
+        f"{got} {wanted}": f"{len(names)} of {got}, which would round to the engine's {wanted} ({listed(names, 3)})"
         for (got, wanted), names in dtypes.items()
     }
     wrong = [name for names in dtypes.values() for name in names]
     raise WeightPlanMismatch(
-        "the tensors are not those of the engine's model; nothing was changed. "
+        "the tensors do not match the engine's model; nothing was changed. "
         + "".join(facts)
         + "".join(
             _labelled(label, part)
@@ -144,7 +144,7 @@ def check_plan(specs: Sequence[TensorSpec], manifest: WeightManifest) -> None:
                 ("Wrong dtype", rounded),
             )
         )
-        + "To mend it: "
+        + "To fix it: "
         + "; ".join(remedy for remedy in remedies if remedy)
         + ".",
         missing=list(missing),
@@ -154,7 +154,7 @@ def check_plan(specs: Sequence[TensorSpec], manifest: WeightManifest) -> None:
 
 
 def _renamed(missing: Iterable[str], extra: Iterable[str]) -> tuple[list[str], set[str]]:
-    """Say of names that begin otherwise than the engine's how they do, and return them and the engine's."""
+    """Find extra names that differ from missing ones only in a prefix; return sentences on them, and these names."""
     by_end: dict[str, list[str]] = {}
     for name in missing:
         for end in _ends(name):
@@ -182,7 +182,7 @@ def _others(described: Mapping[str, str], names: Collection[str]) -> dict[str, s
 
 
 def _ends(name: str) -> list[str]:
-    """What follows each of a name's dots, longest first; at least two parts."""
+    """Return the name and its suffixes after each dot that have at least two parts, longest first."""
     parts = name.split(".")
     return [".".join(parts[index:]) for index in range(max(len(parts) - 1, 1))]
 
@@ -190,14 +190,14 @@ def _ends(name: str) -> list[str]:
 def _remedy_of_extra(extra: Iterable[str], renamed: Collection[str]) -> str:
     if any(".lora_" in name for name in extra):
         return (
-            "pass the peft model itself once merge_adapter() was called, rather than its state dict, or push the "
-            "adapter alone with LoraSync"
+            "call merge_adapter() and pass the peft model itself, rather than its state dict, or push the adapter "
+            "alone with LoraSync"
         )
     if any(_STACKED.search(name) for name in extra):
-        return "pass the model itself, whose stacked experts are taken apart, rather than its state dict"
+        return "pass the model itself, rather than its state dict, so that its stacked experts can be split"
     if renamed:
-        return "name tensors as weight_manifest() does, or pass the module that the engine's model was made of"
-    return "leave out what it does not hold" if extra else ""
+        return "name tensors as weight_manifest() does, or pass the module that the engine's model was made from"
+    return "leave out tensors that the engine does not have" if extra else ""
 
 
 def _place(specs: Iterable[TensorSpec]) -> Bucket:

@@ -1,1 +1,1 @@
-"""The engine's half of a weight update, and what backends need to know of models and adapters."""
+"""The engine's half of a weight update, with facts about models and adapters for backends."""

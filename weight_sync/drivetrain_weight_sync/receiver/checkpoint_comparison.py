@@ -1,4 +1,4 @@
-"""Whether an engine still holds what it read from a model folder, where it was seen to copy it to."""
+"""Check that an engine still holds its checkpoint's values where its loader was seen to copy them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from drivetrain_weight_sync.tracing.quantised_parts import held_by
 from drivetrain_weight_sync.tracing.traced_target import TracedTarget
 
 _ROWS: Final = 2
-"""Of each end of a tensor: what was packed, transposed or padded differs there too, and nothing else need be read."""
+"""Rows compared at each end of a tensor: packing, transposing or padding would show in these few."""
 
 
 def require_as_stored(target: WeightTarget, folder: Path) -> None:
-    """Compare both ends of every tensor with the safetensors files of the folder that the engine was started from.
+    """Compare both ends of every tensor with the safetensors files from which the engine was started.
 
-    An engine may pack weights after its loader is done: then the copies that the loader made lead to memory that the
-    engine computes nothing with. Called before the first update.
+    An engine may pack weights after loading. Then the loader's copies lead to memory that the engine no longer computes
+    with. Called before the first update.
 
     Raises:
-        WeightSyncError: tensors are not where their copies lead.
+        WeightSyncError: tensors differ from the files at the destinations of their copies.
     """
     known = {*(spec.name for spec in target.manifest().tensors), *target.manifest().aliases}
     moved: list[str] = []
@@ -46,16 +46,16 @@ def require_as_stored(target: WeightTarget, folder: Path) -> None:
                     moved.append(name)
     if moved:
         raise WeightSyncError(
-            f"the engine keeps {listed(sorted(moved))} otherwise than its loader leaves them, packed or transposed for "
-            "its kernels, which weight sync cannot follow yet; configure it to keep weights as the checkpoint has them"
+            f"the engine packs or transposes {listed(sorted(moved))} for its kernels after loading, which weight sync "
+            "does not support yet; configure the engine to keep weights as in the checkpoint"
         )
 
 
 def require_converted_alike(target: TracedTarget, folder: Path) -> None:
-    """Have one part of each kind that the engine keeps in another form loaded again from the folder's files.
+    """Reload one part of each kind that the engine converts, and check that the same values result.
 
     Raises:
-        WeightSyncError: it does not come to what is there; that is as it was.
+        WeightSyncError: the values differ; the engine's own were restored.
     """
     kinds: dict[object, nn.Module] = {}
     for part in target.converted_parts:
@@ -72,8 +72,8 @@ def require_converted_alike(target: TracedTarget, folder: Path) -> None:
             for held, kept in zip(held_by(part), before, strict=True):
                 held.data.copy_(kept)
             raise WeightSyncError(
-                f"the engine makes something else of {listed(sorted(names))} when it loads them again, which weight "
-                "sync cannot follow; configure it to keep weights as the checkpoint has them"
+                f"the engine converts {listed(sorted(names))} differently when it loads them again, which weight sync "
+                "does not support; configure the engine to keep weights as in the checkpoint"
             )
 
 

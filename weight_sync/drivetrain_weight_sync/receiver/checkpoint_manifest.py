@@ -1,4 +1,4 @@
-"""Tensors and EOS ids of a checkpoint, learned from transformers without reading a weight."""
+"""Tensors and EOS ids of a checkpoint, read through transformers without loading weights."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from drivetrain_weight_sync.tensors.meta_model import without_weights
 
 
 def checkpoint_of(model: str, revision: str | None = None, *, trust_remote_code: bool = False) -> WeightManifest:
-    """Names, shapes and ties of the tensors of a model folder, in the order of transformers' own."""
+    """Return names, shapes and tied names of a model folder's tensors, in transformers' order."""
     return ModuleTarget(without_weights(model, revision, trust_remote_code=trust_remote_code)).manifest()
 
 
 def eos_of_checkpoint(model: str, revision: str | None, *sources: object) -> tuple[int, ...]:
-    """The EOS ids that the folder's generation configuration names, and those of ``sources``."""
+    """Return the EOS ids of the folder's generation configuration and of ``sources``."""
     try:
         generation: object = GenerationConfig.from_pretrained(model, revision=revision or "main")
     except OSError:

@@ -1,4 +1,4 @@
-"""Sleep on a CPU, where engines have none: storages give their memory back and take it again, and stay who they are."""
+"""Sleep on a CPU, which engines do not offer: storages give up and regain their memory, and keep their identity."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from drivetrain.types.modes import MemoryTag
 
 
 def trim_heap() -> None:
-    """Return freed heap pages to the operating system, where the C library can (glibc's ``malloc_trim``)."""
+    """Return freed heap pages to the operating system, if the C library can (glibc's ``malloc_trim``)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 class HostMemory:
-    """Memory that can be given back, by tag.
+    """Storages whose memory can be freed and taken again, by tag.
 
     Args:
-        storages: What sleeps under each tag. Of the weights all that an update brings; nothing else of the model.
+        storages: Storages of each tag; for the weights, exactly those that an update fills.
     """
 
     def __init__(self, storages: Mapping[MemoryTag, Iterable[torch.UntypedStorage]]) -> None:
@@ -29,7 +29,7 @@ class HostMemory:
         self._asleep: dict[MemoryTag, list[int]] = {}
 
     def sleep(self, tags: frozenset[MemoryTag]) -> None:
-        """Give memory back, to the system too."""
+        """Free the memory of these tags and return it to the system."""
         for tag in tags - self._asleep.keys():
             storages = self._storages.get(tag, [])
             self._asleep[tag] = [storage.nbytes() for storage in storages]
@@ -38,7 +38,7 @@ class HostMemory:
         trim_heap()
 
     def wake_up(self, tags: frozenset[MemoryTag]) -> None:
-        """Take it again, filled with zeros."""
+        """Allocate the memory of these tags again, filled with zeros."""
         for tag in tags & self._asleep.keys():
             for storage, nbytes in zip(self._storages.get(tag, []), self._asleep.pop(tag), strict=True):
                 storage.resize_(nbytes)

@@ -1,6 +1,6 @@
-"""LoRA adapters: read, checked field by field and tensor by tensor, before an engine is given them.
+"""Read LoRA adapters, and check their fields and tensors before an engine loads them.
 
-Engines ignore fields of ``adapter_config.json`` that they do not know, and serve tensors that do not fit.
+Engines ignore unknown fields of ``adapter_config.json``, and serve tensors that do not fit.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _SAYS_NOTHING: Final = frozenset(
     "peft_type task_type auto_mapping peft_version base_model_name_or_path revision inference_mode lora_dropout "
     "megatron_core runtime_config qalora_group_size loftq_config eva_config corda_config lora_ga_config".split()
 )
-"""Fields that change nothing of what a trained adapter computes."""
+"""Fields that do not affect the output of a trained adapter."""
 
 _READ: Final = frozenset(
     "r lora_alpha use_rslora rank_pattern alpha_pattern target_modules exclude_modules layers_to_transform "
     "layers_pattern".split()
 )
-"""Fields from which each module's rank and scale follow, on every engine."""
+"""Fields that determine each module's rank and scale, on every engine."""
 
 _NEUTRAL: Final[Mapping[str, Sequence[object]]] = {
     "bias": ("none",),
-    # Others (pissa, olora, corda, loftq, lora_ga) change the base weights when the adapter is made or trained.
+    # Other values (pissa, olora, corda, loftq, lora_ga) change the base weights when the adapter is made or trained.
     "init_lora_weights": (True, "gaussian", "eva", "orthogonal", "mica"),
 }
-"""Values of other fields that a plain adapter has, beside those that are empty."""
+"""Values of other fields, besides empty ones, that a plain adapter may have."""
 
 _REMEDIES: Final[Mapping[str, str]] = {
     "init_lora_weights": "save it as plain LoRA (peft: path_initial_model_for_weight_conversion)",
@@ -56,7 +56,7 @@ _REMEDIES: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class LoraModule:
-    """What an adapter adds to one layer: ``scale * B @ A``, with A ``[rank, inputs]`` and B ``[outputs, rank]``."""
+    """An adapter's addition to one layer: ``scale * B @ A``, with A ``[rank, inputs]`` and B ``[outputs, rank]``."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -66,7 +66,7 @@ class LoraModule:
 
     @property
     def rank(self) -> int:
-        """The rank of what it adds."""
+        """Rank of the addition."""
         return int(self.a.shape[0])
 
 
@@ -78,9 +78,9 @@ class LoraAdapter:
     modules: Mapping[str, LoraModule]
     """By the layer's name in the model."""
     rank: int
-    """The largest of its modules' ranks."""
+    """Largest rank of its modules."""
     scale: float
-    """The scale that most of its modules have; 0 if all have 0."""
+    """Most common scale of its modules; 0 if all are 0."""
     unusual: Sequence[str]
     """Fields that an engine has to honour, beyond ``r``, ``lora_alpha`` and a list of ``target_modules``."""
 
@@ -98,17 +98,17 @@ def read_adapter(
     honours: Collection[str] = (),
     base: Callable[[str], torch.Tensor] | None = None,
 ) -> LoraAdapter:
-    """Read a peft folder, and refuse what the engine would not compute as peft does.
+    """Read a peft folder; refuse an adapter that the engine would compute differently from peft.
 
     Args:
         path: The folder.
-        largest_rank: What the engine has room for; None: any.
-        shapes: Of the model's weights that can have an adapter, as ``[outputs, inputs]``, by checkpoint name.
+        largest_rank: Largest rank that the engine was configured for; None: any.
+        shapes: Shapes ``[outputs, inputs]`` of the model's weights that can have an adapter, by checkpoint name.
         honours: Fields of ``adapter_config.json`` that the engine honours beyond those of plain LoRA.
-        base: Returns one of the engine's weights: what peft copied of the base is accepted if it is equal.
+        base: Returns one of the engine's weights, to accept base weights saved by peft if they are equal.
 
     Raises:
-        InvalidRequest: it holds no such adapter, or none of this model; nothing was loaded.
+        InvalidRequest: the folder holds no such adapter, or one of another model; nothing was loaded.
     """
     try:
         config = json.loads((Path(path) / _CONFIG).read_text(encoding="utf-8"))
@@ -117,7 +117,7 @@ def read_adapter(
     except _UNREADABLE as error:
         raise _wrong(path, f"cannot be read as a peft folder: {type(error).__name__}: {str(error)[:300]}") from error
     if kind != "LORA":
-        raise _wrong(path, f"holds an adapter of the kind {_brief(kind)}; only LoRA can be chosen per request")
+        raise _wrong(path, f"holds an adapter of type {_brief(kind)}; requests can select only LoRA adapters")
     _check_fields(path, config, honours)
     bad = non_finite(tensors)
     if bad:
@@ -128,7 +128,9 @@ def read_adapter(
         _check_layers(path, config, parts, shapes)
         modules = {name: _module(path, config, name, found, shapes) for name, found in parts.items()}
     except re.error as error:
-        raise _wrong(path, f"has the pattern {_brief(error.pattern)} in {_CONFIG}, no regex: {error}") from error
+        raise _wrong(
+            path, f"has the pattern {_brief(error.pattern)} in {_CONFIG}, which is not a valid regex: {error}"
+        ) from error
     largest = max(modules, key=lambda name: modules[name].rank)
     rank = modules[largest].rank
     if largest_rank is not None and rank > largest_rank:
@@ -142,7 +144,7 @@ def read_adapter(
 
 
 def _check_fields(path: str, config: Mapping[str, object], honours: Collection[str]) -> None:
-    """Refuse each field that has an effect which the engine does not give it."""
+    """Refuse each field whose effect the engine does not apply."""
     for field, value in config.items():
         if field in _SAYS_NOTHING or field in _READ or field in honours:
             continue
@@ -166,7 +168,7 @@ def _check_fields(path: str, config: Mapping[str, object], honours: Collection[s
 
 
 def _is_default(field: str, value: object) -> bool:
-    """Return True for a value that the installed peft writes though nobody set it, in a field unknown to us."""
+    """Return True if the value is the installed peft's default of a field that is unknown to us."""
     try:
         from peft import LoraConfig
     except ImportError:
@@ -214,9 +216,9 @@ def _parts(
         if not lora:
             _check_copy(path, name, tensor, base)
         elif f"{module}.weight" not in shapes:
-            raise _wrong(path, f"has {name}, for which the model has no place: it has no layer {module} to adapt")
+            raise _wrong(path, f"has {name}, but the model has no layer {module} to adapt")
         elif part not in ("A", "B", "bias", "embedding_A", "embedding_B"):
-            raise _wrong(path, f"has {name}, which is no tensor of plain LoRA")
+            raise _wrong(path, f"has {name}, which is not a tensor of plain LoRA")
         else:
             found.setdefault(module, {})[part] = tensor
     if not found:
@@ -225,7 +227,7 @@ def _parts(
 
 
 def _check_copy(path: str, name: str, tensor: torch.Tensor, base: Callable[[str], torch.Tensor] | None) -> None:
-    """Accept peft's copy of an embedding, which it saves beside an adapter of it, if it is the engine's own."""
+    """Accept the base embedding that peft saves beside an adapter for it, if it equals the engine's own."""
     own = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
     try:
         weight = base(own).cpu() if base is not None else None
@@ -243,7 +245,7 @@ def _check_copy(path: str, name: str, tensor: torch.Tensor, base: Callable[[str]
 def _check_layers(
     path: str, config: Mapping[str, object], parts: Collection[str], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Check that the modules with tensors are those that ``target_modules`` and its like name."""
+    """Check that the modules with tensors are those selected by ``target_modules`` and related fields."""
     targets = config.get("target_modules")
     if not targets or targets in ("all-linear", "all"):
         return
@@ -251,20 +253,20 @@ def _check_layers(
     named = set()
     for name in shapes:
         module = name.removesuffix(".weight")
-        # A checkpoint lists experts one by one, though the trainer's model may hold them stacked.
+        # A checkpoint lists experts one by one, though the trainer's model may stack them.
         if module != name and (".experts." not in name or _kind(module) in kinds) and _is_target(config, module):
             named.add(module)
     missing, surplus = named - set(parts), set(parts) - named
     if missing:
         names = listed(sorted(missing), 4)
-        raise _wrong(path, f"holds no tensors for {names}, which target_modules names; save the adapter anew")
+        raise _wrong(path, f"holds no tensors for {names}, which target_modules names; save the adapter again")
     if surplus:
         names = listed(sorted(surplus), 4)
         raise _wrong(path, f"has tensors for {names}, which target_modules and layers_to_transform do not name")
 
 
 def _kind(module: str) -> str:
-    """The module's name without numbers, by which the layers of a model are alike."""
+    """Return the module's name without numbers, which is the same in every layer."""
     return ".".join(part for part in module.split(".") if not part.isdigit())
 
 
@@ -292,7 +294,7 @@ def _matches(targets: object, module: str) -> bool:
 
 
 def _strings(value: object) -> list[str]:
-    """The strings of a field that holds one, several or none."""
+    """Return the strings of a field that holds one, several or none."""
     if isinstance(value, str):
         return [value]
     return [one for one in value if isinstance(one, str)] if isinstance(value, Iterable) else []
@@ -322,14 +324,14 @@ def _module(
             raise _wrong(
                 path,
                 f"does not fit the model: lora_{part} of {name} is {list(tensor.shape)}, where rank {rank} and the "
-                f"layer's weight {own} want {wanted.get(part)}",
+                f"layer's weight {own} require {wanted.get(part)}",
             )
     scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
     return LoraModule(parts[first], parts[second], parts.get("bias"), scale, is_embedding)
 
 
 def _by_pattern(patterns: object, module: str, otherwise: object) -> object:
-    """The value of the first pattern that matches the module's name from one of its dots to its end, as in peft."""
+    """Return the value of the first pattern that, as in peft, matches the whole name or its end after a dot."""
     for pattern, value in (patterns if isinstance(patterns, dict) else {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value

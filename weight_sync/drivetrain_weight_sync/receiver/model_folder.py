@@ -1,4 +1,4 @@
-"""What a model's folder, or its repository on the hub, says of it: for engines that serve it and say less."""
+"""Facts about a model from its folder or hub repository, for engines that do not report them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class ModelFolder:
     context_length: int
     eos_token_ids: tuple[int, ...]
     configured_eos: tuple[int, ...]
-    """Those of the model's own configuration, which the generation configuration may leave out."""
+    """EOS ids of the model's own configuration, which the generation configuration may leave out."""
     dtype: str
-    """Of the checkpoint, such as ``"bfloat16"``; ``"auto"`` if it does not say."""
+    """Dtype of the checkpoint, such as ``"bfloat16"``; ``"auto"`` if the configuration names none."""
     shapes: dict[str, tuple[int, ...]]
-    """Of the tensors, by checkpoint name."""
+    """Shapes of the tensors, by checkpoint name."""
     fields: Mapping[str, object]
-    """Of the model's own configuration, of its text part."""
+    """Fields of the text part of the model's own configuration."""
 
     @property
     def parameters(self) -> int:
@@ -35,12 +35,12 @@ class ModelFolder:
         return sum(map(math.prod, self.shapes.values()))
 
     def bytes_as(self, dtype: str) -> int:
-        """How many bytes the tensors take in this type."""
+        """Return the total size of the tensors in this dtype, in bytes."""
         return sum(nbytes_of(TensorSpec(name, dtype, shape)) for name, shape in self.shapes.items())
 
 
 def read_model_folder(config: EngineConfig) -> ModelFolder:
-    """Read the configuration files of the configured model; no weights."""
+    """Read the configuration files of the configured model; no weights are read."""
     with from_extra("transformers", f"reading the configuration of {config.model!r}"):
         from transformers import AutoConfig
 

@@ -1,4 +1,4 @@
-"""Adapters written so that every engine computes them alike: one rank, one scale, fused layers whole."""
+"""Rewrite adapters so that every engine computes them alike: one rank, one scale, no fused layer adapted in part."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from drivetrain_weight_sync.transports.push_folder import PushFolder
 
 
 class PlainAdapters:
-    """Folders of adapters, as an engine is given them that computes plain LoRA alone.
+    """Folders of adapters for an engine that supports plain LoRA only.
 
-    The folder is the trainer's, or one of ours that lives until :meth:`remove`: engines read an adapter again.
+    A folder is the trainer's own, or a rewritten one that is kept until :meth:`remove`: engines read an adapter again.
 
     Args:
-        largest_rank: What the engine has room for.
-        adapted_with: The layers without which the engine, which fuses them, cannot adapt a layer.
-        writes: False if the engine cannot read folders of ours: what they would be needed for is refused.
+        largest_rank: Largest rank that the engine was configured for.
+        adapted_with: For each layer that the engine fuses, the layers that must be adapted with it.
+        writes: False if the engine cannot read our folders; adapters that need rewriting are then refused.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class PlainAdapters:
         """Check the adapter at ``path``, and return the folder from which the engine is to load it.
 
         Raises:
-            InvalidRequest: it holds no adapter that the engine can serve.
+            InvalidRequest: the folder holds no adapter that the engine can serve.
         """
         adapter = read_adapter(path, self._largest_rank, shapes)
         zeros = _unadapted(adapter, shapes, self._adapted_with)
@@ -62,13 +62,13 @@ class PlainAdapters:
         return str(folder)
 
     def remove(self, lora_name: str) -> None:
-        """Remove what was written for an adapter, if anything was; the engine has unloaded it."""
+        """Remove an adapter's rewritten folder, if there is one; the engine must have unloaded it."""
         written = self._written.pop(lora_name, None)
         if written is not None:
             written.remove()
 
     def close(self) -> None:
-        """Remove all that was written; the engine is closed."""
+        """Remove all rewritten folders; the engine must be closed."""
         for name in list(self._written):
             self.remove(name)
 
@@ -80,8 +80,8 @@ def _unadapted(
 
     Args:
         adapter: The adapter.
-        shapes: Of the model's weights, by checkpoint name.
-        adapted_with: The last parts of the names of layers that each such layer needs.
+        shapes: Shapes of the model's weights, by checkpoint name.
+        adapted_with: For each layer, by the last part of its name, the layers that must be adapted with it.
     """
     found: dict[str, tuple[int, ...]] = {}
     for name in adapter.modules:
@@ -94,14 +94,14 @@ def _unadapted(
 
 
 def write_plain(adapter: LoraAdapter, folder: Path, zeros: Mapping[str, tuple[int, ...]]) -> None:
-    """Write an adapter that adds the same, without fields that an engine may ignore.
+    """Write an equivalent adapter without fields that an engine may ignore.
 
-    Smaller ranks are filled up with zeros, and scales beside the adapter's own are multiplied into B.
+    Smaller ranks are padded with zeros. Scales that differ from the adapter's own are multiplied into B.
 
     Args:
         adapter: The adapter, without biases.
-        folder: Where to write.
-        zeros: Shapes of further layers' weights, to which it adds zero.
+        folder: The folder to write into.
+        zeros: Shapes of the weights of further layers, whose adapter is zero.
     """
     tensors: dict[str, torch.Tensor] = {}
     some = next(iter(adapter.modules.values())).a

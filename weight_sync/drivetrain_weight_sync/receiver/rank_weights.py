@@ -1,4 +1,4 @@
-"""One rank of an engine, as far as weights go: the primitives of the ``Backend`` page, done where the weights are."""
+"""Weight primitives of the ``Backend`` page for one rank of an engine, run in the process that holds the weights."""
 
 from __future__ import annotations
 
@@ -41,48 +41,48 @@ _T = TypeVar("_T")
 
 
 class RankWeights(ABC):
-    """Base of an engine's worker. Methods are named as on the ``Backend`` page and mean the same.
+    """Base of an engine's worker. Methods have the names and meanings of those on the ``Backend`` page.
 
-    A subclass says which model it has, what the checkpoint holds, and who the other ranks are.
+    A subclass provides the model, the checkpoint's manifest, and the group of the other ranks.
     """
 
     def __init__(self) -> None:
         self.asleep: set[MemoryTag] = set()
-        """What was given back."""
+        """Tags whose memory was given back by sleep."""
 
     @property
     @abstractmethod
     def model(self) -> torch.nn.Module:
-        """The engine's own."""
+        """The engine's model."""
 
     @property
     @abstractmethod
     def checkpoint(self) -> WeightManifest:
-        """What a trainer has of the model."""
+        """Manifest of the model's checkpoint tensors, as a trainer has them."""
 
     @property
     @abstractmethod
     def folder(self) -> Path | None:
-        """Where the engine read its weights; None if they are its own invention."""
+        """Folder from which the engine read its weights; None for dummy weights or a model that is no local folder."""
 
     @property
     @abstractmethod
     def group(self) -> Any:
-        """The process group, on the CPU, of the ranks that take each call together; None when there is one."""
+        """Process group, on the CPU, of the ranks that take each call together; None if there is one rank."""
 
     @property
     @abstractmethod
     def rank(self) -> int:
-        """This one's place among all ranks that hold weights."""
+        """Index of this rank among all ranks that hold weights."""
 
     @cached_property
     def target(self) -> TracedTarget:
-        """The model's tensors by their checkpoint names. First asked for while there are weights, before any update.
+        """The model's tensors by checkpoint name. First accessed before any update, and while the weights are awake.
 
-        All ranks ask for it first in the same call, and not within :meth:`of_ranks`.
+        All ranks access it first in the same call, and not within :meth:`of_ranks`.
 
         Raises:
-            WeightSyncError: the engine's weights cannot be followed.
+            WeightSyncError: the engine's weight loader cannot be traced.
         """
         recorded: list[TracedTarget] = []
 
@@ -110,21 +110,21 @@ class RankWeights(ABC):
         return target
 
     def _have_receiver(self) -> None:
-        """Make it while all ranks are here, before one may find that it cannot do its part."""
+        """Create the receiver while all ranks take part, before a failure on one rank can leave the others waiting."""
         if "receiver" not in self.__dict__:
             self.of_ranks(self.require_weights)
             _ = self.receiver
 
     def after_loading(self) -> Iterable[AfterLoading]:
-        """What the engine does once weights are loaded, module by module, after what quantisation does."""
+        """Return steps that the engine takes after loading, module by module, after those of quantisation."""
         return ()
 
     def cache(self) -> Iterable[torch.UntypedStorage]:
-        """The memory of keys and values, as far as modules of the model hold it."""
+        """Return the storages of the KV cache that modules of the model hold."""
         return ()
 
     def converted(self) -> QuantisedParts | None:
-        """Parts that the engine keeps in another form than its loader fills; None: there are none."""
+        """Return the parts that the engine quantises or repacks after loading; None if there are none."""
         return None
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
@@ -133,16 +133,16 @@ class RankWeights(ABC):
 
     @cached_property
     def receiver(self) -> Receiver:
-        """The end of an update."""
+        """The receiving end of weight updates."""
         return Receiver(self.target)
 
     @cached_property
     def writer(self) -> WeightWriter:
-        """Writes weights beside what else goes on."""
+        """Writer that saves weights in a thread beside the engine's own."""
         return WeightWriter(self.target)
 
     def require_weights(self) -> None:
-        """Raise :class:`EngineStateError` if they sleep."""
+        """Raise :class:`EngineStateError` if the weights are asleep."""
         if MemoryTag.WEIGHTS in self.asleep:
             raise EngineStateError(
                 "the memory of the weights was given back by sleep; call wake_up(tags=[MemoryTag.WEIGHTS]) first",
@@ -150,16 +150,16 @@ class RankWeights(ABC):
             )
 
     def gpus(self) -> list[str]:
-        """UUIDs of the GPUs that hold the weights, by rank; none on a CPU."""
+        """Return UUIDs of the GPUs that hold the weights, by rank; empty on a CPU."""
         device = next(self.model.parameters()).device
         return self.of_ranks(lambda: uuid_of(device)) if device.type == "cuda" else []
 
     def weight_manifest(self) -> WeightManifest:
-        """Tensors by their checkpoint names."""
+        """Return the model's tensors by their checkpoint names."""
         return self.target.manifest()
 
     def prepare_weights(self, message: PrepareUpdate) -> WeightReply | None:
-        """Prepare an update; None: its source is being opened, ask :meth:`prepared_weights`."""
+        """Prepare an update; return None while its source is being opened, then poll :meth:`prepared_weights`."""
         self._have_receiver()
 
         def prepare() -> WeightReply | None:
@@ -170,7 +170,7 @@ class RankWeights(ABC):
         return self._once_all_have(prepare)
 
     def prepared_weights(self) -> WeightReply | None:
-        """The reply to the last PrepareUpdate; None: a rank is still opening its source."""
+        """Return the reply to the last PrepareUpdate, or None while any rank is still opening its source."""
         return self._once_all_have(lambda: self.receiver.prepared())
 
     def _once_all_have(self, reply: Callable[[], WeightReply | None]) -> WeightReply | None:
@@ -178,32 +178,32 @@ class RankWeights(ABC):
         return None if None in replies else replies[self.rank]
 
     def receive_weights(self, message: WeightMessage) -> WeightReply:
-        """Take one step of an update, but the first."""
+        """Take one step of an update other than PrepareUpdate."""
         if isinstance(message, BeginUpdate):
             self.writer.stop()
         return self.receiver.handle(message)
 
     def begin_weights(self, update: ApplyUpdate) -> WeightReply:
-        """Begin a prepared update and load every bucket; on a GPU the copies go on after this returns."""
+        """Begin a prepared update and load every bucket; on a GPU the copies continue after this returns."""
         self.receive_weights(BeginUpdate())
         return self.receive_weights(update.load)
 
     def commit_weights(self, update: ApplyUpdate) -> WeightReply:
-        """Verify what was loaded and commit it; no rank commits what another could not verify."""
+        """Verify what was loaded, then commit; no rank commits unless every rank verified."""
         self.of_ranks(lambda: self.receive_weights(VerifyUpdate()))
         return self.receive_weights(CommitUpdate(update.version))
 
     def init_communicator(self, spec: CommunicatorSpec) -> None:
-        """Join a group in which a trainer broadcasts; raises EngineBusy, to be asked again, while it forms."""
+        """Join a group in which a trainer broadcasts; raises EngineBusy while it forms: call again."""
         device = next(self.model.parameters()).device
         self.receiver.groups.join_behind(spec, spec.rank_offset + self.rank, device)
 
     def destroy_communicator(self, group_name: str) -> None:
-        """Leave it."""
+        """Leave the group."""
         self.receiver.groups.leave(group_name)
 
     def read_weight(self, name: str) -> TensorData:
-        """Copy one tensor out."""
+        """Return a copy of one tensor."""
         self.require_weights()
         target = self.target
         require_tensor(target, name)
@@ -213,7 +213,7 @@ class RankWeights(ABC):
         return tensor_data(name, target.assembled(name, pieces))
 
     def validate_weights(self) -> WeightReport:
-        """Look at every tensor where it lies."""
+        """Check every tensor in place for NaN, infinity, and nothing but zeros."""
         self._have_receiver()
 
         def validate() -> WeightReport:
@@ -223,15 +223,15 @@ class RankWeights(ABC):
         return merged(self.of_ranks(validate))
 
     def save_sharded(self, path: str) -> None:
-        """Write the weights alone, in another thread; raises EngineBusy, to be asked again, until they are there."""
+        """Write the weights alone, in another thread; raises EngineBusy until they are written: call again."""
         self.require_weights()
         self.writer.write(Path(path))
 
     def of_ranks(self, look: Callable[[], _T]) -> list[_T]:
-        """What each rank sees, on every rank. All come here together, or none does.
+        """Call ``look`` on every rank and return all results on every rank. All ranks must call this together.
 
         Raises:
-            FailedElsewhere: another rank's ``look`` raised; what this rank's raises goes on.
+            FailedElsewhere: ``look`` raised on another rank; an error on this rank is raised as is.
         """
         if self.group is None:
             return [look()]
@@ -249,7 +249,7 @@ class RankWeights(ABC):
         return [seen for _, seen in gathered]
 
     def gather(self, own: _T) -> list[_T]:
-        """What each rank brings, by rank."""
+        """Gather each rank's value on every rank, in rank order."""
         gathered: list[Any] = [None] * torch.distributed.get_world_size(self.group)
         torch.distributed.all_gather_object(gathered, own, group=self.group)
         return gathered

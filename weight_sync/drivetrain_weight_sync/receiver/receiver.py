@@ -1,4 +1,4 @@
-"""The engine's side of a weight update, the same in every worker of every engine."""
+"""The engine's side of a weight update, identical in every worker of every engine."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ from drivetrain_weight_sync.transports.readers import Readers
 
 
 class Phase(Enum):
-    """How far an update has come."""
+    """Progress of a weight update."""
 
     IDLE = "idle"
     PREPARED = "prepared"
     LOADING = "loading"
     VERIFIED = "verified"
     BROKEN = "broken"
-    """A step failed after BeginUpdate. Nothing leads to VERIFIED from here but a new update."""
+    """A step failed after BeginUpdate. Only a new update leads to VERIFIED."""
 
 
 _ALLOWED: Final[Mapping[type[WeightMessage], frozenset[Phase]]] = {
-    # Also while an update is open: its sender may have died without withdrawing it, and a full push must recover.
+    # Also while an update is open: its sender may have died without aborting it, and a full push must recover.
     PrepareUpdate: frozenset(Phase),
     BeginUpdate: frozenset({Phase.PREPARED}),
     LoadBuckets: frozenset({Phase.LOADING}),
@@ -68,7 +68,7 @@ _ALLOWED: Final[Mapping[type[WeightMessage], frozenset[Phase]]] = {
 
 
 class _Opening:
-    """A source that is being opened, in a thread of its own if that takes long."""
+    """Opens a source, in a separate thread if the reader ``takes_long``."""
 
     def __init__(self, reader: Reader, request: WeightUpdateRequest, manifest: WeightManifest) -> None:
         self.reader = reader
@@ -111,51 +111,53 @@ class _Opening:
         return self._opened
 
     def give_up(self) -> bool:
-        """Close the reader as soon as it is done; whether it is not done yet."""
+        """Have the opening thread close the reader when it ends; return False if it has already ended."""
         with self._lock:
             self._given_up = self.under_way
         return self._given_up
 
 
 class Receiver:
-    """Takes one weight update after another into ``target``, message by message, in the engine's own thread."""
+    """Applies weight updates to ``target``, message by message, in the engine's own thread."""
 
     def __init__(self, target: WeightTarget) -> None:
         self._target = target
         self.groups = Groups()
-        """In which a trainer broadcasts to this worker."""
+        """Process groups through which a trainer broadcasts to this worker."""
         self._readers = Readers(self.groups)
         self._phase = Phase.IDLE
         self._begun = 0.0
-        """When the update under way began, by ``time.perf_counter``."""
+        """Start of the update under way, by ``time.perf_counter``."""
         self._opening: _Opening | None = None
         self._request: WeightUpdateRequest | None = None
         self._reader: Reader | None = None
         self._plan = WeightPlan(())
         self._checked: tuple[WeightPlan, WeightManifest] | None = None
-        """The last plan that was found to be the model's."""
+        """The last plan that passed the checks, with the manifest it was checked against."""
         self._checked_hash = ""
-        """Of that plan."""
+        """Hash of that plan."""
         self._checked_names: tuple[str, ...] = ()
-        """Of its tensors."""
+        """Names of that plan's tensors."""
         self._plan_number = 0
-        """Of that plan: one more for each that is another."""
+        """Number of that plan; it increases with each different plan."""
         self._digests: Mapping[str, int] = {}
         self._loaded: set[int] = set()
         self._proved: frozenset[str] = frozenset()
-        """Tensors that were read back after they had been digested on the way, and were what had been sent."""
+        """Tensors that were once read back after a digested copy and matched, so that their copies need no further
+        read."""
         self._split: dict[str, tuple[int, int]] = {}
-        """Of each tensor of which this worker holds a part: digests of the whole that came, and of the part."""
+        """For each tensor of which this worker holds a part: digests of the whole as received, and of the part."""
         self._converted: dict[str, int] = {}
-        """Digests of tensors as they came that the engine keeps in another form."""
+        """Digests, as received, of tensors that the engine keeps in another form."""
         self._held: dict[str, tuple[int, int | None]] = {}
-        """Of each tensor that the last update brought: its digest, and that of the part, if it is split."""
+        """For each tensor of the last update: its digest, and the digest of the part if this worker holds only a part.
+        """
         self._base: dict[str, tuple[int, int | None]] = {}
-        """The same, of the weights that this update changes; empty: it brings all of them."""
+        """The same for the weights that a delta changes; empty if the update brings every tensor whole."""
 
     @property
     def phase(self) -> Phase:
-        """How far the update under way has come."""
+        """Progress of the update under way."""
         return self._phase
 
     def handle(self, message: WeightMessage) -> WeightReply:
@@ -163,10 +165,10 @@ class Receiver:
 
         Raises:
             EngineStateError: the message is out of order; nothing is done.
-            WeightPlanMismatch, InvalidWeights, InvalidRequest, UnsupportedCapability: on PrepareUpdate, which then
+            WeightPlanMismatch, InvalidWeights, InvalidRequest, UnsupportedCapability: PrepareUpdate was refused, and
                 changed nothing.
             WeightTransferFailed: a step failed after BeginUpdate, or buckets are missing on VerifyUpdate.
-            WeightVerifyFailed: digests of what was loaded are not the sender's.
+            WeightVerifyFailed: digests of the loaded tensors differ from the sender's.
         """
         if self._phase not in _ALLOWED[type(message)]:
             allowed = " or ".join(sorted(phase.value for phase in _ALLOWED[type(message)]))
@@ -202,20 +204,21 @@ class Receiver:
                     ) from error
 
     def forget_held(self) -> None:
-        """The memory of the weights is given back: a delta has nothing to change until all came again."""
+        """Forget the last update's digests, as its memory was freed: the next update must bring every tensor whole."""
         self._held = {}
 
     def close(self) -> None:
-        """Let go of every source, mapped ones included."""
+        """Release every source, mapped ones included."""
         self._withdraw()
         self._readers.close()
         self.groups.close()
 
     def prepare(self, message: PrepareUpdate) -> None:
-        """Take a PrepareUpdate without waiting for a source that takes long to open; :meth:`prepared` says when it is.
+        """Start a PrepareUpdate without waiting until a slow source is open; poll :meth:`prepared` for the reply.
 
         Raises:
-            WeightPlanMismatch, InvalidRequest, UnsupportedCapability: as :meth:`handle`, for what is known at once.
+            WeightPlanMismatch, InvalidRequest, UnsupportedCapability: the update is refused before its source is
+                opened.
         """
         self._withdraw()
         request = message.request
@@ -231,11 +234,11 @@ class Receiver:
         self._opening = _Opening(reader, request, manifest)
 
     def prepared(self) -> WeightReply | None:
-        """The reply to the PrepareUpdate that :meth:`prepare` took; None: its source is still being opened.
+        """Return the reply to the last :meth:`prepare`, or None while its source is still being opened.
 
         Raises:
-            EngineStateError: there is none.
-            DrivetrainError: what is wrong with the source; nothing was changed.
+            EngineStateError: no update is being prepared.
+            DrivetrainError: the source cannot be opened or does not fit; nothing was changed.
         """
         if self._phase is Phase.PREPARED:
             return self._reply()
@@ -273,9 +276,11 @@ class Receiver:
         return WeightReply(buckets=len(self._plan.buckets), keeps_plan=self._request.plan is not None)
 
     def _with_plan(self, request: WeightUpdateRequest, kept: str, digests: bytes) -> WeightUpdateRequest:
-        """Give a request the plan that it left out, and its digests."""
+        """Restore the plan and the digests' names, which the request left out because this worker keeps the plan."""
         if self._checked is None or self._checked_hash != kept:
-            raise WeightSyncError("the update leaves out a plan that is not kept here; nothing was changed")
+            raise WeightSyncError(
+                "the update refers to a plan that this worker does not hold; nothing was changed. Push again"
+            )
         names = self._checked_names
         if len(digests) != 8 * len(names):
             raise InvalidRequest(
@@ -310,7 +315,7 @@ class Receiver:
                 return WeightReply()
             case CommitUpdate(version):
                 self._check_version(version)
-                # Else parts may not have been looked at, or cannot be changed by what is new of them.
+                # Otherwise some parts have no digest, or a delta cannot change them.
                 if self._reader is not None and self._reader.place is None and not self._target.converted:
                     self._held = {
                         name: (value, self._split[name][1] if name in self._split else None)
@@ -337,7 +342,7 @@ class Receiver:
         return sum(placed.nbytes for index in indices for placed in self._plan.buckets[index].tensors)
 
     def _load_in_place(self, reader: Reader, indices: tuple[int, ...]) -> None:
-        """Load buckets of tensors that lie where they are, by one kernel if that was done before and went well."""
+        """Load buckets at fixed addresses; if an earlier load of them was verified, replay it in one launch."""
         place = (self._plan_number, reader.place, indices)
         done = self._target.load_again(place, self._proved)
         if len(done) < sum(len(self._plan.buckets[index].tensors) for index in indices):
@@ -349,7 +354,7 @@ class Receiver:
     def _noted(
         self, tensors: Iterator[tuple[str, torch.Tensor | Patch]], proved: Set[str] = frozenset()
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pass tensors on, with a look at those of which this worker takes a part, unless they are proved."""
+        """Pass tensors on: apply patches, and record digests of partial and converted tensors for :meth:`_verify`."""
         for name, tensor in tensors:
             if isinstance(tensor, Patch):
                 yield name, self._patched(name, tensor)
@@ -358,7 +363,8 @@ class Receiver:
                 yield name, tensor
                 continue
             if name in self._target.converted:
-                # Not what it becomes can be compared, only what it was: and that is what the engine is given.
+                # The engine's form of it cannot be compared with the sender's digest, so digest the very copy that it
+                # receives.
                 came = tensor.clone(memory_format=torch.contiguous_format)
                 self._converted[name] = digest(came)
                 yield name, came
@@ -370,14 +376,15 @@ class Receiver:
             yield name, tensor
 
     def _patched(self, name: str, patch: Patch) -> torch.Tensor:
-        """Return the tensor with its new values; of a split one only this worker's part is right."""
+        """Return the whole tensor with its patch applied; only the part that this worker holds is meaningful."""
         whole = self._target.whole(name)
         part = self._target.part_of(name, whole)
         if part is not None:
-            # Whether the whole is right will not be seen here: the base is, and what changes it came as it was sent.
+            # The whole cannot be verified here, but the part can: its base matches, and the patch arrived as it was
+            # sent.
             if self._base[name][1] != digest(part):
                 raise WeightTransferFailed(
-                    f"{name} is not what the last update brought: something else changed it; push all weights again"
+                    f"{name} was changed after the last update, by something else; push all weights again"
                 )
             patch.apply(whole)
             part = self._target.part_of(name, whole)
@@ -391,9 +398,8 @@ class Receiver:
         held = {name: value for name, (value, _) in self._held.items()}
         if not held or hash_of(held) != base:
             raise WeightBaseMismatch(
-                "the delta changes other weights than those that the last update brought to this engine"
-                f"{'' if held else ', which got none since it started or the last one failed'}; nothing was changed. "
-                "Send every tensor whole"
+                "the delta's base is not the engine's last update"
+                f"{'' if held else ' (there is none, or it failed)'}; nothing was changed. Send every tensor whole"
             )
 
     def _verify(self) -> None:
@@ -402,9 +408,10 @@ class Receiver:
             raise WeightTransferFailed(
                 f"buckets {absent} of {len(self._plan.buckets)} were not loaded; load every bucket before VerifyUpdate"
             )
-        # While a GPU copies:
+        # This does not wait for copies on a GPU.
         on_the_way = self._target.expect(self._digests)
-        # Where a copy leads is not in its digest: what was copied is read back once, and then known to arrive.
+        # The digest of a copy does not cover its destination: read each tensor back once, then trust that its copies
+        # arrive.
         trusted = self._proved & on_the_way
         names = [name for name in self._digests if name not in trusted and name not in self._converted]
         self._target.finish()
@@ -416,8 +423,8 @@ class Receiver:
             self._proved = frozenset()
             wrong = sorted(set(differ))
             raise WeightVerifyFailed(
-                f"{len(wrong)} of {len(self._plan.tensors)} tensors in the engine are not what was sent: "
-                f"{listed(wrong)}. They changed on the way, or the source was written to during the push; push all "
+                f"{len(wrong)} of {len(self._plan.tensors)} tensors in the engine differ from what was sent: "
+                f"{listed(wrong)}. They changed in transit, or the source was written to during the push; push all "
                 "weights again",
                 tensors=wrong,
             )
@@ -426,7 +433,7 @@ class Receiver:
     def _is_as_sent(self, name: str, held: int) -> bool:
         if name not in self._split:
             return held == self._digests[name]
-        # A part has no digest of the sender's: the whole that came has, and the part was cut from it.
+        # The sender has no digest of the part; compare the whole as received, and the part cut from it.
         came, part = self._split[name]
         return came == self._digests[name] and held == part
 

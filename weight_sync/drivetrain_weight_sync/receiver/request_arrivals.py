@@ -1,4 +1,4 @@
-"""Which requests have reached an engine: one that it does not know is either complete, or still on its way."""
+"""Record of the requests that reached an engine; it tells a finished request from one still on its way."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping
 
 
 class Arrivals:
-    """The engine's side: notes each request of the backend as it comes, in one bit."""
+    """Records, in the engine's process, one bit for each request of the backend that arrived."""
 
     def __init__(self) -> None:
         self._bits = bytearray()
 
     def note(self, request_id: str) -> None:
-        """It came. Ids that no backend gave are left out."""
+        """Record an arrival. Ids that no backend made are ignored."""
         number = _number_of(request_id)
         if number is None:
             return
@@ -25,7 +25,7 @@ class Arrivals:
         return number is not None and number // 8 < len(self._bits) and bool(self._bits[number // 8] >> number % 8 & 1)
 
     def tokens(self, request_ids: Iterable[str], live: Mapping[str, int]) -> dict[str, int]:
-        """How many tokens each of these has, of which ``live`` are not over; those that are complete are left out."""
+        """Return token counts of unfinished requests: from ``live`` if running, 0 if the request has not arrived."""
         tokens: dict[str, int] = {}
         for request_id in request_ids:
             if request_id in live:
@@ -36,7 +36,7 @@ class Arrivals:
 
 
 def request_id(prefix: str, number: int) -> str:
-    """Name a request for the engine; no such name is the beginning of another."""
+    """Return a request's id for the engine; no such id is a prefix of another."""
     return f"{prefix}-{number}."
 
 

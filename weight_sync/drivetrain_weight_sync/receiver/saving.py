@@ -1,4 +1,4 @@
-"""An engine's weights as a model folder: sharded safetensors beside the files of the folder that it was loaded from."""
+"""Save an engine's weights as a model folder: sharded safetensors beside the original folder's other files."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from drivetrain_weight_sync.receiver.target import WeightTarget
 from drivetrain_weight_sync.tensors.dtypes import nbytes_of
 
 SHARD_BYTES: Final = 5 * 10**9
-"""Largest file, but for a tensor that is larger by itself. So much host memory is used meanwhile."""
+"""Largest file in bytes, unless a single tensor is larger. Writing takes as much host memory."""
 INDEX: Final = "model.safetensors.index.json"
 
 _CONFIG: Final = "config.json"
 _KEPT: Final = frozenset({".json", ".txt", ".jinja", ".model", ".tiktoken", ".py"})
-"""Suffixes of what is copied from the model's folder: configurations, tokenizers, chat templates, code."""
+"""Suffixes of files copied from the model's folder: configurations, tokenizers, chat templates, code."""
 _POLL_S: Final = 0.05
 
 Write = Callable[[Path], Awaitable[object]]
-"""Begins to write the weights into a folder, and raises EngineBusy until they are all there."""
+"""Starts to write the weights into a folder, and raises EngineBusy until all are written."""
 
 
-# Where the weights are ----------------------------------------------------------------------------------------------
+# Writing the weights, in the worker ------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -48,10 +48,10 @@ class _Writing:
 
 
 class WeightWriter:
-    """Writes what ``target`` holds in a thread of its own, so that the worker goes on meanwhile.
+    """Writes the weights of ``target`` in a separate thread, so that the worker can continue.
 
     Args:
-        target: The model. Whoever is about to change its weights calls :meth:`stop` first.
+        target: The model. Call :meth:`stop` before changing its weights.
         shard_bytes: Largest file.
     """
 
@@ -62,14 +62,14 @@ class WeightWriter:
         self._writing: _Writing | None = None
 
     def write(self, folder: Path) -> None:
-        """Write shards and index into ``folder`` without waiting: call it again until it no longer raises.
+        """Write shards and index into ``folder`` without waiting; call again until it no longer raises EngineBusy.
 
-        A folder that is taken away meanwhile ends the writing.
+        Removing the folder cancels the write.
 
         Raises:
             EngineBusy: it is still writing.
             EngineStateError: memory of the weights was given back.
-            EngineInternalError: it could not be written, or the weights changed meanwhile.
+            EngineInternalError: the weights could not be written, or changed meanwhile.
         """
         writing = self._writing
         if writing is None:
@@ -84,13 +84,13 @@ class WeightWriter:
         if writing.thread.is_alive():
             raise EngineBusy(f"the weights are still being written to {writing.folder}")
         self._writing = None
-        if writing.folder != folder:  # whoever wanted that one went away
+        if writing.folder != folder:  # the caller that wanted the other folder went away
             self.write(folder)
         elif writing.errors:
             raise writing.errors[0]
 
     def stop(self) -> None:
-        """Give up what is being written; from here on no tensor is looked at. Waits for the copy of one at most."""
+        """Cancel a write under way and read no further tensor. Waits for at most one tensor's copy."""
         writing = self._writing
         if writing is not None:
             writing.stopped = True
@@ -127,30 +127,30 @@ class WeightWriter:
     @torch.no_grad()
     def _copy(self, writing: _Writing, name: str) -> torch.Tensor:
         if not writing.folder.is_dir():
-            raise FileNotFoundError(f"{writing.folder} was taken away")
+            raise FileNotFoundError(f"{writing.folder} was removed")
         with self._reading:
             if writing.stopped:
-                raise EngineInternalError("the weights were about to change while they were being saved")
-            # A copy: safetensors refuses tensors that share memory, and pins what it looks at.
+                raise EngineInternalError("saving was cancelled, as the weights were about to change; save them again")
+            # A copy: safetensors refuses tensors that share memory, and pins the storages that it reads.
             tensor = self._target.read(name)
             return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-# What stands beside them --------------------------------------------------------------------------------------------
+# Files beside the weights ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Configuration, tokenizer and code of a model, as they lie in its folder."""
+    """Configuration, tokenizer and code files of a model's folder."""
 
     model: str
     """Folder or hub id."""
     revision: str | None
     dtype: str
-    """Of the weights as they are served, such as ``"bfloat16"``; the saved configuration names it."""
+    """Dtype of the served weights, such as ``"bfloat16"``, for the saved configuration."""
 
     def copy_into(self, folder: Path) -> None:
-        """Copy all but weights; of a model of the hub, what was downloaded of it."""
+        """Copy every file except weights; for a hub model, those that were downloaded."""
         for file in self._folder().iterdir():
             if file.is_file() and file.suffix in _KEPT and not file.name.endswith(".index.json"):
                 shutil.copyfile(file, folder / file.name)
@@ -164,11 +164,11 @@ class ModelFiles:
 
         config = cached_file(self.model, _CONFIG, revision=self.revision, local_files_only=True)
         if config is None:
-            raise FileNotFoundError(f"{_CONFIG} of {self.model} is not there any more")
+            raise FileNotFoundError(f"{_CONFIG} of {self.model} no longer exists")
         return Path(config).parent
 
     def _of_served_dtype(self, config: dict[str, Any]) -> dict[str, Any]:
-        """The configuration, and those within it, with this dtype wherever one is named."""
+        """Return the configuration with this dtype wherever it, or a nested configuration, names one."""
         return {
             key: self.dtype
             if key in ("dtype", "torch_dtype") and isinstance(value, str)
@@ -179,21 +179,21 @@ class ModelFiles:
         }
 
 
-# Where they are saved -----------------------------------------------------------------------------------------------
+# Saving to a folder or URL ----------------------------------------------------------------------------------------
 
 
 async def save_sharded(path: str, files: ModelFiles, write: Write, *, named: str = "path") -> None:
-    """Save a model to a folder that is not there yet, or is empty. It appears when it is complete.
+    """Save a model to a new or empty folder, which appears only once it is complete.
 
     Args:
-        path: Absolute path of the folder; those above it are made.
-        files: What stands beside the weights.
-        write: Writes the weights; asked again while it raises EngineBusy.
+        path: Absolute path of the folder; missing parents are created.
+        files: The files beside the weights.
+        write: Writes the weights; called again while it raises EngineBusy.
         named: The field that errors name.
 
     Raises:
-        InvalidRequest: no new folder can be made there; nothing was done.
-        EngineInternalError: it could not be written; nothing is left.
+        InvalidRequest: the folder cannot be created there; nothing was done.
+        EngineInternalError: writing failed; nothing is left.
     """
     folder = await asyncio.to_thread(_new_folder, path, named)
     staged = folder.with_name(f".{folder.name}.saving-{uuid.uuid4().hex[:8]}")
@@ -208,15 +208,15 @@ async def save_sharded(path: str, files: ModelFiles, write: Write, *, named: str
 
 
 async def save_remote(url: str, files: ModelFiles, write: Write) -> None:
-    """Save a model to an fsspec URL under which there is nothing yet: through a folder in the temporary folder.
+    """Save a model to an empty fsspec URL, by way of a temporary folder.
 
-    ``config.json`` goes last: without it nobody takes what lies there for a model. For the rest see
+    ``config.json`` is uploaded last, so that an incomplete upload is not taken for a model. See also
     :func:`save_sharded`.
 
     Raises:
         UnsupportedCapability: fsspec is missing.
-        InvalidRequest: there is no such protocol, or nothing can be written there; nothing was done.
-        EngineInternalError: it could not be written; what was is taken away again.
+        InvalidRequest: the protocol is unknown, or the URL cannot be written to; nothing was done.
+        EngineInternalError: writing failed; uploaded files were removed again.
     """
     fs, path = await asyncio.to_thread(_filesystem, url)
     if path is None:
@@ -265,7 +265,7 @@ def _new_folder(path: str, named: str) -> Path:
         elif folder.exists():
             why = "is not a folder"
     except (OSError, ValueError) as error:
-        raise _refused(named, path, f"cannot be looked at ({error})") from error
+        raise _refused(named, path, f"cannot be read ({error})") from error
     if why:
         raise _refused(named, path, why)
     return folder
@@ -275,19 +275,19 @@ def _make(staged: Path, path: str, named: str) -> None:
     try:
         staged.mkdir(parents=True)
     except OSError as error:
-        raise _refused(named, path, f"cannot be made ({error})") from error
+        raise _refused(named, path, f"cannot be created ({error})") from error
 
 
 def _discard(staged: Path) -> None:
-    """Remove a folder, even if somebody is writing to it: under its own name no further file can be made."""
-    if staged.exists():  # else it has its final name, or was never made
+    """Remove a folder even while a writer is active: renamed first, it takes no further files."""
+    if staged.exists():  # otherwise it has its final name, or was never made
         gone = staged.with_name(f"{staged.name}.gone")
         staged.rename(gone)
         shutil.rmtree(gone)
 
 
 def _filesystem(url: str) -> tuple[Any, str | None]:
-    """The file system of a URL and the path on it; no path: it is this machine's own.
+    """Return the file system of a URL and the path on it; the path is None for this machine's own file system.
 
     ``Any``: fsspec declares no types.
     """
@@ -301,7 +301,7 @@ def _filesystem(url: str) -> tuple[Any, str | None]:
         ) from error
     try:
         fs, path = url_to_fs(url)
-    except Exception as error:  # whatever the file system's package raises
+    except Exception as error:  # each file system's package raises its own errors
         raise _refused("url", url, f"cannot be opened ({error})") from error
     if isinstance(fs, LocalFileSystem):
         if not url.partition("://")[2].startswith("/"):
@@ -330,18 +330,18 @@ def _upload(folder: Path, fs: Any, path: str, given_up: threading.Event) -> None
     try:
         for file in sorted(folder.iterdir(), key=lambda file: (file.name == _CONFIG, file.name)):
             if given_up.is_set():
-                raise EngineInternalError("whoever wanted the model saved went away")
+                raise EngineInternalError("saving was cancelled")
             fs.put_file(str(file), f"{path.rstrip('/')}/{file.name}")
     except BaseException as error:
         try:
             fs.rm(path, recursive=True)
         except Exception as another:
-            error.add_note(f"and what was written there could not be taken away: {type(another).__name__}: {another}")
+            error.add_note(f"the uploaded files could not be removed: {type(another).__name__}: {another}")
         raise
 
 
 def _refused(named: str, value: str, why: str) -> InvalidRequest:
     return InvalidRequest(
-        f"{named}={value!r} {why}; name a folder that is not there yet, or is empty, and that can be written to",
+        f"{named}={value!r} {why}; give a new or empty folder that can be written to",
         field=named,
     )

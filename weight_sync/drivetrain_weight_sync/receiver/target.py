@@ -1,4 +1,4 @@
-"""What the receiver asks of an engine's model in one worker, and the answer of a plain torch module."""
+"""The receiver's view of an engine's model in one worker, and its implementation for a plain torch module."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from drivetrain_weight_sync.tensors.storages import place_of
 
 
 class WeightTarget(Protocol):
-    """An engine's model, as one worker holds it. Names are checkpoint names, not the engine's fused ones."""
+    """An engine's model as held by one worker. Names are checkpoint names, not the engine's fused ones."""
 
     def manifest(self) -> WeightManifest:
-        """Name every tensor that a complete update must bring. Works while the weights sleep."""
+        """Return every tensor that a complete update must bring. Works while the weights are asleep."""
         ...
 
     def check_ready(self) -> None:
@@ -28,71 +28,71 @@ class WeightTarget(Protocol):
         ...
 
     def begin(self) -> None:
-        """Make ready to load. From here on the weights may hold anything until :meth:`finish`."""
+        """Get ready to load. Until :meth:`finish`, the weights may hold anything."""
         ...
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, place: Hashable = None) -> None:
-        """Copy these into the model; they may change as soon as this returns. All of a layer come in one call.
+        """Copy tensors into the model; they may change as soon as this returns. A layer's tensors come in one call.
 
-        ``place`` says that what is launched on a GPU before this returns finds each as it is, and that at another time
-        the same place means the same tensors at the same addresses. With None, each is there only until the next is
-        asked for, but for :attr:`converted` ones.
+        ``place`` is a stable-address key. If it is given, work launched on a GPU before this returns may still read the
+        tensors, and the same key later means the same tensors at the same addresses. If it is None, each tensor is
+        valid only until the next one is read, except those of :attr:`converted`.
         """
         ...
 
     @property
     def converted(self) -> Set[str]:
-        """Names of tensors that the engine keeps in another form, quantised or packed: they cannot be read back."""
+        """Names of tensors that the engine keeps in another form, quantised or packed; they cannot be read back."""
         ...
 
     def forms_of(self, name: str) -> list[torch.Tensor]:
-        """Return what the engine holds of a tensor: the tensor, or what it made of it and of others."""
+        """Return the tensors that hold a checkpoint tensor's values: itself, or the engine's forms made from it."""
         ...
 
     def load_again(self, place: Hashable, among: Set[str]) -> Set[str]:
-        """Make again the copies of an earlier load from this place that are digested on the way; return whose.
+        """Replay the digested copies of an earlier load with this key; return the names of their tensors.
 
-        Nothing is done if any is of a tensor that is not ``among`` these.
+        Does nothing and returns an empty set unless all of them are in ``among``.
         """
         ...
 
     def expect(self, digests: Mapping[str, int]) -> Set[str]:
-        """Say which digests tensors should have; return whose are seen while they are copied, since :meth:`begin`.
+        """Set the expected digests; return the names whose copies since :meth:`begin` compute their own digest.
 
-        The other tensors are read back.
+        The caller reads the other tensors back.
         """
         ...
 
     def differing(self) -> list[str]:
-        """Of those that were seen on the way, the tensors whose digests are not as expected. After :meth:`finish`."""
+        """After :meth:`finish`, return the tensors whose copies computed another digest than expected."""
         ...
 
     def finish(self) -> None:
-        """Everything is loaded: do what the engine needs before it computes with the weights."""
+        """Do the work that the engine needs between the last load and its next forward pass."""
         ...
 
     def cancel(self) -> None:
-        """The update will not be completed. Leave the model able to take another."""
+        """Abandon the update, leaving the model able to take another."""
         ...
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the tensor that the engine computes with (a view, where there is one); of a split one, the part."""
+        """Return the tensor that the engine computes with, as a view if possible; of a split tensor, this part."""
         ...
 
     def whole(self, name: str) -> torch.Tensor:
-        """Return a copy of the checkpoint tensor, contiguous; of a split one, zeros where other ranks hold it."""
+        """Return a contiguous copy of the checkpoint tensor; elements that other ranks hold are zero."""
         ...
 
     def part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return what this worker takes of a checkpoint tensor, as :meth:`read` gives it; None if it takes all."""
+        """Return this worker's part of a checkpoint tensor in the form of :meth:`read`; None if it takes all of it."""
         ...
 
 
 class ModuleTarget:
-    """Copies straight into the parameters and persistent buffers of a torch module.
+    """A target that copies straight into the parameters and persistent buffers of a torch module.
 
-    Storage never moves. Layers that peft wrapped keep their checkpoint names, and adapters are left out. Tied
-    parameters are named once; their other names are aliases. What transformers stacked is named piece by piece.
+    Storage never moves. Layers wrapped by peft keep their checkpoint names, and adapters are left out. Tied parameters
+    are named once; their other names are aliases. Experts that transformers stacked are named one by one.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -103,7 +103,7 @@ class ModuleTarget:
         self._look()
 
     def manifest(self) -> WeightManifest:
-        """Name every parameter and persistent buffer, in the module's order."""
+        """Return every parameter and persistent buffer, in the module's order."""
         self._look()
         return WeightManifest(
             tuple(spec_of(name, tensor) for name, tensor in self._tensors.items()), dict(self._aliases)
@@ -116,7 +116,7 @@ class ModuleTarget:
             self.destination(name)
 
     def begin(self) -> None:
-        """Find the tensors again: adapters may have come or gone."""
+        """Find the tensors again: adapters may have been added or removed."""
         self._look()
 
     @torch.no_grad()
@@ -127,23 +127,23 @@ class ModuleTarget:
 
     @property
     def converted(self) -> Set[str]:
-        """None."""
+        """Always empty."""
         return frozenset()
 
     def forms_of(self, name: str) -> list[torch.Tensor]:
-        """The parameter or buffer itself."""
+        """Return the parameter or buffer itself."""
         return [self.read(name)]
 
     def load_again(self, place: Hashable, among: Set[str]) -> Set[str]:
-        """No copy is digested on the way."""
+        """Return an empty set: no copy is digested."""
         return frozenset()
 
     def expect(self, digests: Mapping[str, int]) -> Set[str]:
-        """All are read back."""
+        """Return an empty set, so that every tensor is read back."""
         return frozenset()
 
     def differing(self) -> list[str]:
-        """None was seen on the way."""
+        """Return nothing: no copy is digested."""
         return []
 
     def finish(self) -> None:
@@ -152,18 +152,18 @@ class ModuleTarget:
             torch.cuda.synchronize(device)
 
     def cancel(self) -> None:
-        """Nothing to undo."""
+        """Do nothing: there is nothing to undo."""
 
     def read(self, name: str) -> torch.Tensor:
         """Return the parameter or buffer itself."""
         return self.destination(name).detach()
 
     def whole(self, name: str) -> torch.Tensor:
-        """Return a copy of it."""
+        """Return a copy of the parameter or buffer."""
         return self.read(name).clone(memory_format=torch.contiguous_format)
 
     def part_of(self, name: str, tensor: torch.Tensor) -> None:
-        """A module takes all of every tensor."""
+        """Return None: a module takes all of every tensor."""
         return None
 
     def destination(self, name: str) -> torch.Tensor:
@@ -175,7 +175,7 @@ class ModuleTarget:
         """
         tensor = self._tensors.get(self._aliases.get(name, name))
         if tensor is None:
-            raise WeightTransferFailed(f"the model has no tensor {name!r}; names are those of weight_manifest()")
+            raise WeightTransferFailed(f"the model has no tensor {name!r}; weight_manifest() lists the names")
         if tensor.is_meta or tensor.untyped_storage().nbytes() < tensor.nbytes:
             raise EngineStateError(
                 f"the memory of {name} was given back by sleep; call wake_up(tags=[MemoryTag.WEIGHTS]) first",
@@ -201,5 +201,5 @@ class ModuleTarget:
                 tensors[name] = tensor
             else:
                 aliases[name] = first
-        # All at once: another thread may be reading.
+        # Assign all at once: another thread may be reading.
         self._tensors, self._aliases, self._seen = tensors, aliases, seen

@@ -1,4 +1,4 @@
-"""What an engine's model holds, tensor by tensor."""
+"""Read and check the tensors of an engine's model."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from drivetrain_weight_sync.tensors.finite import non_finite
 
 
 def read_weight(target: WeightTarget, name: str) -> TensorData:
-    """Copy one tensor out, by its checkpoint name or alias.
+    """Return a copy of one tensor, by its checkpoint name or alias.
 
     Raises:
-        InvalidRequest: the model has none of that name.
+        InvalidRequest: the model has no tensor of that name.
     """
     require_tensor(target, name)
     return tensor_data(name, target.read(name))
@@ -34,23 +34,23 @@ def require_tensor(target: WeightTarget, name: str) -> None:
 
 
 def tensor_data(name: str, tensor: torch.Tensor) -> TensorData:
-    """A tensor as it leaves the engine, under ``name``."""
-    # A copy: numpy() pins the storage that it looks at, which could then never give its memory back.
+    """Copy a tensor into the form in which it leaves the engine, under ``name``."""
+    # A copy: numpy() would pin the storage, which could then never free its memory.
     tensor = tensor.detach().to("cpu", copy=True).contiguous()
     return TensorData(spec_of(name, tensor), tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def validate_weights(target: WeightTarget) -> WeightReport:
-    """Look at every tensor, where it lies, for NaN, infinity and zeros only."""
+    """Check every tensor in place for NaN, infinity, and nothing but zeros."""
     names = [spec.name for spec in target.manifest().tensors]
-    # One at a time: what an engine fused is put together anew to be looked at.
+    # One at a time: a fused tensor is copied out of its parameter to be checked.
     bad: dict[str, str] = {}
     zero: list[str] = []
     for name in names:
         forms = [_of_common_dtype(held) for held in target.forms_of(name)]
         for held in forms:
             bad |= non_finite({name: held})
-        if not any(bool(held.any()) for held in forms):  # nor is there anything of what other ranks hold
+        if not any(bool(held.any()) for held in forms):  # empty parts, held by other ranks, count as zero
             zero.append(name)
     return WeightReport(
         checked=len(names),
@@ -61,12 +61,12 @@ def validate_weights(target: WeightTarget) -> WeightReport:
 
 
 def _of_common_dtype(tensor: torch.Tensor) -> torch.Tensor:
-    """Torch looks at hardly anything of a float of eight bits."""
+    """Convert 8-bit floats to float32: torch supports few reductions of them."""
     return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
 
 
 def merged(reports: Sequence[WeightReport]) -> WeightReport:
-    """What the ranks of one engine found in their parts of the same tensors."""
+    """Merge the reports of all ranks on their parts of the same tensors."""
     first = reports[0]
     return WeightReport(
         checked=first.checked,

@@ -1,4 +1,4 @@
-"""A backend whose engine holds a worker of ours: much of what the page asks is a call to it, whatever the engine."""
+"""Base of backends whose engine runs our worker: most primitives are one call to it, on any engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from drivetrain.backend.base import Backend, EngineStats
 from drivetrain.errors import EngineBusy
 from drivetrain.process.busy_wait import busy_wait
 from drivetrain.types.config import EngineConfig
-from drivetrain.types.modes import MemoryTag, PauseMode
+from drivetrain.types.modes import MemoryTag
 from drivetrain.types.weights import (
     ApplyUpdate,
     CommitUpdate,
@@ -33,12 +33,12 @@ from drivetrain_weight_sync.receiver.request_arrivals import request_id
 from drivetrain_weight_sync.receiver.saving import ModelFiles, save_remote, save_sharded
 
 _LAST_STEP_S: Final = 10.0
-_OPENING_S: Final = 0.02
-"""Between two looks whether a source is open."""
+_OPENING_S: Final = (0.001, 0.02)
+"""First and longest interval, in seconds, at which a slow source is polled until it is open."""
 
 
 def device_type_of(config: EngineConfig) -> str:
-    """The kind of device: the configured one, or a GPU when there is one."""
+    """Return the configured device type; if none is configured, ``"cuda"`` when there is a GPU, else ``"cpu"``."""
     if config.device is not None:
         return config.device.partition(":")[0]
     import torch
@@ -47,28 +47,27 @@ def device_type_of(config: EngineConfig) -> str:
 
 
 class InFlight(Protocol):
-    """What is known of a request in flight."""
+    """The state of a request in flight that weight updates touch."""
 
     def replaced(self, version: str, tokens: float) -> None:
-        """Note that weights were replaced at so many tokens; infinitely many if the sample was complete."""
+        """Record that new weights follow this many tokens; infinity if every token was already sampled."""
         ...
 
 
 class WorkerBackend(Backend):
-    """Statistics, memory, the prefix cache and weights, by :meth:`ask`.
+    """Implements statistics, memory, the prefix cache and weights by :meth:`ask`.
 
-    The worker answers to the names of the ``Backend`` page and, as a ``PrepareUpdate`` may take long, to
-    ``prepare_weights`` and ``prepared_weights``. For a release that labels no tokens it answers to ``tokens_so_far``,
-    how many tokens each of some requests has that is not complete, and to ``apply_weights_counting``, which returns
-    these as well.
+    The worker's methods have the names of the ``Backend`` page, plus ``prepare_weights`` and ``prepared_weights``, as a
+    ``PrepareUpdate`` may take long. Engine releases that label no tokens with versions also need ``tokens_so_far``,
+    which counts the tokens of unfinished requests, and ``apply_weights_counting``, which returns those counts as well.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self.version = config.weight_version
-        """Of the weights that are served."""
+        """Version of the weights that are served."""
         self.in_flight: dict[str, InFlight] = {}
-        """By the engine's id."""
+        """Requests in flight, by the engine's id."""
         self._prefix = uuid.uuid4().hex[:12]
         self._numbers = itertools.count()
         self._admits = asyncio.Event()
@@ -76,44 +75,41 @@ class WorkerBackend(Backend):
         self._cache_epoch = 0
 
     @abstractmethod
-    async def ask(self, method: str, *arguments: object, freeze: PauseMode | None = None) -> object:
-        """Call the worker.
+    async def ask(self, method: str, *arguments: object) -> object:
+        """Call a method of the worker.
 
-        Args:
-            method: Its name.
-            arguments: Of the method.
-            freeze: Freeze requests before, and let them go on after, unless the call fails. All of it is one call to
-                the engine.
+        If an argument is an ``ApplyUpdate`` with a freeze mode, the worker freezes requests before the method and
+        resumes them after it, unless it fails.
         """
 
     @abstractmethod
     def labels_tokens(self) -> bool:
-        """Whether this release says which weights made which token."""
+        """Return whether this engine release reports the weight version of each token."""
 
     @abstractmethod
     def served_dtype(self) -> str:
-        """The dtype of the engine's weights, such as ``"bfloat16"``."""
+        """Return the dtype of the engine's weights, such as ``"bfloat16"``."""
 
     def new_id(self) -> str:
-        """A request's name for the engine, which no other has."""
+        """Return a new unique request id for the engine."""
         return request_id(self._prefix, next(self._numbers))
 
     async def admit(self, name: str, request: InFlight) -> None:
-        """Take a request to be in flight from here on, before anything of it goes to the engine.
+        """Count a request as in flight, before any of it is sent to the engine.
 
-        Where the engine labels no tokens it waits for weights that are being replaced: of a request that comes just
-        then nobody could tell which made its tokens.
+        If the engine labels no tokens, this waits while weights are being replaced: for a request that arrives during
+        the change, nobody could tell which weights made its tokens.
         """
         await self._admits.wait()
         self.in_flight[name] = request
 
     @property
     def cache_key(self) -> str:
-        """What a request's cached prefixes are found by, beside their tokens."""
+        """Prefix-cache key of new requests, used beside their tokens."""
         return f"drivetrain-{self._cache_epoch}"
 
     async def ask_until_free(self, patience: float, method: str, *arguments: object) -> None:
-        """Call the worker again and again while it is busy, for ``patience`` seconds."""
+        """Call the worker repeatedly while it is busy, for up to ``patience`` seconds."""
         ends = asyncio.get_running_loop().time() + patience
         while True:
             try:
@@ -126,39 +122,39 @@ class WorkerBackend(Backend):
                 return
 
     async def gpus(self) -> tuple[str, ...]:
-        """UUIDs of the GPUs that hold the weights, by rank."""
+        """Return UUIDs of the GPUs that hold the weights, by rank."""
         return tuple(cast("list[str]", await self.ask("gpus")))
 
     async def stats(self) -> EngineStats:
-        """Requests and memory, as the worker counts them."""
+        """Return the worker's counts of requests and memory."""
         return cast(EngineStats, await self.ask("stats"))
 
     # Memory ------------------------------------------------------------------------------------------------------
 
     async def sleep(self, tags: frozenset[MemoryTag]) -> None:
-        """Give back memory."""
+        """Give memory back."""
         if MemoryTag.KV_CACHE in tags:
             self._cache_epoch += 1
-        # A request whose caller went away takes one step more, of which nobody outside the engine knows.
+        # A request whose caller went away runs one more step, which only the engine knows about.
         await self.ask_until_free(_LAST_STEP_S, "sleep", tags)
 
     async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
-        """Take it again."""
+        """Take memory again."""
         await self.ask("wake_up", tags)
 
     async def reset_prefix_cache(self) -> None:
-        """Ask for no earlier prefix any more, and let go of those that no frozen request holds."""
+        """Never reuse an earlier prefix again, and free those that no frozen request holds."""
         self._cache_epoch += 1
         await self.ask("reset_prefix_cache")
 
     # Weights -----------------------------------------------------------------------------------------------------
 
     async def weight_manifest(self) -> WeightManifest:
-        """Tensors by their checkpoint names."""
+        """Return the model's tensors by their checkpoint names."""
         return cast(WeightManifest, await self.ask("weight_manifest"))
 
     async def receive_weights(self, message: WeightMessage) -> WeightReply:
-        """Take one step of an update, between two steps of the batch; a source is opened while they go on."""
+        """Take one step of an update between two steps of the batch; generation continues while a source is opened."""
         if isinstance(message, PrepareUpdate):
             return await self._prepare(message)
         if not isinstance(message, CommitUpdate):
@@ -168,8 +164,10 @@ class WorkerBackend(Backend):
 
     async def _prepare(self, message: PrepareUpdate) -> WeightReply:
         reply = await self.ask("prepare_weights", message)
+        pause, longest = _OPENING_S
         while reply is None:
-            await asyncio.sleep(_OPENING_S)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, longest)
             reply = await self.ask("prepared_weights")
         return cast(WeightReply, reply)
 
@@ -177,26 +175,26 @@ class WorkerBackend(Backend):
         """Take all steps of an update in one call, between two steps of the batch."""
         if not update.keep_prefix_cache:
             self._cache_epoch += 1
-        async with busy_wait() if self._on_gpu else nullcontext():
+        async with busy_wait() if self._busy_wait else nullcontext():
             reply = await self._applied(update)
         self.version = update.version
         return reply
 
     async def _applied(self, update: ApplyUpdate) -> WeightReply:
         if self.labels_tokens():
-            return cast(WeightReply, await self.ask("apply_weights", update, freeze=update.freeze))
+            return cast(WeightReply, await self.ask("apply_weights", update))
         with self._nobody_admitted():
-            counted = await self.ask("apply_weights_counting", update, list(self.in_flight), freeze=update.freeze)
+            counted = await self.ask("apply_weights_counting", update, list(self.in_flight))
             reply, tokens = cast("tuple[WeightReply, dict[str, int]]", counted)
             self._replaced(tokens)
         return reply
 
     @cached_property
-    def _on_gpu(self) -> bool:
-        return device_type_of(self.config) != "cpu"
+    def _busy_wait(self) -> bool:
+        return self.config.busy_wait and device_type_of(self.config) != "cpu"
 
     async def set_weight_version(self, version: str) -> None:
-        """Label the weights."""
+        """Label the weights with a version."""
         async with self._new_version(version):
             await self.ask("set_weight_version", version)
 
@@ -221,31 +219,31 @@ class WorkerBackend(Backend):
 
     def _replaced(self, tokens: Mapping[str, int]) -> None:
         for name, request in self.in_flight.items():
-            # The engine knows no more of one that is complete, whose result is on its way here.
+            # The engine has forgotten a finished request, although its result has not arrived here yet.
             request.replaced(self.version, tokens.get(name, math.inf))
 
     async def init_communicator(self, spec: CommunicatorSpec) -> None:
-        """Join a group while generation goes on."""
+        """Join a group while generation continues."""
         await self.ask_until_free(2 * spec.timeout, "init_communicator", spec)
 
     async def destroy_communicator(self, group_name: str) -> None:
-        """Leave it."""
+        """Leave the group."""
         await self.ask("destroy_communicator", group_name)
 
     async def read_weight(self, name: str) -> TensorData:
-        """Copy one tensor out."""
+        """Return a copy of one tensor."""
         return cast(TensorData, await self.ask("read_weight", name))
 
     async def validate_weights(self) -> WeightReport:
-        """Look at every tensor where it lies."""
+        """Check every tensor in place for NaN, infinity, and nothing but zeros."""
         return cast(WeightReport, await self.ask("validate_weights"))
 
     async def save_sharded(self, path: str) -> None:
-        """Write a model folder, the weights in a thread beside the worker."""
+        """Write a model folder; the weights are written by a thread in the worker."""
         await save_sharded(path, self._files, self._write_weights)
 
     async def save_remote(self, url: str) -> None:
-        """Write one, and copy it there from this process."""
+        """Write a model folder, and upload it from this process."""
         await save_remote(url, self._files, self._write_weights)
 
     @property

@@ -1,1 +1,1 @@
-"""Facts about single tensors: names, dtypes, storages, values that are not finite."""
+"""Properties of single tensors: names, dtypes, storages, non-finite values."""

@@ -1,4 +1,4 @@
-"""Names of dtypes, as they stand in a :class:`~drivetrain.types.weights.TensorSpec`."""
+"""Dtypes and their names in a :class:`~drivetrain.types.weights.TensorSpec`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WIDER: Final = {
     torch.bfloat16: frozenset({torch.float32, torch.float64}),
     torch.float32: frozenset({torch.float64}),
 }
-"""No 8-bit types: quantised values mean nothing without their scales."""
+"""8-bit types are left out: quantised values mean nothing without their scales."""
 
 
 def widens(dtype: torch.dtype, wanted: torch.dtype) -> bool:
@@ -42,7 +42,7 @@ def dtype_of(spec: TensorSpec) -> torch.dtype:
     dtype = getattr(torch, spec.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise WeightPlanMismatch(
-            f"{spec.name} has dtype {spec.dtype!r}, which is no dtype of torch {torch.__version__}; "
+            f"{spec.name} has dtype {spec.dtype!r}, which torch {torch.__version__} does not know; "
             'give a name such as "float32" or "bfloat16"',
             mismatched=[spec.name],
         )
@@ -50,7 +50,7 @@ def dtype_of(spec: TensorSpec) -> torch.dtype:
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor as integers of the size of its elements: torch compares and indexes those of any dtype."""
+    """View a tensor as integers of its element size: torch compares and indexes integers for any dtype."""
     return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
@@ -60,5 +60,5 @@ def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
 
 
 def nbytes_of(spec: TensorSpec) -> int:
-    """Return the number of bytes that ``spec``'s elements take."""
+    """Return the size of the tensor in bytes."""
     return dtype_of(spec).itemsize * math.prod(spec.shape)

@@ -1,4 +1,4 @@
-"""Which tensors hold NaN or infinity."""
+"""Find tensors that hold NaN or infinity."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _CHUNK: Final = 1 << 22
 
 
 def non_finite(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return ``"NaN"`` or ``"infinite"`` for each tensor that holds such a value, by name; {} when all is well.
+    """Return ``"NaN"`` or ``"infinite"`` by name for each tensor that holds such a value; {} if all are finite.
 
-    Tensors may lie on any device; integers are always finite. Costs one reading pass: the least and greatest
-    value carry a NaN or an infinity out.
+    Tensors may be on any device; integers are always finite. Each tensor is read once: its minimum and maximum reveal a
+    NaN or an infinity.
     """
     pending: dict[torch.device, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
@@ -38,6 +38,6 @@ def _extremes(tensor: torch.Tensor) -> torch.Tensor:
         tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.element_size() > 1:
         return torch.stack(torch.aminmax(tensor)).double()
-    # torch has no reductions for the dtypes of 8 bits.
+    # torch has no reductions for 8-bit dtypes.
     parts = [torch.stack(torch.aminmax(chunk.float())) for chunk in torch.split(tensor.reshape(-1), _CHUNK)]
     return torch.stack(torch.aminmax(torch.stack(parts))).double()

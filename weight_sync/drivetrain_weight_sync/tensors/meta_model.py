@@ -1,4 +1,4 @@
-"""A model's class without its weights."""
+"""Instantiate a model's class without its weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import (
 def without_weights(
     model: str, revision: str | None = None, *, trust_remote_code: bool = False, local_files_only: bool = False
 ) -> nn.Module:
-    """The model of a folder on the meta device, of the class that trainers load."""
+    """Return a folder's model on the meta device, in the class that trainers load."""
     config = transformers.AutoConfig.from_pretrained(
         model, revision=revision, trust_remote_code=trust_remote_code, local_files_only=local_files_only
     )

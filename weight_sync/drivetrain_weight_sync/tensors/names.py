@@ -1,4 +1,4 @@
-"""A tensor's checkpoint name, whatever its module is wrapped in."""
+"""Derive a tensor's checkpoint name from its name in a wrapped module."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAMES_KEPT: Final = 1 << 16
 
 @lru_cache(_NAMES_KEPT)
 def unwrapped(name: str) -> str:
-    """Drop what wrappers add: ``_orig_mod.`` (torch.compile), FSDP's and checkpointing's, and a leading ``module.``.
+    """Drop prefixes of wrappers: ``_orig_mod.`` (torch.compile), FSDP's, checkpointing's, and leading ``module.``.
 
     ``module._orig_mod.model.norm.weight`` becomes ``model.norm.weight``.
     """
@@ -26,10 +26,9 @@ def unwrapped(name: str) -> str:
 
 @lru_cache(_NAMES_KEPT)
 def base_name(name: str) -> str | None:
-    """Return the name that a tensor of a peft-wrapped module has in the checkpoint; None for an adapter's own.
+    """Return the checkpoint name of a tensor of a peft-wrapped module; None for the adapter's own tensors.
 
-    ``base_model.model.model.layers.0.mlp.up_proj.base_layer.weight`` becomes
-    ``model.layers.0.mlp.up_proj.weight``.
+    ``base_model.model.model.layers.0.mlp.up_proj.base_layer.weight`` becomes ``model.layers.0.mlp.up_proj.weight``.
     """
     parts = unwrapped(name).split(".")
     if any(part.startswith("lora_") for part in parts):

@@ -1,4 +1,4 @@
-"""The tensors of a transformers model as its checkpoint names and divides them."""
+"""Rename and split a transformers model's tensors as in its checkpoint."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch.overrides import TorchFunctionMode
 
 
 def by_checkpoint_name(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return ``tensors`` of ``module`` as its checkpoint holds them, in their order: views, never copies.
+    """Return the tensors of ``module`` named and split as in its checkpoint, in their order: views, never copies.
 
-    Transformers stacks what a checkpoint holds apart: ``mlp.experts.gate_up_proj`` of a layer is the
-    ``mlp.experts.3.up_proj.weight`` of each of its experts. Other modules, and models whose checkpoint cannot be had
-    as views that cover every element, keep their own names.
+    Transformers stacks tensors that a checkpoint holds separately: a layer's ``mlp.experts.gate_up_proj`` holds
+    ``mlp.experts.3.up_proj.weight`` and its like of all experts. Tensors keep their own names in other modules, and in
+    models whose checkpoint cannot be expressed as views that cover every element.
 
     Args:
-        module: the model, or what it is wrapped in.
-        tensors: its parameters and persistent buffers, by name, without wrappers' prefixes.
+        module: the model, possibly wrapped.
+        tensors: its parameters and persistent buffers by name, without wrappers' prefixes.
     """
     own = dict(tensors)
     if "transformers" not in sys.modules or any(hasattr(tensor, "full_tensor") for tensor in own.values()):
@@ -49,7 +49,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 class _WithoutCopies(TorchFunctionMode):
-    """Leaves pieces of a tensor where they lie, though transformers asks for contiguous ones."""
+    """Keeps slices of tensors as views where transformers calls ``contiguous()``."""
 
     def __torch_function__(
         self,

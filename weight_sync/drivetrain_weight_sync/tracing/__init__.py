@@ -1,1 +1,1 @@
-"""How an engine's own loader is followed once, so that its copies can be made again without it."""
+"""Trace an engine's weight loader once, so that its copies can be replayed without it."""

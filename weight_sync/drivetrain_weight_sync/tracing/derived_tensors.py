@@ -1,7 +1,7 @@
-"""Tensors that an engine computes from loaded ones, such as the two halves of a projection that MLA multiplies apart.
+"""Tensors that an engine computes from its weights, such as the two halves of an MLA projection.
 
-No update brings them: after each they are computed anew, by the engine's own code, and stay where they are, since CUDA
-graphs know their addresses.
+Updates do not bring them. After each update the engine's own code computes them again, and the results are copied to
+the old addresses, which CUDA graphs refer to.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from drivetrain_weight_sync.tracing.operations import tensors_in, written_to
 
 @dataclass(frozen=True, slots=True)
 class AfterLoading:
-    """What an engine does once weights are loaded."""
+    """A computation that an engine does after loading weights."""
 
     name: str
-    """Of the module, for errors."""
+    """Name of the module, for errors."""
     module: nn.Module
-    """Which it changes, with all that is beneath."""
+    """The module whose tensors, submodules included, the step may change."""
     compute: Callable[[], object]
-    """Does it; also a second time."""
+    """Runs the step; must be repeatable."""
 
 
 def casts_of_weights(model: nn.Module) -> Iterator[AfterLoading]:
     """Yield a step for each buffer in which a module keeps one of its parameters in another dtype.
 
     Some engines fill such a buffer at the first forward pass and never read the parameter again, as SGLang 0.5.17 does
-    in GLM-4.5's gate. A buffer that is still empty is told by its name: ``_weight_fp32`` of ``weight``.
+    in GLM-4.5's gate. A buffer that is still empty is recognised by its name: ``_weight_fp32`` for ``weight``.
     """
     for path, module in model.named_modules():
         for name in module._non_persistent_buffers_set:
@@ -62,28 +62,27 @@ def _cast(module: nn.Module, parameter: str, buffer: str, dtype: torch.dtype) ->
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A tensor, and whose attribute it is."""
+    """A tensor and the attribute that holds it."""
 
     owner: Any
     name: str
     tensor: torch.Tensor
 
     def put(self) -> None:
-        """Make it that attribute again."""
+        """Set the attribute to this tensor again."""
         setattr(self.owner, self.name, self.tensor)
 
 
 class Derived:
-    """What an engine derives from its weights; made while they are as they were loaded.
+    """Repeats an engine's derived computations after each update; created while the loaded weights are unchanged.
 
     Args:
-        steps: Each is taken once here: one that looks at no weights is left out later.
-        weights: What updates bring.
-        cache: Keys and values, which no step is to write to, and which are as large as memory is.
+        steps: Every step is run once here; those that do not read weights are dropped.
+        weights: Storages that updates fill.
+        cache: Storages of the KV cache. No step may write to them, and they are too large to copy.
 
     Raises:
-        WeightSyncError: taken a second time, a step does not come to what is there, writes to weights, or fails; all is
-            as it was.
+        WeightSyncError: the repeated step gave other values, wrote to weights, or failed; everything was restored.
     """
 
     def __init__(
@@ -96,10 +95,10 @@ class Derived:
         self._steps = [step for step in steps if _looks_at(step, of_weights, of_cache)]
 
     def refresh(self) -> bool:
-        """Compute all of it anew, from the weights that are there now; whether there was any.
+        """Run every step on the current weights; return whether there was any.
 
         Raises:
-            WeightTransferFailed: something has another shape than before.
+            WeightTransferFailed: a tensor's shape or layout changed.
         """
         for step in self._steps:
             _take(step)
@@ -107,9 +106,9 @@ class Derived:
 
 
 def _looks_at(step: AfterLoading, weights: Set[int], cache: Set[int]) -> bool:
-    """Whether a step looks at weights; it is taken, and found to come to what is there already."""
+    """Return whether a step reads weights, after running it and checking that it repeats its values."""
     held = _held(step.module)
-    # Weights and cache are large, and are not written to.
+    # Weights and cache are too large to copy, and steps must not write to them.
     values = {place: one.tensor.clone() for place, one in held.items() if storage_of(one.tensor) not in weights | cache}
     looks = _Looks(weights, cache)
     try:
@@ -117,22 +116,22 @@ def _looks_at(step: AfterLoading, weights: Set[int], cache: Set[int]) -> bool:
             _take(step)
         after = _held(step.module)
         same = all(_equal(value, after[place].tensor) for place, value in values.items())
-        why = "comes to something else a second time"
+        why = "gives other values when repeated"
     except Exception as error:
-        same, why = False, f"fails a second time ({type(error).__name__}: {error})"
+        same, why = False, f"fails when repeated ({type(error).__name__}: {error})"
     if not same:
         for one in held.values():
             one.put()
         for place, value in values.items():
             held[place].tensor.data.copy_(value)
         raise WeightSyncError(
-            f"what the engine does in {step.name} once weights are loaded {why}; weight sync cannot follow that yet"
+            f"the engine's post-loading step of {step.name} {why}, which weight sync does not support yet"
         )
     return looks.found
 
 
 class _Looks(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees whether weights are looked at, and lets neither them nor the cache be written to."""
+    """Detects reads of weights, and refuses writes to the weights or the cache."""
 
     def __init__(self, weights: Set[int], cache: Set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -156,7 +155,7 @@ def _any_of(storages: Set[int], *values: object) -> bool:
 
 @torch.no_grad()
 def _take(step: AfterLoading) -> None:
-    """Take a step, and leave tensors where they are."""
+    """Run a step, keeping tensors at their addresses."""
     before = _held(step.module)
     step.compute()
     after = _held(step.module)
@@ -172,11 +171,13 @@ def _take(step: AfterLoading) -> None:
             old.tensor.copy_(new.tensor)
         old.put()
     if lost:
-        raise WeightTransferFailed(f"{step.name} holds other tensors than before once its weights were loaded again")
+        raise WeightTransferFailed(
+            f"{step.name} has other tensors, or other shapes, after its weights were loaded again"
+        )
 
 
 def _held(module: nn.Module) -> dict[tuple[int, str], _Held]:
-    """The tensors of a module and of what it is made of, by owner and name."""
+    """Return the tensors of a module and its parts, by owner and name."""
     found: dict[tuple[int, str], _Held] = {}
     for owner in _owners(module):
         own = dict(vars(owner))
@@ -189,7 +190,7 @@ def _held(module: nn.Module) -> dict[tuple[int, str], _Held]:
 
 
 def _owners(module: nn.Module) -> Iterator[Any]:
-    """Modules, and what is no module but holds tensors for one, as attention backends do."""
+    """Yield a module's parts, and objects that hold tensors for them, such as attention backends."""
     for part in module.modules():
         yield part
         for value in vars(part).values():

@@ -1,9 +1,9 @@
-"""Watches how an engine's model loads a checkpoint.
+"""Trace how an engine's model loads a checkpoint.
 
-An engine keeps other tensors than the checkpoint: fused, sharded, under other names. Its model's ``load_weights`` knows
-the way. :func:`record` runs it on tensors without memory and notes each copy that it would make. What it moves about
-before it copies, as a transposition or two tensors put together do, it loads once more as whole numbers, each of which
-says where it comes from. Of what it computes with, only where it comes to lie is known.
+An engine's tensors differ from the checkpoint's: fused, sharded, renamed. Only the model's ``load_weights`` knows the
+mapping. :func:`trace_loader` runs it on meta tensors and records each copy that it would make. Tensors that are
+rearranged first, by a transposition or concatenation, are loaded once more with integer labels in place of values,
+which show where each element goes. Of tensors that the loader computes with, only the destinations are recorded.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _MOVES: Final = frozenset(
         _aten.new_zeros,
     }
 )
-"""What makes new tensors of others without looking at values."""
+"""Operations that make new tensors from others without reading their values."""
 _MAKES: Final = frozenset(
     {
         _aten.empty_like,
@@ -60,57 +60,58 @@ _MAKES: Final = frozenset(
         _aten.new_full,
     }
 )
-"""What makes new tensors without a look at those that it is given."""
+"""Operations that make new tensors and use only the shape and dtype of their inputs."""
 _FILLS: Final = frozenset({_aten.zero_.default, _aten.fill_.Scalar})
 _READ_NUMBER: Final = _aten._local_scalar_dense.default
 """``Tensor.item()``."""
 _FIRST_NUMBER: Final = 0x5EED << 30
-"""Stands for the value of the first tensor whose ``item()`` is read; the next has the next. Exact in a float64."""
+"""Placeholder for the value of the first tensor whose ``item()`` is read; later ones count up. Exact in a float64."""
 _MARK: Final = 0x5A5A5
 _SHIFT: Final = 20
-"""A label is an element's number, and below it bits that are others once anything was computed with it."""
+"""A label is an element's index above ``_MARK`` in the low bits, which change if the label is computed with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Part of a checkpoint tensor, and the part of an engine's tensor that it is copied to."""
+    """A part of a checkpoint tensor, and the part of an engine's tensor that it is copied to."""
 
     destination: torch.Tensor
     """A view of the engine's tensor."""
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    """The part, as ``torch.as_strided`` names it on a contiguous checkpoint tensor that has its storage for itself."""
+    """Arguments of ``torch.as_strided`` that select the part from a contiguous checkpoint tensor without storage
+    offset."""
 
     def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The part of a contiguous tensor of the checkpoint's shape."""
+        """Return the copied part of a contiguous tensor that has the checkpoint tensor's shape."""
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
 
     def is_all_of(self, spec: TensorSpec) -> bool:
-        """Whether it takes the whole tensor as it is; a square one may be transposed."""
+        """Return whether the copy takes the whole tensor unchanged; a square one could be transposed."""
         contiguous = torch.empty(spec.shape, device="meta").stride()
         return (self.size, self.stride, self.offset) == (spec.shape, contiguous, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class LoaderTrace:
-    """What a loader does, by checkpoint name; tensors that it leaves out are in neither."""
+    """A loader's effects by checkpoint name; tensors that it leaves out appear in neither mapping."""
 
     copies: dict[str, list[Copy]]
     computed: dict[str, list[torch.Tensor]]
-    """Where the tensors come to lie that it computes with, or moves about as no copy can."""
+    """Destinations of tensors that the loader computes with, or rearranges in a way that no strided copy can."""
 
     @property
     def names(self) -> Set[str]:
-        """All that it loads."""
+        """Names of all tensors that it loads."""
         return self.copies.keys() | self.computed.keys()
 
 
 def trace_loader(load_weights: LoadWeights, specs: Iterable[TensorSpec]) -> LoaderTrace:
-    """Return what ``load_weights`` does. Nothing of the engine's is written to.
+    """Return what ``load_weights`` does with each tensor, without writing to the engine's tensors.
 
     Raises:
-        WeightSyncError: the engine cannot load tensors without memory, or loads something into nothing that is known.
+        WeightSyncError: the engine cannot load meta tensors, or a loaded tensor has no known destination.
     """
     known = {spec.name: spec for spec in specs}
     tensors = {name: torch.empty(spec.shape, dtype=dtype_of(spec), device="meta") for name, spec in known.items()}
@@ -134,7 +135,7 @@ def trace_loader(load_weights: LoadWeights, specs: Iterable[TensorSpec]) -> Load
     computed = watch.together_with(computed)
     lost = sorted(name for name in computed if not watch.destinations_of(name))
     if lost:
-        raise _cannot(f"what it makes of {listed(lost)} is not seen to get anywhere")
+        raise _cannot(f"no destination of {listed(lost)} was found")
     return LoaderTrace(
         {name: found for name, found in copies.items() if name not in computed},
         {name: watch.destinations_of(name) for name in known if name in computed},
@@ -153,7 +154,7 @@ def _load(load_weights: LoadWeights, tensors: Mapping[str, torch.Tensor], watch:
 
 @contextmanager
 def _in_this_thread() -> Iterator[None]:
-    """Run at once what this thread hands to thread pools: a dispatch mode sees only the thread that entered it."""
+    """Run work submitted to thread pools in this thread: a dispatch mode sees only the thread that entered it."""
     submit, watched = ThreadPoolExecutor.submit, threading.get_ident()
 
     def run(pool: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -175,33 +176,34 @@ def _in_this_thread() -> Iterator[None]:
 
 def _cannot(why: str) -> WeightSyncError:
     return WeightSyncError(
-        f"the engine transforms weights while it loads them ({why}), which weight sync cannot follow yet; for "
-        "this model, configure the engine to keep weights as the checkpoint has them: no quantisation, no packing"
+        f"the engine transforms weights while it loads them ({why}), which weight sync does not support yet; for "
+        "this model, configure the engine to keep weights as in the checkpoint: no quantisation, no packing"
     )
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees where given tensors go; nothing is written to tensors that were there before, only noted."""
+    """Follows given tensors through a loader; writes to the engine's own tensors are recorded and not made."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._own = {storage_of(tensor): name for name, tensor in tensors.items()}
         self._made_of: dict[int, frozenset[str]] = {storage: frozenset({name}) for storage, name in self._own.items()}
-        """Of which given tensors there is something in each storage."""
+        """By storage: the given tensors whose values it holds."""
         self._kept: list[torch.Tensor] = []
-        """Or another storage could come to the same place."""
+        """Keeps storages alive, so that no new one reuses an id."""
         self._fresh: set[int] = set()
-        """Storages that were made meanwhile of anything else."""
+        """Storages made during the trace that hold no given values."""
         self._written: dict[int, list[tuple[frozenset[str], torch.Tensor]]] = {}
-        """By storage: what would have been written to, and of which given tensors something would be there."""
+        """By storage of the engine: each view that would be written to, and the given tensors whose values it would
+        hold."""
         self.copied: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         """Name, destination, and the part of the given tensor."""
         self.moved: list[tuple[frozenset[str], torch.Tensor, torch.Tensor]] = []
-        """Names, destination, and what was made of them."""
+        """Names, destination, and the rearranged tensor."""
         self.computed: set[str] = set()
-        """Those of the given tensors that more was done with than to move them about."""
+        """Given tensors that the loader computes with, rather than only moving them."""
         self.numbers: dict[float, tuple[str, torch.Tensor]] = {}
-        """What stands for a value that was read with ``item()`` and not written yet: its tensor's name, and it."""
+        """By placeholder: name and tensor of each value read with ``item()`` and not yet written."""
         self._numbers_read = 0
 
     def __torch_dispatch__(
@@ -218,14 +220,14 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         there = {storage_of(value) for value in given}
         new = [value for value in tensors_in(made) if storage_of(value) not in there]
         if new and func.overloadpacket not in _MAKES:
-            # What is made of the engine's own is made of what would be there by now.
+            # A tensor made from the engine's own depends on what the loader would have written there by now.
             read = self._to_be_in(*given)
             self.computed |= read
             names |= read
         if not names:
             self._fresh |= {storage_of(value) for value in new}
             return made
-        self._fresh -= {storage_of(value) for value in new}  # one that was there before may have lain in its place
+        self._fresh -= {storage_of(value) for value in new}  # a new storage may reuse the id of an earlier one
         moves = func.overloadpacket in _MOVES and not any(
             storage_of(value) in self._own or storage_of(value) in self._fresh for value in written
         )
@@ -251,7 +253,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             names = frozenset({own})
             self.copied.append((own, destination, source.reshape(())))
         elif func in _FILLS:
-            # What is constant is there already; unless it would be written over what came before.
+            # Constants were written when the engine started; only one that would overwrite a loaded value matters.
             there = self._written.get(storage_of(destination), ())
             over = [names for names, other in there if _overlap(other, destination)]
             self.computed |= frozenset[str]().union(*over)
@@ -263,10 +265,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._written.setdefault(storage_of(value), []).append((names, value.detach()))
 
     def _number_for(self, value: torch.Tensor) -> float:
-        """What ``item()`` returns: a number that is recognised where the engine's own is filled with it."""
+        """Return a placeholder for ``item()``, recognised when one of the engine's tensors is filled with it."""
         own = self._own.get(storage_of(value))
         if own is None:
-            raise _cannot(f"it reads a value that it makes of {listed(sorted(self._names(value)))}")
+            raise _cannot(f"it reads a value computed from {listed(sorted(self._names(value)))}")
         number = _FIRST_NUMBER + self._numbers_read
         self._numbers_read += 1
         self.numbers[number] = own, value.detach()
@@ -280,16 +282,16 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return frozenset[str]().union(*(self._made_of.get(storage_of(value), frozenset()) for value in values))
 
     def _to_be_in(self, *values: torch.Tensor) -> frozenset[str]:
-        """Of which given tensors there would be something in the engine's own by now."""
+        """Return the given tensors whose values would be in these tensors of the engine by now."""
         there = (self._written.get(storage_of(value), ()) for value in values)
         return frozenset[str]().union(*(names for some in there for names, _ in some))
 
     def destinations_of(self, name: str) -> list[torch.Tensor]:
-        """Where something of a given tensor would have been written."""
+        """Return the destinations to which values of a given tensor would be written."""
         return [destination for there in self._written.values() for names, destination in there if name in names]
 
     def together_with(self, names: Iterable[str]) -> set[str]:
-        """These, and whatever shares memory of the engine's with them."""
+        """Return these names, and all names whose values share storages of the engine with them."""
         found = set(names)
         of_storages = [frozenset[str]().union(*(written for written, _ in there)) for there in self._written.values()]
         while more := {name for some in of_storages if some & found for name in some} - found:
@@ -297,7 +299,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def moved_together(self) -> list[list[str]]:
-        """Names of tensors that were moved about before they were copied, those together that one copy is made of."""
+        """Group the names of rearranged tensors, so that all inputs of one copy are in one group."""
         group_of: dict[str, set[str]] = {}
         for names, _, _ in self.moved:
             joined = set(names).union(*(group_of[name] for name in names if name in group_of))
@@ -306,7 +308,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _without_memory(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation on shapes alone, where something that it is given has no memory."""
+    """Run an operation on the meta device if any of its inputs is a meta tensor."""
     if any(value.is_meta for value in tensors_in(args, kwargs)):
         args, kwargs = tree_map_only(torch.Tensor, _shape_of, (args, kwargs or {}))
         if kwargs.get("device") is not None:
@@ -321,7 +323,7 @@ def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the ranges do in which two tensors lie in the same memory."""
+    """Return whether the byte ranges of two tensors in one storage overlap."""
     if not one.numel() or not other.numel():
         return False
     (begin, end), (other_begin, other_end) = map(_range, (one, other))
@@ -335,7 +337,7 @@ def _range(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _by_labels(load_weights: LoadWeights, specs: list[TensorSpec]) -> dict[str, list[Copy]]:
-    """The copies of tensors that are loaded together, found by where each of their elements comes to lie."""
+    """Find the copies of tensors that are loaded together, by tracing labelled elements."""
     sizes = torch.tensor([torch.Size(spec.shape).numel() for spec in specs])
     ends = sizes.cumsum(0)
     labels = {
@@ -349,7 +351,7 @@ def _by_labels(load_weights: LoadWeights, specs: list[TensorSpec]) -> dict[str, 
     for destination, source in moved:
         found = source.expand(destination.shape).cpu()
         if found.dtype != torch.int64 or bool((found & ((1 << _SHIFT) - 1) != _MARK).any()):
-            raise _cannot(f"it computes something of {listed([spec.name for spec in specs])}")
+            raise _cannot(f"it computes with {listed([spec.name for spec in specs])}")
         for block, places in _of_one_each(destination, found >> _SHIFT, ends):
             index = int(torch.searchsorted(ends, places.flatten()[0], right=True))
             begin = int(ends[index] - sizes[index])
@@ -360,7 +362,7 @@ def _by_labels(load_weights: LoadWeights, specs: list[TensorSpec]) -> dict[str, 
 def _of_one_each(
     destination: torch.Tensor, places: torch.Tensor, ends: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Cut a destination into blocks that are each made of one tensor."""
+    """Cut a destination into blocks, each from one checkpoint tensor."""
     if not places.numel():
         return
     whose = torch.searchsorted(ends, places.contiguous(), right=True)
@@ -374,11 +376,11 @@ def _of_one_each(
             for block, part in zip(destination.tensor_split(at, dim), places.tensor_split(at, dim), strict=True):
                 yield from _of_one_each(block, part, ends)
             return
-    raise _cannot("it mixes tensors")
+    raise _cannot("it interleaves tensors")
 
 
 def _strided(destination: torch.Tensor, places: torch.Tensor, spec: TensorSpec) -> Copy:
-    """The copy that fills ``destination`` with the elements at ``places`` of the flattened tensor."""
+    """Return the copy that fills ``destination`` with the elements at ``places`` of the flattened tensor."""
     steps: list[tuple[int, int]] = []
     for dim in range(places.ndim):
         steps += _steps(places[tuple(slice(None) if other == dim else 0 for other in range(places.ndim))])
@@ -387,15 +389,15 @@ def _strided(destination: torch.Tensor, places: torch.Tensor, spec: TensorSpec) 
     numbers = torch.arange(torch.Size(spec.shape).numel())
     last = offset + sum((many - 1) * step for many, step in steps)
     if last >= len(numbers) or not torch.equal(numbers.as_strided(size, stride, offset), places.reshape(size)):
-        raise _cannot(f"it moves {spec.name} about")
+        raise _cannot(f"it rearranges {spec.name} irregularly")
     return Copy(destination.view(size), size, stride, offset)
 
 
 def _steps(along: torch.Tensor) -> list[tuple[int, int]]:
-    """How many numbers rise by which step, and how many of these by which, and so on; outermost first.
+    """Factor a sequence of positions into (count, step) pairs, outermost first.
 
     Raises:
-        WeightSyncError: they do not rise like that.
+        WeightSyncError: the positions do not form such a regular pattern.
     """
     if len(along) == 1:
         return [(1, 0)]
@@ -404,7 +406,7 @@ def _steps(along: torch.Tensor) -> list[tuple[int, int]]:
     other = (steps != step).nonzero()
     many = int(other[0]) + 1 if len(other) else len(along)
     if step < 0 or len(along) % many:
-        raise _cannot("it moves elements about")
+        raise _cannot("it rearranges elements irregularly")
     if many == len(along):
         return [(many, step)]
     return [*_steps(along[::many]), (many, step)]

@@ -1,4 +1,4 @@
-"""What a ``TorchDispatchMode`` asks of an operation and its tensors."""
+"""Inspect an operation and its tensors, for a ``TorchDispatchMode``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def tensors_in(*values: object) -> list[torch.Tensor]:
-    """The tensors among an operation's arguments, or its results; torch's trees took a third of a recording."""
+    """Return the tensors in nested arguments or results; torch's own pytrees take a third of a trace's time."""
     found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -22,7 +22,7 @@ def tensors_in(*values: object) -> list[torch.Tensor]:
 
 
 def written_to(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Any]:
-    """Those of the arguments that the operation writes to, ``out`` among them."""
+    """Return the arguments that the operation writes to, including ``out``."""
     return [
         args[index] if index < len(args) else (kwargs or {}).get(argument.name)
         for index, argument in enumerate(func._schema.arguments)

@@ -1,7 +1,7 @@
-"""Parts of a model that an engine keeps in another form than its loader fills, quantised or packed for its kernels.
+"""Parts of a model that an engine quantises or repacks for its kernels after loading.
 
-What they hold is not a copy of what a trainer has, so an update cannot copy it: it gives a part all tensors that it is
-made of, and the engine itself makes its form of them, where that was before.
+Their tensors are not copies of the trainer's, so an update cannot copy into them. It passes all checkpoint tensors of a
+part to the engine, which converts them in place.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from torch import nn
 
 
 class QuantisedParts(ABC):
-    """The engine's own way to load such parts anew."""
+    """The engine's own way to reload converted parts."""
 
     @abstractmethod
     def as_loaded(self) -> AbstractContextManager[object]:
-        """Make all parts as the loader fills them, without memory; as they were afterwards."""
+        """Restore, within the context, the parameters that the loader fills, as meta tensors."""
 
     @abstractmethod
     def part_of(self, destination: torch.Tensor) -> nn.Module:
-        """The part that a tensor belongs to which the loader fills; only within :meth:`as_loaded`."""
+        """Return the part that owns a tensor filled by the loader; only within :meth:`as_loaded`."""
 
     @abstractmethod
     def load(self, parts: Sequence[nn.Module], weights: Mapping[str, torch.Tensor]) -> None:
-        """Load parts anew from all tensors that they are made of, and convert them; they stay where they are."""
+        """Reload parts from all their checkpoint tensors and convert them; their tensors keep their addresses."""
 
 
 def held_by(part: nn.Module) -> list[torch.Tensor]:
-    """What a part computes with."""
+    """Return the tensors that a part computes with."""
     return [*part.parameters(recurse=False), *part.buffers(recurse=False)]

@@ -1,7 +1,7 @@
-"""An engine's model whose own loader was watched once: from each checkpoint tensor to where its values go.
+"""A weight target that replays the traced copies of an engine's own loader.
 
-The copies that :func:`~drivetrain_weight_sync.tracing.loader_trace.trace_loader` saw are made again at the speed of
-a copy, and backwards, to read what the engine holds by checkpoint name. What its loader computes with, it is given
+The copies found by :func:`~drivetrain_weight_sync.tracing.loader_trace.trace_loader` are replayed at the speed of a
+copy, and reversed to read weights by checkpoint name. Tensors that the loader computes with are passed to the loader
 again.
 """
 
@@ -27,12 +27,12 @@ from drivetrain_weight_sync.tracing.loader_trace import Copy, LoaderTrace, LoadW
 from drivetrain_weight_sync.tracing.quantised_parts import QuantisedParts, held_by
 
 _MOST_BATCHES: Final = 1024
-"""Tables of addresses that are kept. One lists a bucket, or a whole update; arenas seldom move."""
+"""Most tables of addresses kept. One describes a bucket or a whole update, and arenas seldom move."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Part of a checkpoint tensor, as ``torch.as_strided`` names it, with its values in CPU memory."""
+    """A part of a checkpoint tensor in CPU memory, placed by arguments of ``torch.as_strided``."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -41,19 +41,19 @@ class Piece:
 
 
 class TracedTarget:
-    """A :class:`~drivetrain_weight_sync.receiver.target.WeightTarget` that copies where the loader was seen to copy.
+    """A :class:`~drivetrain_weight_sync.receiver.target.WeightTarget` that replays the copies of a traced loader.
 
     Args:
         load_weights: The loader of the engine's model.
-        checkpoint: Names, shapes and aliases of the checkpoint's tensors, as a trainer has them. Dtypes are the
-            engine's own, whatever is said here, but for tensors that the loader computes with.
-        split: Whether other ranks take the parts of tensors that this one's loader leaves out.
-        at_once: Make copies within a GPU as one kernel, where tensors stay, and digest them on the way.
-        converted: Parts that the engine keeps in another form; None: there are none.
-        model: Where what the loader computes is held; None: what it computes is refused.
+        checkpoint: Names, shapes and aliases of the checkpoint's tensors, as a trainer has them. Its dtypes count only
+            for tensors that the loader computes with; others have the engine's.
+        split: True if other ranks hold the parts of tensors that this rank's loader leaves out.
+        at_once: Copy tensors at stable addresses in one kernel on a GPU, which also digests them.
+        converted: Parts that the engine quantises or repacks; None: there are none.
+        model: The model, searched for the tensors that the loader computes; None: such tensors are refused.
 
     Raises:
-        WeightSyncError: the loader cannot be followed, or takes parts of some tensors and ``split`` is false.
+        WeightSyncError: the loader cannot be traced, or takes parts of some tensors and ``split`` is false.
     """
 
     def __init__(
@@ -68,18 +68,18 @@ class TracedTarget:
     ) -> None:
         self._at_once = at_once
         self._batches: dict[Hashable, DeviceCopies] = {}
-        """By where the tensors lie that they copy."""
+        """By stable-address key of the tensors that they copy."""
         self._addresses: tuple[int, ...] = ()
-        """Of the engine's tensors, when the batches were made."""
+        """Addresses of the engine's tensors when the batches were made."""
         self._launched: list[Launched] = []
         self.derived: Derived | None = None
-        """What the engine computes from what was loaded."""
+        """Tensors that the engine computes from its weights; recomputed after each update."""
         self._load_weights = load_weights
         self._converter = converted
         self._parts_of: dict[str, list[nn.Module]] = {}
-        """Of each tensor that the engine keeps in another form."""
+        """For each tensor that the engine keeps in another form, the modules made from it."""
         self._computed: set[str] = set()
-        """Of these, those with which its loader itself computes."""
+        """The subset of these that the loader itself computes with."""
         with nullcontext() if converted is None else converted.as_loaded():
             recording = trace_loader(load_weights, checkpoint.tensors)
             self._note_parts(recording, model)
@@ -97,14 +97,14 @@ class TracedTarget:
         self._split = {name for name in self._copies if not self._is_whole(name)}
         if self._split and not split:
             raise WeightSyncError(
-                f"the engine's loader takes only parts of {listed(sorted(self._split))}, and there is no other rank"
+                f"the engine's loader takes only parts of {listed(sorted(self._split))}, although it has one rank"
             )
 
     def share_with(self, manifests: Iterable[WeightManifest]) -> None:
-        """Take in the tensors that other ranks alone hold, as experts that are spread over them: no part is here.
+        """Add tensors that only other ranks hold, such as distributed experts; this rank has no part of them.
 
         Args:
-            manifests: Of all ranks, this one's among them, in one order on every rank.
+            manifests: Manifests of all ranks, this one's included, in one order on every rank.
         """
         specs: dict[str, TensorSpec] = {}
         aliases: dict[str, str] = {}
@@ -118,7 +118,7 @@ class TracedTarget:
         self._split |= absent
 
     def _note_parts(self, recording: LoaderTrace, model: nn.Module | None) -> None:
-        """Note what parts the tensors belong to that no copy brings to where they are used."""
+        """Record the modules of tensors that the loader computes with or the engine converts."""
         for name, copies in recording.copies.items():
             filled = [copy.destination for copy in copies if copy.destination.is_meta]
             if self._converter is not None and filled:
@@ -133,7 +133,7 @@ class TracedTarget:
             self._parts_of[name] = list(dict.fromkeys(part for part in parts if part is not None))
             if None in parts:
                 raise WeightSyncError(
-                    f"the engine's loader computes something of {name}, and it is not seen what the model has of it"
+                    f"the engine's loader computes with {name}, and no module was found that holds the result"
                 )
 
     def _is_whole(self, name: str) -> bool:
@@ -141,12 +141,12 @@ class TracedTarget:
         return covered >= torch.Size(self._specs[name].shape).numel()
 
     def _parts(self, name: str) -> list[Copy]:
-        """The copies of a tensor, each part once: those of tied tensors repeat them."""
+        """Return the copies of a tensor, each part once: those of tied tensors repeat them."""
         return list({(copy.size, copy.stride, copy.offset): copy for copy in self._copies[name]}.values())
 
     @cached_property
     def storages(self) -> list[torch.UntypedStorage]:
-        """The memory of all that an update brings, each piece once."""
+        """Storages of all tensors that an update fills, each once."""
         brought = [copy.destination for copies in self._copies.values() for copy in copies]
         for part in self.converted_parts:
             brought += held_by(part)
@@ -155,7 +155,7 @@ class TracedTarget:
 
     @cached_property
     def converted_parts(self) -> dict[nn.Module, list[str]]:
-        """Parts that the engine keeps in another form, and the tensors that each is made of."""
+        """Modules that the engine keeps in another form, with the checkpoint tensors that each is made from."""
         found: dict[nn.Module, list[str]] = {}
         for name, parts in self._parts_of.items():
             for part in parts:
@@ -172,7 +172,7 @@ class TracedTarget:
         return [storage.data_ptr for storage in self.storages]
 
     def manifest(self) -> WeightManifest:
-        """Name every tensor that a complete update must bring, in the engine's dtypes."""
+        """Return every tensor that a complete update must bring, in the engine's dtypes."""
         return self._manifest
 
     def check_ready(self) -> None:
@@ -193,7 +193,7 @@ class TracedTarget:
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, place: Hashable = None) -> None:
-        """Make the recorded copies of these tensors, and have the engine load those that it keeps in another form."""
+        """Replay the copies of these tensors, and have the engine load those that it keeps in another form."""
         own: dict[str, torch.Tensor] = {}
 
         def whole() -> Iterator[tuple[str, torch.Tensor]]:
@@ -218,7 +218,7 @@ class TracedTarget:
             self._converter.load(list(parts), own)
 
     def load_again(self, place: Hashable, among: Set[str]) -> Set[str]:
-        """Make again the copies of an earlier load from this place."""
+        """Replay the copies of an earlier load with this key."""
         batch = self._batches.get(place)
         if batch is None or not among >= batch.names:
             return frozenset()
@@ -228,7 +228,7 @@ class TracedTarget:
     def _ways(self, name: str) -> list[Copy]:
         own = self._own(name)
         if own not in self._copies:
-            raise WeightTransferFailed(f"the model has no tensor {name!r}; names are those of weight_manifest()")
+            raise WeightTransferFailed(f"the model has no tensor {name!r}; weight_manifest() lists the names")
         return self._copies[own]
 
     def _load_at_once(self, tensors: list[tuple[str, torch.Tensor]], place: Hashable) -> None:
@@ -246,7 +246,7 @@ class TracedTarget:
             self._launched.append(batch.launch())
 
     def expect(self, digests: Mapping[str, int]) -> Set[str]:
-        """Say which digests tensors should have; return whose are seen by the copies that are made at once."""
+        """Set the expected digests; return the names of tensors that the copy kernel digests."""
         for launched in self._launched:
             launched.expect(digests)
         if len(self._launched) == 1:
@@ -254,11 +254,11 @@ class TracedTarget:
         return frozenset().union(*(launched.names for launched in self._launched))
 
     def differing(self) -> list[str]:
-        """Of the tensors that were copied at once, those whose digests are not as expected."""
+        """Return the tensors that the copy kernel digested with another result than expected."""
         return [name for launched in self._launched for name in launched.differing()]
 
     def finish(self) -> None:
-        """Wait until copies to a GPU have been made, and what is derived from them."""
+        """Wait for copies to a GPU, then recompute derived tensors."""
         self._synchronize()
         if self.derived is not None and self.derived.refresh():
             self._synchronize()
@@ -275,13 +275,13 @@ class TracedTarget:
         return {device for device in devices if device.type == "cuda"}
 
     def cancel(self) -> None:
-        """Nothing to undo."""
+        """Do nothing: there is nothing to undo."""
 
     @torch.no_grad()
     def read(self, name: str) -> torch.Tensor:
-        """Return what the engine holds of a checkpoint tensor: a view where it lies in one piece, else a copy.
+        """Return the engine's values of a checkpoint tensor: a view if they lie in one piece, else a copy.
 
-        Of a tensor that is split over ranks, the parts that this one holds, one after another, in one dimension.
+        Of a tensor split over ranks, return this rank's parts, flattened and concatenated.
         """
         own = self._readable(name)
         if own in self._split:
@@ -297,7 +297,7 @@ class TracedTarget:
 
     @torch.no_grad()
     def whole(self, name: str) -> torch.Tensor:
-        """Return a copy of what the engine holds of a checkpoint tensor; zeros where other ranks hold it."""
+        """Return a copy of a checkpoint tensor; elements that other ranks hold are zero."""
         own = self._readable(name)
         spec, parts = self._specs[own], self._parts(own)
         device = parts[0].destination.device if parts else None
@@ -307,7 +307,7 @@ class TracedTarget:
         return whole
 
     def part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return what this rank takes of a tensor, as :meth:`read` gives it; None if it takes all."""
+        """Return this rank's part of a tensor in the form of :meth:`read`; None if it takes all of it."""
         own = self._own(name)
         if own not in self._split:
             return None
@@ -319,14 +319,14 @@ class TracedTarget:
 
     @torch.no_grad()
     def pieces(self, name: str) -> list[Piece]:
-        """Return what this rank holds of a checkpoint tensor, and where it lies in the whole."""
+        """Return this rank's pieces of a checkpoint tensor, with their places in the whole."""
         return [
             Piece(copy.size, copy.stride, copy.offset, copy.destination.to("cpu", copy=True))
             for copy in self._parts(self._readable(name))
         ]
 
     def assembled(self, name: str, pieces: Iterable[Piece]) -> torch.Tensor:
-        """Return a whole checkpoint tensor, in CPU memory, made of the pieces of all ranks."""
+        """Assemble a whole checkpoint tensor, in CPU memory, from the pieces of all ranks."""
         spec = self._specs[self._own(name)]
         whole = torch.empty(spec.shape, dtype=dtype_of(spec))
         for piece in pieces:
@@ -340,31 +340,31 @@ class TracedTarget:
         own = self._own(name)
         if own in self._parts_of:
             raise WeightSyncError(
-                f"the engine keeps {own} in another form, quantised, packed or computed: it cannot be read back as a "
-                "checkpoint has it"
+                f"the engine keeps {own} in another form, quantised, packed or computed: it cannot be read back as in "
+                "the checkpoint"
             )
         return own
 
     def forms_of(self, name: str) -> list[torch.Tensor]:
-        """What the engine holds of a tensor: the tensor, or what it made of it and of others."""
+        """Return the tensors that hold a checkpoint tensor's values: itself, or the engine's forms made from it."""
         parts = self._parts_of.get(self._own(name))
         return [self.read(name)] if parts is None else [held for part in parts for held in held_by(part)]
 
 
 def _holders(model: nn.Module | None) -> dict[int, nn.Module]:
-    """The module that holds each storage."""
+    """Return the module that holds each storage."""
     modules = () if model is None else model.modules()
     return {storage_of(held): module for module in modules for held in held_by(module)}
 
 
 def _at_once(name: str, whole: torch.Tensor, ways: Sequence[Copy]) -> list[DeviceCopy]:
-    """The copies of a tensor as one kernel makes them and digests the whole; none if it cannot."""
+    """Return a tensor's copies for a kernel launch that also digests the whole; empty if no kernel can make them."""
     parts = [_device_copy(whole, way) for way in ways] or [DeviceCopy(whole)]
     first = parts[0]
     if first.source.nbytes < whole.nbytes and len(ways) == 1:
         window = window_of(whole, ways[0].size, ways[0].stride, ways[0].offset)
         first = replace(first, source=whole, window=window)
-    # Read once for both, if the whole is read for the copy.
+    # Read the tensor once for copy and digest, if the copy reads all of it.
     together = first.source.nbytes == whole.nbytes and fits(first)
     copies = [replace(first, name=name), *parts[1:]] if together else [DeviceCopy(whole, name=name), *parts]
     return copies if all(map(fits, copies)) else []

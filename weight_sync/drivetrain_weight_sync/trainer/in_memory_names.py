@@ -1,4 +1,4 @@
-"""Tensors that come under the names of a transformers model in memory, by those of the engine's checkpoint."""
+"""Translate a transformers model's in-memory tensor names to those of the engine's checkpoint."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _logger = logging.getLogger(__name__)
 
 
 class InMemoryNames:
-    """Reads state dicts and ``named_parameters``, which lack the model that says how they are stored.
+    """Translates names of state dicts and ``named_parameters``, which come without the model that knows its checkpoint.
 
-    Transformers stacks experts, and gives parts of vision models other names than their checkpoints have. The class
-    of the engine's model knows both.
+    Transformers stacks experts, and names parts of vision models differently in memory than in the checkpoint. The
+    class of the engine's model knows both.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -28,7 +28,7 @@ class InMemoryNames:
         self._tried = False
 
     def stored(self, tensors: Mapping[str, torch.Tensor], manifest: WeightManifest) -> Mapping[str, torch.Tensor]:
-        """Return views of ``tensors`` by the engine's names; ``tensors`` if that does not make all of them its own."""
+        """Return views of ``tensors`` by the engine's names; return ``tensors`` unchanged if a name stays unknown."""
         known = manifest.aliases.keys() | {spec.name for spec in manifest.tensors}
         if tensors.keys() <= known:
             return tensors
@@ -48,5 +48,5 @@ class InMemoryNames:
                 config.model, config.revision, trust_remote_code=config.trust_remote_code, local_files_only=True
             )
         except (ImportError, OSError, ValueError) as error:
-            _logger.info("the class of %s cannot be asked for the names of its tensors: %s", config.model, error)
+            _logger.info("the model class of %s could not be loaded for its tensor names: %s", config.model, error)
             return None

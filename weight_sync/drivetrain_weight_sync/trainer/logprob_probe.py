@@ -1,4 +1,4 @@
-"""A look at what an engine makes of new weights: the logprobs of a few sequences, beside the trainer's own."""
+"""Compare an engine's logprobs with the trainer's after new weights were committed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from drivetrain.types.outputs import GenerationOutput
 
 @runtime_checkable
 class ScoringEngine(Protocol):
-    """What a probe needs of an :class:`~drivetrain.engine.engine.InferenceEngine`."""
+    """The part of :class:`~drivetrain.engine.engine.InferenceEngine` that a probe uses."""
 
     @property
     def state(self) -> EngineState: ...
@@ -29,17 +29,17 @@ class ScoringEngine(Protocol):
 class LogprobProbe:
     """Asks an engine for logprobs after each commit, and compares them with the trainer's.
 
-    Digests prove that the engine holds the tensors that were sent. This sees what they do not: a model that computes
-    otherwise with the same tensors.
+    Digests prove that the engine holds the tensors that were sent. The probe finds a model that computes differently
+    with the same tensors.
     """
 
     sequences: Sequence[Sequence[int]]
-    """Token ids, of each sequence two or more; few and short, they are scored at every push."""
+    """Token ids, at least two per sequence. Keep them few and short: they are scored at every push."""
     logprobs: Callable[[], Sequence[Sequence[float]]]
-    """What the trainer's model says of them now, in nats: of each sequence, the logprob of every token but the first.
-    Called in another thread."""
+    """Returns the trainer's current logprobs in nats: for each sequence, one per token except the first. Called in
+    another thread."""
     tolerance: float
-    """Largest difference that is no failure, in nats: 0.001 for float32, 0.15 for bfloat16 are usual."""
+    """Largest difference in nats that passes; 0.001 for float32 and 0.15 for bfloat16 are usual."""
 
     def __post_init__(self) -> None:
         check_sequences("probe.sequences", self.sequences)
@@ -56,11 +56,11 @@ class LogprobProbe:
             )
 
     async def gap(self, engine: ScoringEngine) -> float | None:
-        """Return the largest difference in nats; None if the engine is paused or asleep, and can score nothing.
+        """Return the largest difference in nats, or None if the engine is paused or asleep and cannot score.
 
         Raises:
-            InvalidRequest: ``logprobs`` gave other numbers than one for each token but the first.
-            WeightProbeFailed: it is beyond the tolerance.
+            InvalidRequest: ``logprobs`` did not return one number for each token except the first.
+            WeightProbeFailed: the difference exceeds the tolerance.
         """
         if engine.state is not EngineState.READY:
             return None
@@ -70,8 +70,8 @@ class LogprobProbe:
         found = [list(completion.prompt_logprobs or ())[1:] for completion in output.completions]
         if [len(numbers) for numbers in expected] != [len(numbers) for numbers in found]:
             raise InvalidRequest(
-                f"the probe's logprobs are {[len(numbers) for numbers in expected]} numbers; expected "
-                f"{[len(numbers) for numbers in found]}, one for each token but the first",
+                f"the probe's logprobs have lengths {[len(numbers) for numbers in expected]}; expected "
+                f"{[len(numbers) for numbers in found]}, one number for each token but the first",
                 field="probe.logprobs",
             )
         gap = max(

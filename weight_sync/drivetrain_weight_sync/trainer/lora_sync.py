@@ -1,4 +1,4 @@
-"""The trainer's side where only a LoRA adapter is trained: megabytes travel, the base weights stay where they are."""
+"""Weight sync for LoRA training: only the adapter is sent, megabytes instead of the base weights."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class LoraEngine(Protocol):
-    """What is needed of an :class:`~drivetrain.engine.engine.InferenceEngine`."""
+    """The part of :class:`~drivetrain.engine.engine.InferenceEngine` that ``LoraSync`` uses."""
 
     async def update_named_weights(self, request: WeightUpdateRequest) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class LoraSyncResult:
-    """What a push did and how long it took, in seconds."""
+    """Sizes and timings of a push; times are in seconds."""
 
     version: str
     lora_name: str
@@ -45,29 +45,29 @@ class LoraSyncResult:
     nbytes: int
     """Bytes of the adapter's tensors."""
     stage_seconds: float
-    """Checking and writing, while the engine serves on."""
+    """Time to check and write the adapter, while the engine keeps serving."""
     update_seconds: float
-    """Until the engine had the adapter loaded, and the old one unloaded."""
+    """Time until the engine has loaded the new adapter and unloaded the old one."""
     total_seconds: float
 
 
 class LoraSync:
-    """Pushes the adapter of a peft model to an engine with ``enable_lora``, where requests choose it by ``lora_name``.
+    """Pushes the adapter of a peft model to an engine with ``enable_lora``. Requests select it by ``lora_name``.
 
-    The first push loads it, each later one updates it. It goes through a folder; the last one pushed is kept until the
-    next push or :meth:`close`, for engines that read an adapter again.
+    The first push loads the adapter, each later push updates it. It travels through a folder. The folder of the last
+    push is kept until the next push or :meth:`close`, for engines that read an adapter again.
 
     Args:
         model: a ``peft.PeftModel`` with a LoRA adapter.
-        engine: where the adapter goes.
-        lora_name: by which requests choose it.
-        adapter: which of the model's adapters.
-        mode: what becomes of requests in flight that use it: ``wait`` or ``abort``; they cannot go on with another
-            adapter, so with ``retract`` or ``in_place`` a push is refused while there are any.
-        directory: where the folders are made, readable by the engine's process; None: the temporary folder.
+        engine: the engine to push to.
+        lora_name: the name by which requests select the adapter.
+        adapter: the model's adapter to push.
+        mode: pause mode for requests in flight that use the adapter: ``wait`` or ``abort``. They cannot continue with
+            another adapter: with ``retract`` or ``in_place``, a push is refused while there are any.
+        directory: parent of the folders, readable by the engine's process; None: the temporary folder.
 
     Raises:
-        InvalidRequest: an argument is none of its kind, or the model has no adapter of that name.
+        InvalidRequest: an argument has the wrong type or value, or the model has no adapter of that name.
     """
 
     @checked
@@ -99,14 +99,14 @@ class LoraSync:
 
     @checked
     async def push(self, *, version: str) -> LoraSyncResult:
-        """Make the engine serve the adapter as it is now, as ``version``; other weights stay. One push at a time.
+        """Make the engine serve the adapter's current weights as ``version``. Pushes run one after another.
 
-        If it fails, the engine serves the adapter that it had.
+        If the push fails, the old adapter keeps serving. Base weights and other adapters do not change.
 
         Raises:
-            InvalidRequest: the version is empty, or the engine takes no such adapter.
-            InvalidWeights: the adapter holds NaN or infinity; the engine was not asked.
-            EngineBusy: requests in flight use the adapter, and ``mode`` would have them go on.
+            InvalidRequest: the version is empty, or the engine does not accept such an adapter.
+            InvalidWeights: the adapter holds NaN or infinity; nothing was sent.
+            EngineBusy: requests in flight use the adapter, and ``mode`` is ``retract`` or ``in_place``.
             WeightSyncError: the sync is closed, or the adapter cannot be written to its folder.
         """
         async with self._lock:
@@ -131,7 +131,7 @@ class LoraSync:
         return LoraSyncResult(version, self._lora_name, tensors, nbytes, staged - begun, ended - staged, ended - begun)
 
     async def close(self) -> None:
-        """Remove the folder, once a push under way has ended; the engine keeps the adapter. Idempotent."""
+        """Wait for a push under way, then remove the folder; the engine keeps the adapter. Idempotent."""
         async with self._lock:
             self._closed = True
             pushed, self._pushed = self._pushed, None
@@ -148,11 +148,11 @@ class LoraSync:
 
     @torch.no_grad()
     def _write(self, folder: PushFolder) -> tuple[int, int]:
-        """Write a peft folder; returns how many tensors, and their bytes."""
+        """Write the adapter as a peft folder; return the number of tensors and their bytes."""
         with from_extra("lora", "LoraSync"):
             from peft import get_peft_model_state_dict
 
-        # Beside an adapter of an embedding peft would write the embedding, too.
+        # By default peft also writes the base embedding if the adapter targets it.
         state = get_peft_model_state_dict(self._model, adapter_name=self._adapter, save_embedding_layers=False)
         bad = non_finite(state)
         if bad:
@@ -172,7 +172,7 @@ class LoraSync:
 
 
 def _drop_defaults(file: Path, defaults: Mapping[str, object]) -> None:
-    """Leave out fields that nobody set: an engine's environment may know an older peft, or none."""
+    """Remove fields at their default: the engine's environment may have an older peft, or none."""
     config = json.loads(file.read_text(encoding="utf-8"))
     kept = {
         field: value

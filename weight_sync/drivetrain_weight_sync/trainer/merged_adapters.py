@@ -1,4 +1,4 @@
-"""The weights of a model whose adapters peft has merged in place, by their checkpoint names."""
+"""Checkpoint names for a peft model whose adapters are merged in place."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Pairs = Sequence[tuple[str, torch.Tensor]]
 
 
 def without_adapters(module: nn.Module, pairs: Pairs) -> Pairs:
-    """Return the tensors that ``module`` computes with, once ``merge_adapter()`` has added its adapters to them.
+    """Return the base weights of ``module``, into which ``merge_adapter()`` has merged its active adapters.
 
     Args:
-        module: The trainer's, wrapped by peft or not.
-        pairs: What its state dict holds.
+        module: The trainer's module, wrapped by peft or not.
+        pairs: The tensors of its state dict.
 
     Raises:
         WeightSyncError: an adapter is not merged.
@@ -57,7 +57,7 @@ def without_adapters(module: nn.Module, pairs: Pairs) -> Pairs:
 
 
 def _is_merged(layer: object) -> bool:
-    """Whether the layer computes with its base weights alone, all of its active adapters among them."""
+    """Return whether all active adapters of the layer, and no others, are merged into its base weights."""
     merged: list[str] = getattr(layer, "merged_adapters", [])
     return set(_active(layer)) == set(merged)
 

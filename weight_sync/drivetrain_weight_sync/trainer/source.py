@@ -1,4 +1,4 @@
-"""Where the tensors of a push come from: a module, a mapping, or named tensors read one by one."""
+"""Sources of a push: a module, a mapping, or named tensors read one by one."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ WeightInput = nn.Module | Mapping[str, torch.Tensor] | NamedTensors | Callable[[
 class Source:
     """Named tensors, under their checkpoint names.
 
-    A module and a mapping are *held*: their tensors stay as they are while a push goes on. Pairs are *streamed*:
-    they are read once per push, and a tensor may be overwritten as soon as the next is asked for. A generator
-    can be read only once; a function that returns one can be read at every push.
+    A module or a mapping is *held*: its tensors keep their values during a push. (name, tensor) pairs are *streamed*:
+    they are read once per push, and a tensor may be overwritten as soon as the next one is read. A generator can be
+    read only once; a function that returns one can be read at every push.
     """
 
     def __init__(self, given: WeightInput, names: InMemoryNames | None = None) -> None:
@@ -37,15 +37,17 @@ class Source:
         self._given = given
         self._names = names
         self._spent = False
+        self._unchanged: tuple[list[str], WeightManifest] | None = None
+        """Names of a mapping that are the manifest's own, and that manifest."""
 
     @property
     def held(self) -> bool:
-        """Whether the tensors stay as they are while a push goes on."""
+        """True if the tensors keep their values during a push."""
         return isinstance(self._given, nn.Module | Mapping)
 
     @property
     def gpu(self) -> torch.device | None:
-        """Where the first tensor of a held source that is on a GPU lies; streamed ones are not looked at."""
+        """Device of a held source's first GPU tensor; None if it has none, or if the source is streamed."""
         tensors: Iterable[object] = ()
         if isinstance(self._given, nn.Module):
             tensors = self._given.parameters()
@@ -54,22 +56,31 @@ class Source:
         return next((tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.is_cuda), None)
 
     def pairs(self, manifest: WeightManifest | None = None) -> list[tuple[str, torch.Tensor]]:
-        """Return what a held source has, as it is given; :func:`by_name` makes tensors by name of it.
+        """Return the tensors of a held source as given; :func:`by_name` checks and names them.
 
-        With the engine's ``manifest``, names of a model in memory are those of its checkpoint, where that is certain.
+        With the engine's ``manifest``, a transformers model's in-memory names become checkpoint names where the mapping
+        is certain.
         """
+        # At every push, thousands of names: those of the last push that needed no translation are not looked up again.
+        if isinstance(self._given, Mapping) and (list(self._given), manifest) == self._unchanged:
+            return list(self._given.items())
         pairs = list(self._pairs())
         if self._names is None or manifest is None:
             return pairs
         named = {unwrapped(name): tensor for name, tensor in pairs if isinstance(tensor, torch.Tensor)}
-        return list(self._names.stored(named, manifest).items()) if len(named) == len(pairs) else pairs
+        if len(named) != len(pairs):
+            return pairs
+        stored = self._names.stored(named, manifest)
+        if isinstance(self._given, Mapping) and list(stored) == list(self._given):
+            self._unchanged = (list(stored), manifest)
+        return list(stored.items())
 
     def stream(self, manifest: WeightManifest | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors one by one; for ``manifest`` see :meth:`pairs`.
 
         Raises:
-            InvalidRequest: what is given are no pairs of a name and a tensor.
-            WeightSyncError: a generator was read before, or a tensor is not a plain one.
+            InvalidRequest: the source does not yield (name, tensor) pairs.
+            WeightSyncError: a generator was read before, or an item is not a dense tensor with memory.
         """
         for name, tensor in _checked(self._pairs()):
             if self._names is None or manifest is None:
@@ -104,7 +115,7 @@ def by_name(pairs: NamedTensors) -> dict[str, torch.Tensor]:
 
     Raises:
         WeightPlanMismatch: two tensors have one name once wrappers' prefixes are dropped.
-        WeightSyncError: a tensor is not a plain one.
+        WeightSyncError: an item is not a dense tensor with memory.
     """
     named: dict[str, torch.Tensor] = {}
     for name, tensor in _checked(pairs):
@@ -115,7 +126,7 @@ def by_name(pairs: NamedTensors) -> dict[str, torch.Tensor]:
 
 
 def _without_wrappers(pairs: NamedTensors) -> NamedTensors:
-    """The pairs by their checkpoint names, if they are those of a peft model without what adapters add to it."""
+    """Rename a peft model's base tensors to checkpoint names; change nothing if adapter tensors are among them."""
     held = list(pairs)
     names = [base_name(name) for name, _ in held]
     if None in names:
@@ -124,7 +135,7 @@ def _without_wrappers(pairs: NamedTensors) -> NamedTensors:
 
 
 def _named(pairs: object) -> NamedTensors:
-    """Yield what a source gives, if it is pairs; their second items are left to :func:`_checked`."""
+    """Yield the pairs of a source, refusing items that are not pairs; :func:`_checked` checks their tensors."""
     if not isinstance(pairs, Iterable):
         raise _no_pairs(pairs)
     for pair in pairs:
@@ -134,7 +145,7 @@ def _named(pairs: object) -> NamedTensors:
 
 
 def _no_pairs(value: object) -> InvalidRequest:
-    return InvalidRequest(f"source gives {shown(value)}; expected (name, tensor) pairs", field="source")
+    return InvalidRequest(f"source yields {shown(value)}; expected (name, tensor) pairs", field="source")
 
 
 def _checked(pairs: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""From a source to a sender: check every tensor, digest it, and put it where the engine will take it."""
+"""Stage a push: check every tensor of a source, digest it, and hand it to the sender."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ _FORM: Final = attrgetter("dtype", "layout", "shape")
 
 @dataclass(slots=True)
 class Staged:
-    """What staging made."""
+    """Progress and result of staging."""
 
     digests: dict[str, int] = field(default_factory=dict)
-    """By the names of the plan, of the values as the engine will hold them."""
+    """By name in the plan; computed over the values in the engine's dtype."""
     check_seconds: float = 0.0
     stage_seconds: float = 0.0
     nbytes: int = 0
-    """Of all tensors of the plan, each counted once."""
+    """Bytes of all tensors of the plan, each counted once."""
     put_nbytes: int = 0
-    """Of those that were put so far."""
+    """Bytes that were staged so far."""
     _stopped: bool = False
 
     @property
     def fraction(self) -> float:
-        """How much was put, from 0 to 1."""
+        """Share of the bytes that were staged, from 0 to 1."""
         return self.put_nbytes / self.nbytes if self.nbytes else 0.0
 
     def stop(self) -> None:
-        """Make staging end soon, by an error. Safe from any thread."""
+        """Make staging end soon with an error. Safe from any thread."""
         self._stopped = True
 
     def put(self, nbytes: int) -> None:
-        """Count a tensor that was put; raises CancelledError if staging was stopped."""
+        """Count the bytes of a staged tensor; raises CancelledError if staging was stopped."""
         self.reached(self.put_nbytes + nbytes)
 
     def reached(self, nbytes: int) -> None:
-        """So many bytes of all were put; raises CancelledError if staging was stopped."""
+        """Set the number of bytes staged so far; raises CancelledError if staging was stopped."""
         self.put_nbytes = nbytes
         if self._stopped:
             raise CancelledError
@@ -92,13 +92,12 @@ def stage(
 ) -> None:
     """Put every tensor of ``source`` into ``sender``, and fill ``staged``.
 
-    The names, dtypes and shapes of a held source are checked before anything is staged; a streamed one is checked as it
-    is read. ``stager`` keeps what can be used again at the next push. ``gpu_share`` of a GPU's time is used, where
-    tensors are copied within one.
+    A held source's names, dtypes and shapes are checked before anything is staged; a streamed source is checked while
+    it is read. ``stager`` keeps state that the next push can reuse. Copies within a GPU take at most ``gpu_share`` of
+    its time.
 
     Raises:
-        WeightPlanMismatch: tensors are missing, extra, or of another dtype or shape; or names that the engine ties
-            differ in value.
+        WeightPlanMismatch: tensors are missing, extra, or of another dtype or shape; or tied weights differ in value.
         InvalidWeights: tensors hold NaN or infinity.
     """
     pace = None if gpu_share >= 1 else Pace(gpu_share, lambda fraction: staged.reached(int(fraction * staged.nbytes)))
@@ -118,7 +117,7 @@ def _nbytes(plan: WeightPlan) -> int:
 
 
 class _Checks:
-    """Collects what is wrong with a source's tensors, to say all of it at once."""
+    """Collects all faults of a source's tensors, to report them in one error."""
 
     def __init__(self, manifest: WeightManifest, staged: Staged, cast: bool, stager: Stager, pace: Pace | None) -> None:
         self.staged = staged
@@ -126,7 +125,7 @@ class _Checks:
         self._stager = stager
         self._pace = pace
         self._in_one = False
-        """One kernel has looked at all."""
+        """True if one kernel launch has checked every tensor."""
         self._found: dict[str, int] = {}
         """Digests, by the first name of each tensor."""
         self._manifest = manifest
@@ -142,7 +141,7 @@ class _Checks:
         return self._manifest.aliases.get(name, name)
 
     def see(self, name: str, tensor: torch.Tensor) -> bool:
-        """Note a tensor's name, dtype and shape, and return whether the engine wants it."""
+        """Record a tensor's name, dtype and shape; return whether the engine wants it."""
         spec = spec_of(name, tensor)
         wanted = self._expected.get(self.main_name(name))
         if wanted is not None and self._casts(tensor, wanted):
@@ -158,7 +157,7 @@ class _Checks:
         return tensor.to(dtype_of(self._specs[name]))
 
     def require_complete(self) -> None:
-        """Raise if a tensor is missing, extra or mismatched. A second name of a tied tensor is neither."""
+        """Raise if a tensor is missing, extra or mismatched. A second name of a tied tensor counts as neither."""
         first_names: dict[str, TensorSpec] = {}
         surplus: list[TensorSpec] = []
         for name, spec in self._specs.items():
@@ -169,7 +168,7 @@ class _Checks:
         check_plan([*first_names.values(), *surplus, *self._repeated], self._manifest)
 
     def require_sound(self) -> None:
-        """Raise if names that are tied differ, or if values are not finite."""
+        """Raise if tied weights differ, or if values are not finite."""
         if self.differ:
             pairs = listed([f"{name} and {self.main_name(name)}" for name in self.differ])
             raise WeightPlanMismatch(
@@ -191,7 +190,7 @@ class _Checks:
 
 
 class Stager:
-    """Stages one push after another; what it found of tensors that stay where they are is used again."""
+    """Stages successive pushes and reuses checks and launches for tensors that have not moved."""
 
     def __init__(self) -> None:
         self.looks = Looks()
@@ -206,7 +205,7 @@ class Stager:
         staged: Staged,
         pace: Pace | None,
     ) -> bool:
-        """Do as at the last push, if everything is where it was then, and nothing is wrong with it."""
+        """Repeat the last push's staging in one launch; return False if a tensor moved or fails a check."""
         known = self.known
         with staged.checking():
             if known is None or (known.plan, known.manifest) != (plan, manifest) or not known.seen.are(pairs):
@@ -223,7 +222,7 @@ class Stager:
                 if strange or staged.digests.setdefault(known.mains[name], value) != value:
                     staged.digests.clear()
                     self.known = None
-                    return False  # to be told by name
+                    return False  # leave the faulty tensor to the full check, which reports it by name
             if not sender.copies and not sender.keeps:
                 tensors = by_name(pairs)
                 for main, first in known.firsts.items():
@@ -234,23 +233,26 @@ class Stager:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A held source of which one kernel looks at all, and puts all that must be put again, as it was seen before."""
+    """A held source whose last push can be staged again by the same launch."""
 
     plan: WeightPlan
     manifest: WeightManifest
     seen: _Seen
-    """Its tensors."""
+    """The source's tensors."""
     slots: Mapping[str, torch.Tensor]
     firsts: Mapping[str, str]
-    """Of each tensor of the plan, the first name under which it came."""
+    """First name under which each tensor of the plan came."""
     mains: Mapping[str, str]
-    """Of each tensor that is digested, its name in the plan."""
+    """Name in the plan of each digested tensor."""
     nbytes: int
-    """Of the plan."""
+    """Bytes of the plan."""
 
 
 class _Seen:
-    """What tensors were and where they lay; nothing of theirs is kept. There may be thousands, seen at every push."""
+    """Types, forms, addresses and strides of tensors, without keeping the tensors.
+
+    Built for speed: there may be thousands, compared at every push.
+    """
 
     def __init__(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> None:
         tensors = [tensor for _, tensor in pairs]
@@ -261,7 +263,7 @@ class _Seen:
         self._strides = [*map(torch.Tensor.stride, tensors)]
 
     def are(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> bool:
-        """Whether these are the same, where they were."""
+        """Return whether ``pairs`` are the same tensors at the same addresses."""
         tensors = [tensor for _, tensor in pairs]
         return (
             [name for name, _ in pairs] == self._names
@@ -282,7 +284,7 @@ class _Held(_Checks):
             self.require_complete()
         with staged.staging():
             sender.begin(plan)
-        # Of a tensor that comes under several names, the first is put, and digested unless the others are elsewhere.
+        # Under tied names, only the first is put; the others are digested too if they have memory of their own.
         firsts: dict[str, str] = {}
         places: dict[Hashable, str] = {}
         for name, tensor in tensors.items():
@@ -314,7 +316,7 @@ class _Held(_Checks):
     def _look_and_put(
         self, tensors: Mapping[str, torch.Tensor], mains: Mapping[str, str], slots: Mapping[str, torch.Tensor]
     ) -> set[str]:
-        """Look at what lies on a GPU, and copy it where there are slots, by one kernel; return what was copied."""
+        """Check, digest and, where there are slots, copy GPU tensors in one launch; return the plan names copied."""
         put: set[str] = set()
         copies: list[DeviceCopy] = []
         for name, tensor in tensors.items():

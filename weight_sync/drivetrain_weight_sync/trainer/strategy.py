@@ -1,4 +1,4 @@
-"""Which way the weights travel."""
+"""Choice of the transport for a push."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from drivetrain_weight_sync.transports.plugins import Transport, find_transport,
 
 
 class Strategy(Enum):
-    """A way for weights to travel. The value is the name used in files."""
+    """The transport of a push. The value is the name used in files."""
 
     AUTO = "auto"
     """The fastest that the engine claims."""
@@ -30,7 +30,7 @@ class Strategy(Enum):
     BROADCAST = "broadcast"
     """Through a torch.distributed broadcast."""
     PLUGIN = "plugin"
-    """As a plugin's transport does it, which is asked for by its own name."""
+    """Through a plugin's transport, which is chosen by its own name."""
 
 
 _CAPABILITY: Final = {
@@ -60,16 +60,16 @@ def choose(
     """Return the strategy to use, never :attr:`Strategy.AUTO`, or a plugin's transport.
 
     Args:
-        asked: By the trainer.
-        isolation: Where the engine runs.
-        capabilities: What it claims.
-        can_map: Whether the engine's GPUs can read the memory of the tensors.
-        directory: For a plugin's transport that is made here.
+        asked: The trainer's choice.
+        isolation: The engine's isolation.
+        capabilities: The engine's capabilities.
+        can_map: True if the engine's GPUs can read the memory of the tensors.
+        directory: Folder for a plugin's transport that is chosen by name and created here.
 
     Raises:
-        InvalidRequest: there is no strategy of that name, or a directory is given beside a transport.
-        UnsupportedCapability: the engine does not claim the one asked for, or none at all.
-        WeightSyncError: a plugin's transport does not load, or two plugins bring it.
+        InvalidRequest: no strategy has that name, or a directory is given with a transport object.
+        UnsupportedCapability: the engine does not claim the strategy asked for, or claims none at all.
+        WeightSyncError: a plugin's transport does not load, or two plugins register the name.
     """
     if isinstance(asked, Transport) and directory is not None:
         raise InvalidRequest("a transport has a directory of its own; give it to the transport", field="directory")
@@ -78,20 +78,20 @@ def choose(
         name = known if isinstance(known, str) else known.name
         if Capability.WEIGHTS_PLUGIN not in capabilities:
             raise UnsupportedCapability(
-                f"weights cannot be sent by {name!r} to this engine: it takes none from a plugin's transport",
+                f"weights cannot be sent by {name!r}: this engine does not accept plugin transports",
                 capability=Capability.WEIGHTS_PLUGIN.value,
             )
         return find_transport(known)(directory) if isinstance(known, str) else known
     strategy = known
     usable = [s for s in _FASTEST_FIRST if _CAPABILITY[s] in capabilities]
-    # A process cannot map its own memory, and no other can reach into it.
+    # A process cannot open its own CUDA IPC handles, and another process cannot take tensors in process.
     elsewhere = Strategy.CUDA_IPC if isolation is Isolation.INLINE else Strategy.IN_PROCESS
     usable = [strategy for strategy in usable if strategy is not elsewhere]
     choices = ", ".join(s.value for s in usable) or "none"
     if strategy is Strategy.AUTO:
         if not usable:
             raise UnsupportedCapability(
-                "the engine claims no way to take weights that weight sync can send",
+                "the engine supports none of weight sync's transports",
                 capability=Capability.WEIGHTS_SHARED_MEMORY.value,
             )
         return next((s for s in usable if s is not Strategy.CUDA_IPC or can_map), usable[0])
@@ -105,7 +105,7 @@ def choose(
 
 
 def _parse(asked: Strategy | str | Transport) -> Strategy | str | Transport:
-    """Return what is asked for; of a plugin's transport, its name if that was given."""
+    """Resolve ``asked`` to a strategy, a transport object, or the name of a plugin's transport."""
     if isinstance(asked, Transport) or (isinstance(asked, Strategy) and asked is not Strategy.PLUGIN):
         return asked
     strategies = {strategy.value: strategy for strategy in Strategy if strategy is not Strategy.PLUGIN}

@@ -48,11 +48,11 @@ _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
 _GRACE_S: Final = 1.0
 _LOADED_TOGETHER: Final[Mapping[GroupBackend, int]] = {"gloo": 1 << 30, "nccl": 16 << 30}
-"""Bytes of the buckets that the engine receives in one call: it has a deadline, and between calls nothing travels."""
+"""Most bytes that the engine receives in one call. A call has a deadline, and nothing travels between two calls."""
 
 
 class UpdateUnderWay(Protocol):
-    """What weight sync needs of an update between begin and commit."""
+    """The part of an update between begin and commit that weight sync uses."""
 
     @property
     def buckets(self) -> int: ...
@@ -65,7 +65,7 @@ class UpdateUnderWay(Protocol):
 
 @runtime_checkable
 class UpdatableEngine(Protocol):
-    """What weight sync needs of an :class:`~drivetrain.engine.engine.InferenceEngine`."""
+    """The part of :class:`~drivetrain.engine.engine.InferenceEngine` that weight sync uses."""
 
     @property
     def isolation(self) -> Isolation: ...
@@ -96,7 +96,7 @@ class UpdatableEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WeightSyncResult:
-    """What a push did and how long it took, in seconds."""
+    """Sizes and timings of a push; times are in seconds."""
 
     version: str
     strategy: Strategy
@@ -105,27 +105,28 @@ class WeightSyncResult:
     nbytes: int
     """Bytes of the tensors, each counted once."""
     sent_nbytes: int
-    """Bytes that had to travel; fewer where only changes do."""
+    """Bytes that were sent; fewer than ``nbytes`` if the transport sends only changes."""
     check_seconds: float
-    """Names, dtypes, shapes, NaN and digests, while the engine serves on."""
+    """Time to check names, dtypes, shapes and NaN and to compute digests, while the engine keeps serving."""
     stage_seconds: float
-    """Copying to where the engine takes it from, while the engine serves on."""
+    """Time to copy the tensors to where the engine reads them, while the engine keeps serving."""
     update_seconds: float
-    """From asking the engine for it to its answer."""
+    """Time from the update request to the engine's answer."""
     paused_seconds: float
-    """Of that, how long the engine generated nothing: from begin to commit, measured where the weights are."""
+    """The part of ``update_seconds`` during which the engine generated nothing: begin to commit, measured in the
+    engine."""
     total_seconds: float
     probe_gap: float | None = None
-    """Largest difference between the engine's logprobs and the trainer's that the probe found, in nats."""
+    """Largest difference in nats between the engine's logprobs and the trainer's; None without a probe."""
 
     @property
     def gb_per_second(self) -> float:
-        """10**9 bytes per second of the whole push."""
+        """Throughput of the whole push in 10**9 bytes per second."""
         return self.nbytes / self.total_seconds / 1e9
 
 
 class WeightSync:
-    """Pushes the weights of one source to one engine. Made by :meth:`connect`."""
+    """Pushes the weights of one source to one engine. Created by :meth:`connect`."""
 
     def __init__(
         self, source: Source, engine: UpdatableEngine, strategy: Strategy, sender: Sender, options: _Options
@@ -138,15 +139,15 @@ class WeightSync:
         self._agreed: tuple[WeightManifest, WeightPlan] | None = None
         self._group_name: str | None = None
         self._shown = False
-        """The engine was shown what to take, and no update has begun since."""
+        """True from the moment the engine is told of a source until an update begins."""
         self._mapped = False
-        """The engine was shown memory of this process."""
+        """True if the engine was given memory of this process to map."""
         self._closed = False
         self._stager = Stager()
         self._open: WeightTransferHandle[WeightSyncResult] | None = None
         """A transfer that was started, and neither finished nor cancelled."""
         self.strategy = strategy
-        """How the weights travel; never ``AUTO``."""
+        """The strategy in use; never ``AUTO``."""
 
     @classmethod
     @checked
@@ -172,31 +173,31 @@ class WeightSync:
             source: a torch module, a mapping of names to tensors, (name, tensor) pairs, or a function that returns
                 pairs. Names are those of the checkpoint, or of the transformers model in memory; prefixes of
                 ``torch.compile`` and DDP are dropped.
-            engine: where the weights go. Once it is started it says on which GPUs it is, which ``auto`` goes by.
-            strategy: how they travel; ``auto`` takes the fastest that the engine claims. ``"delta"`` sends what
-                changed since the last push, for slow links. Other transports of plugins go by their name too, or by
-                an object of their class.
-            bucket_bytes: most bytes that travel together; a larger layer travels by itself.
-            cast: round floating-point tensors to the engine's dtype. Otherwise a dtype that must be rounded is refused.
-                Conversions that keep every value, as bfloat16 to float32 does, are always made.
-            mode: what becomes of requests in flight while the weights change.
-            directory: where strategies ``disk`` and ``delta`` make their folders; None: the temporary folder.
-            group_backend: of strategy ``broadcast``: ``"gloo"``, over any network, from CPU memory to CPU memory; or
-                ``"nccl"``, from the GPU of the tensors, or this thread's current one, to others.
-            master_address: of this host, where the engine's ranks reach strategy ``broadcast``.
-            staging_share: how much of the GPU's time :meth:`start_weight_transfer` takes to copy tensors within it,
-                above 0 and at most 1; the rest is left to the engine, which generates meanwhile. :meth:`push` takes
-                all of it.
-            share_tensors: of strategy ``cuda_ipc``: the engine reads the trainer's own tensors where they lie, instead
-                of a copy in an arena: a push takes less time, and no memory. They are a module's or a mapping's,
-                contiguous, of the engine's dtypes, and of memory that CUDA can share, which torch's expandable
-                segments are not. The engine keeps that memory mapped until :meth:`close`, and maps it anew when a
+            engine: the engine to push to. Once started, it reports its GPUs, which ``auto`` takes into account.
+            strategy: the transport. ``auto`` takes the fastest that the engine claims. ``"delta"`` sends only changes
+                since the last push, for slow links. Other plugin transports are chosen by name, or by passing a
+                transport object.
+            bucket_bytes: most bytes per bucket; a larger layer gets a bucket of its own.
+            cast: round floating-point tensors to the engine's dtype. If false, a dtype that would be rounded is
+                refused. Conversions that keep every value, such as bfloat16 to float32, are always made.
+            mode: pause mode for requests in flight while the weights change.
+            directory: parent of the folders that strategies ``disk`` and ``delta`` create; None: the temporary folder.
+            group_backend: for strategy ``broadcast``: ``"gloo"`` sends from CPU memory to CPU memory over any network;
+                ``"nccl"`` sends between GPUs, from the tensors' GPU or else this thread's current one.
+            master_address: for strategy ``broadcast``: address at which the engine's ranks reach this host.
+            staging_share: share of the GPU's time that :meth:`start_weight_transfer` takes for copies within the GPU,
+                above 0 and at most 1; the rest is left to the engine, which keeps generating. :meth:`push` takes all of
+                it.
+            share_tensors: for strategy ``cuda_ipc``: the engine reads the trainer's own tensors instead of a copy in an
+                arena, which takes less time and no extra memory. The source must be a module or a mapping; its tensors
+                must be contiguous, have the engine's dtypes, and lie in memory that CUDA can share (not in torch's
+                expandable segments). The engine keeps that memory mapped until :meth:`close`, and maps it again when a
                 tensor has moved.
-            probe: looks at the engine's logprobs after each commit, if it can generate then.
+            probe: compares the engine's logprobs with the trainer's after each commit, if the engine can generate then.
 
         Raises:
-            InvalidRequest: an argument is none of its kind, or does not go with ``share_tensors``.
-            UnsupportedCapability: the engine cannot take weights that way, or cannot score what the probe asks.
+            InvalidRequest: an argument has the wrong type or value, or conflicts with ``share_tensors``.
+            UnsupportedCapability: the engine cannot take weights that way, or cannot score the probe's sequences.
         """
         if not isinstance(engine, UpdatableEngine):
             raise InvalidRequest(f"engine={shown(engine)}: expected an InferenceEngine", field="engine")
@@ -214,7 +215,7 @@ class WeightSync:
             how = f"strategy {chosen.value!r}" if isinstance(chosen, Strategy) else "a plugin's transport"
             raise InvalidRequest(
                 "share_tensors is for strategy 'cuda_ipc' and the tensors of a module or a mapping; this is "
-                + (how if chosen is not Strategy.CUDA_IPC else "a source that is read anew at every push"),
+                + (how if chosen is not Strategy.CUDA_IPC else "a source that is read again at every push"),
                 field="share_tensors",
             )
         options = _Options(bucket_bytes, cast, mode, group_backend, master_address, staging_share, probe)
@@ -229,16 +230,16 @@ class WeightSync:
     async def push(self, *, version: str) -> WeightSyncResult:
         """Make the engine serve the source's weights as ``version``; every push is a full one.
 
-        What the engine must not get is refused before the engine is asked for anything. Tensors must not be
-        written to until this returns. Pushes of one sync wait for each other.
+        Weights that fail a check are refused before the engine is asked for anything. Do not write to the tensors until
+        this returns. Pushes of one ``WeightSync`` run one after another.
 
         Raises:
             InvalidRequest: the version is empty.
-            WeightPlanMismatch: tensors missing, extra, or of another dtype or shape; the engine serves on.
-            InvalidWeights: NaN or infinity in the source; the engine serves on.
-            WeightTransferFailed, WeightVerifyFailed: the engine is dirty; the next push that succeeds mends it.
-            WeightProbeFailed: the weights are served, and the engine's logprobs are not the trainer's.
-            WeightSyncError: the sync is closed, or a generator given as source is spent.
+            WeightPlanMismatch: tensors are missing, extra, or of another dtype or shape; the engine keeps serving.
+            InvalidWeights: the source holds NaN or infinity; the engine keeps serving.
+            WeightTransferFailed, WeightVerifyFailed: the engine is dirty until a push succeeds.
+            WeightProbeFailed: the new weights are served, but the engine's logprobs differ from the trainer's.
+            WeightSyncError: the sync is closed, or a generator given as source was already read.
         """
         async with self._lock:
             self._require_open()
@@ -249,11 +250,11 @@ class WeightSync:
 
     @checked
     async def start_weight_transfer(self, *, version: str) -> WeightTransferHandle[WeightSyncResult]:
-        """Check and stage a push in the background, while the engine serves on; the handle's ``finish`` updates it.
+        """Check and stage a push in the background, while the engine keeps serving; the handle's ``finish`` applies it.
 
-        What :meth:`push` raises, the handle does. Nothing else can be pushed until it was finished or cancelled. Once
-        it is staged, tensors may be written to again if the strategy copied them, as shared_memory, cuda_ipc and disk
-        do; in_process, broadcast and shared tensors are taken only at ``finish``.
+        The handle raises the errors of :meth:`push`. No other push can start until the transfer is finished or
+        cancelled. Once it is staged, the tensors may be written to again if the strategy copied them, as shared_memory,
+        cuda_ipc and disk do; in_process, broadcast and ``share_tensors`` read them only at ``finish``.
 
         Raises:
             InvalidRequest: the version is empty.
@@ -283,22 +284,22 @@ class WeightSync:
 
     async def _let_go(self) -> None:
         if self.strategy is Strategy.IN_PROCESS and self._shown:
-            await self._unmap()  # the engine knows the trainer's own tensors, and no update came to forget them
-        if type(self._sender).release is not Sender.release:  # to a thread and back takes as long as to the engine
+            await self._unmap()  # the engine refers to the trainer's tensors until an update begins
+        if type(self._sender).release is not Sender.release:  # a thread switch takes as long as the engine call
             await _in_thread(self._sender.release)
 
     async def _unmap(self) -> None:
-        """Have the engine let go of memory that the sender will free."""
+        """Make the engine unmap memory that the sender is about to free."""
         mapped, self._mapped = self._mapped, False
         if mapped:
             try:
                 await self._engine.release_weight_sources()
             except DrivetrainError as error:
-                # An engine that is closed or dead holds nothing.
-                _logger.info("the engine did not let go of the source of its weights: %s", error)
+                # An engine that is closed or dead holds no mapping.
+                _logger.info("the engine did not release its weight sources: %s", error)
 
     async def close(self) -> None:
-        """Free the arena and whatever else was made for pushing, once a push under way has ended. Idempotent.
+        """Wait for a push under way, then free the arena and everything else made for pushing. Idempotent.
 
         A transfer that was started and not finished is cancelled.
         """
@@ -324,7 +325,7 @@ class WeightSync:
             manifest, plan = await self._agree()
             sender = self._sender
             waits = isinstance(sender, BroadcastSender)
-            """For a group, which is formed once the weights are known to be sound."""
+            """A broadcast sender has no source until its group is formed, after the weights passed their checks."""
 
             def put() -> WeightSource | None:
                 options = self._options
@@ -400,7 +401,7 @@ class WeightSync:
         try:
             yield
         except BaseException:
-            # The engine may hold another model by now, and that may be why it failed.
+            # The engine may have loaded another model since the plan was agreed, which may be why this failed.
             self._agreed = None
             self._sender.forget()
             raise
@@ -408,7 +409,7 @@ class WeightSync:
     async def _broadcast(
         self, sender: BroadcastSender, request: WeightUpdateRequest, calls: list[list[int]]
     ) -> UpdateUnderWay:
-        """Let the engine take the buckets that are sent in each call; what fits into one is taken at once."""
+        """Receive the buckets call by call while they are sent; a single call makes the whole update at once."""
         if len(calls) > 1:
             async with self._engine.weight_update(request) as update:
                 for indices in calls:
@@ -430,11 +431,11 @@ class WeightSync:
         taken: Coroutine[object, object, None],
         begun: asyncio.Future[UpdateUnderWay] | None = None,
     ) -> None:
-        """Let the engine take buckets while they are sent; the first of the two that fails ends the other."""
+        """Receive buckets while they are sent; if sending or receiving fails, cancel the other."""
 
         async def send() -> None:
             if begun is not None:
-                await asyncio.wait([begun])  # which leaves it alone when this half is cancelled
+                await asyncio.wait([begun])  # unlike await, leaves the future alone when cancelled
             await _in_thread(lambda: sender.send(indices))
 
         halves = [asyncio.ensure_future(send()), asyncio.ensure_future(taken)]
@@ -445,7 +446,7 @@ class WeightSync:
         except BaseException as error:
             sender.leave()
             if isinstance(error, Exception):
-                # A broadcast breaks sooner than it is known that the engine died, which is what a caller must be told.
+                # A broadcast breaks before the engine's death is known, and that death is the error to raise.
                 await asyncio.wait(halves[1:], timeout=_GRACE_S)
             for half in halves:
                 half.cancel()
@@ -455,7 +456,7 @@ class WeightSync:
             raise
 
     async def _form(self, sender: BroadcastSender) -> None:
-        """Form a group with the engine, unless that of the last push is there."""
+        """Form a process group with the engine, unless the group of the last push still exists."""
         if sender.group_name is not None:
             return
         await self._dissolve()
@@ -474,12 +475,12 @@ class WeightSync:
             sender.leave()
             halves[1].cancel()
             await asyncio.gather(*halves, return_exceptions=True)
-            sender.leave()  # it may have formed meanwhile
+            sender.leave()  # it may have formed in the meantime
             raise
         self._group_name = spec.group_name
 
     async def _dissolve(self) -> None:
-        """Let the engine leave the group of earlier pushes."""
+        """Make the engine leave the process group of earlier pushes."""
         name, self._group_name = self._group_name, None
         if name is not None:
             try:
@@ -508,18 +509,18 @@ class _Options:
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """A push that is staged."""
+    """A staged push."""
 
     version: str
     plan: WeightPlan
     staged: Staged
     seconds: float
     request: WeightUpdateRequest | None
-    """That the engine has checked; None: it is told only when it is to take the weights."""
+    """The request that the engine has already checked; None if the engine is first told when the update begins."""
 
 
 def _together(plan: WeightPlan, most: int) -> Iterator[list[int]]:
-    """Which buckets are loaded by one call: of at most so many bytes, unless one has more."""
+    """Group bucket indices into calls of at most ``most`` bytes; a larger bucket gets a call of its own."""
     indices: list[int] = []
     nbytes = 0
     for index, bucket in enumerate(plan.buckets):
@@ -551,7 +552,7 @@ def _make_sender(strategy: Strategy, directory: Path | None, device: torch.devic
 
 
 async def _in_thread(work: Callable[[], _T], stop: Callable[[], None] = lambda: None) -> _T:
-    """Run ``work`` in a thread; when cancelled, ``stop`` it and wait until it has: its memory is used again."""
+    """Run ``work`` in a thread. When cancelled, call ``stop`` and wait for the thread: its memory will be reused."""
     task = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         return await asyncio.shield(task)

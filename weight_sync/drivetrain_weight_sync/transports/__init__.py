@@ -1,4 +1,4 @@
-"""Ways for weights to travel, each with both of its ends in one file."""
+"""Weight transports, each with its sender and reader in one file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two ends of a transport."""
+"""Interfaces of a transport: the trainer's ``Sender`` and the engine's ``Reader``."""
 
 from __future__ import annotations
 
@@ -22,64 +22,65 @@ class Sender(ABC):
     """The trainer's end: takes the tensors of one push at a time. Used by one thread at a time."""
 
     copies = True
-    """Whether :meth:`put` copies a held tensor of the plan's dtype; else it only notes it."""
+    """True if :meth:`put` copies a held tensor of the plan's dtype; false if it keeps a reference."""
     keeps = False
-    """Whether a tensor that was put need not be put at the next push of the plan, if it lies where it did."""
+    """True if a held tensor that has not moved need not be put again at the next push of the same plan."""
 
     @abstractmethod
     def begin(self, plan: WeightPlan) -> None:
-        """Make ready to take every tensor of ``plan``. An earlier push, finished or not, is forgotten."""
+        """Get ready to take every tensor of ``plan``. An earlier push, finished or not, is forgotten."""
 
     @abstractmethod
     def put(self, name: str, tensor: torch.Tensor, *, held: bool) -> None:
-        """Take one tensor of the plan, in its shape, converting its dtype if it has another.
+        """Take one tensor of the plan, in its shape, converting its dtype to the plan's.
 
-        ``held`` says that the tensor stays as it is until the push is over; else its memory may change after this.
+        If ``held``, the tensor keeps its values until the push is over. Otherwise its memory may change after this
+        returns.
         """
 
     def slots(self) -> Mapping[str, torch.Tensor]:
-        """Where :meth:`put` copies each tensor of the plan to, by name; another may make the copy as well."""
+        """Return the buffers into which :meth:`put` copies, by name, so that a copy kernel can fill them instead."""
         return _NONE
 
     @abstractmethod
     def source(self) -> WeightSource:
-        """Say where the tensors lie, now that all were put."""
+        """Describe where the tensors are, once all were put."""
 
     def committed(self, digests: Mapping[str, int]) -> None:  # noqa: B027  # not all have something to do
-        """The engine serves what was put, whose digests these are, by name."""
+        """Record that the engine now serves the tensors that were put; ``digests`` are theirs, by name."""
 
     def put_whole(self) -> None:
-        """What was put changes weights that the engine does not hold: bring every tensor whole, as :meth:`source` says.
+        """Stage every tensor whole, because the engine does not hold the base of the delta; call :meth:`source` again.
 
         Raises:
-            WeightSyncError: this transport does so already.
+            WeightSyncError: this transport always sends tensors whole.
         """
-        raise WeightSyncError(f"a {type(self).__name__} brings every tensor whole already; its reader named a base")
+        raise WeightSyncError(f"{type(self).__name__} always sends tensors whole, but its reader reported a base")
 
     def forget(self) -> None:  # noqa: B027
-        """What the engine holds, or how far it is, is not known any more. Safe from any thread."""
+        """Drop all assumptions about the engine's weights and progress. Safe from any thread."""
 
     @property
     def sent_nbytes(self) -> int | None:
-        """Bytes that had to travel for the push; None: those of all tensors."""
+        """Bytes sent for the push; None if every tensor is sent whole."""
         return None
 
     def release(self) -> None:  # noqa: B027
-        """The push is over, well or not: let go of what only it needed. What keeps all for the next has none."""
+        """Free the state of an ended push, successful or not. Senders that keep buffers need not override this."""
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Free everything."""
         self.release()
 
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """What is new of a tensor: ``values[i]`` goes to ``positions[i]`` of the flattened one."""
+    """Changed elements of a tensor: ``values[i]`` goes to ``positions[i]`` of the flattened tensor."""
 
     positions: torch.Tensor
     """int64 ``[n]``."""
     values: torch.Tensor
-    """``[n]``, of the tensor's dtype."""
+    """``[n]``, in the tensor's dtype."""
 
     def apply(self, tensor: torch.Tensor) -> None:
         """Write the new values into a contiguous tensor."""
@@ -89,68 +90,67 @@ class Patch:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What a source turned out to hold."""
+    """The contents of an opened source."""
 
     plan: WeightPlan
     digests: Mapping[str, int]
     base: str | None = None
-    """``hash_of`` the digests of the weights that it changes; None: it holds every tensor whole."""
+    """``hash_of`` the digests of the weights that a delta changes; None if every tensor is whole."""
 
 
 class Reader(ABC):
-    """The engine's end: reads the source of one update at a time, in the engine's own thread but for :meth:`open`."""
+    """The engine's end: reads the source of one update at a time. Only :meth:`open` may run in another thread."""
 
     @property
     def place(self) -> Hashable:
-        """Where the tensors lie, if what is launched on a GPU while they are there finds them as they are; else None.
+        """Stable-address key: a cached GPU launch may be reused while it is unchanged; None: addresses vary.
 
-        Two updates of one plan, or two buckets of one number, and one place bring tensors at the same addresses.
+        Two updates of one plan, or two buckets of one number, with the same key bring tensors at the same addresses.
         """
         return None
 
     @property
     def takes_long(self) -> bool:
-        """Whether :meth:`open` reads tensors: it is then called in a thread of its own, while the engine generates."""
+        """True if :meth:`open` reads tensors; it then runs in a separate thread, while the engine keeps generating."""
         return False
 
     @abstractmethod
     def open(self, request: WeightUpdateRequest, manifest: WeightManifest) -> Opened:
-        """Find the source and look at it; all that can be refused is refused here.
+        """Find and check the source. Everything that can be refused is refused here.
 
         Raises:
-            InvalidRequest: it is not there, or is not what the request says.
+            InvalidRequest: the source does not exist, or differs from the request's description.
         """
 
     def bring(self, indices: Sequence[int]) -> Iterator[Sequence[int]]:
-        """Bring these buckets of the plan; yield which of them are there, until the next are asked for."""
+        """Fetch these buckets of the plan; yield groups of indices, each available until the next is asked for."""
         yield indices
 
     @abstractmethod
     def tensors(self, index: int) -> Iterator[tuple[str, torch.Tensor | Patch]]:
-        """Yield bucket ``index`` of the plan, which was brought.
+        """Yield the tensors of bucket ``index``, which :meth:`bring` made available.
 
-        A tensor is valid until the next one is asked for, but see ``place``.
-
-        With a base, tensors that are as they were may be left out, and a :class:`Patch` stand for one that is not.
+        A tensor is valid until the next one is read, unless :attr:`place` is set. A source with a base may leave out
+        unchanged tensors, and yield a :class:`Patch` for changed ones.
         """
 
     @abstractmethod
     def release(self) -> None:
-        """The update is over, well or not: let go of what only it needed."""
+        """Free the state of an ended update, successful or not."""
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Free everything."""
         self.release()
 
 
 def hash_of(digests: Mapping[str, int]) -> str:
-    """Name weights by the digests of all their tensors."""
+    """Return a name for weights, made from the digests of all their tensors."""
     lines = (f"{name}={digests[name]}\n" for name in sorted(digests))
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def slot(memory: torch.Tensor, bucket_offset: int, placed: PlacedTensor) -> torch.Tensor:
-    """The tensor that lies in its place of a bucket, which begins ``bucket_offset`` bytes into ``memory`` (uint8)."""
+    """Return a view of a tensor in its bucket, which begins ``bucket_offset`` bytes into ``memory`` (uint8)."""
     begin = bucket_offset + placed.offset
     return memory[begin : begin + placed.nbytes].view(dtype_of(placed.spec)).view(placed.spec.shape)
 
@@ -159,7 +159,7 @@ def check_fit(bucket_offsets: Sequence[int], nbytes: int, plan: WeightPlan) -> N
     """Check that the buckets of ``plan`` lie within an arena of ``nbytes``.
 
     Raises:
-        InvalidRequest: one does not.
+        InvalidRequest: a bucket lies outside, or is not aligned.
     """
     if len(bucket_offsets) != len(plan.buckets):
         raise InvalidRequest(
@@ -169,7 +169,7 @@ def check_fit(bucket_offsets: Sequence[int], nbytes: int, plan: WeightPlan) -> N
     for index, (offset, bucket) in enumerate(zip(bucket_offsets, plan.buckets, strict=True)):
         if offset < 0 or offset % ALIGNMENT or offset + bucket.nbytes > nbytes:
             raise InvalidRequest(
-                f"bucket {index} ({bucket.nbytes} bytes) is said to begin at byte {offset} of an arena of "
+                f"the source places bucket {index} ({bucket.nbytes} bytes) at byte {offset} of an arena of "
                 f"{nbytes}; it must lie within, at a multiple of {ALIGNMENT}",
                 field="source.bucket_offsets",
             )

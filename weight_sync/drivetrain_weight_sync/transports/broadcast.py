@@ -1,4 +1,4 @@
-"""A torch.distributed broadcast: buckets are packed, sent, received and loaded, one while another travels."""
+"""Broadcast transport: buckets are packed, sent, received and loaded while others are under way."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from drivetrain_weight_sync.transports.base import Opened, Reader, Sender, slot
 from drivetrain_weight_sync.transports.process_groups import Broadcast, Group, GroupBackend, Groups, meeting_place
 
 _BUFFERS: Final = 2
-"""Of buckets: one is packed or loaded while another travels."""
+"""Buffers for buckets: one is packed or loaded while another is under way."""
 
 
 class BroadcastSender(Sender):
-    """Rank 0. Packs a bucket while the one before is broadcast: a push holds two buckets of memory.
+    """Rank 0. Packs a bucket while the previous one is broadcast; a push holds two buckets in memory.
 
     Args:
-        device: Where buckets are packed: a GPU for NCCL.
+        device: Where buckets are packed; a GPU for NCCL.
     """
 
     copies = False
@@ -46,7 +46,7 @@ class BroadcastSender(Sender):
         self._buffers = _Buffers()
 
     def offer(self, backend: GroupBackend, address: str, ranks: int, timeout: float) -> tuple[CommunicatorSpec, Any]:
-        """Make the place at ``address`` where the trainer and ``ranks`` workers of an engine can form a group."""
+        """Create a store at ``address``, through which the trainer and ``ranks`` workers can form a group."""
         store = meeting_place(address, 1 + ranks, timeout)
         return CommunicatorSpec(
             master_address=address,
@@ -60,16 +60,16 @@ class BroadcastSender(Sender):
 
     @property
     def group_name(self) -> str | None:
-        """Of the group that it is in, if it is in one."""
+        """Name of the current group, or None."""
         return None if self._group is None else self._group.spec.group_name
 
     def join(self, spec: CommunicatorSpec, store: Any) -> None:
-        """Form the group; the engine must be told to, at the same time."""
+        """Form the group; the engine must be told to join at the same time."""
         self._abandoned.clear()
         self._group = Group(spec, 0, self._device, store, self._abandoned)
 
     def leave(self) -> None:
-        """Let go of the group; one that forms, and a broadcast under way, give up. Safe from any thread."""
+        """Leave the group, even while it forms or a broadcast is under way. Safe from any thread."""
         self._abandoned.set()
         group, self._group = self._group, None
         if group is not None:
@@ -86,7 +86,7 @@ class BroadcastSender(Sender):
         self._specs = {spec.name: spec for spec in plan.tensors}
 
     def put(self, name: str, tensor: torch.Tensor, *, held: bool) -> None:
-        """Keep the tensor, or a copy of one that is streamed."""
+        """Keep the tensor, or a copy if it is streamed."""
         self._tensors[name] = tensor if held else tensor.to(dtype_of(self._specs[name]), copy=True)
 
     def source(self) -> BroadcastSource:
@@ -125,7 +125,7 @@ class BroadcastSender(Sender):
 
 
 class BroadcastReader(Reader):
-    """A later rank. Receives a bucket while the one before is loaded, in memory for two."""
+    """A later rank. Receives a bucket while the previous one is loaded, in memory for two."""
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
@@ -146,7 +146,7 @@ class BroadcastReader(Reader):
 
     @property
     def place(self) -> Hashable:
-        """Where the last bucket was received, if that is a GPU's memory: what is launched there finds it whole."""
+        """Address of the bucket received last, if on a GPU: work launched on it runs before the buffer is reused."""
         return self._received.data_ptr() if self._received.is_cuda else None
 
     def bring(self, indices: Sequence[int]) -> Iterator[Sequence[int]]:
@@ -156,11 +156,11 @@ class BroadcastReader(Reader):
         self._receive_next()
         while self._under_way:
             index, self._received, broadcast = self._under_way[0]
-            self._receive_next()  # after what was launched of the bucket before, whose memory this takes
+            self._receive_next()  # ordered after the work launched on the previous bucket in that memory
             broadcast.precede()
             yield [index]
             if len(self._under_way) == 1:
-                # Nobody may wait for what was launched before it is known that all came: a trainer may be gone.
+                # Make sure that the broadcasts ended before anyone waits for launched work: a trainer may be gone.
                 broadcast.wait()
             self._under_way.popleft()
 
@@ -172,12 +172,12 @@ class BroadcastReader(Reader):
             self._under_way.append((index, received, self._group.start(received)))
 
     def tensors(self, index: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield views of the bucket that was received last."""
+        """Yield views of the bucket received last."""
         for placed in self._plan.buckets[index].tensors:
             yield placed.spec.name, slot(self._received, 0, placed)
 
     def release(self) -> None:
-        """Keep group and memory for the next update, unless something may still be written there."""
+        """Keep group and memory for the next update, unless an unfinished broadcast may still write to the memory."""
         if self._under_way and self._group is not None:
             self._group.keep((list(self._under_way), self._buffers))
             self._under_way.clear()
@@ -186,24 +186,24 @@ class BroadcastReader(Reader):
         self._received = torch.empty(0, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Free the memory."""
         self.release()
         self._buffers = _Buffers()
 
 
 class _Buffers:
-    """Memory for buckets, taken by turns."""
+    """Buffers for buckets, used in turn."""
 
     def __init__(self) -> None:
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * _BUFFERS
         self._next = 0
 
     def begin(self) -> None:
-        """Begin with the first again: a bucket has the same memory in every update."""
+        """Start with the first buffer again, so that a bucket has the same memory in every update."""
         self._next = 0
 
     def next(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """The memory that was taken longest ago, uint8 ``[nbytes]``."""
+        """Return the least recently used buffer, uint8 ``[nbytes]``."""
         turn, self._next = self._next, (self._next + 1) % _BUFFERS
         if len(self._buffers[turn]) < nbytes or self._buffers[turn].device != device:
             self._buffers[turn] = _buffer(nbytes, device)

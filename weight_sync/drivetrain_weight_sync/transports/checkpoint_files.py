@@ -1,4 +1,4 @@
-"""A checkpoint folder, whatever its format: safetensors or torch, in one file or several."""
+"""Read a checkpoint folder in safetensors or torch format, in one file or several."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _PATTERNS: Final = ("*.safetensors", "pytorch_model*.bin", "*.bin")
 
 
 class Checkpoint:
-    """The tensors of a folder, read when asked for.
+    """The tensors of a folder, each read when asked for.
 
-    An index file says which files belong; without one every safetensors file does, and without those every
-    ``.bin`` file. ``.bin`` files are read as tensors only: they can run no code.
+    An index file determines which files belong to it. Without one every safetensors file does; without those every
+    ``.bin`` file. ``.bin`` files are read as tensors only, so they cannot run code.
     """
 
     def __init__(self, folder: str) -> None:
@@ -42,7 +42,7 @@ class Checkpoint:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every tensor's name, without wrappers' prefixes."""
+        """Names of all tensors, without wrappers' prefixes."""
         return tuple(self._files)
 
     def read(self, name: str) -> torch.Tensor:
@@ -51,16 +51,16 @@ class Checkpoint:
 
 
 def require_readable(file: Path) -> None:
-    """Read a byte of a regular file.
+    """Read one byte of a regular file, to find out without the GIL whether it can be read.
 
-    safetensors holds the GIL while it opens a file: a FIFO or a dead network mount would freeze the whole process. What
-    blocks here blocks this thread alone.
+    safetensors holds the GIL while it opens a file: a FIFO or a dead network mount would freeze the whole process. This
+    read would block its own thread alone.
 
     Raises:
-        OSError: it cannot be read, or is no regular file.
+        OSError: the file cannot be read, or is not a regular file.
     """
     if not stat.S_ISREG(file.stat().st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file")
+        raise OSError(errno.EINVAL, "not a regular file")
     with file.open("rb") as opened:
         opened.read(1)
 

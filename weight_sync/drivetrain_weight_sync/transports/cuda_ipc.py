@@ -1,4 +1,4 @@
-"""Memory of a GPU that the trainer's process owns and the engine's maps: an arena, or the trainer's own tensors."""
+"""CUDA IPC transport: the engine maps GPU memory of the trainer's process, an arena or the trainer's own tensors."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from drivetrain_weight_sync.transports.device_memory import (
 )
 
 _SEGMENT: Final = np.dtype([("handle", "V", HANDLE_BYTES), ("gpu", "<i8"), ("nbytes", "<i8")])
-"""As ``CudaIpcSource.segments`` has them."""
+"""Layout of an entry of ``CudaIpcSource.segments``."""
 
 
 class CudaIpcSender(Sender):
     """Copies each tensor to its place in the arena.
 
     Args:
-        device: The GPU that trainer and engine share.
+        device: The GPU on which the arena is allocated.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -61,11 +61,11 @@ class CudaIpcSender(Sender):
         self._slots[name].copy_(tensor)
 
     def slots(self) -> Mapping[str, torch.Tensor]:
-        """The places in the arena."""
+        """Return the tensors' places in the arena."""
         return self._slots
 
     def source(self) -> CudaIpcSource:
-        """Name the arena, once the copies into it have been made."""
+        """Describe the arena, after waiting for the copies into it."""
         arena, plan = self._arena, self._plan
         assert arena is not None
         assert plan is not None
@@ -89,7 +89,7 @@ class CudaIpcSender(Sender):
 
 
 class CudaIpcInPlaceSender(Sender):
-    """Says where the trainer's own tensors lie: nothing is copied, and no memory taken."""
+    """Shares the trainer's own tensors: nothing is copied, and no extra memory is used."""
 
     copies = False
     keeps = True
@@ -98,22 +98,22 @@ class CudaIpcInPlaceSender(Sender):
         self._plan = WeightPlan(())
         self._dtypes: dict[str, torch.dtype] = {}
         self._put: dict[str, tuple[int, torch.device]] = {}
-        """Where each tensor lies."""
+        """Address and device of each tensor."""
         self._unfit: dict[str, str] = {}
-        """Why tensors cannot be read where they are."""
+        """Reasons why tensors cannot be shared, by name."""
         self._source: CudaIpcSource | None = None
         self._freed = 0
-        """Pieces of memory that had been given back when the source was made."""
+        """Number of segments that torch had freed when the source was made."""
 
     def begin(self, plan: WeightPlan) -> None:
-        """Forget where tensors of another plan lie."""
+        """Forget the tensors' places if the plan has changed."""
         self._unfit = {}
         if plan != self._plan:
             self._plan, self._put, self._source = plan, {}, None
             self._dtypes = {spec.name: dtype_of(spec) for spec in plan.tensors}
 
     def put(self, name: str, tensor: torch.Tensor, *, held: bool) -> None:
-        """Note where the tensor lies."""
+        """Record where the tensor is."""
         dtype = self._dtypes[name]
         why = {
             "streamed": not held,
@@ -129,15 +129,15 @@ class CudaIpcInPlaceSender(Sender):
             self._put[name], self._source = place, None
 
     def source(self) -> CudaIpcSource:
-        """Name the memory in which the tensors lie.
+        """Describe the memory that holds the tensors.
 
         Raises:
-            InvalidRequest: a tensor cannot be read where it is.
+            InvalidRequest: a tensor cannot be shared.
         """
         if self._unfit:
             named = listed([f"{name} ({why})" for name, why in self._unfit.items()])
             raise InvalidRequest(
-                "share_tensors needs contiguous tensors on a GPU, of the engine's dtypes, which these are not: "
+                "share_tensors needs contiguous tensors on a GPU, of the engine's dtypes; these cannot be shared: "
                 f"{named}; nothing was changed. Connect without share_tensors",
                 field="share_tensors",
             )
@@ -147,18 +147,18 @@ class CudaIpcInPlaceSender(Sender):
         return self._source
 
     def forget(self) -> None:
-        """Name the memory anew: what the engine maps may not be what lies there now."""
+        """Describe the memory again at the next push: the engine may have mapped memory that was since replaced."""
         self._source = None
 
     def _segments_freed(self) -> int:
-        """How many pieces of memory torch has given back so far: another may lie where one was, and be mapped anew."""
+        """Count the segments that torch has freed: a new one at the same address must be mapped again."""
         devices = {device for _, device in self._put.values()}
         return sum(torch.cuda.memory_stats(device).get("segment.all.freed", 0) for device in devices)
 
     def _described(self) -> CudaIpcSource:
         segments: list[Segment] = []
         numbers: dict[int, int] = {}
-        """Of the segments, by where they begin."""
+        """Index of each segment, by its first address."""
         places: list[tuple[int, int]] = []
         for spec in self._plan.tensors:
             pointer, device = self._put[spec.name]
@@ -168,8 +168,8 @@ class CudaIpcInPlaceSender(Sender):
                     handle = handle_of(begin, device)
                 except WeightSyncError as error:
                     raise InvalidRequest(
-                        f"the memory of {spec.name} cannot be shared ({error}): that of torch's expandable segments, "
-                        "say, cannot; nothing was changed. Connect without share_tensors",
+                        f"the memory of {spec.name} cannot be shared ({error}), for example because it is in torch's "
+                        "expandable segments; nothing was changed. Connect without share_tensors",
                         field="share_tensors",
                     ) from error
                 numbers[begin] = len(segments)
@@ -178,14 +178,14 @@ class CudaIpcInPlaceSender(Sender):
         return source_of(segments, places)
 
     def close(self) -> None:
-        """Forget it."""
+        """Forget the tensors' places."""
         self._plan, self._put, self._source = WeightPlan(()), {}, None
 
 
 class CudaIpcReader(Reader):
-    """Maps memory at the first update and keeps it mapped: for 15 GB that and letting go take 110 ms.
+    """Maps memory at the first update and keeps it mapped: mapping and unmapping 15 GB takes 110 ms.
 
-    The owner may only free what nobody maps: a trainer that is done has the engine let go before.
+    The owner must not free mapped memory: before that, the trainer has the engine unmap it.
     """
 
     def __init__(self) -> None:
@@ -195,7 +195,7 @@ class CudaIpcReader(Reader):
         self._places: Mapping[str, tuple[int, int]] = {}
 
     def open(self, request: WeightUpdateRequest, manifest: WeightManifest) -> Opened:
-        """Map the memory, unless it is, and check that the tensors lie within."""
+        """Map the memory unless it is mapped already, and check that the tensors lie within it."""
         source, plan, digests = request.source, request.plan, request.digests
         assert isinstance(source, CudaIpcSource)
         assert plan is not None
@@ -215,11 +215,11 @@ class CudaIpcReader(Reader):
 
     @property
     def place(self) -> Hashable:
-        """Where the memory is mapped: what was let go of may come back elsewhere, under the same name."""
+        """Name and addresses of the mapping: after an unmap the same name may be mapped elsewhere."""
         return self._name, tuple(segment.memory.data_ptr() for segment in self._mapped)
 
     def tensors(self, index: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield views of the memory."""
+        """Yield views of the mapped memory."""
         for placed in self._plan.buckets[index].tensors:
             segment, offset = self._places[placed.spec.name]
             yield placed.spec.name, slot(self._mapped[segment].memory, offset - placed.offset, placed)
@@ -228,17 +228,17 @@ class CudaIpcReader(Reader):
         """Keep the mapping for the next update."""
 
     def close(self) -> None:
-        """Let go of the mapping."""
+        """Unmap the memory."""
         mapped, self._mapped, self._name = self._mapped, [], None
         for segment in mapped:
             segment.close()
 
 
 def places_in(source: CudaIpcSource, plan: WeightPlan) -> dict[str, tuple[int, int]]:
-    """Where each tensor of the plan lies: its segment, and the offset in it, in bytes.
+    """Return segment index and byte offset of each tensor of the plan.
 
     Raises:
-        InvalidRequest: the source does not say so of each, or says of one that it lies elsewhere than in a segment.
+        InvalidRequest: the source has too few or too many places, or one outside its segment.
     """
     tensors = [placed for bucket in plan.buckets for placed in bucket.tensors]
     if len(source.places) != 16 * len(tensors):
@@ -253,8 +253,8 @@ def places_in(source: CudaIpcSource, plan: WeightPlan) -> dict[str, tuple[int, i
         size = sizes[index] if 0 <= index < len(sizes) else -1
         if offset < 0 or offset + placed.nbytes > size or offset % dtype_of(placed.spec).itemsize:
             raise InvalidRequest(
-                f"{placed.spec.name} ({placed.nbytes} bytes) is said to begin at byte {offset} of segment {index}, of "
-                f"{len(sizes)}; it must lie within one, at a multiple of its elements' size",
+                f"the source places {placed.spec.name} ({placed.nbytes} bytes) at byte {offset} of segment {index}, "
+                f"of {len(sizes)}; it must lie within one, at a multiple of its elements' size",
                 field="source.places",
             )
         found[placed.spec.name] = index, offset
@@ -262,10 +262,10 @@ def places_in(source: CudaIpcSource, plan: WeightPlan) -> dict[str, tuple[int, i
 
 
 def segments_of(source: CudaIpcSource) -> list[Segment]:
-    """The memory in which a source's tensors lie.
+    """Return the memory segments of a source.
 
     Raises:
-        InvalidRequest: the source does not say how large each piece is, or on which GPU.
+        InvalidRequest: an entry has the wrong size, or names an unknown GPU.
     """
     if len(source.segments) % _SEGMENT.itemsize:
         raise InvalidRequest(
@@ -275,7 +275,7 @@ def segments_of(source: CudaIpcSource) -> list[Segment]:
     for handle, gpu, nbytes in np.frombuffer(source.segments, _SEGMENT).tolist():
         if not 0 <= gpu < len(source.gpus) or nbytes < 0:
             raise InvalidRequest(
-                f"a segment of {nbytes} bytes is said to be on GPU {gpu} of the {len(source.gpus)} that are named",
+                f"the source places a segment of {nbytes} bytes on GPU {gpu}, but names {len(source.gpus)} GPUs",
                 field="source.segments",
             )
         segments.append(Segment(handle, source.gpus[gpu], nbytes))
@@ -283,7 +283,7 @@ def segments_of(source: CudaIpcSource) -> list[Segment]:
 
 
 def source_of(segments: Sequence[Segment], places: Sequence[tuple[int, int]]) -> CudaIpcSource:
-    """Say in which memory tensors lie: of each, the index of its segment, and where in it it begins, in bytes."""
+    """Describe segments, and for each tensor the index of its segment and the byte offset in it."""
     gpus = list(dict.fromkeys(segment.gpu for segment in segments))
     packed = np.array([(segment.handle, gpus.index(segment.gpu), segment.nbytes) for segment in segments], _SEGMENT)
     return CudaIpcSource(
@@ -295,9 +295,9 @@ def source_of(segments: Sequence[Segment], places: Sequence[tuple[int, int]]) ->
 
 
 def can_map(trainers: torch.device | None, engines: Sequence[str]) -> bool:
-    """Whether all of an engine's GPUs can read the memory of the trainer's: they are that one, or linked to it.
+    """Return whether all GPUs of the engine can read the trainer's: each is the same GPU, or a peer of it.
 
-    Of an engine that does not say where it is, whether there is no other GPU.
+    If the engine does not report its GPUs, return whether there is only one.
     """
     if trainers is None:
         return False

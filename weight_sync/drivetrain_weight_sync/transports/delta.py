@@ -1,14 +1,14 @@
-"""What changed since the last push, and nothing else: for slow links.
+"""Delta transport: sends only changes since the last push, for slow links.
 
-A step of reinforcement learning changes few of the bits of bfloat16 weights. The sender keeps a copy of what the engine
-holds, in CPU memory, and writes to a folder where each changed tensor differs from it. The engine changes its own
-weights at those places, if they are the weights that the sender compared with; every tensor is verified afterwards.
-What is known of the two being the same is lost by a push that failed or was cancelled, by another way to push, and by
-sleep of the weights: then every tensor is written whole.
+An RL step changes few of the bits of bfloat16 weights. The sender keeps a copy of the engine's weights in CPU memory,
+and writes to a folder the elements of each tensor that differ from it. The engine patches its own weights, if they are
+the base that the sender compared with; every tensor is verified afterwards. A failed or cancelled push, another
+transport, or sleep of the weights may make the two copies differ: then every tensor is written whole.
 
-Of a changed tensor the file of its bucket holds ``NAME:steps``, how far each changed element lies after the one before
-(the first: after -1), in the narrowest of three dtypes, and ``NAME:values``. A step that is too long for the dtype is
-made of several, whose elements did not change. A tensor that is no longer so than whole comes whole, as ``NAME``.
+For a changed tensor, the file of its bucket holds ``NAME:values`` and ``NAME:steps``, the distance of each changed
+element from the one before (the first: from -1), in the narrowest of three dtypes. A distance too long for the dtype is
+split into several steps, whose elements did not change. A tensor for which this takes as much space as the whole is
+written whole, as ``NAME``.
 """
 
 from __future__ import annotations
@@ -36,34 +36,34 @@ _STEPS: Final = ((torch.uint8, 1), (torch.uint16, 2), (torch.uint32, 4))
 
 
 class _Data(BaseModel):
-    """What the sender tells the reader."""
+    """Data that the sender passes to the reader."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     folder: str
     base: str | None
-    """``hash_of`` the digests of the weights that are changed; None: every tensor is whole."""
+    """``hash_of`` the digests of the weights to change; None: every tensor is whole."""
     files: tuple[int, ...]
-    """Digest of each file, read as bytes; one a bucket, ``0.safetensors`` and on."""
+    """Digest of each file, read as bytes; one per bucket, from ``0.safetensors`` on."""
 
 
 class DeltaTransport(Transport):
-    """Sends what changed since the last push, through a folder."""
+    """Sends changes since the last push through a folder."""
 
     name = "delta"
 
     def sender(self) -> DeltaSender:
-        """Make the trainer's end."""
+        """Return the trainer's end of the transport."""
         return DeltaSender(self.directory)
 
     @classmethod
     def reader(cls) -> DeltaReader:
-        """Make the end of one of the engine's workers."""
+        """Return an engine worker's end of the transport."""
         return DeltaReader()
 
 
 class DeltaSender(Sender):
-    """Compares each tensor with what the engine holds, bit by bit, and writes the difference.
+    """Compares each tensor bit by bit with the engine's, and writes the difference.
 
     Args:
         directory: where the folder of each push is made, readable by the engine; None: the temporary folder.
@@ -72,18 +72,18 @@ class DeltaSender(Sender):
     def __init__(self, directory: Path | None = None) -> None:
         self._directory = directory
         self._held: dict[str, torch.Tensor] = {}
-        """Each tensor as the engine holds it, flat; or as it will, once this push is committed."""
+        """Flat copies of the engine's tensors, or of those it will have once this push is committed."""
         self._known: str | None = None
-        """``hash_of`` the digests of what the engine is known to hold, all of which is in ``_held``."""
+        """``hash_of`` the digests of the engine's weights if ``_held`` is known to equal them, else None."""
         self._base: str | None = None
-        """The same, of what this push changes."""
+        """``hash_of`` the digests of the weights that this push changes; None: every tensor is whole."""
         self._plan = WeightPlan(())
         self._specs: dict[str, TensorSpec] = {}
         self._bucket_of: dict[str, int] = {}
         self._waiting: list[set[str]] = []
         """By bucket, the tensors that are still to be put."""
         self._changes: list[dict[str, torch.Tensor]] = []
-        """By bucket, what goes into its file."""
+        """By bucket, the contents of its file."""
         self._files: dict[int, int] = {}
         self._folder: PushFolder | None = None
         self._sent_nbytes = 0
@@ -105,8 +105,8 @@ class DeltaSender(Sender):
 
     @torch.no_grad()
     def put(self, name: str, tensor: torch.Tensor, *, held: bool) -> None:
-        """Compare the tensor; its bucket is written once all of it came."""
-        self._known = None  # what is held is not what the engine holds from here on
+        """Compare the tensor; write its bucket once all of the bucket's tensors were put."""
+        self._known = None  # from here on the copies differ from the engine's weights
         index = self._bucket_of[name]
         new = tensor.to("cpu", dtype_of(self._specs[name])).reshape(-1)
         old = self._held.get(name)
@@ -120,14 +120,14 @@ class DeltaSender(Sender):
             self._write(index)
 
     def source(self) -> PluginSource:
-        """Name the folder and what it changes."""
+        """Describe the folder and the weights that it changes."""
         assert self._folder is not None
         files = tuple(self._files[index] for index in range(len(self._plan.buckets)))
         data = _Data(folder=str(self._folder.path), base=self._base, files=files)
         return PluginSource(transport=DeltaTransport.name, data=data.model_dump(mode="json"))
 
     def put_whole(self) -> None:
-        """Write every tensor from what is held."""
+        """Write every tensor whole from the copies."""
         self._base, self._sent_nbytes = None, 0
         for index, bucket in enumerate(self._plan.buckets):
             for placed in bucket.tensors:
@@ -136,7 +136,7 @@ class DeltaSender(Sender):
             self._write(index)
 
     def committed(self, digests: Mapping[str, int]) -> None:
-        """The engine holds what was put: the next push changes that."""
+        """Record that the engine holds the tensors that were put, as the base of the next push."""
         self._known = hash_of(digests)
 
     @property
@@ -191,14 +191,14 @@ class DeltaReader(Reader):
 
     @property
     def takes_long(self) -> bool:
-        """Every file is read."""
+        """True: every file is read."""
         return True
 
     def open(self, request: WeightUpdateRequest, manifest: WeightManifest) -> Opened:
-        """Check that every file came as it was sent.
+        """Check that every file arrived as it was sent.
 
         Raises:
-            InvalidRequest: the folder is not there, or is not what the request says.
+            InvalidRequest: the folder does not exist, or differs from the request's description.
         """
         assert isinstance(request.source, PluginSource)
         assert request.plan is not None
@@ -206,9 +206,7 @@ class DeltaReader(Reader):
         try:
             data = _Data.model_validate(request.source.data)
         except ValidationError as error:
-            raise InvalidRequest(
-                f"the data of a delta is not what it should be: {error}", field="source.data"
-            ) from None
+            raise InvalidRequest(f"the data of a delta is invalid: {error}", field="source.data") from None
         if len(data.files) != len(request.plan.buckets):
             raise InvalidRequest(
                 f"the delta names {len(data.files)} files for a plan of {len(request.plan.buckets)} buckets",
@@ -228,12 +226,12 @@ class DeltaReader(Reader):
                 ) from error
             if found != sent:
                 raise InvalidRequest(
-                    f"{path} does not hold what was written; nothing was changed: push again", field="source.data.files"
+                    f"{path} differs from what was written; nothing was changed. Push again", field="source.data.files"
                 )
         return Opened(request.plan, request.digests, data.base)
 
     def tensors(self, index: int) -> Iterator[tuple[str, torch.Tensor | Patch]]:
-        """Read what changed of a bucket."""
+        """Read the changes of a bucket."""
         with safe_open(self._path(index), framework="pt") as file:
             names = set(file.keys())
             for placed in self._plan.buckets[index].tensors:
@@ -252,12 +250,12 @@ class DeltaReader(Reader):
 
 
 def _steps(positions: torch.Tensor, value_nbytes: int, *, at_most: int) -> torch.Tensor | None:
-    """How far each position lies after the one before, in the dtype that takes least; None if that is too much.
+    """Return the distances between positions in the dtype that takes least space; None if that is too much.
 
     Args:
         positions: int64 ``[n]``, ascending.
         value_nbytes: Bytes of an element.
-        at_most: Bytes that steps and values may take.
+        at_most: Bytes at which steps and values take too much.
     """
     gaps = torch.diff(positions, prepend=torch.tensor([-1]))
     best: tuple[int, torch.dtype, torch.Tensor] | None = None
@@ -285,6 +283,6 @@ def _positions(steps: torch.Tensor) -> torch.Tensor:
 
 
 def _digest_of(path: Path) -> int:
-    """The digest of a file's bytes."""
+    """Return the digest of a file's bytes."""
     size = path.stat().st_size
     return digest(torch.from_file(str(path), size=size, dtype=torch.uint8))

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""Memory of a GPU that one process owns and another maps."""
+"""GPU memory that one process owns and another maps."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import torch
 from drivetrain.errors import InvalidRequest, WeightSyncError
 
 HANDLE_BYTES = 64
-"""Size of CUDA's handle of a piece of memory."""
+"""Size of a CUDA IPC memory handle."""
 _PAGE: Final = 2 << 20
-"""Of a GPU's memory. What is allocated by whole pages is read by who maps it as fast as by its owner; else, an eighth
+"""A GPU's page size. Memory allocated in whole pages is read at full speed through a mapping; otherwise an eighth
 slower (benchmarks/results/2026-11-23-h200-mapped-arenas.txt)."""
 
 
 def is_available() -> bool:
-    """Whether the bindings of CUDA are there that this is made of; torch brings them. Nothing is imported."""
+    """Return whether the CUDA bindings, which come with torch, are installed. Nothing is imported."""
     return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
 
 
 class DeviceArena:
-    """Memory of a GPU that other processes can map by ``handle``; apart from torch's allocator, which moves things.
+    """GPU memory that other processes can map by ``handle``, apart from torch's allocator, so that it stays in place.
 
     Args:
         nbytes: Its size.
@@ -45,17 +45,17 @@ class DeviceArena:
         """uint8 ``[nbytes]``."""
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.memory = torch.empty(0, dtype=torch.uint8)
         self._free()
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A piece of a GPU's memory, as it was allocated."""
+    """An allocation of GPU memory."""
 
     handle: bytes
-    """CUDA's IPC handle of it, of ``HANDLE_BYTES``."""
+    """Its CUDA IPC handle, of ``HANDLE_BYTES``."""
     gpu: str
     """UUID of the GPU."""
     nbytes: int
@@ -63,10 +63,10 @@ class Segment:
 
 
 class MappedSegment:
-    """Another process's memory on the same GPU, or on one whose memory this one can read.
+    """Another process's memory on this GPU, or on a peer whose memory this one can read.
 
     Raises:
-        InvalidRequest: it is out of reach of this GPU, the handle is of no memory, or of less than is said.
+        InvalidRequest: this GPU cannot reach the memory, or the handle is invalid or of a smaller allocation.
     """
 
     def __init__(self, segment: Segment, device: torch.device) -> None:
@@ -75,19 +75,19 @@ class MappedSegment:
         self._device = device
         if not reaches(device, segment.gpu):
             raise InvalidRequest(
-                f"the weights lie on {segment.gpu}, but this engine runs on {uuid_of(device)}, which does not reach "
-                "there; use strategy 'broadcast', or put trainer and engine on one GPU",
+                f"the weights are on {segment.gpu}, whose memory this engine's {uuid_of(device)} cannot read; use "
+                "strategy 'broadcast', or put trainer and engine on one GPU",
                 field="source.segments",
             )
         given = runtime.cudaIpcMemHandle_t()
         given.reserved = segment.handle
         with torch.cuda.device(device):
-            torch.cuda.current_stream()  # makes the context that the handle is opened in
+            torch.cuda.current_stream()  # creates the context in which the handle is opened
             try:
                 self._pointer = _call(runtime.cudaIpcOpenMemHandle, given, runtime.cudaIpcMemLazyEnablePeerAccess)
             except WeightSyncError as error:
                 raise InvalidRequest(
-                    f"the memory on the GPU cannot be mapped ({error}); trainer and engine must be two processes of "
+                    f"the GPU memory cannot be mapped ({error}); trainer and engine must be two processes of "
                     "one host, and the trainer's WeightSync must be open",
                     field="source.segments",
                 ) from error
@@ -95,7 +95,7 @@ class MappedSegment:
         if size < segment.nbytes:
             self.close()
             raise InvalidRequest(
-                f"the memory on the GPU has {size} bytes, but the source says {segment.nbytes}; push again from the "
+                f"the mapped GPU memory has {size} bytes, but the source says {segment.nbytes}; push again from the "
                 "trainer",
                 field="source.segments",
             )
@@ -103,7 +103,7 @@ class MappedSegment:
         """uint8 ``[nbytes]``; not to be written to."""
 
     def close(self) -> None:
-        """Let go of it, once all that was launched on the GPU has read it."""
+        """Unmap the memory, after waiting for launched work that reads it."""
         from cuda.bindings import runtime
 
         self.memory = torch.empty(0, dtype=torch.uint8)
@@ -113,7 +113,7 @@ class MappedSegment:
 
 
 def reaches(device: torch.device, uuid: str) -> bool:
-    """Whether the GPU of this UUID is this one, or else one whose memory it can read."""
+    """Return whether the GPU of this UUID is ``device``, or a peer whose memory it can read."""
     for index in range(torch.cuda.device_count()):
         if uuid == uuid_of(torch.device("cuda", index)):
             return index == device.index or torch.cuda.can_device_access_peer(device, index)
@@ -121,12 +121,12 @@ def reaches(device: torch.device, uuid: str) -> bool:
 
 
 def uuid_of(device: torch.device) -> str:
-    """The GPU's name that is the same in every process, such as ``GPU-e6f9517c-…``."""
+    """Return the GPU's UUID, which is the same in every process, such as ``GPU-e6f9517c-…``."""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 def segment_of(pointer: int, device: torch.device) -> tuple[int, int]:
-    """Where the memory begins that was allocated as one and holds this address, and how many bytes it has."""
+    """Return begin and size of the allocation that contains this address."""
     from cuda.bindings import driver
 
     with torch.cuda.device(device):
@@ -135,10 +135,10 @@ def segment_of(pointer: int, device: torch.device) -> tuple[int, int]:
 
 
 def handle_of(pointer: int, device: torch.device) -> bytes:
-    """CUDA's handle of the memory that begins there.
+    """Return the CUDA IPC handle of the allocation that begins there.
 
     Raises:
-        WeightSyncError: it has none, as that of torch's expandable segments.
+        WeightSyncError: it has none, as in torch's expandable segments.
     """
     from cuda.bindings import runtime
 
@@ -147,7 +147,7 @@ def handle_of(pointer: int, device: torch.device) -> bytes:
 
 
 def _tensor_at(pointer: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    # Said to be on this device wherever it lies: what runs here reads it, also over the link between two GPUs.
+    # Declare the tensor on this device wherever the memory is: kernels here can also read a peer's memory.
     storage = torch._C._construct_storage_from_data_pointer(int(pointer), device, nbytes)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 

@@ -1,4 +1,4 @@
-"""A checkpoint folder: written by the trainer, read by the engine, which describes it by itself."""
+"""Disk transport: the trainer writes a checkpoint folder, and the engine reads and checks it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from drivetrain_weight_sync.transports.push_folder import PushFolder
 class DiskSender(Sender):
     """Writes one safetensors file per bucket to a new folder, and removes it after the push.
 
-    ``directory`` is where the folder is made, readable by the engine's process; None: the temporary folder.
+    The folder is made in ``directory``, readable by the engine's process; None: the temporary folder.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -44,7 +44,7 @@ class DiskSender(Sender):
         self._waiting = [{} for _ in plan.buckets]
 
     def put(self, name: str, tensor: torch.Tensor, *, held: bool) -> None:
-        """Write the tensor's bucket once all of it came."""
+        """Write the tensor's bucket once all of its tensors were put."""
         assert self._folder is not None
         index = self._bucket_of[name]
         placed = self._plan.buckets[index].tensors
@@ -53,7 +53,7 @@ class DiskSender(Sender):
         if len(waiting) < len(placed):
             return
         file = f"model-{index + 1:05}-of-{len(self._plan.buckets):05}.safetensors"
-        # safetensors refuses tensors that share memory, so each is given memory of its own.
+        # safetensors refuses tensors that share memory, so each one is copied.
         copies = {p.spec.name: _packed(waiting.pop(p.spec.name), dtype_of(p.spec)) for p in placed}
         with self._folder.writing():
             save_file(copies, self._folder.path / file)
@@ -83,12 +83,12 @@ class DiskReader(Reader):
         self._stored_names: dict[str, str] = {}
         self._aliases: Mapping[str, str] = {}
         self._dtypes: Mapping[str, torch.dtype] = {}
-        """Of the engine's tensors."""
+        """Dtypes of the engine's tensors."""
         self._plan = WeightPlan(())
 
     @property
     def takes_long(self) -> bool:
-        """Every file is read."""
+        """True: every file is read."""
         return True
 
     def open(self, request: WeightUpdateRequest, manifest: WeightManifest) -> Opened:
@@ -96,9 +96,9 @@ class DiskReader(Reader):
 
         Raises:
             InvalidRequest: the folder is missing or holds no checkpoint.
-            WeightPlanMismatch: the tensors are not the model's, or names that the model ties differ in value.
+            WeightPlanMismatch: the tensors are not the model's, or tied weights differ in value.
             InvalidWeights: a tensor holds NaN or infinity.
-            WeightSyncError: the files are not what the request's digests say.
+            WeightSyncError: the files differ from the request's digests.
         """
         assert isinstance(request.source, DiskSource)
         checkpoint = Checkpoint(request.source.path)
@@ -151,7 +151,7 @@ class DiskReader(Reader):
         self._checkpoint = None
 
     def _widened(self, main: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor in the engine's dtype, if that keeps every value."""
+        """Return the tensor in the engine's dtype if the conversion keeps every value, otherwise unchanged."""
         wanted = self._dtypes.get(main, tensor.dtype)
         return tensor.to(wanted) if widens(tensor.dtype, wanted) else tensor
 
@@ -166,7 +166,7 @@ def _check_digests(request: WeightUpdateRequest, found: Mapping[str, int]) -> No
     differ = [name for name, value in found.items() if given.get(name) != value]
     if differ:
         raise WeightSyncError(
-            f"the checkpoint folder does not hold what the request's digests say; nothing was changed. Tensors that "
+            f"the checkpoint folder does not match the request's digests; nothing was changed. Tensors that "
             f"differ: {listed(differ)}. Write the folder again"
         )
 

@@ -1,4 +1,4 @@
-"""Tensors of the engine's own process: copied straight from the trainer's to the engine's."""
+"""In-process transport: copies straight from the trainer's tensors to the engine's, in one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _registered: Final[dict[str, Mapping[str, torch.Tensor]]] = {}
 
 
 class InProcessSender(Sender):
-    """Registers the tensors themselves; nothing is staged, but for streamed or converted ones."""
+    """Registers the trainer's own tensors; only streamed or converted ones are copied."""
 
     copies = False
 
@@ -33,11 +33,11 @@ class InProcessSender(Sender):
         self._specs = {spec.name: spec for spec in plan.tensors}
 
     def put(self, name: str, tensor: torch.Tensor, *, held: bool) -> None:
-        """Keep the tensor, or a copy of one that is streamed or of another dtype."""
+        """Keep the tensor, or a copy if it is streamed or has another dtype."""
         self._tensors[name] = tensor.to(dtype_of(self._specs[name]), copy=not held)
 
     def source(self) -> InProcessSource:
-        """Register what was put."""
+        """Register the tensors that were put."""
         _registered[self._key] = self._tensors
         return InProcessSource(key=self._key)
 
@@ -48,14 +48,14 @@ class InProcessSender(Sender):
 
 
 class InProcessReader(Reader):
-    """Looks the tensors up."""
+    """Looks up the registered tensors."""
 
     def __init__(self) -> None:
         self._tensors: Mapping[str, torch.Tensor] = {}
         self._plan = WeightPlan(())
 
     def open(self, request: WeightUpdateRequest, manifest: WeightManifest) -> Opened:
-        """Find the key, and check that the tensors are those of the plan."""
+        """Look up the key, and check that the tensors are those of the plan."""
         assert isinstance(request.source, InProcessSource)
         assert request.plan is not None
         assert request.digests is not None

@@ -1,4 +1,4 @@
-"""Transports that plugins bring, by name: an entry point of the group ``drivetrain.weight_transports`` each."""
+"""Plugin transports, found by name in the entry-point group ``drivetrain.weight_transports``."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from drivetrain.errors import InvalidRequest, WeightSyncError
 from drivetrain_weight_sync.transports.base import Reader, Sender
 
 GROUP: Final = "drivetrain.weight_transports"
-"""The entry-point group: its names are those of transports, its values their classes."""
+"""The entry-point group. An entry's name is the transport's name, its value the class."""
 
 
 class Transport(ABC):
-    """A way for weights to travel, with both of its ends.
+    """A transport with both of its ends.
 
-    The trainer's process makes one and asks it for the sender; each of the engine's workers finds the class by its name
-    and asks it for a reader, so the plugin must be installed on both sides. The sender's ``source()`` is a
-    ``PluginSource`` of that name. Whatever brought them, tensors are verified against the sender's digests before the
+    The trainer's process creates an instance and asks it for the sender. Each worker of the engine finds the class by
+    its name and asks it for a reader, so the plugin must be installed on both sides. The sender's ``source()`` is a
+    ``PluginSource`` of that name. Whatever the transport, tensors are verified against the sender's digests before the
     update is committed.
 
     Args:
@@ -27,44 +27,44 @@ class Transport(ABC):
     """
 
     name: ClassVar[str]
-    """By which a trainer chooses it, and which is that of its entry point."""
+    """The name by which a trainer chooses it, and of its entry point."""
 
     def __init__(self, directory: Path | None = None) -> None:
         self.directory = directory
 
     @abstractmethod
     def sender(self) -> Sender:
-        """Make the trainer's end."""
+        """Return the trainer's end of the transport."""
 
     @classmethod
     @abstractmethod
     def reader(cls) -> Reader:
-        """Make the end of one of the engine's workers."""
+        """Return an engine worker's end of the transport."""
 
 
 def transport_names() -> list[str]:
-    """Return the names of those that are installed here; nothing is imported."""
+    """Return the names of the installed transports; nothing is imported."""
     return sorted(importlib.metadata.entry_points(group=GROUP).names)
 
 
 def find_transport(name: str) -> type[Transport]:
-    """Import one.
+    """Import a transport's class.
 
     Raises:
-        InvalidRequest: none of that name is installed here.
-        WeightSyncError: two are, or it does not load.
+        InvalidRequest: no transport of that name is installed here.
+        WeightSyncError: two plugins have the name, or the class does not load.
     """
     entries = importlib.metadata.entry_points(group=GROUP, name=name)
     distributions = {entry.dist.name if entry.dist else entry.value: entry for entry in entries}
     if not distributions:
         raise InvalidRequest(
-            f"there is no weight transport {name!r} here; there are: {', '.join(transport_names()) or 'none'}. Install "
-            "the plugin that brings it in the trainer's environment and in the engine's",
+            f"there is no weight transport {name!r} here; installed: {', '.join(transport_names()) or 'none'}. Install "
+            "its plugin in the environments of both trainer and engine",
             field="source.transport",
         )
     if len(distributions) > 1:
         raise WeightSyncError(
-            f"the distributions {' and '.join(sorted(distributions))} both bring the weight transport {name!r}; "
+            f"the distributions {' and '.join(sorted(distributions))} both register the weight transport {name!r}; "
             "uninstall one"
         )
     (entry,) = distributions.values()
@@ -72,10 +72,12 @@ def find_transport(name: str) -> type[Transport]:
         found = entry.load()
     except Exception as error:
         raise WeightSyncError(
-            f"the weight transport {name!r} ({entry.value}) does not load: {type(error).__name__}: {error}"
+            f"the weight transport {name!r} ({entry.value}) cannot be loaded: {type(error).__name__}: {error}"
         ) from error
     if not (isinstance(found, type) and issubclass(found, Transport)):
-        raise WeightSyncError(f"the weight transport {name!r} ({entry.value}) is no subclass of Transport")
+        raise WeightSyncError(f"the weight transport {name!r} ({entry.value}) is not a subclass of Transport")
     if found.name != name:
-        raise WeightSyncError(f"the weight transport {name!r} ({entry.value}) calls itself {found.name!r}")
+        raise WeightSyncError(
+            f"the weight transport {name!r} ({entry.value}) has the name {found.name!r}; give both the same"
+        )
     return found

@@ -1,4 +1,4 @@
-"""Groups of torch.distributed in which a trainer broadcasts: it is rank 0, the workers of the engine come after it."""
+"""torch.distributed groups in which a trainer, as rank 0, broadcasts to the workers of an engine."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from drivetrain.types.weights import (
 GroupBackend = Literal["nccl", "gloo"]
 
 _dist: Any = torch.distributed
-"""Its classes of process groups are not declared."""
+"""``Any``: its process group classes are not declared."""
 _POLL_S: Final = (0.00005, 0.0005)
-"""Shortest and longest wait between two looks at a broadcast under way."""
+"""Shortest and longest pause between polls of a broadcast under way."""
 _NCCL_ERRORS: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _construction: Final = threading.Lock()
 _endings: Final[weakref.WeakSet[threading.Thread]] = weakref.WeakSet()
-"""What lets go of groups."""
+"""Threads that end groups after they were left."""
 _MOMENT_S: Final = 0.2
-"""How long whoever leaves a group waits for it to end, which takes less if nothing is under way."""
+"""How long leaving a group waits for it to end; with nothing under way it takes less."""
 _LAST_S: Final = 5.0
-"""How long the end of the process waits for each of those."""
+"""How long the end of the process waits for each such thread."""
 
 
 class Group:
     """A process group apart from torch's default one, in which rank 0 broadcasts.
 
     Args:
-        spec: Where its ranks meet.
+        spec: Address, size and timeout of the group.
         rank: This process's rank.
-        device: Where the buffers of this rank lie: of the GPU for NCCL.
-        store: Where they meet, if this process made it already.
-        abandoned: Gives it up once it is set, also while it forms.
+        device: Device of this rank's buffers; a GPU for NCCL.
+        store: The store through which the group forms, if this process made it already.
+        abandoned: Event that makes this rank leave the group once set, even while it forms.
 
     Raises:
-        DeadlineExceeded: the other ranks did not come within ``spec.timeout`` seconds.
+        DeadlineExceeded: the other ranks did not join within ``spec.timeout`` seconds.
         WeightSyncError: the group cannot be formed.
     """
 
@@ -90,7 +90,7 @@ class Group:
             raise WeightSyncError(what) from error
 
     def _meet(self, store: Any, rank: int, ends: float) -> None:
-        """Wait until every rank is there: what forms the group then cannot be given up."""
+        """Wait until every rank has joined the store, because forming the group cannot be interrupted."""
         store.set(f"rank {rank}", "here")
         absent = list(range(self.spec.world_size))
         pause, longest = _POLL_S
@@ -99,8 +99,8 @@ class Group:
                 raise WeightTransferFailed(f"this rank left the group {self.spec.group_name!r} before it formed")
             if time.monotonic() > ends:
                 raise DeadlineExceeded(
-                    f"the group {self.spec.group_name!r} did not form: of its ranks 0 to {self.spec.world_size - 1}, "
-                    f"{', '.join(map(str, absent))} did not come within {self.spec.timeout:g} s"
+                    f"timed out after {self.spec.timeout:g} s waiting for ranks {', '.join(map(str, absent))} of "
+                    f"{self.spec.world_size} to join the group {self.spec.group_name!r}"
                 )
             time.sleep(pause)
             pause = min(2 * pause, longest)
@@ -120,10 +120,10 @@ class Group:
                 field="backend",
             )
         torch.cuda.set_device(self.device)
-        # Or what it sends next waits until all of a copy that fills the GPU has begun.
+        # At normal priority its kernels would wait until every block of a copy that fills the GPU has started.
         options = _dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timedelta(seconds=self.spec.timeout)
-        # Otherwise NCCL's watchdog ends the process when a peer is late; here the deadline is looked after by us.
+        # Otherwise NCCL's watchdog ends the process when a peer is late; this class enforces the deadline itself.
         with _construction:
             before = os.environ.get(_NCCL_ERRORS)
             os.environ[_NCCL_ERRORS] = "0"
@@ -136,7 +136,7 @@ class Group:
                     os.environ[_NCCL_ERRORS] = before
 
     def broadcast(self, buffer: torch.Tensor) -> None:
-        """Send ``buffer`` (uint8) if this is rank 0, else fill it.
+        """Send ``buffer`` (uint8) if this is rank 0, otherwise fill it.
 
         Raises:
             DeadlineExceeded: a rank did not take part within ``spec.timeout`` seconds.
@@ -145,7 +145,7 @@ class Group:
         self.start(buffer).wait()
 
     def start(self, buffer: torch.Tensor) -> Broadcast:
-        """Begin to send ``buffer`` (uint8), or to fill it; on a GPU after what was launched so far.
+        """Start to send or fill ``buffer`` (uint8); on a GPU, after the work launched so far.
 
         Raises:
             WeightTransferFailed: a rank is gone, or this one left.
@@ -160,7 +160,7 @@ class Group:
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """Raise what torch raises as the errors of :meth:`broadcast`."""
+        """Translate torch's errors to those of :meth:`broadcast`."""
         try:
             yield
         except RuntimeError as error:
@@ -170,18 +170,18 @@ class Group:
             raise WeightTransferFailed(f"{what}; a rank is gone") from error
 
     def keep(self, memory: object) -> None:
-        """Hold on to what a broadcast that nobody waits for may still read or write, until the group has ended."""
+        """Keep memory alive until the group has ended: an unfinished broadcast may still read or write it."""
         self._kept.append(memory)
 
     def leave(self) -> None:
-        """Let go of it; a broadcast under way in another thread gives up. Idempotent."""
+        """Leave the group; a broadcast under way in another thread fails. Idempotent."""
         self._abandoned.set()
         group, self._group = self._group, None
         if group is None:
             return
-        # An operation that nobody joined holds the group until its own timeout, which is not for us to wait for.
+        # An operation that nobody joined holds the group until its own timeout, so a thread waits for that.
         held = [self._kept, group, self.spec.backend]
-        del group  # or it may be the last to hold it
+        del group  # otherwise this may be the last reference
         ending = threading.Thread(target=_end, args=[held], name="drivetrain-leaves-group", daemon=True)
         ending.start()
         if self.spec.backend == "nccl":
@@ -190,7 +190,7 @@ class Group:
 
 
 class Broadcast:
-    """One broadcast under way. Made by :meth:`Group.start`."""
+    """A broadcast under way. Created by :meth:`Group.start`."""
 
     def __init__(self, group: Group, work: Any, abandoned: threading.Event) -> None:
         self._group = group
@@ -199,14 +199,14 @@ class Broadcast:
         self._ends = time.monotonic() + group.spec.timeout
 
     def precede(self) -> None:
-        """Have what is launched on the GPU from here on come after it; on a CPU, wait for it.
+        """Order later GPU work after the broadcast; on a CPU, wait for the broadcast.
 
         Raises:
             DeadlineExceeded, WeightTransferFailed: as :meth:`wait`.
         """
         if self._group.device.type == "cuda":
             with self._group.failing():
-                self._work.wait()  # it is the GPU that waits
+                self._work.wait()  # makes the GPU stream wait, not this thread
         else:
             self.wait()
 
@@ -224,7 +224,9 @@ class Broadcast:
                 if self._abandoned.is_set():
                     raise WeightTransferFailed(f"this rank left the group {name!r} during a broadcast")
                 if time.monotonic() > self._ends:
-                    raise DeadlineExceeded(f"a broadcast in the group {name!r} did not end within {timeout:g} s")
+                    raise DeadlineExceeded(
+                        f"timed out after {timeout:g} s waiting for a broadcast in the group {name!r}"
+                    )
                 time.sleep(pause)
                 pause = min(2 * pause, longest)
             self._work.wait()
@@ -238,19 +240,19 @@ def _end(held: list[Any]) -> None:
 
 @atexit.register
 def _let_end() -> None:
-    # A daemon thread within NCCL when the interpreter ends takes the process along.
+    # A daemon thread that is inside NCCL when the interpreter ends crashes the process.
     for ending in list(_endings):
         ending.join(_LAST_S)
 
 
 def meeting_place(address: str, world_size: int, timeout: float) -> Any:
-    """A store at a free port of this host's ``address``, where so many ranks can form a group.
+    """Create a store at a free port of this host's ``address``, through which the ranks can form a group.
 
-    Nobody reaches it at other addresses of this host. A host name may mean another address elsewhere, as Debian's
-    127.0.1.1, so the store of a name other than ``localhost`` listens at all of them.
+    It listens at that address only. A host name other than ``localhost`` may resolve differently elsewhere, as Debian's
+    127.0.1.1 does, so for such a name the store listens at all addresses.
 
     Raises:
-        InvalidRequest: the address is not of this host.
+        InvalidRequest: the address does not belong to this host.
     """
     listening = _listening(address)
     port = listening.getsockname()[1]
@@ -277,21 +279,21 @@ def _listening(address: str) -> socket.socket:
         return socket.create_server((at, 0), family=family, dualstack_ipv6=at == "::")
     except OSError as error:
         raise InvalidRequest(
-            f"nobody can listen at master_address={address!r} ({error.strerror}); give an address of this host that "
+            f"cannot listen at master_address={address!r} ({error.strerror}); give an address of this host that "
             "the engine's ranks reach",
             field="master_address",
         ) from error
 
 
 def _reach(spec: CommunicatorSpec, ends: float) -> Any:
-    """Connect to the store of rank 0, once it is there."""
+    """Connect to the store of rank 0, waiting until it listens."""
     address = (spec.master_address, spec.master_port)
     while True:
         left = ends - time.monotonic()
         if left <= 0:
             raise DeadlineExceeded(
-                f"nobody listened at {spec.master_address}:{spec.master_port} within {spec.timeout:g} s, where the "
-                f"group {spec.group_name!r} was to form"
+                f"timed out after {spec.timeout:g} s waiting for rank 0 of the group {spec.group_name!r} to listen at "
+                f"{spec.master_address}:{spec.master_port}"
             )
         try:
             socket.create_connection(address, timeout=left).close()
@@ -317,7 +319,7 @@ def _first_line(error: Exception) -> str:
 
 def _taken(spec: CommunicatorSpec) -> InvalidRequest:
     return InvalidRequest(
-        f"the engine is in a group {spec.group_name!r} already, or forms one; leave it first", field="group_name"
+        f"the engine is already in a group {spec.group_name!r}, or is forming it; leave it first", field="group_name"
     )
 
 
@@ -327,11 +329,11 @@ class Groups:
     def __init__(self) -> None:
         self._groups: dict[str, Group] = {}
         self._forming: dict[str, tuple[CommunicatorSpec, threading.Thread, list[BaseException]]] = {}
-        """Of each name that was asked for in :meth:`join_behind`: until it failed or was left."""
+        """Groups requested through :meth:`join_behind`, by name, until they failed or were left."""
         self._lock = threading.Lock()
 
     def join(self, spec: CommunicatorSpec, rank: int, device: torch.device) -> None:
-        """Form a group; waits for the other ranks.
+        """Form a group, waiting for the other ranks.
 
         Raises:
             InvalidRequest: this worker is in a group of that name already.
@@ -344,13 +346,13 @@ class Groups:
             self._groups[spec.group_name] = group
 
     def join_behind(self, spec: CommunicatorSpec, rank: int, device: torch.device) -> None:
-        """Form a group without waiting, for a worker that must go on: call it again until it no longer raises.
+        """Form a group in the background, for a worker that must continue; call again until it no longer raises.
 
-        Other ranks may still raise then: it can be called again until all of them are through.
+        Even then, other ranks may still raise EngineBusy: this can be called again until all ranks succeed.
 
         Raises:
             EngineBusy: it is still forming.
-            InvalidRequest: this worker is in another group of that name, or forms one.
+            InvalidRequest: this worker is in another group of that name, or is forming one.
             DeadlineExceeded, WeightSyncError: it does not form.
         """
         forming = self._forming.get(spec.group_name)
@@ -379,7 +381,7 @@ class Groups:
         """Leave a group.
 
         Raises:
-            InvalidRequest: this worker is in none of that name.
+            InvalidRequest: this worker is in no group of that name.
         """
         self.get(name).leave()
         self._forming.pop(name, None)
@@ -387,10 +389,10 @@ class Groups:
             self._groups.pop(name, None)
 
     def get(self, name: str) -> Group:
-        """The group of that name.
+        """Return the group of that name.
 
         Raises:
-            InvalidRequest: this worker is in none of that name.
+            InvalidRequest: this worker is in no group of that name.
         """
         group = self._groups.get(name)
         if group is None:
@@ -403,5 +405,5 @@ class Groups:
     def close(self) -> None:
         """Leave every group."""
         for name in list(self._groups):
-            with suppress(InvalidRequest):  # someone else left it meanwhile
+            with suppress(InvalidRequest):  # another thread left it meanwhile
                 self.leave(name)

@@ -1,4 +1,4 @@
-"""A folder that holds one push, and that vanishes with its owner, however that ends."""
+"""A temporary folder for one push, removed even after its owner was killed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOCK: Final = "lock"
 
 
 class PushFolder:
-    """A new folder. What owners that were killed left beside it is removed with the next that is made on their host.
+    """A new folder. Folders left beside it by killed processes are removed when the next one is made on their host.
 
     Args:
         directory: where it is made, readable by the engine's process; None: the temporary folder.
@@ -45,12 +45,12 @@ class PushFolder:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Raise what writing to it raises as a WeightSyncError: the engine was not asked for anything so far."""
+        """Raise errors of writing to the folder as WeightSyncError; nothing was sent to the engine yet."""
         with _failing(self.path.parent):
             yield
 
     def remove(self) -> None:
-        """Remove it with all that it holds."""
+        """Remove the folder with its contents."""
         shutil.rmtree(self.path)
         if self._lock is not None:
             os.close(self._lock)
@@ -68,20 +68,20 @@ def _failing(parent: Path) -> Iterator[None]:
 
 
 def _locked(folder: Path) -> int | None:
-    """Show that the folder's owner lives; the system unlocks it when that ends, however it ends."""
+    """Lock a file in the folder while its owner lives; the system releases the lock when the process ends."""
     lock = os.open(folder / f"{_LOCK}ing", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-    except OSError:  # a file system without locks: nobody will remove it for us
+    except OSError:  # file system without locks: nobody will remove the folder for us
         os.close(lock)
         return None
-    (folder / f"{_LOCK}ing").rename(folder / _LOCK)  # never there without being locked
+    (folder / f"{_LOCK}ing").rename(folder / _LOCK)  # the final name never exists unlocked
     return lock
 
 
 def _remove_orphans(directory: Path, prefix: str) -> None:
-    """Remove the folders of senders that were killed."""
+    """Remove folders of senders that were killed."""
     for lock in directory.glob(f"{glob.escape(prefix)}*/{_LOCK}"):
-        with suppress(OSError), lock.open("r+b") as file:  # it was removed meanwhile, or its owner lives
+        with suppress(OSError), lock.open("r+b") as file:  # removed meanwhile, or its owner is alive
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock.parent, ignore_errors=True)

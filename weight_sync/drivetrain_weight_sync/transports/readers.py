@@ -1,4 +1,4 @@
-"""Which transport serves a source."""
+"""Choice of the reader for a weight source."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ READERS: Final[dict[str, Callable[[Groups], Reader]]] = {
     "broadcast": BroadcastReader,
     "disk": lambda _: DiskReader(),
 }
-"""``WeightSource.kind`` → the engine's end of its transport; those of plugins are found by name."""
+"""The engine's end by ``WeightSource.kind``; those of plugins are found by name."""
 
 
 class Readers:
-    """The engine's ends of transports, each made when a source first asks for it.
+    """The engine's readers, each created when a source first needs it.
 
     Args:
-        groups: In which a trainer broadcasts to this worker.
+        groups: The groups in which a trainer broadcasts to this worker.
     """
 
     def __init__(self, groups: Groups) -> None:
@@ -38,11 +38,11 @@ class Readers:
         self._made: dict[str, Reader] = {}
 
     def of(self, source: WeightSource) -> Reader:
-        """Return the one that reads such a source.
+        """Return the reader for a source.
 
         Raises:
             UnsupportedCapability: this version has no transport of that kind.
-            InvalidRequest: no plugin brings it.
+            InvalidRequest: no installed plugin has the transport.
         """
         kind = f"plugin {source.transport}" if isinstance(source, PluginSource) else source.kind
         if kind not in self._made:
@@ -50,11 +50,11 @@ class Readers:
         return self._made[kind]
 
     def give_up(self, reader: Reader) -> None:
-        """Make another the next time: this one is still busy."""
+        """Create a new reader the next time, as this one is still busy."""
         self._made = {kind: made for kind, made in self._made.items() if made is not reader}
 
     def close(self) -> None:
-        """Let go of every source, mapped ones included."""
+        """Close every reader, unmapping memory."""
         for reader in self._made.values():
             reader.close()
         self._made.clear()

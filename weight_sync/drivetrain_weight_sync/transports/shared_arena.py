@@ -1,4 +1,4 @@
-"""One piece of shared memory that holds a whole plan, and that vanishes with its owner, however that ends."""
+"""A block of shared memory that holds a whole plan and disappears with its owner, even after ``kill -9``."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from drivetrain.errors import InvalidRequest
 class Arena:
     """Memory of this process that others can map by ``path``.
 
-    It is an anonymous file, which the kernel frees with its last user: nothing is left behind by ``kill -9``.
-    Where the system has none (macOS), it is a file in the temporary folder, removed on close and at exit.
+    It is an anonymous file, which the kernel frees with its last user, so ``kill -9`` leaves nothing behind. On systems
+    without such files (macOS), it is a file in the temporary folder, removed on close and at exit.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -32,13 +32,13 @@ class Arena:
         else:
             fd, self.path = tempfile.mkstemp(prefix="drivetrain-weights-")
             self._free = weakref.finalize(self, _close_and_remove, fd, self.path)
-        # Mapping nothing is an error.
+        # Mapping zero bytes is an error.
         os.ftruncate(fd, max(nbytes, 1))
         self.memory = torch.frombuffer(_map(fd, max(nbytes, 1), writable=True), dtype=torch.uint8)
         """uint8 ``[nbytes]``."""
 
     def close(self) -> None:
-        """Give the memory back, once the last process that mapped it has let go of it."""
+        """Free the memory, once the last process has unmapped it."""
         self.memory = torch.empty(0, dtype=torch.uint8)
         self._free()
 
@@ -57,13 +57,13 @@ class MappedArena:
             self.identity = (path, nbytes, info.st_dev, info.st_ino)
             mapped = _map(file.fileno(), max(nbytes, 1), writable=False)
         with warnings.catch_warnings():
-            # torch has no read-only tensors and warns of it; these are only read.
+            # torch has no read-only tensors and warns about this one, which is never written to.
             warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
             self.memory = torch.frombuffer(mapped, dtype=torch.uint8)
             """uint8 ``[nbytes]``; not to be written to."""
 
     def still(self, path: str, nbytes: int) -> bool:
-        """Whether ``path`` is still the same memory: a file descriptor's number is soon used again."""
+        """Return whether ``path`` is still the same memory: file descriptor numbers are soon reused."""
         with _open(path) as file:
             info = os.fstat(file.fileno())
         return self.identity == (path, nbytes, info.st_dev, info.st_ino)
@@ -81,8 +81,8 @@ def _open(path: str) -> BinaryIO:
 
 
 def _map(fd: int, nbytes: int, *, writable: bool) -> mmap.mmap:
-    # The tensor made from it keeps the mapping alive, but does not keep it from being closed under its feet: so
-    # it is never closed, only dropped. Pages are made at once, not one fault at a time while the engine is paused.
+    # A tensor keeps the mapping alive, but cannot prevent it from being closed under it: never close it, only drop it.
+    # MAP_POPULATE makes the pages now, instead of by page faults while the engine is paused.
     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
     return mmap.mmap(fd, nbytes, flags=flags, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
 

@@ -1,4 +1,4 @@
-"""One arena in shared memory, made once by the trainer's process and mapped once by the engine's."""
+"""Shared-memory transport: an arena that the trainer's process creates once and the engine's maps once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SharedMemorySender(Sender):
         self._slots[name].copy_(tensor)
 
     def slots(self) -> Mapping[str, torch.Tensor]:
-        """The places in the arena."""
+        """Return the tensors' places in the arena."""
         return self._slots
 
     def source(self) -> SharedMemorySource:
@@ -86,5 +86,5 @@ class SharedMemoryReader(Reader):
         """Keep the mapping for the next update."""
 
     def close(self) -> None:
-        """Let go of the mapping."""
+        """Unmap the arena."""
         self._mapped = None

@@ -1,7 +1,7 @@
-"""What runs inside SGLang's own processes, by its public seams: general plugins, sampler backends, method hooks.
+"""Code that runs in SGLang's own processes, through its plugins, sampler backends and method hooks.
 
 SGLang loads :func:`activate` in each process that it starts, through the entry-point group ``sglang.srt.plugins``.
-Engines that drivetrain did not start are left as they are.
+Engines that drivetrain did not start are left unchanged.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import os
 from typing import Final
 
 CHANNEL: Final = "DRIVETRAIN_SGLANG"
-"""Environment variable that the backend sets for the processes of its engine: the name of the channel to it."""
+"""Environment variable, set by the backend for its engine's processes, with the name of the channel to it."""
 _ALLOWED: Final = "SGLANG_PLUGINS"
-"""Environment variable that names plugins: SGLang loads no others if it names any."""
+"""Environment variable that restricts the plugins that SGLang loads."""
 _NAME: Final = "drivetrain"
-"""Of the entry point."""
+"""Name of the entry point."""
 
 
 def invite(channel: str) -> None:
-    """Have the processes of an engine, which take over this one's environment, load this plugin and connect."""
+    """Set environment variables so that the engine's processes load this plugin and connect to ``channel``."""
     os.environ[CHANNEL] = channel
     allowed = os.environ.get(_ALLOWED)
     if allowed and _NAME not in allowed.split(","):

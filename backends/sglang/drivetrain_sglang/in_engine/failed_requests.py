@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false
-"""Ends a request from whose logits no token can be drawn, and leaves the others of its batch alone.
+"""Ends requests whose logits allow no token, without affecting the other requests of the batch.
 
-The sampler notes failed rows on the device, SGLang's copy of the step's results brings the notes along, and the
-scheduler reads them before it takes the tokens.
+The sampler marks failed rows on the device. SGLang's copy of a step's results brings the marks along, and the scheduler
+reads them before it takes the tokens.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 _FAILURES: Final = "_drivetrain_failures"
-"""Attribute of a step's ``LogitsProcessorOutput``: one number per row, as :func:`failures_of` returns them."""
+"""Attribute of a step's ``LogitsProcessorOutput``: one number per row, as returned by :func:`failures_of`."""
 _CHUNK_FAILED: Final = "_drivetrain_chunk_failed"
 """Attribute of a request that failed in a chunk of its prompt before the last."""
 _RESULT: Final = "sglang.srt.managers.utils.GenerationBatchResult"
 
 
 def register() -> None:
-    """Have notes copied to the host with the tokens."""
+    """Have the marks copied to the host with the tokens."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(f"{_RESULT}.copy_to_cpu", _copy, HookType.AROUND)
 
 
 def note(logits_output: Any, top: torch.Tensor) -> torch.Tensor:
-    """Note which rows of a step failed, given each row's largest logit after masks; return True for those."""
+    """Mark the failed rows of a step, given each row's largest logit after masks; return True for those rows."""
     failures = failures_of(top)
     setattr(logits_output, _FAILURES, failures)
     return failures != 0
@@ -49,10 +49,10 @@ def _copy(original: Callable[..., Any], result: Any, *arguments: object, **named
 
 
 def end_failed(batch: Any, result: Any) -> list[Req]:
-    """Have SGLang end each request of a step whose row failed, when it takes the step's results.
+    """Make SGLang end each request whose row failed, when it takes the step's results.
 
     Returns:
-        Those that end; what they wrote into the cache is for nobody.
+        The requests that end; the cache that they wrote must not be reused.
     """
     failures: torch.Tensor | None = getattr(getattr(result, "logits_output", None), _FAILURES, None)
     if failures is None:
@@ -78,11 +78,11 @@ def end_failed(batch: Any, result: Any) -> list[Req]:
 def _end(req: Req, failure: int, *, is_cached: bool) -> None:
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-    # The token that was put in place of one is added to these.
+    # The placeholder for the failed token is appended after these.
     said = RowFailure(failure == NO_TOKEN, len(req.output_ids), is_cached)
     req.to_finish = FINISH_ABORT(said.message())
     req.skip_radix_cache_insert = True
     if req.grammar is not None:
-        # A step that was launched already may hold it too.
+        # A step that was already launched may use the grammar, too.
         req.grammar.finished = True
         req.grammar = None

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""What SGLang does with images and videos otherwise than with text, made right."""
+"""Hooks that correct SGLang's handling of images and videos."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _ITEM: Final = "sglang.srt.managers.schedule_batch.MultimodalDataItem"
 _BATCH: Final = "sglang.srt.managers.schedule_batch.ScheduleBatch"
 _SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
 _CACHES: Final = ("sglang.srt.managers.mm_schedule", "sglang.srt.managers.mm_utils")
-"""Where releases keep the model's view of images and videos that it has seen."""
+"""Modules in which releases cache embeddings of images and videos."""
 _SHAPES: Final = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
-"""What says how the model is to see the pixels beside it."""
+"""Fields that describe the shape of the pixels beside them."""
 
 
 def register() -> None:
-    """Hook what makes keys of images and videos, what scores prompts, and what sees videos."""
+    """Hook the keys of images and videos, the scoring of prompts, and the vision model."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(f"{_ITEM}.set_pad_value", _shape_too, HookType.BEFORE)
@@ -28,17 +28,18 @@ def register() -> None:
 
 
 def forget_embeddings() -> None:
-    """Let go of what the vision model made of images and videos: with other weights it makes something else."""
+    """Clear cached embeddings of images and videos: they were made with other weights."""
     for name in _CACHES:
-        cache = getattr(sys.modules.get(name), "embedding_cache", None)  # what was not imported keeps nothing
+        cache = getattr(sys.modules.get(name), "embedding_cache", None)  # a module that was not imported has no cache
         if cache is not None:
             cache.clear()
 
 
 def _shape_too(item: Any, *_: object, **__: object) -> None:
-    """SGLang's key of an image says nothing of its shape: one black image would be served another's cache.
+    """Include shapes in the key of an image or video.
 
-    That of a video says nothing of its speed either.
+    SGLang's own key covers pixels only: a black image would be served the cache of one of another shape, and a video
+    that of one at another speed.
     """
     shapes = [item.model_specific_data.get(name) for name in _SHAPES]
     if item.hash is not None or not isinstance(item.feature, torch.Tensor) or all(shape is None for shape in shapes):
@@ -50,7 +51,7 @@ def _shape_too(item: Any, *_: object, **__: object) -> None:
 
 
 def _score_unpadded(_: None, batch: Any) -> None:
-    """In a prompt SGLang puts an image's or a video's key in place of its token id, and would score that."""
+    """Score a prompt's token ids where SGLang has replaced them by keys of images or videos."""
     if batch.extend_input_logprob_token_ids is None or all(req.multimodal_inputs is None for req in batch.reqs):
         return
     ids: list[int] = []
@@ -63,7 +64,7 @@ def _score_unpadded(_: None, batch: Any) -> None:
 
 
 def _part_frames(_: None, scheduler: Any) -> None:
-    """In SGLang's Qwen2.5-VL each pair of a video's frames attends to all others, in the model itself to none."""
+    """Separate a video's frame pairs in Qwen2.5-VL: SGLang lets them attend to each other, the original does not."""
     visual: Any = getattr(scheduler.tp_worker.model_runner.model, "visual", None)
     if type(visual).__name__ == "Qwen2_5_VisionTransformer":
         visual.register_forward_pre_hook(_as_images, with_kwargs=True)

@@ -1,10 +1,10 @@
 # pyright: reportMissingImports=false
-"""Draws as :class:`~drivetrain.types.sampling.SamplingParams` says where SGLang's own sampler does otherwise.
+"""Sampling by :class:`~drivetrain.types.sampling.SamplingParams` where SGLang's own sampler differs.
 
-A request that SGLang draws exactly right (temperature, one of top-k, top-p and min-p, logprobs after temperature)
-carries nothing extra, and a batch of such requests goes SGLang's own way. Any other request carries how to draw it
-under :data:`~drivetrain_sglang.translate.KEY`, and neutral params for SGLang; a batch that holds one is drawn by
-:mod:`drivetrain_sampling`.
+Requests that SGLang samples exactly right (temperature, one of top-k, top-p and min-p, logprobs after temperature)
+carry nothing extra, and a batch of only such requests uses SGLang's sampler. Any other request carries its sampling
+parameters under :data:`~drivetrain_sglang.translate.KEY`, and neutral ones for SGLang; a batch that holds one is
+sampled by :mod:`drivetrain_sampling`.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ _TOP_K_ALL: Final = 1 << 30
 
 
 class Batch:
-    """The requests behind one ``SamplingBatchInfo``, in its order."""
+    """The requests of a ``SamplingBatchInfo``, in its order."""
 
     def __init__(self, reqs: Sequence[Req]) -> None:
         self.reqs = list(reqs)
         self.is_ours = any(_own(req) is not None for req in reqs)
-        """Whether any of them must not be drawn by SGLang."""
+        """True if any request must not be sampled by SGLang."""
         self.raw: torch.Tensor | None = None
-        """The model's logits, where a grammar is about to mask them."""
+        """The model's logits, kept if a grammar is about to mask them."""
         self._sampler: RowSampler | None = None
 
     def sampler(self, device: torch.device) -> RowSampler:
-        """The params of all rows as tensors; made once."""
+        """Return the sampler with the parameters of all rows; made once."""
         if self._sampler is None:
             self._sampler = RowSampler([_row(req) for req in self.reqs], device)
         return self._sampler
 
     def take(self, token_ids: list[int]) -> None:
-        """Note what was drawn: SGLang itself may learn of it a step later."""
+        """Record the sampled tokens: SGLang itself may learn of them a step later."""
         for req, token_id in zip(self.reqs, token_ids, strict=True):
             _row(req).generated.append(token_id)
 
@@ -69,7 +69,7 @@ def _row(req: Req) -> Row:
 
 def _make_row(req: Req) -> Row:
     native = req.sampling_params
-    # Unpadded: an image's token id, not the key by which SGLang finds the image again.
+    # Unpadded, so that media have their token ids rather than SGLang's keys.
     prompt, generated = list(req.origin_input_ids_unpadded), list(req.output_ids)
     stops = sorted(native.stop_token_ids or ())
     own = _own(req)
@@ -83,18 +83,18 @@ def _make_row(req: Req) -> Row:
         min_p=native.min_p,
         logprobs=0 if req.return_logprob else None,
     )
-    # Its id is random, and the same on every rank.
+    # The request id is random, and the same on every rank.
     seed = int.from_bytes(hashlib.blake2b(req.rid.encode(), digest_size=8).digest()) >> 1
     return Row(params, LogprobsMode.TEMPERATURE, prompt, stops, seed, generated)
 
 
 def register() -> None:
-    """Put the sampler and what it needs to know into SGLang."""
+    """Register the sampler and its hooks in SGLang."""
     from sglang.srt.layers.sampler import Sampler, register_sampler_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     class DrivetrainSampler(Sampler):
-        """SGLang's sampler for batches that it draws right, ours for the others."""
+        """SGLang's sampler for batches that it samples right, ours for the others."""
 
         def forward(
             self,
@@ -111,7 +111,7 @@ def register() -> None:
             if batch is None or not batch.is_ours:
                 failed = note(logits_output, logits.amax(-1))
                 if not sampling_info.is_all_greedy:
-                    # Where a row holds NaN, kernels that sample read outside their memory, or end the process.
+                    # SGLang's sampling kernels read out of bounds, or crash, on a row with NaN.
                     logits.masked_fill_(failed[:, None], 0.0)
                 drawn: torch.Tensor = super().forward(
                     logits_output,
@@ -146,7 +146,7 @@ def register() -> None:
 
 def _begin(_: None, info: Any, batch: Any, vocab_size: int) -> None:
     for req in batch.reqs:
-        # It is (re)computed from its prompt and all tokens that it is known to have.
+        # The row is recomputed from the prompt and all known tokens.
         setattr(req, _ROW, None)
     setattr(info, _BATCH, Batch(batch.reqs))
 

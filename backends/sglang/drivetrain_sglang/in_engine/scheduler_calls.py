@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false
-"""The scheduler's side of the backend: what the ``Backend`` page asks for, done between two steps of the batch.
+"""Calls of the backend to the worker, run in SGLang's scheduler between two steps of the batch.
 
-A call comes through a channel of ours to the first rank, and goes on as one of SGLang's own collective RPCs, which
-every rank has at the same time.
+A call reaches the first rank through drivetrain's channel. It is then distributed as one of SGLang's own collective
+RPCs, which every rank receives at the same step.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from drivetrain.backend.toolkit.translation import eos_token_ids
-from drivetrain.process.worker_calls import Calls
-from drivetrain.process.worker_channel import AnswerChannel, Asked
+from drivetrain.process.wire import Failure, Reply, encode
+from drivetrain.process.worker_calls import WorkerMethods
+from drivetrain.process.worker_socket import WorkerSocket
 from drivetrain_sglang.in_engine import CHANNEL
 from drivetrain_sglang.in_engine.failed_requests import end_failed
 from drivetrain_sglang.in_engine.worker import Worker
@@ -22,7 +23,7 @@ from drivetrain_sglang.in_engine.worker import Worker
 CALL: Final = "drivetrain"
 """Name of the RPC."""
 
-calls: Final = Calls(
+methods: Final = WorkerMethods(
     Worker.gpus, Worker.tokens_so_far, Worker.apply_weights_counting, Worker.prepare_weights, Worker.prepared_weights
 )
 
@@ -59,57 +60,55 @@ def _worker(scheduler: Any) -> Worker:
 
 
 class _Process:
-    """What there is once in a scheduler's process."""
+    """State of a scheduler's process."""
 
-    channel: AnswerChannel | None = None
-    """Of the first rank."""
+    host: WorkerSocket | None = None
+    """Connection to the host, on the first rank only."""
 
 
 def _listen(_: None, scheduler: Any) -> None:
     if scheduler.ipc_channels.recv_from_rpc is None:  # another rank
         return
-    _Process.channel = channel = AnswerChannel(os.environ[CHANNEL])
+    _Process.host = host = WorkerSocket(os.environ[CHANNEL])
     if scheduler.idle_sleeper is not None:
         import zmq
 
-        scheduler.idle_sleeper.poller.register(channel, zmq.POLLIN)
+        scheduler.idle_sleeper.poller.register(host, zmq.POLLIN)
 
 
 def _receive(requests: list[Any] | None, _: Any) -> list[Any] | None:
-    """Calls come behind the requests that are there, as if they had come through SGLang's own socket."""
-    channel = _Process.channel
-    if channel is None or requests is None:
+    """Append calls to the requests that arrived, as if they came through SGLang's own socket."""
+    host = _Process.host
+    if host is None or requests is None:
         return requests
     from sglang.srt.managers.io_struct import RpcReqInput
 
-    for asked in channel.receive(wait=False):
-        parameters = {"number": asked.number, "question": asked.question}
-        requests.append(RpcReqInput(method=CALL, parameters=parameters))
+    for payload in host.receive(wait=False):
+        requests.append(RpcReqInput(method=CALL, parameters={"payload": payload}))
     return requests
 
 
 def _rpc(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
     if request.method != CALL:
         return original(scheduler, request)
-    asked = Asked(**request.parameters)
-    answer = _answer(scheduler, asked.question)
-    if _Process.channel is not None:
-        _Process.channel.answer(asked, answer)
+    answer = _answer(scheduler, request.parameters["payload"])
+    if _Process.host is not None:
+        _Process.host.reply(encode(answer))
     return None
 
 
-def _answer(scheduler: Any, question: bytes) -> bytes:
+def _answer(scheduler: Any, payload: bytes) -> Reply | Failure:
     try:
         worker = _worker(scheduler)
         gather = None if worker.group is None else worker.gather
-        freeze = calls.freeze_of(question)
-        if freeze is not None:
-            worker.freeze(freeze)
-        answer = calls.serve(worker, question, gather)
-        if freeze is not None and calls.succeeded(answer):
+        call = methods.read(payload)
+        if call.freeze is not None:
+            worker.freeze(call.freeze)
+        answer = methods.serve(worker, call, gather)
+        if call.freeze is not None and isinstance(answer, Reply):
             worker.unfreeze()
     except Exception as error:
-        return calls.not_taken(error)
+        return methods.not_taken(payload, error)
     return answer
 
 
@@ -118,7 +117,8 @@ def _arrives(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
     worker.arrivals.note(request.rid)
     taken = original(scheduler, request)
     if worker.asleep and not worker.is_paused:
-        # Its caller went away, and this engine fell asleep while it was on its way: there is no memory to run it in.
+        # The engine fell asleep while the request was on its way; its caller is gone, and there is no memory to run it
+        # in.
         from sglang.srt.managers.io_struct import AbortReq
 
         scheduler.abort_request(AbortReq(rid=request.rid))
@@ -139,12 +139,12 @@ def _process(original: Callable[..., Any], scheduler: Any, batch: Any, result: A
 
 
 def _only_our_stops(_: None, scheduler: Any) -> None:
-    # A request names every id that ends it, EOS included unless it goes on past EOS.
+    # A request names every id that ends it, including EOS unless it ignores EOS.
     scheduler.model_config.hf_eos_token_id = set()
 
 
 def _no_invented_bias(_: None, scheduler: Any) -> None:
-    """SGLang's reward models have a bias that checkpoints lack, and leave it as memory happened to be."""
+    """Zero the bias of SGLang's reward models if the checkpoint lacks it: SGLang leaves it uninitialised."""
     model = scheduler.tp_worker.model_runner.model
     bias = dict(model.named_parameters()).get("score.bias")
     if bias is not None:
@@ -153,11 +153,11 @@ def _no_invented_bias(_: None, scheduler: Any) -> None:
 
 
 def _no_snapshots(*_: object, **__: object) -> None:
-    """SGLang's router reads them from a file in shared memory, which outlives the engine."""
+    """Do nothing: the snapshots, for SGLang's router, are in a shared-memory file that would outlive the engine."""
 
 
 def _make_grammars(_: None, manager: Any, scheduler: Any) -> None:
-    """Without a tokenizer in its scheduler, which we leave out to be rid of the detokenizer, SGLang has no grammars."""
+    """Create the grammar backend, which SGLang omits without a tokenizer; there is none so that no detokenizer runs."""
     if manager.grammar_backend is not None or not scheduler.is_generation:
         return
     from sglang.srt.constrained.base_grammar_backend import create_grammar_backend

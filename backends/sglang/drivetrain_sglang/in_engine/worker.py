@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""The primitives of the ``Backend`` page that are a scheduler's to do: in its process, between two steps."""
+"""Primitives of the ``Backend`` page for SGLang's scheduler, run in its process between two steps."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ if TYPE_CHECKING:
 
 
 class Worker(RankWeights):
-    """One scheduler, of one rank. Methods are named as on the ``Backend`` page and mean the same."""
+    """The worker of one rank's scheduler. Methods have the names and meanings of those on the ``Backend`` page."""
 
     def __init__(self, scheduler: Any) -> None:
         super().__init__()
         self._scheduler = scheduler
         self.arrivals = Arrivals()
         self._is_tainted = False
-        """True once a request failed whose cache may hold NaN, until no cache of that time is left."""
+        """True once a failed request may have left NaN in the cache, until no cache of that time is left."""
 
     @property
     def model(self) -> torch.nn.Module:
-        """SGLang's own."""
+        """SGLang's model."""
         model: torch.nn.Module = self._scheduler.tp_worker.model_runner.model
         return model
 
     @property
     def checkpoint(self) -> WeightManifest:
-        """What a trainer has of the model."""
+        """Manifest of the model's checkpoint tensors, as a trainer has them."""
         served = self._served
         return checkpoint_of(served.model_path, served.revision, trust_remote_code=self._arguments.trust_remote_code)
 
     @property
     def folder(self) -> Path | None:
-        """Where SGLang read the weights."""
+        """Folder from which SGLang read the weights; None if it made dummy weights or downloaded the model."""
         folder = Path(self._served.model_path)
         return folder if folder.is_dir() and self._arguments.load_format != "dummy" else None
 
@@ -64,7 +64,7 @@ class Worker(RankWeights):
 
     @property
     def rank(self) -> int:
-        """This scheduler's place among them."""
+        """Index of this scheduler's rank in the group."""
         return int(self._scheduler.tp_group.rank_in_group)
 
     @property
@@ -77,14 +77,14 @@ class Worker(RankWeights):
 
     @cached_property
     def eos_token_ids(self) -> set[int]:
-        """The EOS ids of the model's configurations."""
+        """EOS ids of the model's configurations."""
         served = self._served
         revision = self._arguments.revision
         return set(eos_of_checkpoint(served.model_path, revision, served.hf_text_config, served.hf_config))
 
     @cached_property
     def _memory(self) -> HostMemory | None:
-        """Only on a CPU: on a GPU SGLang's memory saver gives memory back, at the same addresses."""
+        """Memory that sleeps on a CPU; None on a GPU, where SGLang's memory saver frees memory and keeps addresses."""
         if next(self.model.parameters()).device.type != "cpu":
             return None
         cache = kv_tensors(self._scheduler.token_to_kv_pool_allocator.get_kvcache())
@@ -93,17 +93,17 @@ class Worker(RankWeights):
         )
 
     def after_loading(self) -> Iterable[AfterLoading]:
-        """MLA multiplies by halves of a projection; some models have more of their own."""
+        """Return post-loading steps: those of MLA's split projection, and of models with more of their own."""
         outer: list[str] = []
         for name, module in self.model.named_modules():
             compute: Any = getattr(module, "post_load_weights", None)
-            # A module's own calls those of the modules beneath it.
+            # A module's step also runs those of its submodules.
             if compute is not None and not any(not of or name.startswith(f"{of}.") for of in outer):
                 outer.append(name)
                 yield AfterLoading(name or "the model", module, compute)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
-        """Load tensors as SGLang does, but leave out :meth:`after_loading`: an update does that once all are loaded."""
+        """Load tensors as SGLang does, but skip :meth:`after_loading`: an update runs it once all are loaded."""
         modules: list[Any] = [module for module in self.model.modules() if hasattr(module, "post_load_weights")]
         for module in modules:
             module.post_load_weights = _nothing
@@ -116,7 +116,7 @@ class Worker(RankWeights):
     def _dispatch(self, request: Any) -> Any:
         return self._scheduler._request_dispatcher(request)
 
-    # Looking -----------------------------------------------------------------------------------------------------
+    # Inspection --------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
         """Count requests and memory."""
@@ -132,7 +132,7 @@ class Worker(RankWeights):
         )
 
     def _occupied(self) -> tuple[int, int]:
-        """Bytes of this rank's cache and of its weights."""
+        """Return the bytes of this rank's cache and of its weights."""
         cache = self._scheduler.token_to_kv_pool_allocator.get_kvcache()
         weights = {tensor.untyped_storage()._cdata: _nbytes(tensor) for tensor in self.model.parameters()}
         return (
@@ -141,7 +141,7 @@ class Worker(RankWeights):
         )
 
     def tokens_so_far(self, request_ids: list[str]) -> dict[str, int]:
-        """How many tokens each of these has; those that are complete are left out."""
+        """Return token counts of unfinished requests; finished ones are left out."""
         waiting = [*self._scheduler.waiting_queue, *self._scheduler.grammar_manager.grammar_queue]
         live = {req.rid: len(req.output_ids) for req in (*self._in_batch(), *waiting) if not req.finished()}
         return self.arrivals.tokens(request_ids, live)
@@ -162,7 +162,7 @@ class Worker(RankWeights):
         return bool(self._scheduler._engine_paused)
 
     def freeze(self, mode: PauseMode) -> None:
-        """Freeze requests, keeping their cache or not."""
+        """Freeze requests, keeping their cache only with ``IN_PLACE``."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         if mode is PauseMode.IN_PLACE:
@@ -172,14 +172,14 @@ class Worker(RankWeights):
         self._scheduler.pause_generation(PauseGenerationReqInput(mode=mode.value))
 
     def _settle(self) -> None:
-        """Take the results of steps that were launched: later they could not be told from those of newer weights."""
+        """Take the results of launched steps now: later they could not be told from steps with newer weights."""
         scheduler = self._scheduler
         if not scheduler.enable_overlap or scheduler.last_batch is None:
             return
         while scheduler.result_queue:
             scheduler.process_batch_result(*scheduler.result_queue.popleft())
         last, running = scheduler.last_batch, scheduler.running_batch
-        # The loop takes a last batch to have a result in the queue: what it would do with it is done here.
+        # SGLang's loop expects the last batch's result in the queue, so its handling of the batch is repeated here.
         if last.forward_mode.is_extend() and last is not running:
             # By position: the argument's name differs between releases.
             last.filter_batch([req for req in (scheduler.chunked_req, last.chunked_req) if req])
@@ -191,14 +191,14 @@ class Worker(RankWeights):
         scheduler.last_batch = None
 
     def unfreeze(self) -> None:
-        """Let frozen requests go on."""
+        """Resume frozen requests."""
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
         if self.is_paused:
             self._scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
     def end(self, rid: str) -> bool:
-        """End a request that takes no further step by itself; False if SGLang's own way will do."""
+        """End a request that takes no further step by itself; return False if SGLang's own abort works for it."""
         scheduler = self._scheduler
         for req in scheduler.waiting_queue:
             if req.rid == rid:
@@ -237,7 +237,7 @@ class Worker(RankWeights):
 
     @contextmanager
     def _without_waiting(self) -> Iterator[None]:
-        """Frozen requests that wait hold no cache, but older versions refuse what wants an idle engine."""
+        """Hide the waiting queue: older releases require an idle engine, though waiting requests hold no cache."""
         scheduler = self._scheduler
         waiting, scheduler.waiting_queue = scheduler.waiting_queue, []
         try:
@@ -250,7 +250,7 @@ class Worker(RankWeights):
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         if MemoryTag.WEIGHTS in tags:
-            self.receiver.forget_held()  # made here at the latest: its ways through the model need weights
+            self.receiver.forget_held()  # creates the receiver if needed, since tracing the loader needs the weights
             self.writer.stop()
         with self._without_waiting():
             if not self._scheduler.is_fully_idle():
@@ -276,10 +276,11 @@ class Worker(RankWeights):
         self.asleep -= tags
 
     def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes that no running request holds; the backend never asks for the others again."""
+        """Free cached prefixes that no running request holds; the backend never asks for the others again."""
         forget_embeddings()
         flush = self._scheduler.flush_cache
-        # Where there is a choice: to give memory back to a GPU's driver takes milliseconds, and is sleep's to do.
+        # Keep the memory if the release allows it: returning it to the GPU's driver takes milliseconds, and is sleep's
+        # task.
         keeps = {"empty_cache"} & set(inspect.signature(flush).parameters)
         with self._without_waiting():
             flush(**{name: False for name in keeps})
@@ -289,14 +290,14 @@ class Worker(RankWeights):
                     tensor.zero_()
 
     def erase(self, reqs: Sequence[Req]) -> None:
-        """Zero what these hold of the cache and share with nobody, before it is released.
+        """Zero the cache that only these requests hold, before it is released.
 
-        Some attention kernels read whole pages and multiply what they mask by 0, and NaN times 0 is NaN.
+        Some attention kernels read whole pages and multiply masked values by 0, and NaN times 0 is NaN.
         """
         self._is_tainted = True
         scheduler = self._scheduler
         table = scheduler.req_to_token_pool.req_to_token
-        # Behind a step that was launched already and writes there too.
+        # Ordered after a step that was already launched and writes there too.
         with scheduler.forward_stream_ctx if scheduler.enable_overlap else nullcontext():
             if scheduler.enable_overlap:
                 scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
@@ -307,7 +308,7 @@ class Worker(RankWeights):
                     tensor.index_fill_(0, slots, 0)
 
     def _kv_of_tokens(self) -> list[torch.Tensor]:
-        """Keys and values, most of them with one row per token, without the scales beside them."""
+        """Return keys and values, most of them with one row per token, without the scales beside them."""
         allocator = self._scheduler.token_to_kv_pool_allocator
         return [tensor for tensor in kv_tensors(allocator.get_kvcache()) if tensor.numel() > allocator.size]
 
@@ -329,7 +330,7 @@ class Worker(RankWeights):
     def _begin(self, update: ApplyUpdate) -> WeightReply:
         reply = self.begin_weights(update)
         if not update.keep_prefix_cache:
-            self.reset_prefix_cache()  # while a GPU copies
+            self.reset_prefix_cache()  # overlaps with copies on the GPU
         return reply
 
     def apply_weights_counting(self, update: ApplyUpdate, request_ids: list[str]) -> tuple[WeightReply, dict[str, int]]:
@@ -337,28 +338,28 @@ class Worker(RankWeights):
         return self.apply_weights(update), self.tokens_so_far(request_ids)
 
     def set_weight_version(self, version: str) -> None:
-        """Label the weights."""
-        # Releases that do not have it give tokens no labels: there the backend's host labels whole completions.
+        """Label the weights with a version."""
+        # Releases without this method do not label tokens; the backend labels completions instead.
         if hasattr(self._scheduler, "record_weight_version_change"):
             self._scheduler.record_weight_version_change(new_version=version)
 
 
 def _nothing(*_: object, **__: object) -> None:
-    """In place of a ``post_load_weights``."""
+    """Replaces a ``post_load_weights``."""
 
 
 def _own_span(req: Req) -> tuple[int, int]:
-    """Tokens whose cache is the request's own, and not the prefix cache's."""
+    """Return the range of tokens whose cache belongs to the request and not to the prefix cache."""
     return _of(req, "cache_protected_len"), _of(req, "kv_allocated_len")
 
 
 def _of(req: Req, name: str) -> int:
-    # Releases differ in which of both has it.
+    # An attribute of the request or of its ``kv``, depending on the release.
     return int(getattr(req if hasattr(req, name) else req.kv, name))
 
 
 def kv_tensors(cache: Any) -> list[torch.Tensor]:
-    """The tensors of a pool of keys and values, whatever it is made of."""
+    """Return the tensors of a KV pool of any kind."""
     found: list[torch.Tensor] = []
     for value in vars(cache).values():
         if isinstance(value, torch.Tensor) and value.is_floating_point():

@@ -1,7 +1,7 @@
-"""What runs inside vLLM's own processes, by its public seams: a general plugin and a worker extension.
+"""Code that runs in vLLM's own processes, through a general plugin and a worker extension.
 
 vLLM loads :func:`activate` in each process that it starts, through the entry-point group ``vllm.general_plugins``.
-Engines that drivetrain did not start are left as they are.
+Engines that drivetrain did not start are left unchanged.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import os
 from typing import Final
 
 CHANNEL: Final = "DRIVETRAIN_VLLM"
-"""Environment variable that the backend sets for the processes of its engine: the name of the channel to it."""
+"""Environment variable, set by the backend for its engine's processes, with the name of the channel to it."""
 _ALLOWED: Final = "VLLM_PLUGINS"
-"""Environment variable that names plugins: vLLM loads no others if it is set, and none if it is empty."""
+"""Environment variable that restricts the plugins that vLLM loads; empty, it allows none."""
 _NAME: Final = "drivetrain"
-"""Of the entry point."""
+"""Name of the entry point."""
 
 
 def invite(channel: str) -> None:
-    """Have the processes of an engine, which take over this one's environment, load this plugin and connect."""
+    """Set environment variables so that the engine's processes load this plugin and connect to ``channel``."""
     os.environ[CHANNEL] = channel
     allowed = os.environ.get(_ALLOWED)
     if allowed is not None and _NAME not in allowed.split(","):
@@ -26,7 +26,7 @@ def invite(channel: str) -> None:
 
 
 def activate() -> None:
-    """Register the sampler, the ends of failed requests and the calls, in engines that drivetrain started."""
+    """Register the sampler and the other hooks, in engines that drivetrain started."""
     if CHANNEL not in os.environ:
         return
     from drivetrain_vllm.in_engine import failed_requests, sampler, scheduler_calls, weight_layouts

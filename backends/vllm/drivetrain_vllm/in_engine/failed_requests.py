@@ -1,9 +1,9 @@
 # pyright: reportMissingImports=false
-"""Ends requests from which no token can be drawn, and cleans the cache blocks in which they left NaN.
+"""Ends requests whose logits allow no token, and clears cache blocks that may hold their NaN.
 
-The model runner says which rows failed; the scheduler ends their requests. Attention multiplies masked positions by
-zero, and zero times NaN is NaN: a block that holds NaN spoils whoever has it next, so it is zeroed in the step that may
-hand it out again.
+The model runner reports failed rows, and the scheduler ends their requests. Attention multiplies masked positions by
+zero, and zero times NaN is NaN: a block with NaN would spoil the next request that gets it, so it is zeroed in the
+first step that may hand it out again.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _STATE: Final = "_drivetrain_failures"
 _UNCLEAN: Final = "_drivetrain_unclean"
 """Attribute of a scheduler's output: ids of the blocks to zero before the step."""
 _STEPS_UNDER_WAY: Final = 4
-"""More than that are not computed, or about to be, when a step's output is looked at."""
+"""Most steps that are computed or scheduled when a step's output is processed."""
 
 
-# In the model runner --------------------------------------------------------------------------------------------------
+# In the model runner ------------------------------------------------------------------------------------------------
 
 
 def tell(output: Any, request_ids: Iterable[str], top: torch.Tensor) -> None:
-    """Note in a step's output which of its requests failed.
+    """Record in a step's output which of its requests failed.
 
     Args:
-        output: VLLM's ``ModelRunnerOutput``. The codes travel in a field that vLLM has for a like purpose.
+        output: vLLM's ``ModelRunnerOutput``. The codes use its field for counts of NaN.
         request_ids: In the batch's order.
-        top: Each one's largest logit, in the host's memory.
+        top: Largest logit of each request, in host memory.
     """
     failures = failures_of(top).tolist()
     if any(failures):
@@ -53,10 +53,10 @@ def zero_blocks(caches: Iterable[Any], blocks: int, ids: list[int]) -> None:
     """Zero some blocks of all caches.
 
     Args:
-        caches: Tensors, or lists of them. Blocks are the first dimension, or the second where keys and values are the
-            first; each may be divided into several for the kernel.
-        blocks: How many there are.
-        ids: Which to zero.
+        caches: Tensors, or lists of them. Blocks are the first dimension, or the second if keys and values are the
+            first; a kernel may divide each block into several.
+        blocks: Number of blocks.
+        ids: Blocks to zero.
     """
     for cache in caches:
         if not isinstance(cache, torch.Tensor):
@@ -64,30 +64,30 @@ def zero_blocks(caches: Iterable[Any], blocks: int, ids: list[int]) -> None:
             continue
         at = next((at for at, size in enumerate(cache.shape) if size >= blocks and size % blocks == 0), None)
         if at is None:
-            continue  # it is not made of blocks
+            continue  # not made of blocks
         parts = cache.shape[at] // blocks
         index = torch.tensor([block * parts + part for block in ids for part in range(parts)], device=cache.device)
         plain = cache.view(torch.uint8) if cache.element_size() == 1 else cache
         plain.index_fill_(at, index, 0)
 
 
-# In the scheduler -----------------------------------------------------------------------------------------------------
+# In the scheduler ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class _Failures:
-    """The requests and cache blocks of one scheduler in which NaN was seen."""
+    """The requests and cache blocks of one scheduler in which NaN was found."""
 
     ending: Mapping[str, int] = field(default_factory=dict)
-    """Requests that failed in the step whose output is being looked at."""
+    """Failure codes of the step whose output is being processed, by request."""
     unclean: set[int] = field(default_factory=set)
     """Blocks to zero in the next step."""
     discarded: deque[set[str]] = field(default_factory=lambda: deque([set()], maxlen=_STEPS_UNDER_WAY))
-    """Requests whose blocks were noted, by step. Steps under way may compute them once more."""
+    """Requests whose blocks were recorded, by step. Steps under way may compute them once more."""
     spoilt: set[str] = field(default_factory=set)
-    """Requests that gave NaN before their prompt was through; the step that draws their first token ends them."""
+    """Requests that gave NaN during prefill; the step that draws their first token ends them."""
     suspicious: bool = False
-    """True once these weights or their adapters gave NaN: the cache of a request that ends early may hold NaN too."""
+    """True once the current weights or adapters gave NaN: the cache of any request that ends early may hold NaN too."""
 
     def may_hold_nan(self, request: Any) -> bool:
         from vllm.v1.request import RequestStatus
@@ -98,7 +98,7 @@ class _Failures:
         return self.suspicious and request.status not in whole
 
     def discard(self, manager: Any, request_id: str) -> None:
-        """Note a request's blocks, before they are freed. Whoever shares one cleans it, or is well."""
+        """Record a request's blocks before they are freed; requests that share a block keep it valid or clear it."""
         self.spoilt.discard(request_id)
         blocks = [block for group in manager.get_blocks(request_id).blocks for block in group if not block.is_null]
         if blocks:
@@ -107,19 +107,19 @@ class _Failures:
             manager.evict_blocks({block.block_id for block in blocks})
 
     def discard_free(self, manager: Any) -> None:
-        """Note all blocks that nobody holds: one who gave NaN let his go before it was known."""
+        """Record all free blocks, because a request was freed before its NaN became known."""
         free = {block.block_id for block in manager.block_pool.blocks if block.ref_cnt == 0 and not block.is_null}
         self.unclean |= free
         manager.evict_blocks(free)
 
 
 def trust(scheduler: Any) -> None:
-    """Take it that no more NaN comes: other weights are served."""
+    """Expect no more NaN, as other weights are served."""
     _of(scheduler).suspicious = False
 
 
 def register() -> None:
-    """Put all this into vLLM's scheduler."""
+    """Install the hooks in vLLM's scheduler."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     Scheduler.schedule = _schedule(Scheduler.schedule)
@@ -172,7 +172,7 @@ def _update(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _failures_in(output: Any) -> dict[str, int]:
-    """Requests that failed in a step: those that :func:`tell` names, and vectors that hold NaN."""
+    """Return failure codes of a step: those recorded by :func:`tell`, and pooled vectors with NaN."""
     failures = {name: count for name, count in (output.num_nans_in_logits or {}).items() if count < 0}
     for request_id, vector in zip(output.req_ids, output.pooler_output or (), strict=False):
         if isinstance(vector, torch.Tensor) and not bool(vector.isfinite().all()):
@@ -189,7 +189,7 @@ def _update_request(original: Callable[..., Any]) -> Callable[..., Any]:
         from vllm.v1.request import RequestStatus
 
         request.status = RequestStatus.FINISHED_ABORTED
-        request.stop_reason = failure  # no id of a token: the backend makes an error of it
+        request.stop_reason = failure  # not a token id: the backend maps it to an error
         return [], True
 
     return update_request_with_output

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""Sleep on a GPU: memory that vLLM's allocator took is given back by tag, and taken again at the same addresses."""
+"""Sleep on a GPU by tag: memory of vLLM's allocator is freed, and allocated again at the same addresses."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from drivetrain.types.modes import MemoryTag
 
 
 class DeviceMemory:
-    """Memory of vLLM's ``CuMemAllocator``, whose own way puts all tags to sleep at once.
+    """Memory of vLLM's ``CuMemAllocator``, whose own sleep always covers all tags.
 
     Args:
-        model: The model; what an update does not bring of it is kept.
+        model: The model. Those of its tensors that an update does not bring are kept.
         updated: Storages that an update brings.
-        cache: Storages of keys and values. What else lies in memory of that tag is kept: the second model runner has
-            its block tables there.
-        keeps_weights: Whether weights are copied to the host, and back.
+        cache: Storages of keys and values. Other memory of that tag is kept: the second model runner has its block
+            tables there.
+        keeps_weights: True to copy the weights to the host, and back.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class DeviceMemory:
             for pointer, allocation in self._allocations.items()
             if allocation.tag == MemoryTag.KV_CACHE.value
         ]
-        # Looked up once: vLLM takes memory of that tag only while it starts.
+        # Looked up once: vLLM allocates memory of that tag only while it starts.
         self._beside_cache = [
             (begin, end)
             for begin, end in used(torch.cuda.memory_snapshot(), of_cache)  # type: ignore[no-untyped-call]
             for begin, end in gaps(begin, end, caches)
         ]
         self._saved_beside: list[torch.Tensor] = []
-        """What lay there."""
+        """Saved contents of these ranges."""
 
     def _is_of_weights(self, address: int) -> bool:
         return any(
@@ -66,7 +66,7 @@ class DeviceMemory:
         )
 
     def sleep(self, tags: frozenset[MemoryTag]) -> None:
-        """Give memory back."""
+        """Free the memory of these tags."""
         from vllm.device_allocator.cumem import unmap_and_release
 
         torch.cuda.synchronize()
@@ -82,7 +82,7 @@ class DeviceMemory:
         torch.cuda.synchronize()
 
     def wake_up(self, tags: frozenset[MemoryTag]) -> None:
-        """Take it again; what is not there can be asked for again, once others gave memory back."""
+        """Allocate the memory of these tags again; after a failure, a later call allocates the rest."""
         from vllm.device_allocator.cumem import create_and_map
 
         for pointer, allocation in self._of(tags, asleep=True):
@@ -129,11 +129,11 @@ def _read(begin: int, end: int) -> torch.Tensor:
 
 
 def used(segments: Iterable[Mapping[str, Any]], within: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges of memory that somebody has of torch, each a begin and an end.
+    """Return the (begin, end) ranges that torch's allocator has handed out.
 
     Args:
-        segments: As ``torch.cuda.memory_snapshot`` gives them.
-        within: Ranges of whole segments; what is used of others is left out.
+        segments: As returned by ``torch.cuda.memory_snapshot``.
+        within: Ranges of whole segments; other segments are left out.
     """
     wanted = list(within)
     found = []
@@ -148,7 +148,7 @@ def used(segments: Iterable[Mapping[str, Any]], within: Iterable[tuple[int, int]
 
 
 def gaps(begin: int, end: int, held: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges from ``begin`` to ``end`` that none of ``held`` covers, each a begin and an end."""
+    """Return the (begin, end) ranges between ``begin`` and ``end`` that none of ``held`` covers."""
     found = []
     for low, high in sorted(held):
         if high > begin and low < end:
@@ -161,7 +161,7 @@ def gaps(begin: int, end: int, held: Iterable[tuple[int, int]]) -> list[tuple[in
 
 
 def _tensors_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters, buffers and what modules hold beside them, each storage once."""
+    """Yield parameters, buffers and other tensor attributes of modules, as bytes, each storage once."""
     seen: set[int] = set()
     for module in model.modules():
         held = [*module.parameters(recurse=False), *module.buffers(recurse=False), *vars(module).values()]

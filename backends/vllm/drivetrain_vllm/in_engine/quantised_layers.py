@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""Layers that vLLM quantised or packed once they were loaded, by vLLM's own way to load a layer anew."""
+"""Reload layers that vLLM quantised or packed after loading, through vLLM's own layerwise reload."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from drivetrain_weight_sync.tracing.quantised_parts import QuantisedParts
 
 
 class QuantisedLayers(QuantisedParts):
-    """Layers whose parameters are others than those that vLLM noted before it loaded them.
+    """Layers whose parameters differ from those that vLLM recorded before it loaded them.
 
     Args:
-        model: VLLM's.
-        model_config: VLLM's.
+        model: vLLM's model.
+        model_config: vLLM's model configuration.
         load_weights: Loads tensors as vLLM loads a checkpoint.
     """
 
@@ -33,11 +33,11 @@ class QuantisedLayers(QuantisedParts):
         self._model_config = model_config
         self._load_weights = load_weights
         self._filled: dict[int, nn.Module] = {}
-        """Layer by the storage of each tensor that the loader fills; while they are there."""
+        """Layer by the storage of each tensor that the loader fills; only within :meth:`as_loaded`."""
 
     @contextmanager
     def as_loaded(self) -> Iterator[None]:
-        """Put what vLLM noted into the place of what the layers hold."""
+        """Replace the layers' tensors, within the context, by those that vLLM recorded before loading."""
         from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
         from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 
@@ -47,7 +47,7 @@ class QuantisedLayers(QuantisedParts):
             for layer in self._layers:
                 restore_layer_on_meta(layer, get_layerwise_info(layer))
                 for tensor in _without_memory(layer):
-                    # Online quantisation has one of its own, which waits until all of the layer is there.
+                    # Skip online quantisation's own loader, which waits until the whole layer has arrived.
                     tensor.weight_loader = _get_original_loader(tensor)  # type: ignore[attr-defined]
                     self._filled[storage_of(tensor)] = layer
             yield
@@ -61,11 +61,11 @@ class QuantisedLayers(QuantisedParts):
                 layer._non_persistent_buffers_set = names
 
     def part_of(self, destination: torch.Tensor) -> nn.Module:
-        """The layer."""
+        """Return the layer."""
         return self._filled[storage_of(destination)]
 
     def load(self, parts: Sequence[nn.Module], weights: Mapping[str, torch.Tensor]) -> None:
-        """Have vLLM load layers, quantise or pack them, and copy what comes of it to where it was."""
+        """Make vLLM load layers, quantise or pack them, and copy the results to their old addresses."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         for layer in parts:
@@ -86,7 +86,7 @@ def _is_converted(layer: nn.Module) -> bool:
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
-    if hasattr(layer, "impl"):  # attention, which is asked by itself what it computes of its weights
+    if hasattr(layer, "impl"):  # attention is handled as a derived tensor
         return False
     noted = get_layerwise_info(layer).restore_metadata[0]
     held = {
@@ -100,5 +100,5 @@ def _is_converted(layer: nn.Module) -> bool:
 
 
 def _form(tensor: torch.Tensor) -> tuple[object, ...]:
-    # Where strides alone are others, what is loaded is copied there as it is.
+    # A difference in strides alone needs no conversion: a copy handles it.
     return tensor.dtype, tuple(tensor.shape)

@@ -1,13 +1,13 @@
 # pyright: reportMissingImports=false
-"""Draws as :class:`~drivetrain.types.sampling.SamplingParams` says where vLLM's own sampler does otherwise.
+"""Sampling by :class:`~drivetrain.types.sampling.SamplingParams` where vLLM's own sampler differs.
 
-A request that vLLM draws exactly right (temperature, one of top-k, top-p and min-p, raw logprobs) carries nothing
-extra, and a batch of such requests goes vLLM's own way. Any other request carries how to draw it under
-:data:`~drivetrain_vllm.translate.KEY`, and neutral params for vLLM; a batch that holds one is drawn by
+Requests that vLLM samples exactly right (temperature, one of top-k, top-p and min-p, raw logprobs) carry nothing extra,
+and a batch of only such requests uses vLLM's sampler. Any other request carries its sampling parameters under
+:data:`~drivetrain_vllm.translate.KEY`, and neutral ones for vLLM; a batch that holds one is sampled by
 :mod:`drivetrain_sampling`.
 
-vLLM has two model runners, of which either may serve a model. What is known of requests comes from the scheduler's
-output, which is the same for both; where they sample differs.
+vLLM has two model runners, either of which may serve a model. State of requests comes from the scheduler's output,
+which is the same for both; sampling is hooked in each.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ _DRAWN: Final = "_drivetrain_drawn"
 
 @dataclass(slots=True)
 class _Request:
-    """What the scheduler said of one request."""
+    """State of one request, from the scheduler's output."""
 
     request_id: str
     params: Any
     prompt_token_ids: list[int]
     known: list[int]
-    """Tokens that it had when it was first scheduled, or resumed."""
+    """Output tokens that it had when it was first scheduled, or resumed."""
     row: Row | None = None
 
     @property
     def own(self) -> str | None:
-        """How it is drawn, where that is not vLLM's matter."""
+        """Encoded sampling parameters; None if vLLM's sampler is right for the request."""
         return (self.params.extra_args or {}).get(KEY)
 
     def make_row(self) -> Row:
-        """As the sampler takes it."""
+        """Return the request as a row for the sampler."""
         native, prompt, generated = self.params, self.prompt_token_ids, list(self.known)
         stops = sorted(native.stop_token_ids or ())
         if self.own is not None:
@@ -61,7 +61,7 @@ class _Request:
             min_p=native.min_p,
             logprobs=0 if native.logprobs is not None else None,
         )
-        # Its id is random, and the same on every rank.
+        # The request id is random, and the same on every rank.
         seed = int.from_bytes(hashlib.blake2b(self.request_id.encode(), digest_size=8).digest()) >> 1
         return Row(params, LogprobsMode.RAW, prompt, stops, seed, generated)
 
@@ -75,14 +75,14 @@ class Requests:
     _sampler: Sampler | None = None
     _made_for: tuple[object, ...] = ()
     lengths: Sequence[int] = ()
-    """Of the step that is being sampled: tokens that each request of the batch has computed with it."""
+    """For the step being sampled: tokens that each request of the batch has computed, this step included."""
     raw: torch.Tensor | None = None
-    """The model's logits of this step, where a grammar is about to mask them."""
+    """The model's logits of this step, kept if a grammar is about to mask them."""
     checked: tuple[list[str], torch.Tensor] | None = None
-    """Requests of this step, and each one's largest logit, on its way to the host's memory."""
+    """Requests of this step with their largest logits, which are being copied to the host."""
 
     def note(self, scheduled: Any) -> None:
-        """Take what the scheduler says of a step."""
+        """Update the requests from a scheduler's output."""
         for request_id in scheduled.finished_req_ids:
             self._requests.pop(request_id, None)
             self._ours.discard(request_id)
@@ -102,28 +102,28 @@ class Requests:
                 resumed.row = None
 
     def check(self, request_ids: Sequence[str], top: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return a step's ids with zeros where none can be drawn, since the device computes on with them.
+        """Return a step's ids with zeros where no token can be drawn, since the device continues to compute with them.
 
         Args:
             request_ids: In the batch's order.
-            top: Each one's largest logit.
+            top: Largest logit of each request.
             token_ids: Shape (requests, 1).
         """
-        # Copied before the ids are: whoever has waited for those has these, too.
+        # Copied before the ids, so that whoever waited for the ids has these, too.
         self.checked = list(request_ids), top.to("cpu", non_blocking=True)
         return torch.where(drawable(top)[:, None], token_ids, 0)
 
     def take_checked(self) -> tuple[list[str], torch.Tensor] | None:
-        """Return what :meth:`check` was given, once."""
+        """Return the values recorded by :meth:`check`, and forget them."""
         checked, self.checked = self.checked, None
         return checked
 
     def are_ours(self, request_ids: Iterable[str]) -> bool:
-        """Whether one of these requests must not be drawn by vLLM."""
+        """Return whether any of these requests must not be sampled by vLLM."""
         return bool(self._ours) and not self._ours.isdisjoint(request_ids)
 
     def draw(self, request_ids: Sequence[str], logits: torch.Tensor) -> tuple[Choice, torch.Tensor]:
-        """Draw a token for each request; return with it the logprobs of all tokens, of the mode that each row wants.
+        """Draw a token for each request; return it with the logprobs of all tokens, in each row's mode.
 
         Args:
             request_ids: In the batch's order.
@@ -140,7 +140,7 @@ class Requests:
             if length == len(row.prompt_token_ids) + len(row.generated):
                 row.generated.append(token_id)
             else:
-                all_drew = False  # its prompt is not yet through
+                all_drew = False  # still in prefill
         self._made_for = tuple((id(row), len(row.generated)) for row in rows)
         if not all_drew:
             self._sampler = None
@@ -152,7 +152,7 @@ class Requests:
         if row is None:
             row = request.row = request.make_row()
         if request.own is None:
-            # Of one that vLLM drew meanwhile only the number of tokens matters, by which its next one is drawn.
+            # vLLM may have drawn tokens of this row; only their number matters for its next draw.
             had = max(length - len(row.prompt_token_ids), len(request.known))
             if len(row.generated) != had:
                 row.generated[:] = [*row.generated[:had], *[0] * (had - len(row.generated))]
@@ -160,7 +160,7 @@ class Requests:
 
 
 def register() -> None:
-    """Put the sampler into vLLM's model runners."""
+    """Hook the sampler into vLLM's model runners."""
     from vllm.sampling_params import SamplingParams as Native
     from vllm.triton_utils import HAS_TRITON
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -169,7 +169,7 @@ def register() -> None:
     GPUModelRunner._update_states = _noting(GPUModelRunner._update_states)
     GPUModelRunner.sample_tokens = _telling(_first_sample_tokens(GPUModelRunner.sample_tokens))
     GPUModelRunner._sample = _first_sample(GPUModelRunner._sample)
-    if not HAS_TRITON:  # then vLLM has no second one
+    if not HAS_TRITON:  # then vLLM has no second runner
         return
     try:
         from vllm.v1.worker.gpu.model_runner import GPUModelRunner as SecondModelRunner
@@ -187,13 +187,13 @@ def register() -> None:
 
 
 def _ends_of_a_grammar(params: Any) -> set[int]:
-    """Ids that may only come when a grammar is complete. Newer releases take a request's own stops for such."""
+    """Return ids allowed only once a grammar is complete; newer releases would include a request's own stops."""
     ends: set[int] = params._all_stop_token_ids
     return ends - set((params.extra_args or {}).get(STOPS, ()))
 
 
 def _settle(logits: torch.Tensor) -> torch.Tensor:
-    """Return each row's largest logit; rows that failed get zeros, for kernels that sample choke on NaN."""
+    """Return each row's largest logit; rows that failed get zeros, as sampling kernels cannot handle NaN."""
     top = logits.amax(-1)
     logits.masked_fill_(~drawable(top)[:, None], 0.0)
     return top
@@ -221,14 +221,14 @@ def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a step's output tell which requests failed, as soon as it is there."""
+    """Report failed requests in a step's output, as soon as it has arrived."""
 
     @wraps(original)
     def sample_tokens(runner: Any, grammar_output: Any) -> Any:
         requests = _requests_of(runner)
         if requests is None:
             return original(runner, grammar_output)
-        requests.take_checked()  # of a run for warmth
+        requests.take_checked()  # left over from a warm-up run
         output, checked = original(runner, grammar_output), requests.take_checked()
         if checked is None:
             return output
@@ -249,7 +249,7 @@ def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
     return sample_tokens
 
 
-# The first model runner -----------------------------------------------------------------------------------------------
+# The first model runner ---------------------------------------------------------------------------------------------
 
 
 def _first_sample_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -279,7 +279,7 @@ def _first_sample(original: Callable[..., Any]) -> Callable[..., Any]:
         if requests is None or logits is None:
             return original(runner, logits, *more, **newer)
         if not requests.are_ours(ids):
-            if len(logits) != len(ids):  # with drafts there are more rows
+            if len(logits) != len(ids):  # with speculative drafts there are more rows
                 return original(runner, logits, *more, **newer)
             top = _settle(logits)
             drawn = original(runner, logits, *more, **newer)
@@ -297,7 +297,7 @@ def _first_sample(original: Callable[..., Any]) -> Callable[..., Any]:
     return sample
 
 
-# The second model runner ----------------------------------------------------------------------------------------------
+# The second model runner --------------------------------------------------------------------------------------------
 
 
 def _second_mask(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -329,7 +329,7 @@ def _second_call(original: Callable[..., Any]) -> Callable[..., Any]:
             choice, logprobs = requests.draw(ids, logits)
         finally:
             requests.raw = None
-        # Its logprobs are the log-softmax of what it is given: logprobs stay what they are.
+        # It computes logprobs as the log-softmax of its input, which leaves logprobs unchanged.
         sampler.__dict__[_DRAWN] = choice.token_ids, logprobs
         try:
             drawn = original(sampler, logprobs, input_batch, *more, **newer)

@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false
-"""The engine core's side of the backend: what the ``Backend`` page asks for, done between two steps of the batch.
+"""Calls of the backend to the engine core and its workers, served between two steps of the batch.
 
-A call comes through a channel of ours, whose thread hands it to the loop of the engine core. What is a scheduler's to
-do is done here; the rest is every worker's.
+A call arrives through drivetrain's own socket, whose thread hands it to the engine core's loop. Calls to the scheduler
+are served here; others are forwarded to every worker.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any, Final, cast
 
 from drivetrain.backend.base import EngineStats
 from drivetrain.errors import EngineBusy, EngineDied
-from drivetrain.process.worker_calls import Calls
-from drivetrain.process.worker_channel import AnswerChannel, Asked
+from drivetrain.process.wire import Failure, Reply, encode
+from drivetrain.process.worker_calls import WorkerCall, WorkerMethods
+from drivetrain.process.worker_socket import WorkerSocket
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.weights import ApplyUpdate, CommitUpdate, WeightMessage, WeightReply
 from drivetrain_vllm.in_engine import CHANNEL, failed_requests
@@ -30,14 +31,14 @@ _CORE: Final = "_drivetrain_core"
 
 
 class Core:
-    """The scheduler. Methods are named as on the ``Backend`` page and mean the same."""
+    """Calls that need the scheduler. Methods have the names and meanings of those on the ``Backend`` page."""
 
     def __init__(self, core: Any) -> None:
         self._core = core
         self.arrivals = Arrivals()
 
     def _of_workers(self, method: str, *arguments: object) -> object:
-        return calls.result_of(method, forward(self._core, calls.ask(method, arguments)))
+        return methods.result_of(method, forward(self._core, methods.call(method, arguments)))
 
     def stats(self) -> EngineStats:
         """Count requests and memory."""
@@ -46,13 +47,13 @@ class Core:
         return EngineStats(running=running, waiting=waiting, kv_cache_bytes=cache, weight_bytes=weights)
 
     def tokens_so_far(self, request_ids: list[str]) -> dict[str, int]:
-        """How many tokens each of these has; those that are complete are left out."""
+        """Return token counts of unfinished requests; finished ones are left out."""
         requests = [one for one in self._core.scheduler.requests.values() if not one.is_finished()]
         live = {_given(request.request_id): request.num_output_tokens for request in requests}
         return self.arrivals.tokens(request_ids, live)
 
     def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes that no request holds; the backend never asks for the others again."""
+        """Free cached prefixes that no request holds; the backend never asks for the others again."""
         self._core.scheduler.reset_prefix_cache()
 
     def sleep(self, tags: frozenset[MemoryTag]) -> None:
@@ -74,7 +75,7 @@ class Core:
     def apply_weights(self, update: ApplyUpdate) -> WeightReply:
         """Take all steps of an update."""
         reply = cast("WeightReply", self._of_workers("begin_weights", update))
-        # While a GPU copies:
+        # Overlaps with copies on the GPU:
         if not update.keep_prefix_cache:
             self.reset_prefix_cache()
         self._core.reset_encoder_cache()
@@ -87,20 +88,20 @@ class Core:
         return self.apply_weights(update), self.tokens_so_far(request_ids)
 
     def set_weight_version(self, version: str) -> None:
-        """Label the weights."""
+        """Label the weights with a version."""
         failed_requests.trust(self._core.scheduler)
-        # Releases that do not have it give tokens no labels: there the backend counts them.
+        # Releases without this method do not label tokens; the backend counts them instead.
         if hasattr(self._core, "set_weight_version"):
             self._core.set_weight_version(version)
 
 
 def _given(request_id: str) -> str:
-    """The id that the backend gave, to which vLLM has added characters without a dot."""
+    """Return the backend's id of a request, without the suffix that vLLM adds, which has no dot."""
     given, dot, _ = request_id.rpartition(".")
     return given + dot
 
 
-calls: Final = Calls(Core.tokens_so_far, Core.apply_weights_counting, *OF_WORKERS)
+methods: Final = WorkerMethods(Core.tokens_so_far, Core.apply_weights_counting, *OF_WORKERS)
 
 
 def _of(core: Any) -> Core:
@@ -111,14 +112,14 @@ def _of(core: Any) -> Core:
     return found
 
 
-def forward(core: Any, question: bytes) -> bytes:
-    """Ask every worker; all answer the same.
+def forward(core: Any, payload: bytes) -> bytes:
+    """Call every worker; return the first answer, as all are equal.
 
     Raises:
         EngineDied: one of them is gone.
     """
     try:
-        answers: list[bytes] = core.collective_rpc(CALL, args=(question,))
+        answers: list[bytes] = core.collective_rpc(CALL, args=(payload,))
     except Exception as error:
         if _lost_worker(core.model_executor):
             raise EngineDied("vLLM lost a worker's process") from error
@@ -127,80 +128,84 @@ def forward(core: Any, question: bytes) -> bytes:
 
 
 def _lost_worker(executor: Any) -> bool:
-    """Whether a worker's process is gone: the others fail sooner than vLLM finds out."""
+    """Return whether a worker's process is gone: the other workers fail before vLLM notices."""
     workers = getattr(executor, "workers", None) or ()
     return getattr(executor, "is_failed", False) or any(not worker.proc.is_alive() for worker in workers)
 
 
-def _serve(core: Any, channel: AnswerChannel, asked: Asked) -> None:
-    """Answer a call, now or once no step is under way. Nothing that goes wrong reaches the engine core."""
+class ArrivedCall(bytes):
+    """A call's payload in the engine core's queue, told from vLLM's own messages by its type."""
 
-    def answered(said: Future[bytes]) -> None:
-        error = said.exception()
+
+def _serve(core: Any, host: WorkerSocket, payload: bytes) -> None:
+    """Answer a call, now or once no step is under way. No error reaches the engine core."""
+
+    def reply(answered: Future[bytes]) -> None:
+        error = answered.exception()
         if isinstance(error, Exception):
-            channel.answer(asked, calls.not_taken(error))
+            host.reply(encode(methods.not_taken(payload, error)))
         elif error is None:
-            channel.answer(asked, said.result())
+            host.reply(answered.result())
 
     try:
-        answer = _answer(core, asked.question)
+        answer = _answer(core, payload)
     except Exception as error:
-        answer = calls.not_taken(error)
+        answer = encode(methods.not_taken(payload, error))
     if isinstance(answer, bytes):
-        channel.answer(asked, answer)
+        host.reply(answer)
     else:
-        answer.add_done_callback(answered)
+        answer.add_done_callback(reply)
 
 
-def _answer(core: Any, question: bytes) -> bytes | Future[bytes]:
-    freeze = calls.freeze_of(question)
-    if freeze is not None:
-        return _answer_frozen(core, question, freeze)
-    if hasattr(Core, calls.method_of(question)):
-        return calls.serve(_of(core), question)
-    return forward(core, question)
+def _answer(core: Any, payload: bytes) -> bytes | Future[bytes]:
+    if not hasattr(Core, methods.name_of(payload)):
+        return forward(core, payload)
+    call = methods.read(payload)
+    if call.freeze is not None:
+        return _answer_frozen(core, call, call.freeze)
+    return encode(methods.serve(_of(core), call))
 
 
-def _answer_frozen(core: Any, question: bytes, mode: PauseMode) -> bytes | Future[bytes]:
-    """Answer once no step is under way; requests go on after it, unless it failed."""
+def _answer_frozen(core: Any, call: WorkerCall, mode: PauseMode) -> bytes | Future[bytes]:
+    """Answer once no step is under way; then resume requests, unless the call failed."""
 
     def answer() -> bytes:
-        said = calls.serve(_of(core), question)
-        if calls.succeeded(said):
+        answered: Reply | Failure = methods.serve(_of(core), call)
+        if isinstance(answered, Reply):
             core.resume_scheduler()
-        return said
+        return encode(answered)
 
     pausing: Future[None] | None = core.pause_scheduler(mode="keep", clear_cache=mode is PauseMode.RETRACT)
     if pausing is None:
         return answer()
-    said: Future[bytes] = Future()
+    answered: Future[bytes] = Future()
 
     def idle(_: Future[None]) -> None:
         try:
-            said.set_result(answer())
+            answered.set_result(answer())
         except Exception as error:
-            said.set_exception(error)
-        # The loop that found itself idle waits for a message next, and there is work again.
+            answered.set_exception(error)
+        # The idle loop is about to wait for a message, though there is work again.
         _wake(core, None)
 
     pausing.add_done_callback(idle)
-    return said
+    return answered
 
 
-def _wake(core: Any, request: Asked | None) -> None:
+def _wake(core: Any, request: ArrivedCall | None) -> None:
     from vllm.v1.engine import EngineCoreRequestType
 
     core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, request))
 
 
-def _listen(core: Any, channel: AnswerChannel) -> None:
-    while channel.open:
-        for asked in channel.receive(wait=True):
-            _wake(core, asked)
+def _listen(core: Any, host: WorkerSocket) -> None:
+    while host.open:
+        for payload in host.receive(wait=True):
+            _wake(core, ArrivedCall(payload))
 
 
 def register() -> None:
-    """Open the channel in the engine core, and give its workers what they need of images."""
+    """Hook the channel into the engine core, and keep media in scheduler outputs."""
     from vllm.v1.core.sched import output
     from vllm.v1.engine import EngineCoreRequestType
     from vllm.v1.engine.core import EngineCoreProc
@@ -209,13 +214,13 @@ def register() -> None:
     handle: Callable[[Any, Any, Any], None] = EngineCoreProc._handle_client_request
 
     def run_busy_loop(core: Any) -> None:
-        core._drivetrain_channel = channel = AnswerChannel(os.environ[CHANNEL])
-        threading.Thread(target=_listen, args=(core, channel), name="drivetrain-calls", daemon=True).start()
+        core._drivetrain_host = host = WorkerSocket(os.environ[CHANNEL])
+        threading.Thread(target=_listen, args=(core, host), name="drivetrain-calls", daemon=True).start()
         run(core)
 
     def handle_client_request(core: Any, kind: Any, request: Any) -> None:
-        if isinstance(request, Asked):
-            _serve(core, core._drivetrain_channel, request)
+        if isinstance(request, ArrivedCall):
+            _serve(core, core._drivetrain_host, request)
             return
         if kind == EngineCoreRequestType.ADD:
             _of(core).arrivals.note(_given(request[0].request_id))
@@ -223,7 +228,7 @@ def register() -> None:
 
     EngineCoreProc.run_busy_loop = run_busy_loop
     EngineCoreProc._handle_client_request = handle_client_request
-    # Newer releases do not send workers the pixels of an image that a cached prefix covers, and end when the request is
-    # retracted, or preempted, and the image must be seen again.
+    # Newer releases omit an image's pixels if a cached prefix covers it, and crash when the request is retracted or
+    # preempted and the image must be encoded again.
     if hasattr(output, "strip_covered_mm_data"):
         output.strip_covered_mm_data = lambda features, *_, **__: features

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""Weights as they are in a checkpoint, where vLLM would pack or name them otherwise."""
+"""Keep weights in the layout and under the names of the checkpoint, where vLLM would pack or rename them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import functional
 
 
 def register() -> None:
-    """On a CPU, leave weights to plain torch: packed ones cannot be read, updated or put to sleep."""
+    """On a CPU, keep weights as plain torch tensors: packed ones cannot be read, updated or put to sleep."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -26,7 +26,7 @@ def register() -> None:
         cpu_moe.CPUUnquantizedExperts.process_weights_after_loading = _note_routing
         takes_output = next(iter(inspect.signature(cpu_moe.cpu_fused_moe).parameters)) == "out"
         cpu_moe.cpu_fused_moe = _mix_into if takes_output else _mix
-    else:  # older releases, which have a way through plain torch
+    else:  # older releases, which have a plain torch implementation
         from vllm.model_executor.layers.fused_moe import cpu_fused_moe
 
         cpu_fused_moe.CPUFusedMOE._pad_moe_intermediate_for_grouped_gemm = _leave
@@ -43,7 +43,7 @@ def _by_torch(experts: Any, layer: torch.nn.Module) -> tuple[bool, str]:
 
 
 def _note_routing(experts: Any, layer: torch.nn.Module) -> None:
-    """Some releases route where they multiply; there they note how once weights are loaded, before they pack them."""
+    """Copy the routing settings, as the replaced method does before it packs weights: some kernels route themselves."""
     for name in ("use_grouped_topk", "renormalize", "scoring_func", "custom_routing_function"):
         if hasattr(experts, name):
             setattr(experts, name, getattr(layer, name))
@@ -61,7 +61,7 @@ def _mix(
     _: str,
     weighted_before: bool = False,
 ) -> torch.Tensor:
-    """The sum of the chosen experts' outputs, weighted unless what they were given is."""
+    """Return the sum of the chosen experts' outputs, weighted here unless their inputs were weighted already."""
     gate = _GATES[activation]
     output = torch.zeros_like(states)
     for expert in sorted(set(chosen.flatten().tolist())):
@@ -96,7 +96,7 @@ def _row(bias: torch.Tensor | None, expert: int) -> torch.Tensor | None:
 
 @contextmanager
 def without_lora(model: torch.nn.Module) -> Iterator[None]:
-    """The model as vLLM's loaders know it: layers that LoRA wraps are in the places of their wrappers."""
+    """Within the context, put base layers into the places of their LoRA wrappers, as vLLM's loaders expect."""
     from vllm.lora.layers import BaseLayerWithLoRA
 
     wrapped: list[tuple[torch.nn.Module, str, Any]] = [

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""The primitives of the ``Backend`` page that are a worker's to do: where the model and the cache are."""
+"""Primitives of the ``Backend`` page for vLLM's worker, which holds the model and the cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 
 from drivetrain.errors import EngineStartError, EngineStateError
-from drivetrain.process.worker_calls import Calls
+from drivetrain.process.worker_calls import WorkerMethods
 from drivetrain.types.modes import MemoryTag
 from drivetrain.types.weights import WeightManifest
 from drivetrain_vllm.in_engine.gpu_sleep import DeviceMemory
@@ -26,7 +26,7 @@ from drivetrain_weight_sync.tracing.derived_tensors import AfterLoading
 
 
 class Worker(RankWeights):
-    """One worker of vLLM."""
+    """A vLLM worker. Methods have the names and meanings of those on the ``Backend`` page."""
 
     def __init__(self, worker: Any) -> None:
         super().__init__()
@@ -39,23 +39,24 @@ class Worker(RankWeights):
 
     @property
     def model(self) -> torch.nn.Module:
-        """VLLM's own."""
+        """VLLM's model."""
         model: torch.nn.Module = self._runner.get_model()
         return model
 
     @property
     def checkpoint(self) -> WeightManifest:
-        """What a trainer has of the model."""
+        """Manifest of the model's checkpoint tensors, as a trainer has them."""
         from vllm.config import set_current_vllm_config
 
         config = self._worker.model_config
-        # Where vLLM runs a model of transformers' own, it has changed its class, which asks for this.
+        # vLLM patches the class of a model that it runs through transformers; the patched class needs this
+        # configuration.
         with set_current_vllm_config(self._worker.vllm_config):
             return checkpoint_of(config.model, config.revision, trust_remote_code=config.trust_remote_code)
 
     @property
     def folder(self) -> Path | None:
-        """Where vLLM read the weights."""
+        """Folder from which vLLM read the weights; None if it made dummy weights or downloaded the model."""
         folder = Path(self._worker.model_config.model)
         return folder if folder.is_dir() and self._worker.load_config.load_format != "dummy" else None
 
@@ -69,7 +70,7 @@ class Worker(RankWeights):
 
     @property
     def rank(self) -> int:
-        """This worker's place among them."""
+        """Index of this worker's rank in the group."""
         return int(self._worker.rank)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
@@ -80,15 +81,15 @@ class Worker(RankWeights):
             return super().load_weights(weights)
 
     def converted(self) -> QuantisedLayers:
-        """What vLLM quantised, or packed for its kernels."""
+        """Return the layers that vLLM quantised, or packed for its kernels."""
         return QuantisedLayers(self.model, self._worker.model_config, self.load_weights)
 
     def after_loading(self) -> Iterable[AfterLoading]:
-        """MLA multiplies by halves of a projection; some models have more of their own."""
+        """Return post-loading steps: those of MLA's split projection, and of models with more of their own."""
         dtype = self._worker.model_config.dtype
         for name, module in self.model.named_modules():
             compute: Any = getattr(module, "process_weights_after_loading", None)
-            # Attention alone: what else has it is asked by way of how it is quantised.
+            # Attention only: other layers with this method are handled as quantised layers.
             if compute is not None and hasattr(module, "impl"):
                 yield AfterLoading(name, module, partial(compute, dtype))
         of_model: Any = getattr(self.model, "process_weights_after_loading", None)
@@ -96,10 +97,10 @@ class Worker(RankWeights):
             yield AfterLoading("the model", self.model, of_model)
 
     def expert_layers(self) -> list[int]:
-        """Numbers of the layers of which vLLM notes to which experts they route a token.
+        """Return the numbers of the layers for which vLLM records each token's experts.
 
         Raises:
-            EngineStartError: it notes nothing of one that has experts, or there is none.
+            EngineStartError: vLLM cannot record those of a layer with experts, or no layer has experts.
         """
         layers: set[int] = set()
         for name, module in self.model.named_modules():
@@ -107,20 +108,22 @@ class Worker(RankWeights):
                 case True:
                     layers.add(cast("int", module.layer_id))
                 case False:
-                    raise EngineStartError(f"the kernel of {name} routes by itself, and vLLM does not note how")
+                    raise EngineStartError(
+                        f"the kernel of {name} routes tokens itself, and vLLM does not record its experts"
+                    )
         if not layers:
-            raise EngineStartError("vLLM notes the experts of no layer of this model")
+            raise EngineStartError("vLLM records experts for no layer of this model")
         return sorted(layers)
 
     # Profile -----------------------------------------------------------------------------------------------------
 
     def start_profile(self, directory: str) -> None:
-        """Begin to record."""
+        """Start recording."""
         self._profile = torch.profiler.profile(), Path(directory)
         self._profile[0].start()
 
     def stop_profile(self) -> str:
-        """Write the trace file."""
+        """Write the trace file, and return its path."""
         if self._profile is None:
             raise EngineStateError("no profile is being recorded; call start_profile first", state="ready")
         (profile, directory), self._profile = self._profile, None
@@ -133,7 +136,7 @@ class Worker(RankWeights):
     # Memory ------------------------------------------------------------------------------------------------------
 
     def occupied(self) -> tuple[int, int]:
-        """Bytes of the cache and of the weights, on all ranks."""
+        """Return bytes of the cache and of the weights, on all ranks."""
         weights = {tensor.untyped_storage()._cdata: _nbytes(tensor) for tensor in self.model.parameters()}
         own = (
             0 if MemoryTag.KV_CACHE in self.asleep else sum(storage.nbytes() for storage in self.cache()),
@@ -143,13 +146,13 @@ class Worker(RankWeights):
         return sum(cache for cache, _ in of_ranks), sum(held for _, held in of_ranks)
 
     def cache(self) -> list[torch.UntypedStorage]:
-        """What attention layers hold."""
+        """Return the storages of the attention layers' KV cache."""
         storages = (tensor.untyped_storage() for tensor in _tensors(self._runner.kv_caches))
         return list({storage._cdata: storage for storage in storages}.values())
 
     @cached_property
     def _memory(self) -> HostMemory | DeviceMemory:
-        """First asked for while there are weights."""
+        """Memory that sleeps by tag. First accessed while the weights are awake."""
         if next(self.model.parameters()).device.type != "cpu":
             return DeviceMemory(self.model, self.target.storages, self.cache(), keeps_weights=self._keeps_weights)
         return HostMemory({MemoryTag.WEIGHTS: self.target.storages, MemoryTag.KV_CACHE: self.cache()})
@@ -161,7 +164,7 @@ class Worker(RankWeights):
     def sleep(self, tags: frozenset[MemoryTag]) -> None:
         """Give memory back."""
         if MemoryTag.WEIGHTS in tags:
-            self.receiver.forget_held()  # made here at the latest: its ways through the model need weights
+            self.receiver.forget_held()  # creates the receiver if needed, since tracing the loader needs the weights
             self.writer.stop()
         self._memory.sleep(tags)
         self.asleep |= tags
@@ -181,31 +184,31 @@ OF_WORKERS = (
     Worker.begin_weights,
     Worker.commit_weights,
 )
-"""What a worker answers to that is not on the ``Backend`` page."""
-calls = Calls(*OF_WORKERS)
+"""Methods of a worker that are not on the ``Backend`` page."""
+methods = WorkerMethods(*OF_WORKERS)
 
 
 class Extension:
-    """What vLLM adds to its worker's class."""
+    """Mix-in that vLLM adds to its worker's class."""
 
     _drivetrain_worker: Worker
 
-    def drivetrain(self, question: bytes) -> bytes:
-        """Serve one call; every rank has the same at the same time."""
+    def drivetrain(self, payload: bytes) -> bytes:
+        """Answer a call; every rank receives the same call at the same time."""
         worker = self.__dict__.get("_drivetrain_worker")
         if worker is None:
             worker = self._drivetrain_worker = Worker(self)
-        return calls.serve(worker, question, None if worker.group is None else worker.gather)
+        return methods.answer(worker, payload, None if worker.group is None else worker.gather)
 
 
 def _notes_experts(module: Any) -> bool | None:
-    """Whether vLLM notes to which experts a module routes tokens; None: it routes none."""
+    """Return whether vLLM records the experts to which a module routes tokens; None if it routes none."""
     from vllm.model_executor.layers.fused_moe import routed_experts_capturer
 
     if not hasattr(module, "layer_id"):
         return None
     if getattr(module, "is_monolithic", False):
-        # Newer releases have such a kernel say it, or do not start.
+        # Newer releases support recording in such kernels, or refuse to start.
         return hasattr(routed_experts_capturer, "bind_routed_experts_capturer")
     parts = (module, getattr(module, "router", None))
     return any(getattr(part, "capture_fn", None) is not None for part in parts) or None

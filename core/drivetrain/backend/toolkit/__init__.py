@@ -1,1 +1,1 @@
-"""What adapters of engines have in common; plugins of third parties may use it, too."""
+"""Helpers for engine adapters, first-party and third-party."""

@@ -1,4 +1,4 @@
-"""Waits that end."""
+"""Deadlines for awaited work."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Final
 from drivetrain.errors import DeadlineExceeded
 
 _CATCH_UP_S: Final = 1.0
-"""Most seconds that a blocked event loop gets to take in what came meanwhile."""
+"""Maximum extra seconds in which an event loop that was blocked can process results that arrived meanwhile."""
 
 
 class Alarm:
-    """Call back after some seconds, unless cancelled.
+    """Call ``ring`` after ``seconds``, unless cancelled.
 
-    If the event loop was blocked at that time, the call comes later: after as long as it was blocked, or one second.
-    Results that came meanwhile are taken in first.
+    If the event loop is blocked at that time, ``ring`` is called later still: the loop first gets up to a second to
+    process the results that arrived meanwhile.
     """
 
     def __init__(self, seconds: float, ring: Callable[[], object]) -> None:
@@ -31,18 +31,18 @@ class Alarm:
         self._handle = self._loop.call_later(min(late, _CATCH_UP_S), self._ring)
 
     def cancel(self) -> None:
-        """Do not call back."""
+        """Cancel the call."""
         self._handle.cancel()
 
 
 @asynccontextmanager
 async def deadline(seconds: float | None, waited_for: str) -> AsyncIterator[None]:
-    """Bound what is awaited within.
+    """Limit the time of the work in the ``async with`` body.
 
-    A result that is there when the deadline is looked at wins, also if the event loop was blocked until then.
+    A result that is available when the deadline is checked wins, also if the event loop was blocked past the deadline.
 
     Raises:
-        DeadlineExceeded: naming what was waited for and for how long.
+        DeadlineExceeded: The time is over; the message names ``waited_for`` and the time.
     """
     scope = asyncio.timeout(None)
     alarm = None if seconds is None else Alarm(seconds, lambda: scope.reschedule(asyncio.get_running_loop().time()))

@@ -1,4 +1,4 @@
-"""Versions of engines: which are installed, and whether a backend was tested with them."""
+"""Engine versions: parsing, and a warning about untested ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from packaging.version import InvalidVersion, Version
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version, ``(0, 5, 23)`` of ``"0.5.23.post1"``; none if it is no version."""
+    """Return a version's numbers, ``(0, 5, 23)`` for ``"0.5.23.post1"``; an empty tuple if it cannot be parsed."""
     try:
         return Version(version).release
     except InvalidVersion:
@@ -16,13 +16,13 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def warn_if_unseen(engine: str, installed: str, seen: tuple[str, str] | None) -> None:
-    """Warn, with a :class:`UserWarning`, of an engine's version that its backend was not tested with.
+    """Emit a :class:`UserWarning` if the backend was not tested with the engine's installed version.
 
     Args:
-        engine: The engine's distribution.
-        installed: Its version.
-        seen: Oldest and newest release that the backend was tested with; None: it does not say. As many numbers of
-            the version are compared as these have.
+        engine: Distribution of the engine.
+        installed: Its installed version.
+        seen: Oldest and newest tested release; None: unknown, no warning. Only as many numbers of ``installed`` are
+            compared as these releases have.
     """
     if seen is None:
         return

@@ -1,4 +1,4 @@
-"""The progress bars of transformers, which would be drawn over a trainer's own output."""
+"""Suppression of transformers' progress bars, which would garble a trainer's own output."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_progress_bars() -> Generator[None]:
-    """Let transformers load and save models without a progress bar on stderr."""
+    """Suppress transformers' progress bars on stderr within the context."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

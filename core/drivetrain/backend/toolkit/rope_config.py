@@ -1,4 +1,4 @@
-"""Rotary embeddings whose frequencies depend on a sequence's length, told by a model's configuration."""
+"""Checks of rotary embeddings whose frequencies depend on sequence length, from a model's configuration."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _TWO_SETS: Final = ("longrope", "su")
 
 
 def short_rope_length(fields: Mapping[str, object]) -> int | None:
-    """The length up to which longrope takes its short factors; None: one set of frequencies serves all lengths.
+    """Return the length up to which longrope uses its short factors; None: the model has one set of frequencies.
 
-    A longer sequence takes the long factors for all of its tokens.
+    A longer sequence uses the long factors for all of its tokens.
 
     Args:
-        fields: The fields of the model's own ``config.json``, those of its text part.
+        fields: Fields of the model's ``config.json``, or of its text part.
     """
     for rope in _ropes(fields):
         if _kind(rope) in _TWO_SETS:
@@ -28,16 +28,17 @@ def short_rope_length(fields: Mapping[str, object]) -> int | None:
 
 
 def plain_rope(fields: Mapping[str, object], *, nested: bool) -> dict[str, object]:
-    """Overrides of a model's configuration that make a dynamic rotary embedding the plain one that it is.
+    """Return configuration overrides that turn a dynamic rotary embedding into a plain one.
 
-    Engines that scale it at every length would answer wrongly; within the context length transformers does not.
+    Within the context length transformers does not scale a dynamic embedding. Engines that scale it at every length
+    would give wrong results.
 
     Args:
-        fields: As :func:`short_rope_length` takes them.
-        nested: Whether they are those of ``text_config``.
+        fields: As for :func:`short_rope_length`.
+        nested: True if the fields belong to ``text_config``.
 
     Returns:
-        Fields to set; empty: the rotary embedding is no dynamic one.
+        Fields to override; empty if the rotary embedding is not dynamic.
     """
     dynamic = [rope for rope in _ropes(fields) if _kind(rope) == "dynamic" and "alpha" not in rope]
     if not dynamic:
@@ -50,15 +51,15 @@ def plain_rope(fields: Mapping[str, object], *, nested: bool) -> dict[str, objec
 
 
 def require_short_rope(context_length: int, fields: Mapping[str, object], engine: str) -> None:
-    """Raise unless every sequence takes the same frequencies, on an engine that cannot choose them row by row.
+    """Raise if sequences could need different longrope frequencies, which ``engine`` cannot choose per row.
 
     Args:
-        context_length: Most tokens of prompt and output together.
-        fields: As :func:`short_rope_length` takes them.
-        engine: The engine's name.
+        context_length: Maximum number of tokens, prompt and output together.
+        fields: As for :func:`short_rope_length`.
+        engine: Name of the engine.
 
     Raises:
-        InvalidConfig: naming the length that serves.
+        InvalidConfig: The context is too long; the message names the longest length that works.
     """
     short = short_rope_length(fields)
     if short is not None and context_length > short:
@@ -74,12 +75,12 @@ def require_plain_rope(fields: Mapping[str, object], overridden: bool, server: s
     """Raise if a server scales a dynamic rotary embedding at every length.
 
     Args:
-        fields: As :func:`short_rope_length` takes them.
-        overridden: Whether the server was launched with another rotary embedding than theirs.
-        server: Which server it is.
+        fields: As for :func:`short_rope_length`.
+        overridden: True if the server was launched with another rotary embedding than in ``fields``.
+        server: Name of the server.
 
     Raises:
-        EngineStartError: naming the override to launch it with.
+        EngineStartError: The server would scale it; the message gives the override to launch it with.
     """
     plain = plain_rope(fields, nested=False)
     if plain and not overridden:
@@ -91,7 +92,7 @@ def require_plain_rope(fields: Mapping[str, object], overridden: bool, server: s
 
 
 def _ropes(fields: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
-    """What the configuration says of rotary embeddings: once, or for each type of layer."""
+    """Yield the configuration's rotary embeddings: one, or one per layer type."""
     given = fields.get("rope_parameters") or fields.get("rope_scaling")
     if not isinstance(given, Mapping):
         return

@@ -1,4 +1,4 @@
-"""Watching for an engine that makes no step any more: stuck in one request, or waiting for a dead device."""
+"""Detection of stalled engines: stuck in one request, or waiting for a dead device."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from drivetrain.errors import DeadlineExceeded, EngineDied, EngineError
 
 
 async def ended(backend: Backend, requests: Callable[[], int]) -> EngineError:
-    """Return, when the engine has ended or makes no step any more, why; never return otherwise.
+    """Wait until the engine dies or stalls, and return the reason.
 
     Args:
         backend: The engine.
-        requests: How many requests it has.
+        requests: Returns the number of requests in flight.
     """
     watching = [asyncio.create_task(backend.died()), asyncio.create_task(stalled(backend, requests))]
     try:
@@ -27,10 +27,10 @@ async def ended(backend: Backend, requests: Callable[[], int]) -> EngineError:
 
 
 async def stalled(backend: Backend, requests: Callable[[], int]) -> EngineDied:
-    """Return when the engine has requests and makes no step for longer than any may take.
+    """Wait until the engine has requests but makes no step for longer than allowed, and return an error.
 
-    Its statistics are asked for, as engines answer between two steps. Steps of a weight update have a deadline of
-    their own, which is no shorter.
+    The check asks for statistics, because engines answer between two steps. The limit is never shorter than
+    ``timeouts.weight_update``, the deadline of a weight update's steps.
     """
     timeouts = backend.config.timeouts
     seconds = max(timeouts.step, timeouts.weight_update)
@@ -51,4 +51,4 @@ async def stalled(backend: Backend, requests: Callable[[], int]) -> EngineDied:
         finally:
             asked.cancel()
         if not asked.cancelled():
-            asked.exception()  # an engine that answers with an error makes steps
+            asked.exception()  # retrieved so that asyncio does not log it; the engine did make a step

@@ -1,4 +1,4 @@
-"""What backends have in common when they translate to and from an engine's words. Pure functions over plain values."""
+"""Shared translation between drivetrain's and an engine's values. Pure functions over plain values."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def with_engine_kwargs(
     defaults: Mapping[str, Any],
     without_effect: Mapping[str, str] = _NONE,
 ) -> dict[str, Any]:
-    """The engine's arguments: the backend's defaults, what ``engine_kwargs`` says instead, and what is relied on.
+    """Merge the engine's arguments: backend defaults, overridden by ``engine_kwargs``, plus arguments the backend sets.
 
     Args:
         config: The configuration.
         relied_on: Arguments that the backend sets itself.
         defaults: Arguments that ``engine_kwargs`` may replace.
-        without_effect: Arguments that the engine takes and would not use here, and what to do instead.
+        without_effect: Arguments that the engine accepts but would not use here, each with the remedy.
 
     Raises:
-        InvalidConfig: ``engine_kwargs`` sets what the configuration has a field for, what the backend relies on, or
-            what would have no effect.
+        InvalidConfig: ``engine_kwargs`` holds an argument that a configuration field or the backend sets, or that would
+            have no effect.
     """
     for name in sorted(without_effect.keys() & config.engine_kwargs.keys()):
         raise InvalidConfig(
@@ -48,10 +48,10 @@ def with_engine_kwargs(
 
 
 def spreads_experts(config: EngineConfig) -> bool:
-    """Whether each rank of the engine is to hold whole experts, where it would hold a part of each.
+    """Return True if each rank holds whole experts, False if each holds a slice of every expert.
 
     Raises:
-        InvalidConfig: they are to be spread over some of the ranks only.
+        InvalidConfig: The experts would be spread over only some of the ranks.
     """
     experts, ranks = config.expert_parallel_size, config.tensor_parallel_size
     if experts not in (1, ranks):
@@ -64,11 +64,11 @@ def spreads_experts(config: EngineConfig) -> bool:
 
 
 def require_experts(config: EngineConfig, fields: Iterable[str]) -> None:
-    """Raise :class:`InvalidConfig` if experts are to be spread over ranks and the model has none.
+    """Raise :class:`InvalidConfig` if experts are to be spread over ranks but the model has none.
 
     Args:
         config: The configuration.
-        fields: Names of the fields of the model's own ``config.json``; a mixture's say how many experts there are.
+        fields: Field names of the model's ``config.json``; those of a mixture of experts contain "expert".
     """
     if config.expert_parallel_size > 1 and not any("expert" in field for field in fields):
         raise InvalidConfig(
@@ -78,10 +78,10 @@ def require_experts(config: EngineConfig, fields: Iterable[str]) -> None:
 
 
 def context_length_of(own: int, configured: int | None) -> int:
-    """Most tokens of prompt and output together: the configured limit, or the model's own.
+    """Return the maximum number of prompt and output tokens: the configured limit, or else the model's.
 
     Raises:
-        InvalidConfig: more is asked for than the model has.
+        InvalidConfig: The configured limit exceeds the model's.
     """
     if configured is None:
         return own
@@ -94,7 +94,7 @@ def context_length_of(own: int, configured: int | None) -> int:
 
 
 def eos_token_ids(*sources: object) -> tuple[int, ...]:
-    """The EOS ids that any of these names as its ``eos_token_id``: a model's configurations, or its tokenizer."""
+    """Collect ``eos_token_id`` of all sources, such as a model's configurations and its tokenizer."""
     found: dict[int, None] = {}
     for source in sources:
         named = getattr(source, "eos_token_id", None)
@@ -105,7 +105,12 @@ def eos_token_ids(*sources: object) -> tuple[int, ...]:
 
 
 def version_spans(ends: Iterable[tuple[str, float]], count: int) -> list[VersionSpan]:
-    """The spans of a sample of ``count`` tokens, of versions and how many tokens there were at the end of each."""
+    """Build the version spans of a sample.
+
+    Args:
+        ends: Each version in order, with the number of tokens sampled when it was replaced.
+        count: Number of tokens of the sample.
+    """
     found: list[VersionSpan] = []
     for version, replaced in ends:
         begin, end = found[-1].end if found else 0, int(min(replaced, count))
@@ -118,10 +123,10 @@ def version_spans(ends: Iterable[tuple[str, float]], count: int) -> list[Version
 
 
 def shortened(vector: list[float], dimensions: int) -> list[float]:
-    """The first numbers of an embedding, at length 1 again, as Matryoshka models are used.
+    """Truncate an embedding to ``dimensions`` and rescale it to length 1, as for Matryoshka models.
 
     Raises:
-        InvalidRequest: it has fewer.
+        InvalidRequest: The embedding has fewer dimensions.
     """
     if dimensions > len(vector):
         raise InvalidRequest(
@@ -133,11 +138,11 @@ def shortened(vector: list[float], dimensions: int) -> list[float]:
 
 
 def non_finite_logits(request: GenerateRequest, token: int | None = None) -> NonFiniteLogits:
-    """The error of a request for which the model gave NaN or infinite logits.
+    """Make the error for a request whose logits were NaN or infinite.
 
     Args:
         request: The request.
-        token: Which of its output tokens they were for, counted from 0; None: for its prompt's tokens.
+        token: Index of the output token, from 0; None: the prompt.
     """
     where = "its prompt" if token is None else f"output token {token}"
     whose = "the weights" if request.lora is None else f"the weights or the adapter {request.lora!r}"
@@ -148,7 +153,7 @@ def non_finite_logits(request: GenerateRequest, token: int | None = None) -> Non
 
 
 def no_token_allowed(request: GenerateRequest, token: int) -> NoTokenAllowed:
-    """The error of a request whose own fields left nothing to draw as its output token ``token``, counted from 0."""
+    """Make the error for a request whose own fields allow no token at output position ``token``, counted from 0."""
     params = request.params
     used = {
         "structured_output": params.structured_output is not None,
@@ -165,7 +170,7 @@ def no_token_allowed(request: GenerateRequest, token: int) -> NoTokenAllowed:
 
 
 def require_numbers(values: Iterable[float], what: str) -> None:
-    """Raise :class:`NonFiniteLogits` for the first value that is NaN or infinite; ``what`` says what they are."""
+    """Raise :class:`NonFiniteLogits` for the first value that is NaN or infinite; ``what`` names the values."""
     for index, value in enumerate(values):
         if not math.isfinite(value):
             raise NonFiniteLogits(

@@ -1,0 +1,130 @@
+"""Loading, updating and unloading LoRA adapters."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from drivetrain.backend.base import Backend
+from drivetrain.checks.safe_repr import shown
+from drivetrain.engine.controller import Controller
+from drivetrain.engine.loaded_adapters import LoadedAdapters, LoadedLora
+from drivetrain.engine.pause_and_sleep import PauseAndSleep
+from drivetrain.engine.requests_in_flight import RequestsInFlight
+from drivetrain.engine.served_weights import ServedWeights
+from drivetrain.engine.weight_updates import WeightUpdates
+from drivetrain.errors import DrivetrainError, EngineBusy, InvalidRequest
+from drivetrain.types.capability import Capability
+from drivetrain.types.modes import PauseMode
+from drivetrain.types.weights import LoraSource, WeightUpdateRequest
+
+
+class Adapters:
+    """Loads, updates and unloads adapters, minding the requests that use them. It keeps no state."""
+
+    def __init__(
+        self,
+        controller: Controller,
+        backend: Backend,
+        loaded: LoadedAdapters,
+        in_flight: RequestsInFlight,
+        pauses: PauseAndSleep,
+        weights: ServedWeights,
+        updates: WeightUpdates,
+    ) -> None:
+        self.controller = controller
+        self.backend = backend
+        self.loaded = loaded
+        self.in_flight = in_flight
+        self.pauses = pauses
+        self.weights = weights
+        self.updates = updates
+
+    async def load(self, name: str, path: str, pinned: bool) -> None:
+        """Load an adapter; see ``InferenceEngine.load_lora_adapter``."""
+        action = "load_lora_adapter()"
+        self.controller.require(action, Capability.LORA)
+        async with (
+            self.controller.controlling(action),
+            self.controller.bounded(f"the LoRA adapter {name!r} to load"),
+        ):
+            if self.loaded.find(name) is not None:
+                raise InvalidRequest(f"lora_name={shown(name)} is loaded already; unload it first", field="lora_name")
+            self.loaded.require_room()
+            self.loaded.put(name, await self._load(name, path, pinned))
+
+    async def unload(self, name: str) -> None:
+        """Unload an adapter; see ``InferenceEngine.unload_lora_adapter``."""
+        action = "unload_lora_adapter()"
+        self.controller.require(action, Capability.LORA)
+        self.loaded.require(name, "lora_name")
+        async with self.controller.controlling(action), self.controller.bounded(f"the adapter {name!r} to unload"):
+            self.loaded.require(name, "lora_name")  # another call may have unloaded it meanwhile
+            users = self.in_flight.using_lora(name)
+            if users:
+                raise EngineBusy(
+                    f"LoRA adapter {name!r} is used by {users} requests under way; let them end or abort them"
+                )
+            adapter = self.loaded.pop(name)  # no request may take it from here on
+            try:
+                await self.backend.unload_lora_adapter(adapter.backend_name)
+            except BaseException:
+                self.loaded.put(name, adapter)
+                raise
+
+    async def update(self, request: WeightUpdateRequest, source: LoraSource) -> None:
+        """Load the new adapter beside the old one, let it take the name, and unload the old one.
+
+        If loading fails, the old adapter keeps serving.
+        """
+        name, what = source.lora_name, f"an update of the adapter {source.lora_name!r}"
+        controller = self.controller
+        self.updates.require_update_from(source.kind)
+        async with controller.owning_weights(what), controller.controlling(what):
+            controller.status.require_weights(what)
+            old = self.loaded.find(name)
+            if old is None:
+                self.loaded.require_room()
+            self._refuse_users(name, request.mode)
+            self.pauses.refuse_waiting_for_frozen(request.mode)
+            async with controller.bounded(f"the LoRA adapter {name!r} to load"):
+                new = await self._load(name, source.path, old is not None and old.pinned)
+            before = controller.status
+            surplus: LoadedLora | None = new
+            controller.move_to(before.begin_update())
+            try:
+                self._refuse_users(name, request.mode)  # they may have arrived meanwhile
+                if self.in_flight.running_with_lora(name):
+                    await self.updates.quiesce(request.mode)
+                await self.weights.label(request.version)
+                self.loaded.put(name, new)
+                self.weights.publish(request.version)
+                surplus = old
+            finally:
+                controller.move_to(before)
+                if surplus is not None:
+                    async with controller.bounded(f"what is not {name!r} any more, or did not become it, to unload"):
+                        await self.backend.unload_lora_adapter(surplus.backend_name)
+
+    async def _load(self, name: str, path: str, pinned: bool) -> LoadedLora:
+        for stray in self.loaded.strays:
+            with suppress(DrivetrainError):  # the backend does not have it after all
+                await self.backend.unload_lora_adapter(stray)
+            self.loaded.discard_stray(stray)
+        backend_name = self.loaded.unused_backend_name(name)
+        try:
+            await self.backend.load_lora_adapter(backend_name, path, pinned)
+        except InvalidRequest:
+            raise
+        except BaseException:
+            self.loaded.add_stray(backend_name)
+            raise
+        return LoadedLora(backend_name, pinned)
+
+    def _refuse_users(self, name: str, mode: PauseMode) -> None:
+        """Raise if requests in flight use the adapter and ``mode`` would have them go on with another."""
+        users = self.in_flight.running_with_lora(name)
+        if users and mode in (PauseMode.IN_PLACE, PauseMode.RETRACT):
+            raise EngineBusy(
+                f"LoRA adapter {name!r} is used by {users} requests in flight, which cannot go on with another one "
+                f"(mode={mode.value!r}); let them end first, or say mode='wait' or mode='abort'"
+            )

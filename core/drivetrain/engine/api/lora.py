@@ -1,0 +1,34 @@
+"""LoRA adapters."""
+
+from __future__ import annotations
+
+import os
+
+from drivetrain.engine.api.page import Page
+from drivetrain.types.arguments import checked
+
+
+class LoraCalls(Page):
+    """Load and unload adapters; requests name one by ``lora=``."""
+
+    @checked
+    async def load_lora_adapter(
+        self, lora_name: str, lora_path: str | os.PathLike[str], *, pinned: bool = False
+    ) -> None:
+        """Load an adapter from a peft folder; ``pinned`` keeps it from being evicted.
+
+        Raises:
+            InvalidRequest: the name is taken, ``max_loras`` or ``max_lora_rank`` is exceeded, or the folder holds no
+                adapter of this model.
+        """
+        await self.parts.adapters.load(lora_name, os.fspath(lora_path), pinned)
+
+    @checked
+    async def unload_lora_adapter(self, lora_name: str) -> None:
+        """Unload an adapter; requests that use it afterwards are refused.
+
+        Raises:
+            InvalidRequest: it is not loaded.
+            EngineBusy: requests that use it are under way.
+        """
+        await self.parts.adapters.unload(lora_name)

@@ -1,0 +1,23 @@
+"""What every group of calls knows of its engine."""
+
+from __future__ import annotations
+
+from drivetrain.engine.parts import Parts
+from drivetrain.types.capability import Capability
+from drivetrain.types.config import EngineConfig, Isolation
+
+
+class Page:
+    """The attributes that the groups of calls share. ``InferenceEngine`` sets them."""
+
+    config: EngineConfig
+    """The configuration that the engine was created with."""
+    capabilities: frozenset[Capability]
+    """What this engine can do; known before it starts."""
+    isolation: Isolation
+    """Where the engine runs: in this process or in a host process."""
+    versions: dict[str, str]
+    """Versions of drivetrain, Python and the engine."""
+    parts: Parts
+    """The parts behind this page, for tests and extensions; their methods may change between releases. They can be
+    replaced before the engine starts: see :class:`~drivetrain.engine.parts.PartKinds`."""

@@ -1,0 +1,125 @@
+"""Checks of a configuration against its backend, before an engine is created."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from drivetrain.checks.safe_repr import shown
+from drivetrain.engine.validation import MEDIA_CAPABILITY, MODE_CAPABILITY, require
+from drivetrain.errors import InvalidConfig
+from drivetrain.types.capability import Capability
+from drivetrain.types.config import EngineConfig, Task
+
+
+def check_folders(config: EngineConfig) -> None:
+    """Raise :class:`InvalidConfig` for a model or tokenizer that looks like a folder and does not exist."""
+    for field, value in (("model", config.model), ("tokenizer", config.tokenizer)):
+        if value is None or _is_folder(field, value):
+            continue
+        # A hub id is a name, or an organisation and a name.
+        if value.startswith((".", "~", "/")) or value.count("/") > 1:
+            raise InvalidConfig(
+                f"{field}={shown(value)}: there is no such folder; give one that holds a model, or a hub id such as "
+                "'organisation/name'",
+                field=field,
+            )
+
+
+def _is_folder(field: str, value: str) -> bool:
+    try:
+        return Path(value).expanduser().is_dir()
+    except (RuntimeError, OSError, ValueError) as error:  # unknown user in ``~name``, name too long, NUL
+        raise InvalidConfig(f"{field}={shown(value)}: {error}; give a folder or a hub id", field=field) from error
+
+
+_CORE_FIELDS: Final = frozenset(
+    {
+        "backend",
+        "model",
+        "tokenizer",
+        "tool_call_parser",
+        "engine_kwargs",
+        "isolation",
+        "python",
+        "busy_wait",
+        "timeouts",
+        "logprobs_mode",
+    }
+    | {"weight_version", "seed"}
+)
+"""Fields that the engine page itself honours, whatever the backend."""
+
+_CONFIG_NEEDS: Final[tuple[tuple[str, Callable[[EngineConfig], bool], Capability], ...]] = (
+    ("tensor_parallel_size", lambda c: c.tensor_parallel_size > 1, Capability.TENSOR_PARALLEL),
+    ("pipeline_parallel_size", lambda c: c.pipeline_parallel_size > 1, Capability.PIPELINE_PARALLEL),
+    ("data_parallel_size", lambda c: c.data_parallel_size > 1, Capability.DATA_PARALLEL),
+    ("expert_parallel_size", lambda c: c.expert_parallel_size > 1, Capability.EXPERT_PARALLEL),
+    ("task", lambda c: c.task is Task.EMBED, Capability.EMBED),
+    ("task", lambda c: c.task is Task.REWARD, Capability.REWARD_SCORE),
+    ("enable_lora", lambda c: c.enable_lora, Capability.LORA),
+    ("deterministic", lambda c: c.deterministic, Capability.DETERMINISTIC),
+    ("sleep_keeps_weights", lambda c: c.sleep_keeps_weights, Capability.SLEEP_KEEPS_WEIGHTS),
+)
+
+_ANYWAY: Final[Mapping[str, Callable[[EngineConfig, frozenset[Capability]], bool]]] = {
+    "enable_prefix_caching": lambda c, can: not c.enable_prefix_caching and Capability.PREFIX_CACHE not in can,
+    "enable_sleep": lambda c, can: not c.enable_sleep,
+    "max_loras": lambda c, can: not c.enable_lora,
+    "max_lora_rank": lambda c, can: not c.enable_lora,
+    "media": lambda c, can: can.isdisjoint(capability for _, capability in MEDIA_CAPABILITY),
+}
+"""Fields accepted without an equivalent in the backend when their value asks for what every engine does anyway.
+
+One configuration then fits all backends: ``enable_prefix_caching=False`` is fine where there is no cache."""
+
+
+def _experts(config: EngineConfig) -> str:
+    """Return the field of ``config.json`` that counts the model's experts, with its value; "" if there is none."""
+    path = Path(config.model).expanduser() / "config.json"
+    try:
+        fields: object = json.loads(path.read_bytes()) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError):
+        return ""  # unreadable: starting the engine reports it
+    text = fields.get("text_config") if isinstance(fields, dict) else None
+    for level in (fields, text):
+        if not isinstance(level, dict):
+            continue
+        for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
+            if isinstance(level.get(name), int) and level[name] > 1:
+                return f"{name}={level[name]}"
+    return ""
+
+
+def check_config(config: EngineConfig, config_names: Mapping[str, str], capabilities: frozenset[Capability]) -> None:
+    """Raise for a configured field that the backend cannot honour; no field is ignored silently.
+
+    Raises:
+        UnsupportedCapability: the field needs a capability that is not claimed.
+        InvalidConfig: the backend has no equivalent for the field.
+    """
+    for field, is_used, capability in _CONFIG_NEEDS:
+        if is_used(config):
+            require(capabilities, capability, f"{field}={shown(getattr(config, field))}", config.backend)
+    if Capability.MOE not in capabilities and (experts := _experts(config)):
+        what = f"model={shown(config.model)}: a mixture of experts ({experts})"
+        require(capabilities, Capability.MOE, what, config.backend)
+    if "logprobs_mode" in config.model_fields_set:
+        mode = config.logprobs_mode
+        require(capabilities, MODE_CAPABILITY[mode], f"logprobs_mode={mode.value!r}", config.backend)
+    if config.seed is not None and "seed" not in config_names:
+        # The engine page seeds each request; a backend that names the field seeds its engine instead.
+        require(capabilities, Capability.SEED, f"seed={config.seed}", config.backend)
+    handled = _CORE_FIELDS | {field for field, _, _ in _CONFIG_NEEDS} | set(config_names)
+    for field in sorted(config.model_fields_set - handled):
+        value = getattr(config, field)
+        if field in _ANYWAY and _ANYWAY[field](config, capabilities):
+            continue
+        if value != EngineConfig.model_fields[field].get_default(call_default_factory=True):
+            raise InvalidConfig(
+                f"{field}={shown(value)}: the {config.backend} backend has no equivalent; leave it out"
+                f" (it honours: {', '.join(sorted(config_names))})",
+                field=field,
+            )

@@ -1,0 +1,201 @@
+"""Pause, sleep and caches: what becomes of requests in flight, and which memory the engine holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+
+from drivetrain.backend.base import Backend
+from drivetrain.backend.toolkit.deadlines import deadline
+from drivetrain.engine.controller import Controller
+from drivetrain.engine.requests_in_flight import RequestsInFlight
+from drivetrain.engine.states import EngineStatus
+from drivetrain.engine.validation import check_seconds
+from drivetrain.errors import DeadlineExceeded, EngineBusy, EngineStateError, InvalidRequest
+from drivetrain.types.capability import Capability
+from drivetrain.types.modes import MemoryTag, PauseMode
+
+PAUSE_CAPABILITY = {
+    PauseMode.ABORT: Capability.PAUSE_ABORT,
+    PauseMode.WAIT: Capability.PAUSE_WAIT,
+    PauseMode.IN_PLACE: Capability.PAUSE_IN_PLACE,
+    PauseMode.RETRACT: Capability.PAUSE_RETRACT,
+}
+_SLEEP_CAPABILITY = {
+    MemoryTag.WEIGHTS: Capability.SLEEP_WEIGHTS,
+    MemoryTag.KV_CACHE: Capability.SLEEP_KV_CACHE,
+    MemoryTag.CUDA_GRAPH: Capability.SLEEP_CUDA_GRAPH,
+}
+
+
+class PauseAndSleep:
+    """Pauses and resumes requests, gives memory back and takes it again.
+
+    It knows whether the backend holds frozen requests; everything else it needs is in the controller's status.
+    """
+
+    def __init__(self, controller: Controller, backend: Backend, in_flight: RequestsInFlight) -> None:
+        self.controller = controller
+        self.backend = backend
+        self.in_flight = in_flight
+        self._frozen = False
+        """True from the backend's ``freeze`` until its ``unfreeze``."""
+
+    # Pause -------------------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode, timeout: float | None) -> None:
+        """Pause; see ``InferenceEngine.pause_generation``."""
+        seconds = check_seconds(timeout, self.controller.config.timeouts.control)
+        self.controller.require("pause_generation()", PAUSE_CAPABILITY[mode])
+        self.controller.status.pause(mode)
+        async with (
+            self.controller.controlling("pause_generation()"),
+            deadline(seconds, f"generation to pause ({mode.value})"),
+        ):
+            before = self.controller.status
+            self.refuse_waiting_for_frozen(mode)
+            self.controller.move_to(before.pause(mode))
+            try:
+                await self.quiesce(mode)
+            except BaseException:
+                self.controller.move_to(before)
+                raise
+
+    async def resume(self) -> None:
+        """Let frozen and waiting requests go on."""
+        self.controller.status.require_open("continue_generation()")
+        async with self.controller.controlling("continue_generation()"):
+            after = self.controller.status.resume()
+            await self.unfreeze_if_free(after)
+            self.controller.move_to(after)
+
+    async def quiesce(self, mode: PauseMode) -> None:
+        """Abort, await or freeze the requests in flight, as ``mode`` says. The gate is shut."""
+        match mode:
+            case PauseMode.ABORT:
+                await self.in_flight.abort_running()
+                await self.in_flight.drained()
+            case PauseMode.WAIT:
+                await self.in_flight.drained()
+            case PauseMode.IN_PLACE | PauseMode.RETRACT:
+                self._frozen = True
+                await self.backend.freeze(mode)
+
+    def refuse_waiting_for_frozen(self, mode: PauseMode) -> None:
+        """Raise :class:`EngineStateError` if ``mode`` would wait for requests that are frozen."""
+        # A pause, a sleep or a failed update that holds requests at the gate has frozen those in flight.
+        status, running = self.controller.status, self.in_flight.running
+        if mode is PauseMode.WAIT and status.holds_requests and running:
+            raise EngineStateError(
+                f"mode='wait' would wait for ever: {running} requests in flight are frozen, for the "
+                f"engine is {status.describe()}; use 'retract', 'in_place' or 'abort', or let them go on first",
+                state=status.state.value,
+            )
+
+    def will_be_frozen(self) -> None:
+        """Take note that the backend freezes requests as part of a weight update."""
+        self._frozen = True
+
+    def were_unfrozen(self) -> None:
+        """Take note that the backend let requests go on as part of a weight update."""
+        self._frozen = False
+
+    async def unfreeze_if_free(self, after: EngineStatus) -> None:
+        """Let frozen requests go on unless ``after``, the status to come, holds them."""
+        if self._frozen and not after.holds_requests:
+            async with self.controller.bounded("frozen requests to go on"):
+                await self.backend.unfreeze()
+            self._frozen = False
+
+    # Sleep -------------------------------------------------------------------------------------------------------
+
+    async def sleep(
+        self,
+        tags: Iterable[MemoryTag | str] | None,
+        timeout: float | None,
+        abort_first: bool,
+        drain_timeout: float,
+    ) -> None:
+        """Give memory back; see ``InferenceEngine.sleep``."""
+        controller = self.controller
+        chosen = self._chosen(tags, "sleep()")
+        seconds = check_seconds(timeout, controller.config.timeouts.control)
+        keeps = controller.config.sleep_keeps_weights
+        controller.status.sleep(chosen, keeps_weights=keeps)
+        owning = controller.owning_weights("sleep()") if MemoryTag.WEIGHTS in chosen else nullcontext()
+        async with owning, controller.controlling("sleep()"):
+            with controller.shut_gate():
+                await self.clear_for_sleep(abort_first, drain_timeout)
+                after = controller.status.sleep(chosen, keeps_weights=keeps)
+                new = chosen - controller.status.asleep
+                if new:
+                    async with deadline(seconds, "the engine to fall asleep"):
+                        await self.backend.sleep(new)
+                controller.move_to(after)
+
+    async def clear_for_sleep(self, abort_first: bool, drain_timeout: float) -> None:
+        """Abort or await the requests in flight; retracted ones hold no cache and may stay.
+
+        Raises:
+            EngineBusy: requests are still in flight after ``drain_timeout``.
+        """
+        if not self.in_flight.running or self.controller.status.paused is PauseMode.RETRACT:
+            return
+        if abort_first:
+            self.controller.require_claimed("sleep(abort_first=True)", Capability.ABORT)
+            async with self.controller.bounded("aborted requests to end before sleep"):
+                await self.in_flight.abort_running()
+                await self.in_flight.drained()
+            return
+        try:
+            async with deadline(drain_timeout, "requests in flight to end before sleep"):
+                await self.in_flight.drained()
+        except DeadlineExceeded:
+            raise EngineBusy(
+                f"sleep() is refused: {self.in_flight.running} requests are in flight after "
+                f"drain_timeout={drain_timeout:g} s; abort them (abort_first=True), "
+                "give them longer, or pause_generation('retract') first"
+            ) from None
+
+    async def wake_up(self, tags: Iterable[MemoryTag | str] | None, timeout: float | None) -> None:
+        """Take memory again; see ``InferenceEngine.wake_up``."""
+        chosen = self._chosen(tags, "wake_up()")
+        seconds = check_seconds(timeout, self.controller.config.timeouts.control)
+        self.controller.status.wake(chosen)
+        async with self.controller.controlling("wake_up()"):
+            after = self.controller.status.wake(chosen)
+            waking = chosen & self.controller.status.asleep
+            if waking:
+                async with deadline(seconds, "the engine to wake up"):
+                    await self.backend.wake_up(waking)
+            await self.unfreeze_if_free(after)
+            self.controller.move_to(after)
+
+    def _chosen(self, tags: Iterable[MemoryTag | str] | None, action: str) -> frozenset[MemoryTag]:
+        controller = self.controller
+        controller.status.require_open(action)
+        able = frozenset(tag for tag, capability in _SLEEP_CAPABILITY.items() if capability in controller.capabilities)
+        if tags is None:
+            if not able:
+                controller.require_claimed(action, Capability.SLEEP_KV_CACHE)
+            return able
+        chosen = frozenset(MemoryTag(tag) for tag in tags)
+        if not chosen:
+            raise InvalidRequest(f"{action}: tags is empty; name some, or give None for all", field="tags")
+        for tag in chosen:
+            controller.require_claimed(f"{action} of {tag.value}", _SLEEP_CAPABILITY[tag])
+        return chosen
+
+    # Caches ------------------------------------------------------------------------------------------------------
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        self.controller.require("reset_prefix_cache()", Capability.PREFIX_CACHE)
+        async with self.controller.bounded("the prefix cache to be reset"):
+            await self.backend.reset_prefix_cache()
+
+    async def clear_hicache_storage(self) -> None:
+        """Forget the storage tier of a hierarchical cache."""
+        self.controller.require("clear_hicache_storage()", Capability.HICACHE_STORAGE)
+        async with self.controller.bounded("the cache storage to be cleared"):
+            await self.backend.clear_hicache_storage()
