@@ -11,6 +11,7 @@ import difflib
 import importlib.metadata
 import os
 import re
+import sys
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
@@ -145,13 +146,23 @@ def require_engine(backend: type[Backend]) -> str:
         version = importlib.metadata.version(backend.engine_distribution)
     except importlib.metadata.PackageNotFoundError:
         raise BackendUnavailable(_missing(backend.name, backend.engine_distribution, _requirement(backend))) from None
-    if backend.oldest_version is not None and release(version) < release(backend.oldest_version):
+    check_engine_version(backend, version)
+    return version
+
+
+def check_engine_version(backend: type[Backend], version: str) -> None:
+    """Refuse an installed engine that is older than :attr:`~drivetrain.backend.base.Backend.oldest_version`.
+
+    Raises:
+        BackendUnavailable: The engine is too old; the message names the environment.
+    """
+    numbers = release(version)  # empty if it is no version
+    if backend.oldest_version is not None and () < numbers < release(backend.oldest_version):
         raise BackendUnavailable(
             f"the {backend.name} backend needs {backend.engine_distribution} {backend.oldest_version} or later, and "
-            f"{version} is installed in this environment; run: pip install {_requirement(backend)}, or give python= "
-            "the Python of an environment that has it"
+            f"the environment of {sys.executable} has {version}; run there: pip install {_requirement(backend)}, or "
+            "give python= the Python of an environment that has it"
         )
-    return version
 
 
 def list_backends() -> list[BackendInfo]:
@@ -286,8 +297,8 @@ def _describe(name: str) -> BackendInfo:
 
 def _missing(backend: str, package: str, requirement: str) -> str:
     return (
-        f"the {backend} backend needs the package {package!r}, which is not installed in this environment; run: "
-        f"pip install {requirement}"
+        f"the {backend} backend needs the package {package!r}, which is not installed in the environment of "
+        f"{sys.executable}; run there: pip install {requirement}"
     )
 
 
@@ -327,6 +338,7 @@ def _unknown(name: str) -> str:
 __all__ = [
     "BackendInfo",
     "BackendStatus",
+    "check_engine_version",
     "disabled_plugins",
     "list_backends",
     "load_backend",

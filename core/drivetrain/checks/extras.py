@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -24,8 +25,8 @@ def from_extra(extra: str, user: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         package = (error.name or str(error)).partition(".")[0]
         missing = MissingDependency(
-            f"{user} needs the package {package!r}, which is not installed in this environment; "
-            f"run: pip install 'drivetrain[{extra}]'"
+            f"{user} needs the package {package!r}, which is not installed in the environment of {sys.executable}; "
+            f"run there: pip install 'drivetrain[{extra}]'"
         )
         missing.name = package
         raise missing from error
