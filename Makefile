@@ -42,8 +42,14 @@ TORCHVISION := tests/support/torchvision-without-ops
 VLLM_READY := .venvs/vllm/.ready-$(shell (cat pyproject.toml $(VLLM_SERVER)/* $(TORCHVISION)/*; echo '$(TORCH) $(VLLM)') | sha256sum | cut -c1-16)
 SGLANG_READY := .venvs/sglang/.ready-$(shell (cat pyproject.toml $(SGLANG_PLATFORM)/*; echo '$(SGLANG)') | sha256sum | cut -c1-16)
 
-.PHONY: help setup demo test test-unit test-fast test-sglang-server test-vllm-server faults fuzz conformance conformance-all conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint site docs bench clean
-.PHONY: environments environment-transformers environment-echo environment-sglang environment-sglang-server environment-vllm environment-vllm-server
+# The releases of transformers between which trainers pin theirs, and the Python that runs their engine.
+OLDEST_TRANSFORMERS ?= transformers==4.57.*
+NEWEST_TRANSFORMERS ?= transformers
+HOST_PYTHON ?= $(BIN)/python
+TRAINER_READY := .venvs/trainer/.ready-$(shell (cat pyproject.toml; echo '$(TORCH)') | sha256sum | cut -c1-16)
+
+.PHONY: help setup demo test test-unit test-fast test-sglang-server test-vllm-server test-trainer-half faults fuzz conformance conformance-all conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint site docs bench clean
+.PHONY: environments environment-transformers environment-echo environment-trainer environment-sglang environment-sglang-server environment-vllm environment-vllm-server
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -88,6 +94,27 @@ test-sglang-server: environment-sglang ## real SGLang servers that die, freeze, 
 
 test-vllm-server: environment-vllm ## the same of real vLLM servers
 	@$(call AGAINST_A_SERVER,vllm)
+
+# The engine of these tests runs in the project's environment, or in that of HOST_PYTHON.
+IN_TRAINER = HOST_PYTHON=$(abspath $(HOST_PYTHON)) OMP_NUM_THREADS=1 .venvs/$(1)/bin/python -m pytest -q -c /dev/null \
+	--rootdir tests/trainer_half --confcutdir tests/trainer_half -p no:cacheprovider tests/trainer_half/$(2).py $(ARGS)
+PIP_TRAINER = .venvs/trainer/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' -e '.[weight-sync]'
+
+test-trainer-half: environment-trainer ## the trainer's half without torch, and on the oldest and the newest transformers
+	@$(call IN_TRAINER,light,without_torch)
+	@$(PIP_TRAINER) '$(OLDEST_TRANSFORMERS)'
+	@$(call IN_TRAINER,trainer,with_transformers)
+	@$(PIP_TRAINER) --upgrade --upgrade-strategy only-if-needed '$(NEWEST_TRANSFORMERS)'
+	@$(call IN_TRAINER,trainer,with_transformers)
+
+environment-trainer: $(READY) $(TRAINER_READY)
+
+$(TRAINER_READY): | pyproject.toml
+	@echo "setting up .venvs/light and .venvs/trainer with $(PYTHON): 2 GB, a minute or two"
+	@for one in light trainer; do [[ -x .venvs/$$one/bin/python ]] || $(PYTHON) -m venv .venvs/$$one; done
+	@.venvs/light/bin/python -m pip install --quiet --disable-pip-version-check -e . pytest
+	@$(PIP_TRAINER) '$(OLDEST_TRANSFORMERS)' pytest
+	@rm -f .venvs/trainer/.ready-* && touch $@
 
 faults: environment-$(BACKEND) $(READY) ## kill and freeze processes during weight updates of BACKEND; EXAMPLES=300 by chance
 	@FAULTS=$(EXAMPLES) FAULTS_BACKEND=$(BACKEND) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(if $(filter transformers,$(BACKEND)),tests/faults,tests/faults/with_an_engine.py) $(ARGS)

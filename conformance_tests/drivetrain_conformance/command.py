@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from drivetrain_conformance.harness.runner import CaseResult, Runner
     from drivetrain_conformance.reports.report import Report
 
-_NEEDED = ("hypothesis", "pytest", "scipy")
+_NEEDED = ("hypothesis", "pytest", "scipy", "torch", "transformers")
 
 
 def conformance(

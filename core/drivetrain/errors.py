@@ -4,6 +4,7 @@
     ├── InvalidRequest              a request, prompt or sampling param that no engine could honour (also ValueError)
     ├── InvalidConfig               an engine configuration that cannot work (also ValueError)
     ├── UnsupportedCapability       a valid request for a capability that this engine does not claim
+    ├── MissingDependency           a package of one of drivetrain's extras is not installed (also ImportError)
     ├── BackendError                a backend plugin
     │   ├── UnknownBackend          no plugin provides that name (also LookupError)
     │   ├── DuplicateBackend        two plugins provide the same name
@@ -77,6 +78,13 @@ class UnsupportedCapability(DrivetrainError):
     def __init__(self, message: str, *, capability: str = "") -> None:
         super().__init__(message)
         self.capability = capability
+
+
+class MissingDependency(DrivetrainError, ImportError):
+    """A package that an extra of drivetrain brings is not installed; the message has the command that installs it.
+
+    ``name`` is the package's import name.
+    """
 
 
 class BackendError(DrivetrainError):

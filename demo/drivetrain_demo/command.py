@@ -11,6 +11,7 @@ import typer
 import yaml
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
+from drivetrain.checks.extras import from_extra
 from drivetrain.cli.output import err, out, print_error, print_json
 from drivetrain.types.config import Isolation
 from drivetrain_demo.display import display
@@ -255,7 +256,8 @@ def _run(settings: Settings) -> DemoResult:
 
 
 def _device(name: str | None) -> str:
-    import torch
+    with from_extra("demo", "drivetrain demo"):
+        import torch
 
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"

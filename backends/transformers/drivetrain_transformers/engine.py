@@ -19,7 +19,7 @@ from drivetrain.backend.base import (
     StopKind,
     TokenDelta,
 )
-from drivetrain.errors import DrivetrainError, EngineError, EngineInternalError
+from drivetrain.errors import DrivetrainError, EngineError, EngineInternalError, UnsupportedCapability
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Isolation
 from drivetrain.types.modes import MemoryTag, PauseMode
@@ -94,6 +94,7 @@ class TransformersBackend(Backend):
     name: ClassVar[str] = "transformers"
     engine_distribution: ClassVar[str] = "transformers"
     seen_working: ClassVar[tuple[str, str] | None] = SEEN_WORKING
+    oldest_version: ClassVar[str | None] = SEEN_WORKING[0]
     config_names: ClassVar[Mapping[str, str]] = CONFIG_NAMES
     native_stops: ClassVar[frozenset[StopKind]] = frozenset(StopKind)
     default_isolation: ClassVar[Isolation] = Isolation.INLINE
@@ -116,7 +117,13 @@ class TransformersBackend(Backend):
 
             if device_memory.is_available():
                 claimed.add(Capability.WEIGHTS_CUDA_IPC)
-        if config.enable_lora and importlib.util.find_spec("peft") is not None:
+        if config.enable_lora:
+            if importlib.util.find_spec("peft") is None:
+                raise UnsupportedCapability(
+                    "enable_lora=True needs the package 'peft', which is not installed in the engine's environment; "
+                    "run there: pip install 'drivetrain[lora]'",
+                    capability=Capability.LORA.value,
+                )
             claimed |= {Capability.LORA, Capability.WEIGHTS_LORA}
         if importlib.util.find_spec("fsspec") is not None:
             claimed.add(Capability.SAVE_REMOTE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -22,8 +23,9 @@ def choose_factors_by_row(module: PreTrainedModel, short_length: int) -> None:
     """
     found = [part for part in module.modules() if "longrope" in _types(part).values()]
     for rotary in found:
-        plain = getattr(type(rotary).forward, "__wrapped__", None)
-        if plain is None:
+        # Older releases wrap it twice, in no_grad too.
+        plain = inspect.unwrap(type(rotary).forward)
+        if plain is type(rotary).forward:
             found = []
             break
         rotary.forward = _by_row(rotary, plain, short_length)

@@ -7,6 +7,7 @@ from typing import Final
 
 from pydantic import JsonValue
 
+from drivetrain.checks.extras import from_extra
 from drivetrain.errors import InvalidConfig
 from drivetrain.types.config import EngineConfig
 
@@ -35,7 +36,7 @@ UNKNOWN_CONTEXT: Final = 2**20
 """Context length of models that name no limit, such as those with relative positions."""
 
 
-SEEN_WORKING: Final = ("5.17", "5.24")
+SEEN_WORKING: Final = ("5.4", "5.24")
 """Oldest and newest minor release on which the tests were run. Their differences are found by feature: whether a
 model's ``forward`` takes ``position_ids`` and ``logits_to_keep``."""
 
@@ -44,7 +45,8 @@ def device_of(config: EngineConfig) -> str:
     """Return the configured device; if none is configured, ``"cuda"`` when there is a GPU, else ``"cpu"``."""
     if config.device is not None:
         return config.device
-    import torch
+    with from_extra("transformers", "the transformers backend"):
+        import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 

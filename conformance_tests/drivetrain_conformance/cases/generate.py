@@ -665,7 +665,7 @@ _NAMING_ENDS: Final = ("config", "generation_config", "tokenizer_config")
 
 
 def _named_ends(folder: Path, tokenizer: Tokenizer) -> set[int]:
-    named: list[object] = [tokenizer.inner.eos_token_id]
+    named: list[object] = [getattr(tokenizer.inner, "eos_token_id", None)]
     for file in (folder / f"{name}.json" for name in _NAMING_ENDS[:2]):
         value = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
         named += value if isinstance(value, list) else [value]

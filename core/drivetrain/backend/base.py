@@ -170,6 +170,8 @@ class Backend(ABC):
     seen_working: ClassVar[tuple[str, str] | None] = None
     """Oldest and newest engine release that the backend was tested with, such as ``("0.5.17", "0.5.23")``. For other
     releases ``create_engine`` warns and continues."""
+    oldest_version: ClassVar[str | None] = None
+    """Oldest engine release with which the backend works; ``create_engine`` refuses older ones."""
     endangers_its_process: ClassVar[bool] = False
     """True if an engine failure can end the process it runs in; isolation ``inline`` is then refused."""
 

@@ -11,18 +11,21 @@ import difflib
 import importlib.metadata
 import os
 import re
+import sys
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
 from drivetrain.backend.base import Backend
 from drivetrain.backend.plugin_classes import backend_classes, describe_error
+from drivetrain.backend.toolkit.engine_versions import release
 from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import (
     BackendError,
     BackendLoadError,
     BackendUnavailable,
     DuplicateBackend,
+    MissingDependency,
     UnknownBackend,
 )
 from drivetrain.types.arguments import checked
@@ -42,7 +45,7 @@ class BackendStatus(Enum):
     DISABLED = "disabled"
     """The plugin is switched off by ``DRIVETRAIN_DISABLED_PLUGINS``."""
     ENGINE_MISSING = "engine missing"
-    """The plugin loads, but its engine is not installed."""
+    """The engine, or a package that the plugin imports, is not installed or is too old."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,7 @@ def load_backend(name: str) -> type[Backend]:
         UnknownBackend: No plugin provides it; the message lists the known backends and their status.
         DuplicateBackend: Two distributions provide it; the message names both.
         BackendLoadError: The plugin fails to load; the original error is the ``__cause__``.
+        BackendUnavailable: The plugin imports a missing package, and its distribution has an extra for it.
         BackendError: The backend is switched off by ``DRIVETRAIN_DISABLED_PLUGINS``.
     """
     if name in _registered:
@@ -113,6 +117,9 @@ def load_backend(name: str) -> type[Backend]:
     try:
         plugin = entry.load()
     except (Exception, SystemExit) as error:  # a plugin that calls sys.exit() on import must not end this program
+        extra = _extra_of(name, origin)
+        if extra and isinstance(error, ModuleNotFoundError | MissingDependency) and not _is_own(error.name, entry):
+            raise BackendUnavailable(_missing(name, str(error.name), extra)) from error
         raise BackendLoadError(
             f"cannot load the backend {name!r} from {origin}: {describe_error(error)}; "
             f"mend or uninstall the plugin, or switch it off with {DISABLE_VARIABLE}={name}"
@@ -132,15 +139,30 @@ def require_engine(backend: type[Backend]) -> str:
     """Return the installed version of the engine that ``backend`` adapts.
 
     Raises:
-        BackendUnavailable: The engine is not installed in this environment; the message says how to install it.
+        BackendUnavailable: The engine is not installed in this environment, or is too old; the message says how to
+            install it.
     """
     try:
-        return importlib.metadata.version(backend.engine_distribution)
+        version = importlib.metadata.version(backend.engine_distribution)
     except importlib.metadata.PackageNotFoundError:
+        raise BackendUnavailable(_missing(backend.name, backend.engine_distribution, _requirement(backend))) from None
+    check_engine_version(backend, version)
+    return version
+
+
+def check_engine_version(backend: type[Backend], version: str) -> None:
+    """Refuse an installed engine that is older than :attr:`~drivetrain.backend.base.Backend.oldest_version`.
+
+    Raises:
+        BackendUnavailable: The engine is too old; the message names the environment.
+    """
+    numbers = release(version)  # empty if it is no version
+    if backend.oldest_version is not None and () < numbers < release(backend.oldest_version):
         raise BackendUnavailable(
-            f"the {backend.name} backend needs the package {backend.engine_distribution!r}, which is not installed "
-            f"in this environment; run: pip install {_requirement(backend)}"
-        ) from None
+            f"the {backend.name} backend needs {backend.engine_distribution} {backend.oldest_version} or later, and "
+            f"the environment of {sys.executable} has {version}; run there: pip install {_requirement(backend)}, or "
+            "give python= the Python of an environment that has it"
+        )
 
 
 def list_backends() -> list[BackendInfo]:
@@ -258,6 +280,8 @@ def _describe(name: str) -> BackendInfo:
     version = one.version if one else None
     try:
         backend = load_backend(name)
+    except BackendUnavailable as error:
+        return BackendInfo(name, distribution, version, None, None, BackendStatus.ENGINE_MISSING, str(error))
     except BackendError as error:
         off = all(_disabled_by(name, origin) for origin in origins)
         status = BackendStatus.DISABLED if off else BackendStatus.BROKEN
@@ -271,14 +295,33 @@ def _describe(name: str) -> BackendInfo:
     return BackendInfo(name, distribution, version, backend.engine_distribution, engine_version, status, reason)
 
 
+def _missing(backend: str, package: str, requirement: str) -> str:
+    return (
+        f"the {backend} backend needs the package {package!r}, which is not installed in the environment of "
+        f"{sys.executable}; run there: pip install {requirement}"
+    )
+
+
 def _requirement(backend: type[Backend]) -> str:
     """Return the requirement to install: the plugin distribution's extra named like the backend, else the engine."""
     loaded = _loaded.get(backend.name)
-    if loaded is not None and loaded.origin.distribution is not None:
-        extras = importlib.metadata.metadata(loaded.origin.distribution).get_all("Provides-Extra") or []
-        if backend.name in extras:
-            return f"'{loaded.origin.distribution}[{backend.name}]'"
-    return backend.engine_distribution
+    return (loaded and _extra_of(backend.name, loaded.origin)) or backend.engine_distribution
+
+
+def _extra_of(backend: str, origin: _Origin) -> str:
+    """The extra of the plugin's distribution that is named like the backend, as pip takes it; empty if it has none."""
+    if origin.distribution is None:
+        return ""
+    try:
+        extras = importlib.metadata.metadata(origin.distribution).get_all("Provides-Extra") or []
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    return f"'{origin.distribution}[{backend}]'" if backend in extras else ""
+
+
+def _is_own(module: str | None, entry: importlib.metadata.EntryPoint) -> bool:
+    """Whether a module that could not be imported would be the plugin's own."""
+    return module is None or module.partition(".")[0] == entry.module.partition(".")[0]
 
 
 def _unknown(name: str) -> str:
@@ -295,6 +338,7 @@ def _unknown(name: str) -> str:
 __all__ = [
     "BackendInfo",
     "BackendStatus",
+    "check_engine_version",
     "disabled_plugins",
     "list_backends",
     "load_backend",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import platform
@@ -94,6 +95,8 @@ def _python() -> Check:
 
 
 def _torch() -> list[Check]:
+    if importlib.util.find_spec("torch") is None:
+        return [Check("torch", Verdict.WARNING, "not installed; weight sync and the transformers backend need it")]
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-c", PROBE], capture_output=True, text=True, timeout=PROBE_SECONDS, check=False

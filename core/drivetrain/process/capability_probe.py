@@ -138,9 +138,11 @@ def answer() -> int:
 
 
 def _describe(config: EngineConfig) -> ProbeResult:
-    from drivetrain.backend.registry import load_backend
+    from drivetrain.backend.registry import check_engine_version, load_backend
 
     backend = load_backend(config.backend)
+    engine_version = installed(backend.engine_distribution)
+    check_engine_version(backend, engine_version)
     return ProbeResult(
         backend=backend.name,
         capabilities=backend.capabilities(config),
@@ -148,7 +150,7 @@ def _describe(config: EngineConfig) -> ProbeResult:
         config_names=backend.config_names,
         default_isolation=backend.default_isolation,
         engine_distribution=backend.engine_distribution,
-        engine_version=installed(backend.engine_distribution),
+        engine_version=engine_version,
         drivetrain_version=drivetrain_version(),
         python_version=platform.python_version(),
         seen_working=backend.seen_working,

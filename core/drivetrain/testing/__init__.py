@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from drivetrain.testing.byte_tokenizer import byte_tokenizer
-from drivetrain.testing.tiny_model import ARCHITECTURES, VISION_ARCHITECTURES, tiny_model
+from drivetrain.checks.extras import from_extra
+
+with from_extra("transformers", "drivetrain.testing"):
+    from drivetrain.testing.byte_tokenizer import byte_tokenizer
+    from drivetrain.testing.tiny_model import ARCHITECTURES, VISION_ARCHITECTURES, tiny_model
 
 __all__ = ["ARCHITECTURES", "VISION_ARCHITECTURES", "byte_tokenizer", "tiny_model"]

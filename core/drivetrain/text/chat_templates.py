@@ -18,7 +18,8 @@ from drivetrain.types.prompts import ChatPrompt, Message
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
-    from transformers import PreTrainedTokenizerBase
+
+    from drivetrain.text.inner_tokenizer import InnerTokenizer
 
 LONGEST_S: Final = 20.0
 """Timeout in seconds for one rendering; most take less than a millisecond."""
@@ -39,7 +40,7 @@ _VARIABLES: Final = frozenset({"documents"})
 """Arguments of the tokenizer's method that a request may set nevertheless, since templates read them."""
 
 
-def render(inner: PreTrainedTokenizerBase, prompt: ChatPrompt) -> str:
+def render(inner: InnerTokenizer, prompt: ChatPrompt) -> str:
     """Render a chat prompt to text.
 
     Raises:
@@ -78,7 +79,7 @@ def render(inner: PreTrainedTokenizerBase, prompt: ChatPrompt) -> str:
     return text
 
 
-def template_of(inner: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, JsonValue]]) -> str | None:
+def template_of(inner: InnerTokenizer, tools: Sequence[Mapping[str, JsonValue]]) -> str | None:
     """Return the chat template for messages with these tools; None if there is none."""
     if not inner.chat_template:
         return None
@@ -88,7 +89,7 @@ def template_of(inner: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Jso
         raise InvalidRequest(f"the tokenizer's chat templates: {error}", field="prompts") from error
 
 
-def _check_variables(inner: PreTrainedTokenizerBase, given: Mapping[str, JsonValue]) -> None:
+def _check_variables(inner: InnerTokenizer, given: Mapping[str, JsonValue]) -> None:
     """Refuse variables that would replace the template or an argument of the rendering call."""
     if not given:
         return

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from drivetrain.errors import InvalidConfig, InvalidRequest
+from packaging.version import Version
+
+from drivetrain.checks.extras import from_extra
+from drivetrain.errors import InvalidConfig, InvalidRequest, MissingDependency
 from drivetrain.text.chat_templates import render, template_of
+from drivetrain.text.inner_tokenizer import InnerTokenizer
 from drivetrain.types.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
-    from transformers import PreTrainedTokenizerBase
 
     from drivetrain.types.config import EngineConfig
 
@@ -31,9 +35,12 @@ class Decoder(Protocol):
 
 
 class Tokenizer:
-    """A model's tokenizer, from its folder or hub id, loaded with transformers' ``AutoTokenizer``."""
+    """A model's tokenizer, from its folder or hub id, loaded with transformers' ``AutoTokenizer``.
 
-    def __init__(self, inner: PreTrainedTokenizerBase) -> None:
+    Where transformers is not installed, or older than 5, a ``tokenizer.json`` is read without it.
+    """
+
+    def __init__(self, inner: InnerTokenizer) -> None:
         self.inner = inner
         self.special_tokens: frozenset[str] = frozenset(inner.all_special_tokens) | frozenset(
             token.content for token in inner.added_tokens_decoder.values() if token.special
@@ -46,14 +53,15 @@ class Tokenizer:
 
         Raises:
             InvalidConfig: There is no tokenizer, or it cannot be read.
+            MissingDependency: The tokenizer is not a plain ``tokenizer.json``, and transformers is not installed.
         """
-        from transformers import AutoTokenizer
-
         source = config.tokenizer or config.model
         try:
-            inner = AutoTokenizer.from_pretrained(
-                source, revision=config.revision, trust_remote_code=config.trust_remote_code
-            )
+            inner = None if _has_transformers_5() else _without_transformers(source, config.revision)
+            if inner is None:
+                inner = _with_transformers(source, config)
+        except MissingDependency:
+            raise
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise InvalidConfig(
                 f"no tokenizer could be loaded from {source!r}: {error}; "
@@ -131,15 +139,44 @@ class Tokenizer:
         return template_of(self.inner, tools)
 
 
-def _rust_of(inner: PreTrainedTokenizerBase) -> Any:
+def _has_transformers_5() -> bool:
+    """Return whether transformers 5 or later is installed; version 4 cannot read the files that 5 writes."""
+    try:
+        return Version(version("transformers")).major >= 5
+    except PackageNotFoundError:
+        return False
+
+
+def _without_transformers(source: str, revision: str | None) -> InnerTokenizer | None:
+    from drivetrain.text.tokenizer_json import TokenizerJson
+
+    return TokenizerJson.load(source, revision)
+
+
+def _with_transformers(source: str, config: EngineConfig) -> InnerTokenizer:
+    with from_extra("transformers", f"the tokenizer of {source!r}, which is not a tokenizer.json alone,"):
+        from transformers import AutoTokenizer
+
+    inner: InnerTokenizer = AutoTokenizer.from_pretrained(
+        source, revision=config.revision, trust_remote_code=config.trust_remote_code
+    )
+    return inner
+
+
+def _rust_of(inner: InnerTokenizer) -> Any:
     """Return the Rust tokenizer that decodes for a fast tokenizer; None if a subclass overrides decoding in Python.
 
     transformers' Python wrapper adds only a check of each id, which takes longer than decoding.
     """
+    from drivetrain.text.tokenizer_json import TokenizerJson
+
+    if isinstance(inner, TokenizerJson):
+        return inner.backend_tokenizer
     from transformers import PreTrainedTokenizerFast as Fast
 
-    own = isinstance(inner, Fast) and (type(inner).decode, type(inner)._decode) == (Fast.decode, Fast._decode)
-    return inner.backend_tokenizer if own else None
+    if not isinstance(inner, Fast) or (type(inner).decode, type(inner)._decode) != (Fast.decode, Fast._decode):
+        return None
+    return inner.backend_tokenizer
 
 
 class IncrementalDecoder:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from drivetrain.checks.extras import from_extra
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.weights import TensorSpec
 from drivetrain_weight_sync.tensors.dtypes import nbytes_of
@@ -40,9 +41,10 @@ class ModelFolder:
 
 def read_model_folder(config: EngineConfig) -> ModelFolder:
     """Read the configuration files of the configured model; no weights are read."""
-    from transformers import AutoConfig
+    with from_extra("transformers", f"reading the configuration of {config.model!r}"):
+        from transformers import AutoConfig
 
-    from drivetrain_weight_sync.receiver.checkpoint_manifest import checkpoint_of, eos_of_checkpoint
+        from drivetrain_weight_sync.receiver.checkpoint_manifest import checkpoint_of, eos_of_checkpoint
 
     whole = AutoConfig.from_pretrained(
         config.model, revision=config.revision, trust_remote_code=config.trust_remote_code

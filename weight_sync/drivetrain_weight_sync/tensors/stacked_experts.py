@@ -24,8 +24,11 @@ def by_checkpoint_name(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -
     own = dict(tensors)
     if "transformers" not in sys.modules or any(hasattr(tensor, "full_tensor") for tensor in own.values()):
         return own
-    from transformers import PreTrainedModel
-    from transformers.core_model_loading import revert_weight_conversion
+    try:
+        from transformers import PreTrainedModel
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # before 5 it names tensors in memory as checkpoints do
+        return own
 
     model = next((part for part in module.modules() if isinstance(part, PreTrainedModel)), None)
     if model is None:

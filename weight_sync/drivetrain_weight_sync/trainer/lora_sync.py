@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 import torch
 from safetensors.torch import save_file
 
+from drivetrain.checks.extras import from_extra
 from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import InvalidRequest, InvalidWeights, WeightSyncError
 from drivetrain.types.arguments import checked
@@ -148,7 +149,8 @@ class LoraSync:
     @torch.no_grad()
     def _write(self, folder: PushFolder) -> tuple[int, int]:
         """Write the adapter as a peft folder; return the number of tensors and their bytes."""
-        from peft import get_peft_model_state_dict
+        with from_extra("lora", "LoraSync"):
+            from peft import get_peft_model_state_dict
 
         # By default peft also writes the base embedding if the adapter targets it.
         state = get_peft_model_state_dict(self._model, adapter_name=self._adapter, save_embedding_layers=False)

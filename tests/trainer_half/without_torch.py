@@ -1,0 +1,111 @@
+"""drivetrain as ``pip install drivetrain`` brings it: no torch, no transformers.
+
+Run in such an environment: ``make test-trainer-half``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import drivetrain
+from drivetrain import (
+    BackendStatus,
+    BackendUnavailable,
+    ChatPrompt,
+    Completion,
+    MissingDependency,
+    SamplingParams,
+    TextPrompt,
+    create_engine,
+    list_backends,
+)
+
+ModelFolder = Callable[..., Path]
+BACKENDS = ["sglang", "sglang-server", "transformers", "vllm", "vllm-server"]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "drivetrain", *arguments], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers"])
+def test_the_environment_lacks_it(package: str) -> None:
+    assert importlib.util.find_spec(package) is None
+
+
+def test_every_public_name_imports() -> None:
+    for name in drivetrain.__all__:
+        getattr(drivetrain, name)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_create_engine_names_the_command_that_installs_the_extra(backend: str, tmp_path: Path) -> None:
+    with pytest.raises(BackendUnavailable, match=rf"pip install 'drivetrain\[{backend}\]'"):
+        create_engine(backend, model=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("module", "extra"), [("drivetrain_weight_sync", "weight-sync"), ("drivetrain.testing", "transformers")]
+)
+def test_an_import_names_the_command_that_installs_the_extra(module: str, extra: str) -> None:
+    with pytest.raises(MissingDependency, match=rf"pip install 'drivetrain\[{extra}\]'"):
+        importlib.import_module(module)
+
+
+def test_no_backend_is_called_broken() -> None:
+    assert {info.name: info.status for info in list_backends()} == dict.fromkeys(BACKENDS, BackendStatus.ENGINE_MISSING)
+
+
+def test_the_command_line_lists_the_backends_and_their_extras() -> None:
+    listed = run("backends")
+    assert listed.returncode == 0
+    for backend in BACKENDS:
+        assert f"pip install 'drivetrain[{backend}]'" in listed.stdout + listed.stderr
+
+
+def test_doctor_looks_at_the_machine_and_says_what_is_missing() -> None:
+    answer = run("doctor", "--json")
+    checks = {check["name"]: check for check in json.loads(answer.stdout)["checks"]}
+    assert checks["python"]["verdict"] == "ok"
+    assert checks["torch"]["detail"].startswith("not installed")
+    assert (answer.returncode, checks["backends"]["verdict"]) == (1, "failed")
+
+
+@pytest.mark.parametrize(("command", "extra"), [("demo", "demo"), ("conformance", "conformance")])
+def test_commands_name_the_extra_that_they_need(command: str, extra: str) -> None:
+    failed = run(command, *(["--no-plot"] if command == "demo" else []))
+    assert failed.returncode != 0
+    assert f"pip install 'drivetrain[{extra}]'" in failed.stderr
+    assert "Traceback" not in failed.stderr
+
+
+def test_an_engine_in_another_environment_generates_from_text_and_messages(
+    model_folder: ModelFolder, host_python: str
+) -> None:
+    async def generate() -> list[Completion]:
+        async with create_engine("transformers", model=str(model_folder("llama")), python=host_python) as engine:
+            prompts: list[TextPrompt | ChatPrompt] = [
+                TextPrompt(text="Grüße"),
+                ChatPrompt(messages=[{"role": "user", "content": "hi"}]),
+            ]
+            batch = await engine.generate(prompts, SamplingParams(max_new_tokens=4, ignore_eos=True, logprobs=0))
+            return list(batch.completions)
+
+    text, messages = asyncio.run(generate())
+    assert text.prompt_token_ids == list("Grüße".encode())
+    assert bytes(one for one in messages.prompt_token_ids if one < 256).startswith(b"user\nhi")
+    assert [len(completion.token_ids) for completion in (text, messages)] == [4, 4]
+
+
+def test_a_host_whose_environment_lacks_the_engine_is_named(tmp_path: Path) -> None:
+    with pytest.raises((BackendUnavailable, MissingDependency), match=r"python.*run there: pip install 'drivetrain\["):
+        create_engine("transformers", model=str(tmp_path), python=sys.executable)
