@@ -170,6 +170,11 @@ def test_an_exception_that_the_message_holds_is_not_repeated() -> None:
     assert message == "\n".join(["SGLang failed to start: ValueError: no such model", "last lines of its log:", *log])
 
 
+def test_an_exception_is_searched_among_recent_lines() -> None:
+    message = with_end_of_log("the engine ended", SGLANG_FAILS_TO_START, recent=SGLANG_FAILS_TO_START[:2])
+    assert message.splitlines()[:2] == ["the engine ended", "last lines of its log:"]
+
+
 def test_without_a_log_a_message_stays_as_it_is() -> None:
     assert with_end_of_log("the engine ended", []) == "the engine ended"
 
