@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import math
 import time
 from collections.abc import Sequence
@@ -40,11 +41,14 @@ def with_end_of_log(what: str, lines: Sequence[str], recent: Sequence[str] | Non
     """
     if not lines:
         return what
-    found = first_exception(lines if recent is None else recent)
+    found = _first_exception(tuple(lines if recent is None else recent))
     if found and found.partition(": ")[2] not in what:
         first_line, *others = what.split("\n")
         what = "\n".join([f"{first_line}; first exception in its log: {found}", *others])
     return "\n".join([what, "last lines of its log:", *lines[-_LINES_SHOWN:]])
 
+
+# Each request in flight gets the message when its engine dies.
+_first_exception: Final = functools.lru_cache(maxsize=1)(first_exception)
 
 __all__ = ["HostLog", "with_end_of_log"]
