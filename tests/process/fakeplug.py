@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import AsyncGenerator, Callable
 
 import drivetrain
@@ -105,6 +106,13 @@ class FakeBackend(Backend):
             raise EngineStartError("the model is broken")
         if self.trouble == "exit on start":
             print("the last words of the engine", file=sys.stderr)
+            os._exit(7)
+        if self.trouble == "long traceback on start":
+            try:
+                raise OddError("no such layer")
+            except OddError:
+                traceback.print_exc()
+            print(*(f"warning {number}" for number in range(200)), sep="\n")
             os._exit(7)
         if self.trouble == "block start":
             time.sleep(600)

@@ -76,6 +76,15 @@ async def test_a_host_that_ends_while_it_starts_says_how_and_its_last_lines(make
         await make("exit on start").start(print)
 
 
+async def test_a_host_that_ends_while_it_starts_names_its_exception_first(make: Make) -> None:
+    first = (
+        r"^the host process \d+ .* exit code 7 while starting; first exception in its log: .*OddError: no such layer\n"
+    )
+    with pytest.raises(EngineStartError, match=first) as raised:
+        await make("long traceback on start").start(print)
+    assert str(raised.value).splitlines()[-1] == "warning 199"
+
+
 async def test_a_host_that_is_killed_while_it_starts_says_by_which_signal(make: Make) -> None:
     backend = make("block start")
     reports: asyncio.Queue[str] = asyncio.Queue()

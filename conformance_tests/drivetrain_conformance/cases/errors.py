@@ -207,6 +207,25 @@ async def an_unknown_sampling_param_is_refused_with_its_likely_name(bench: Bench
 
 
 @case()
+async def an_error_quotes_a_long_value_in_part(bench: Bench) -> None:
+    """The error for a value of a megabyte names its field and shows only a part of the value."""
+    long, prompt = "x" * 10**6, bench.prompt()
+    for field in ("temperature", "stop_regex", "lora"):
+        params = {} if field == "lora" else {field: f"({long}"}
+        where = "lora" if field == "lora" else f"sampling_params.{field}"
+        said = ""
+        try:
+            await bench.engine.generate([prompt], params, lora=long if field == "lora" else None)
+        except InvalidRequest as error:
+            said = str(error)
+        assert where in said, f"the error does not name {where}: {said:.500}"
+        assert len(said) < 2000, f"the error quotes {len(said)} characters of {where}: {said:.500}"
+    for name, what in (("dtype", {"dtype": long}), ("x", {long: 1})):
+        with refused(InvalidConfig, field=name):
+            bench.create(**what)
+
+
+@case()
 async def params_that_contradict_each_other_are_refused(bench: Bench) -> None:
     """Sampling params that are valid each but contradict each other are refused, naming them."""
     pairs: list[tuple[dict[str, object], tuple[str, ...]]] = [

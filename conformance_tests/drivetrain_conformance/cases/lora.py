@@ -488,6 +488,24 @@ async def an_adapter_in_use_is_not_unloaded(bench: Bench) -> None:
         await _answers(bench, bench.prompts(1), "a")
 
 
+@case(Capability.LORA, Capability.PAUSE_WAIT, Capability.IGNORE_EOS, config=_CONFIG)
+async def an_adapter_whose_unload_is_given_up_is_served(bench: Bench) -> None:
+    """An unload that is cancelled while it waits for a pause to end changes nothing."""
+    engine, made = bench.engine, _make(bench, seed=1)
+    async with _loaded(bench, a=made):
+        async with bench.in_flight(bench.prompts(2), bench.long(ignore_eos=True)):
+            pausing = asyncio.create_task(engine.pause_generation(PauseMode.WAIT))
+            await asyncio.sleep(0.1)
+            unloading = asyncio.create_task(engine.unload_lora_adapter("a"))
+            await asyncio.sleep(0.1)
+            assert not unloading.done(), "the adapter was unloaded while a pause waited for requests"
+            unloading.cancel()
+            await asyncio.wait([unloading])
+        await pausing
+        await engine.continue_generation()
+        _assert_made_by(bench, await _answers(bench, bench.prompts(2), "a"), made)
+
+
 # Weights ----------------------------------------------------------------------------------------------------------
 
 

@@ -64,6 +64,17 @@ async def a_chat_completion_is_what_generate_makes(bench: Bench) -> None:
 
 
 @case()
+async def an_empty_list_of_tool_calls_changes_no_prompt(bench: Bench) -> None:
+    """A turn of the history whose tool_calls are an empty list reaches the prompt as if it had no such field."""
+    (asked,), turn = _messages(bench), {"role": "assistant", "content": "It is."}
+    prompts = []
+    for said in (turn, {**turn, "tool_calls": []}):
+        answer = await bench.engine.chat_completion(_greedy(messages=[asked, said, asked], max_tokens=1))
+        prompts.append(bench.engine.decode(answer["prompt_token_ids"]))
+    assert prompts[1] == prompts[0], f"with an empty list of tool calls the prompt is {prompts[1]!r}: {prompts}"
+
+
+@case()
 async def a_completion_takes_text_and_ids_one_or_several(bench: Bench) -> None:
     """A prompt is a text or token ids, alone or several in a list; choices come in their order."""
     ids = bench.prompts(3)

@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from drivetrain.create import create_engine
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.states import EngineState
+from drivetrain.process.host_log import with_end_of_log
 from drivetrain.testing import tiny_model
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain_conformance.harness.suite import Suite
@@ -101,9 +102,9 @@ class Server:
                         return
             except (URLError, OSError):
                 time.sleep(0.25)
-        tail = self._log.read_text(errors="replace")[-4000:]
+        log = self._log.read_text(errors="replace").splitlines()
         self.stop()
-        raise RuntimeError(f"the server did not start:\n{tail}")
+        raise RuntimeError(with_end_of_log("the server did not start", log))
 
     def connected(self, engine: InferenceEngine) -> None:
         """Note an engine that connects to this server."""

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 
 from drivetrain.backend.base import Backend, GenerateRequest, GenerateResult
 from drivetrain.backend.toolkit.translation import non_finite_logits
+from drivetrain.engine.adapters import Adapters
 from drivetrain.engine.engine import InferenceEngine
+from drivetrain.engine.parts import PartKinds
 from drivetrain.errors import InvalidRequest, NonFiniteLogits
 from drivetrain_conformance.assets.made_adapters import Adapter, change_adapter
-from drivetrain_conformance.mutants.registry import spoiled_backend, spoiled_engine
+from drivetrain_conformance.mutants.registry import spoiled_backend, spoiled_engine, spoiled_part
 from drivetrain_conformance.mutants.spoil import SoundBackend, asking, mixed
 
 if TYPE_CHECKING:
@@ -254,3 +256,33 @@ def reads_the_rank_off_the_tensors(backend: type[Backend]) -> type[Backend]:
             config["r"] = ranks.pop()
 
     return _loading(backend, change)
+
+
+@spoiled_backend(caught_by="lora/every_setting_is_honoured_or_refused", says="nats below the most likely one")
+def reads_usual_layers_where_none_are_named(backend: type[Backend]) -> type[Backend]:
+    """Of an adapter without target_modules, only the q_proj layers are read."""
+
+    def change(config: dict[str, object], tensors: dict[str, torch.Tensor]) -> None:
+        if config.get("target_modules") is None:
+            config["target_modules"] = ["q_proj"]
+            for name in [name for name in tensors if ".q_proj." not in name]:
+                del tensors[name]
+
+    return _loading(backend, change)
+
+
+@spoiled_part(caught_by="lora/an_adapter_whose_unload_is_given_up_is_served", says="'a' is not loaded; loaded: none")
+def forgets_an_adapter_before_it_is_unloaded(parts: PartKinds) -> PartKinds:
+    """An unload that is given up while it waits leaves the adapter in the engine, where no request can name it."""
+
+    class Wrong(Adapters):
+        """Removes the name before it waits for its turn."""
+
+        async def unload(self, name: str) -> None:
+            self.loaded.require(name, "lora_name")
+            adapter = self.loaded.pop(name)
+            async with self.controller.controlling("unload_lora_adapter()"):
+                self.loaded.put(name, adapter)
+            await super().unload(name)
+
+    return dataclasses.replace(parts, adapters=mixed(parts.adapters, Wrong))

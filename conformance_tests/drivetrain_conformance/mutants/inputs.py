@@ -5,13 +5,18 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 from drivetrain import openai
 from drivetrain.engine.engine import InferenceEngine
+from drivetrain.engine.request_builder import ParamsLike
+from drivetrain.errors import InvalidRequest
 from drivetrain.types import arguments
 from drivetrain.types.modes import PauseMode
+from drivetrain.types.outputs import GenerationOutput
+from drivetrain.types.prompts import PromptLike
 from drivetrain_conformance.mutants.registry import spoiled_engine
 from drivetrain_conformance.mutants.spoil import mixed, taking
 
@@ -119,6 +124,49 @@ def drops_the_template_of_a_request(engine: type[InferenceEngine]) -> type[Infer
             if isinstance(variables, dict) and "chat_template" in variables:
                 payload = {**payload, "chat_template_kwargs": {}}
             return await super().chat_completion(payload, timeout=timeout)
+
+    return mixed(engine, Wrong)
+
+
+@spoiled_engine(
+    caught_by="openai/an_empty_list_of_tool_calls_changes_no_prompt",
+    says="with an empty list of tool calls the prompt is",
+)
+def takes_an_empty_list_for_calls(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+    """A turn of the history with an empty list of tool calls loses its text, as a turn with calls has none."""
+
+    class Wrong(InferenceEngine):
+        """Tests whether the field is there."""
+
+        async def chat_completion(
+            self, payload: Mapping[str, object], *, timeout: float | None = None
+        ) -> openai.ChatCompletion:
+            messages = cast("list[dict[str, object]]", payload["messages"])
+            heard = [{**said, "content": ""} if "tool_calls" in said else said for said in messages]
+            return await super().chat_completion({**payload, "messages": heard}, timeout=timeout)
+
+    return mixed(engine, Wrong)
+
+
+@spoiled_engine(
+    caught_by="errors/an_error_quotes_a_long_value_in_part", says="characters of sampling_params.temperature"
+)
+def quotes_whole_values(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+    """An error about a sampling param repeats the value, however long it is."""
+
+    class Wrong(InferenceEngine):
+        """Formats the params as they are."""
+
+        async def generate(
+            self,
+            prompts: PromptLike | Sequence[PromptLike],
+            sampling_params: ParamsLike | Sequence[ParamsLike] | None = None,
+            **options: Any,
+        ) -> GenerationOutput:
+            try:
+                return await super().generate(prompts, sampling_params, **options)
+            except InvalidRequest as error:
+                raise InvalidRequest(f"{error}; given: {sampling_params}", field=error.field) from error
 
     return mixed(engine, Wrong)
 

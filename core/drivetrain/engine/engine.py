@@ -60,7 +60,7 @@ class InferenceEngine(Conveniences, OpenAICalls, SessionCalls, LoraCalls):
         """Load the model and get ready to serve. ``progress`` is called with a few words at each stage.
 
         Raises:
-            EngineStartError: the engine did not start; the message carries the last log lines.
+            EngineStartError: the engine did not start; the message names the exception and carries the last log lines.
             DeadlineExceeded: starting took longer than ``timeouts.start``.
         """
         controller, model, weights = self.parts.controller, self.parts.model, self.parts.weights

@@ -16,6 +16,7 @@ import msgspec
 from drivetrain.backend.base import StopKind
 from drivetrain.errors import DeadlineExceeded, EngineStartError, WireError
 from drivetrain.process.handshake import check_version, drivetrain_version, installed, portable
+from drivetrain.process.host_log import with_end_of_log
 from drivetrain.process.host_python import cannot_run, command, why_not
 from drivetrain.process.process_tree import MARK, ending, kill_family
 from drivetrain.process.wire import WIRE_VERSION, Failure
@@ -24,7 +25,6 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Isolation
 
 _DEADLINE_S: Final = 120.0
-_LINES_SHOWN: Final = 30
 
 
 class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,11 +102,10 @@ def probe(config: EngineConfig, python: str | None = None, *, deadline: float = 
             ) from None
         finally:
             kill_family(process.pid, mark)
-    log = tuple(said.decode(errors="replace").splitlines())
     if process.returncode != 0:
-        tail = "\n".join(log[-_LINES_SHOWN:])
+        log = said.decode(errors="replace").splitlines()
         remedy = why_not(python, log) or f"the probe of the {config.backend} backend with {shown!r}"
-        raise EngineStartError(f"{remedy}; it {ending(process.returncode)} and said:\n{tail}")
+        raise EngineStartError(with_end_of_log(f"{remedy}; it {ending(process.returncode)}", log))
     return _understand(answered, shown)
 
 

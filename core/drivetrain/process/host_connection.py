@@ -21,15 +21,15 @@ class HostConnection(RpcClient):
     Args:
         report: Called with each progress message of the engine's start.
         on_lost: As for :class:`RpcClient`.
-        last_words: Returns the newest lines of the host's log, which end the message of an ``EngineDied``.
+        with_log: Adds the end of the host's log to the message of an ``EngineDied``.
     """
 
     def __init__(
-        self, report: Callable[[str], None], on_lost: Callable[[str], None], last_words: Callable[[], str]
+        self, report: Callable[[str], None], on_lost: Callable[[str], None], with_log: Callable[[str], str]
     ) -> None:
         super().__init__(on_lost, HANDSHAKE_LIMIT)
         self._report = report
-        self._last_words = last_words
+        self._with_log = with_log
         self.hello: asyncio.Future[Hello] = self._loop.create_future()
         self.welcome: asyncio.Future[Welcome] = self._loop.create_future()
 
@@ -68,7 +68,7 @@ class HostConnection(RpcClient):
 
     def _exception(self, message: Failure) -> Exception:
         error = super()._exception(message)
-        return EngineDied(f"{error}{self._last_words()}") if type(error) is EngineDied else error
+        return EngineDied(self._with_log(str(error))) if type(error) is EngineDied else error
 
 
 __all__ = ["HostConnection"]

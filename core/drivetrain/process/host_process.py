@@ -7,7 +7,6 @@ nor takes a healthy host for dead.
 from __future__ import annotations
 
 import atexit
-import collections
 import getpass
 import logging
 import os
@@ -28,6 +27,7 @@ import psutil
 
 from drivetrain.errors import WireError
 from drivetrain.process.host_launcher import launch
+from drivetrain.process.host_log import HostLog
 from drivetrain.process.host_python import cannot_run
 from drivetrain.process.process_tree import MARK, SCRATCH, ending, family, kill_family, shared_memory_of
 from drivetrain.process.wire import Fatal, FrameReader, from_watch, read
@@ -35,7 +35,6 @@ from drivetrain.types.config import Timeouts
 
 _logger = logging.getLogger("drivetrain.host")
 _TICK_S: Final = 0.25
-_LOG_LINES: Final = 100
 _LINE_LIMIT: Final = 16 * 1024
 _GRACE_S: Final = 5.0
 
@@ -46,8 +45,8 @@ class Ending:
 
     reason: str
     """Completes "the host process 123 …", such as "was killed by SIGKILL"."""
-    log: tuple[str, ...]
-    """The last lines of its output, at most 100."""
+    log: HostLog
+    """The newest lines of its output."""
 
 
 class HostProcess:
@@ -67,7 +66,8 @@ class HostProcess:
         self._verdict = ""
         self._lock = threading.Lock()
         self._over = False
-        self._log: collections.deque[str] = collections.deque(maxlen=_LOG_LINES)
+        self.log: Final = HostLog()
+        """The newest lines that the host and its children printed."""
         self._partial_line = b""
         self._shared_memory: set[Path] | None = None
         """Shared-memory files of the engine's processes; None until the engine has started."""
@@ -132,7 +132,7 @@ class HostProcess:
                 self._watch_socket.close()
                 self._output.close()
             _running.discard(self)
-            self._on_end(Ending(self._verdict or ending(returncode), tuple(self._log)))
+            self._on_end(Ending(self._verdict or ending(returncode), self.log))
 
     def _watch(self) -> None:
         """Return when the host ended or must be killed; in the latter case ``_verdict`` holds the reason."""
@@ -196,11 +196,6 @@ class HostProcess:
         except psutil.NoSuchProcess:
             return False
 
-    @property
-    def log(self) -> tuple[str, ...]:
-        """The last lines that the host and its children have printed so far."""
-        return tuple(self._log)
-
     def _read_log(self) -> bool:
         """Forward the available output; return False at its end."""
         for _ in range(16):  # bounded: endless printing must not delay heartbeats
@@ -214,7 +209,7 @@ class HostProcess:
             for line in lines:
                 text = line.decode(errors="replace").rstrip().rsplit("\r", 1)[-1]
                 if text:
-                    self._log.append(text[:_LINE_LIMIT])
+                    self.log.add(text[:_LINE_LIMIT])
                     _logger.info("[%d] %s", self.pid, text)
             if not data:
                 return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from drivetrain.errors import EngineStartError
 
@@ -20,7 +21,7 @@ def cannot_run(python: str | None, error: OSError) -> EngineStartError:
     )
 
 
-def why_not(python: str | None, log: tuple[str, ...]) -> str:
+def why_not(python: str | None, log: Sequence[str]) -> str:
     """Return the remedy if an interpreter's log shows that drivetrain is not installed there; else ""."""
     said = "\n".join(log)
     for module in ("'drivetrain'", "'drivetrain.process'"):

@@ -25,6 +25,7 @@ from drivetrain.process.busy_wait import busy_wait
 from drivetrain.process.capability_probe import probe
 from drivetrain.process.handshake import check_version, open_for
 from drivetrain.process.host_connection import HostConnection
+from drivetrain.process.host_log import with_end_of_log
 from drivetrain.process.host_process import Ending, HostProcess
 from drivetrain.process.host_python import why_not
 from drivetrain.process.rpc_methods import METHODS, Method
@@ -39,7 +40,7 @@ _STATS: Final = METHODS["stats"]
 _APPLY: Final = METHODS["apply_weights"]
 _START: Final = METHODS["start"]
 _CLOSE: Final = METHODS["close"]
-_LINES_SHOWN: Final = 40
+_RECENT_S: Final = 120.0
 _GRACE_S: Final = 1.0
 
 
@@ -47,7 +48,8 @@ class HostedBackend(Backend):
     """A backend in a host process; every coroutine of ``Backend`` is called over the wire.
 
     It is bound to the event loop in which ``start`` runs. If the host dies, every pending and later call raises
-    :class:`EngineDied` with the reason and the host's last log lines, and all its processes are killed.
+    :class:`EngineDied` with the reason, the first exception in the host's log and the last lines. All its processes are
+    killed.
     ``native_stops`` is the real backend's once ``start`` has returned.
 
     Args:
@@ -118,8 +120,8 @@ class HostedBackend(Backend):
         """Start the host process and the engine in it.
 
         Raises:
-            EngineStartError: One of them did not start; the message says how the host ended and shows its last log
-                lines.
+            EngineStartError: One of them did not start; the message says how the host ended, names the first exception
+                in its log and shows the last lines.
             WireError: The host speaks another version of the protocol.
             DeadlineExceeded: The start took longer than ``timeouts.start`` seconds.
             DrivetrainError: The backend's own ``start`` raised it.
@@ -129,7 +131,7 @@ class HostedBackend(Backend):
         self._loop = asyncio.get_running_loop()
         self._gone: asyncio.Future[Ending] = self._loop.create_future()
         self._died: asyncio.Future[EngineDied] = self._loop.create_future()
-        self._link = HostConnection(report, self._trouble, self._last_words)
+        self._link = HostConnection(report, self._trouble, self._with_log)
         self._host = host = HostProcess(self.config.python, self.config.timeouts, self._on_end)
         try:
             await self._loop.create_unix_connection(self._linked, sock=host.socket)
@@ -141,7 +143,7 @@ class HostedBackend(Backend):
             if died or not isinstance(error, EngineStartError | EngineInternalError | DeadlineExceeded):
                 raise
             kind = DeadlineExceeded if isinstance(error, DeadlineExceeded) else EngineStartError
-            raise kind(f"{error}{_shown((await self._gone).log)}") from error
+            raise kind(with_end_of_log(str(error), (await self._gone).log.lines())) from error
         except BaseException:
             host.condemn("was ended because its start was cancelled")
             await asyncio.shield(self._gone)
@@ -225,8 +227,13 @@ class HostedBackend(Backend):
         if host is not None:
             self._loop.call_later(_GRACE_S, host.condemn, reason)
 
-    def _last_words(self) -> str:
-        return "" if self._host is None else _shown(self._host.log)
+    def _with_log(self, what: str) -> str:
+        if self._host is None:
+            return what
+        log = self._host.log
+        # An engine that has served for days may have logged exceptions that it survived.
+        recent = log.lines(_RECENT_S) if self._started else None
+        return with_end_of_log(what, log.lines(), recent)
 
     def _on_end(self, ending: Ending) -> None:
         """Pass the host's end on to the event loop; called in the watching thread."""
@@ -252,15 +259,9 @@ class HostedBackend(Backend):
         self._gone.set_result(ending)
 
     def _what_happened(self, ending: Ending, when: str) -> str:
-        remedy = why_not(self.config.python, ending.log)
-        return (
-            f"the host process {self.pid} of the {self.name} engine {ending.reason}{when}"
-            f"{f'; {remedy}' if remedy else ''}{_shown(ending.log)}"
-        )
-
-
-def _shown(log: tuple[str, ...]) -> str:
-    return "\n".join(["\nlast lines of its log:", *log[-_LINES_SHOWN:]]) if log else ""
+        remedy = why_not(self.config.python, ending.log.lines())
+        what = f"the host process {self.pid} of the {self.name} engine {ending.reason}{when}"
+        return self._with_log(f"{what}; {remedy}" if remedy else what)
 
 
 def _remote(method: Method) -> Callable[..., Coroutine[None, None, object]]:
