@@ -241,6 +241,7 @@ def test_one_distribution_found_twice_is_no_duplicate(
         (GOOD.replace("return [Echo]", "raise ValueError('no luck')"), "ValueError: no luck"),
         (GOOD.replace("async def close(self): ...", ""), "Echo of"),
         (GOOD.replace("async def close(self): ...", ""), "does not implement: close"),
+        (GOOD.replace("async def generate(self, request): ...", ""), "implement stream or generate"),
         (GOOD.replace('engine_distribution = "{engine}"', ""), "Echo.engine_distribution"),
         (GOOD.replace('"{name}"', '""'), "Echo.name"),
         (GOOD.replace("@hookimpl", ""), "no drivetrain_backends function marked @drivetrain.hookimpl"),

@@ -67,6 +67,8 @@ def _checked(cls: object, origin: str) -> type[Backend]:
     if inspect.isabstract(cls):
         missing = ", ".join(sorted(cls.__abstractmethods__))
         raise BackendLoadError(f"{cls.__qualname__} of {origin} is abstract; it does not implement: {missing}")
+    if cls.generate is Backend.generate and cls.stream is Backend.stream:
+        raise BackendLoadError(f"{cls.__qualname__} of {origin} generates nothing; implement stream or generate")
     for attribute in ("name", "engine_distribution"):
         value = getattr(cls, attribute, None)
         if not isinstance(value, str) or not value:

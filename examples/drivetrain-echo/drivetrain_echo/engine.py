@@ -100,10 +100,6 @@ class EchoBackend(Backend):
     async def stats(self) -> EngineStats:
         return EngineStats(running=len(self._running), waiting=0, kv_cache_bytes=0, weight_bytes=0)
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        [result] = [delta.result async for delta in self.stream(request) if delta.result is not None]
-        return result
-
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         rng = np.random.default_rng(request.seed)
         token_ids, logprobs, versions = list[int](), list[float](), list[str]()
