@@ -24,8 +24,9 @@ from drivetrain.backend.base import (
     ReadMedium,
     TokenDelta,
 )
-from drivetrain.backend.toolkit.rope_config import plain_rope, require_short_rope
-from drivetrain.backend.toolkit.translation import context_length_of, require_experts, shortened
+from drivetrain.backend.toolkit.model_folder import check_model_folder, served_context_length
+from drivetrain.backend.toolkit.rope_config import plain_rope
+from drivetrain.backend.toolkit.translation import shortened
 from drivetrain.errors import (
     EngineDied,
     EngineInternalError,
@@ -171,6 +172,12 @@ class SGLangBackend(WorkerBackend):
         return frozenset(claimed)
 
     @classmethod
+    def validate(cls, config: EngineConfig) -> None:
+        """Refuse arguments that SGLang would not honour, and what does not fit the model."""
+        engine_arguments(config, device_type_of(config), config.dtype, config.context_length or 0)
+        check_model_folder(config, "SGLang")
+
+    @classmethod
     def preload(cls) -> None:
         """Import SGLang, which takes most of a start."""
         import sglang.srt.managers.scheduler  # noqa: F401
@@ -213,10 +220,8 @@ class SGLangBackend(WorkerBackend):
         )
         text = model_config.get_text_config()
         fields = text.to_dict()
-        require_experts(config, fields)
         own = getattr(text, "max_position_embeddings", None) or 2**20
-        context_length = context_length_of(own, config.context_length)
-        require_short_rope(context_length, fields, "SGLang")
+        context_length = served_context_length(config, fields, own, "SGLang")
         report(f"starting SGLang {version(self.engine_distribution)} on {device}")
         dtype = str(getattr(text, "dtype", None) or "auto").removeprefix("torch.")
         overrides = plain_rope(fields, nested=text is not model_config)

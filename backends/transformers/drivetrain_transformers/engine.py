@@ -33,7 +33,13 @@ from drivetrain.types.weights import (
     WeightReply,
     WeightReport,
 )
-from drivetrain_transformers.translate import CONFIG_NAMES, SEEN_WORKING, device_of
+from drivetrain_transformers.translate import (
+    CONFIG_NAMES,
+    SEEN_WORKING,
+    check_model_folder,
+    device_of,
+    load_arguments,
+)
 
 if TYPE_CHECKING:
     from drivetrain_transformers.lora import Adapters
@@ -121,6 +127,12 @@ class TransformersBackend(Backend):
         if importlib.util.find_spec("fsspec") is not None:
             claimed.add(Capability.SAVE_REMOTE)
         return frozenset(claimed)
+
+    @classmethod
+    def validate(cls, config: EngineConfig) -> None:
+        """Refuse arguments that the configuration sets already, and a context that is longer than the model's."""
+        load_arguments(config)
+        check_model_folder(config)
 
     @classmethod
     def preload(cls) -> None:

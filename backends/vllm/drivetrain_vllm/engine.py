@@ -18,8 +18,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar, Final, cast
 
 from drivetrain.backend.base import GenerateRequest, GenerateResult, ModelInfo, ReadMedium, TokenDelta
-from drivetrain.backend.toolkit.rope_config import plain_rope, require_short_rope, short_rope_length
-from drivetrain.backend.toolkit.translation import context_length_of, require_experts, shortened
+from drivetrain.backend.toolkit.model_folder import check_model_folder, served_context_length
+from drivetrain.backend.toolkit.rope_config import plain_rope, short_rope_length
+from drivetrain.backend.toolkit.translation import shortened
 from drivetrain.errors import (
     EngineDied,
     EngineError,
@@ -179,6 +180,13 @@ class VLLMBackend(WorkerBackend):
         return frozenset(claimed)
 
     @classmethod
+    def validate(cls, config: EngineConfig) -> None:
+        """Refuse arguments that vLLM would not honour, missing GPUs, and what does not fit the model."""
+        engine_arguments(config, device_type_of(config), config.dtype, config.context_length or 0)
+        _devices_of(config)
+        check_model_folder(config, "vLLM")
+
+    @classmethod
     def preload(cls) -> None:
         """Import vLLM, which takes most of a start."""
         import transformers.models.auto.modeling_auto  # noqa: F401
@@ -218,10 +226,8 @@ class VLLMBackend(WorkerBackend):
         )
         text = model_config.get_text_config()
         fields = text.to_dict()
-        require_experts(config, fields)
         own = getattr(text, "max_position_embeddings", None) or 2**20
-        context_length = context_length_of(own, config.context_length)
-        require_short_rope(context_length, fields, "vLLM")
+        context_length = served_context_length(config, fields, own, "vLLM")
         room = room_of(config)
         longest = context_length + room
         short = short_rope_length(fields)
@@ -554,15 +560,23 @@ def _be_batch_invariant() -> None:
     os.environ[_START_METHOD] = "spawn"
 
 
+def _devices_of(config: EngineConfig) -> str | None:
+    """Return ``CUDA_VISIBLE_DEVICES`` with the configured GPUs first; None if no number is configured."""
+    if ":" not in (config.device or ""):
+        return None
+    import torch
+
+    before = os.environ.get(_VISIBLE)
+    visible = [*map(str, range(torch.cuda.device_count()))] if before is None else before.split(",")
+    return visible_devices(config.device or "", config.tensor_parallel_size, visible)
+
+
 @contextmanager
 def _devices_first(config: EngineConfig) -> Iterator[None]:
     """Within the context, started processes see the configured GPUs before all others."""
     before = os.environ.get(_VISIBLE)
-    if ":" in (config.device or ""):
-        import torch
-
-        visible = [*map(str, range(torch.cuda.device_count()))] if before is None else before.split(",")
-        os.environ[_VISIBLE] = visible_devices(config.device or "", config.tensor_parallel_size, visible)
+    if (devices := _devices_of(config)) is not None:
+        os.environ[_VISIBLE] = devices
     try:
         yield
     finally:

@@ -192,7 +192,8 @@ def visible_devices(device: str, count: int, visible: Sequence[str]) -> str:
     chosen = list(visible[first : first + count])
     if len(chosen) < count:
         raise InvalidConfig(
-            f"device={device!r} with tensor_parallel_size={count} needs more than the GPUs {', '.join(visible)}",
+            f"device={device!r} with tensor_parallel_size={count} needs more than the GPUs "
+            f"{', '.join(visible) or '(none)'}",
             field="device",
         )
     return ",".join([*chosen, *visible[:first], *visible[first + count :]])

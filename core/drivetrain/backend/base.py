@@ -195,6 +195,18 @@ class Backend(ABC):
         Called before launch: in the thread that calls ``create_engine``, or in a probe process of ``config.python``.
         """
 
+    @classmethod
+    def validate(cls, config: EngineConfig) -> None:
+        """Refuse values of ``config`` with which ``start`` could only fail; start nothing. The default refuses none.
+
+        Called before launch, after unclaimed capabilities and fields without an equivalent were refused, where
+        :meth:`capabilities` is called.
+
+        Raises:
+            InvalidConfig: A value is wrong; ``field`` names it.
+        """
+        return None
+
     # Lifecycle ---------------------------------------------------------------------------------------------------
 
     @abstractmethod

@@ -80,10 +80,13 @@ class EchoBackend(Backend):
     def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
         return frozenset({*_NUMBERS, *_ENDS, *_CONTROL, Capability.VERSION_SPANS})
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
+    @classmethod
+    def validate(cls, config: EngineConfig) -> None:
         if config.engine_kwargs:
             raise InvalidConfig(f"engine_kwargs={config.engine_kwargs}: an echo has no options", field="engine_kwargs")
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
         self._version = config.weight_version
         self._frozen = False
         self._running: set[str] = set()
