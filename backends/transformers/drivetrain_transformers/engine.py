@@ -19,6 +19,7 @@ from drivetrain.backend.base import (
     StopKind,
     TokenDelta,
 )
+from drivetrain.backend.toolkit.capability_sets import FREEZING, LOGPROBS, RECEIVED_WEIGHTS, SAMPLING, STOPS
 from drivetrain.errors import DrivetrainError, EngineError, EngineInternalError
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Isolation
@@ -47,45 +48,20 @@ if TYPE_CHECKING:
     from drivetrain_transformers.weights import Weights
     from drivetrain_weight_sync import ModelFiles
 
-_ALWAYS = frozenset(
-    {
+_ALWAYS = (
+    LOGPROBS
+    | STOPS
+    | SAMPLING
+    | FREEZING
+    | RECEIVED_WEIGHTS
+    | {
         Capability.STREAMING,
         Capability.ABORT,
-        Capability.LOGPROBS_RAW,
-        Capability.LOGPROBS_TEMPERATURE,
-        Capability.LOGPROBS_PROCESSED,
-        Capability.TOP_LOGPROBS,
-        Capability.PROMPT_LOGPROBS,
-        Capability.SCORE_TOKENS,
-        Capability.STOP_TOKEN_IDS,
-        Capability.IGNORE_EOS,
-        Capability.MIN_NEW_TOKENS,
-        Capability.TOP_K,
-        Capability.TOP_P,
-        Capability.MIN_P,
-        Capability.REPETITION_PENALTY,
-        Capability.FREQUENCY_PENALTY,
-        Capability.PRESENCE_PENALTY,
-        Capability.LOGIT_BIAS,
-        Capability.LOGIT_PROCESSORS,
-        Capability.SEED,
         Capability.PRIORITY,
-        Capability.PAUSE_IN_PLACE,
-        Capability.PAUSE_RETRACT,
         Capability.SLEEP_WEIGHTS,
         Capability.SLEEP_KV_CACHE,
         Capability.WEIGHTS_IN_PROCESS,
-        Capability.WEIGHTS_SHARED_MEMORY,
-        Capability.WEIGHTS_BROADCAST,
-        Capability.WEIGHTS_DISK,
-        Capability.WEIGHTS_PLUGIN,
-        Capability.WEIGHT_STAGING,
-        Capability.WEIGHT_UPDATE_IN_FLIGHT_IN_PLACE,
-        Capability.WEIGHT_UPDATE_IN_FLIGHT_RETRACT,
-        Capability.VERSION_SPANS,
         Capability.MOE,
-        Capability.READ_WEIGHTS,
-        Capability.SAVE_SHARDED,
     }
 )
 
