@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def create_engine(
         UnknownBackend: No plugin has that name; the message lists the known ones.
         BackendLoadError: The plugin's import failed; the message holds the import error.
         BackendUnavailable: The engine that the backend adapts is not installed; the message says how to install it.
-        InvalidConfig: A field is wrong, or the backend has no equivalent for it.
+        InvalidConfig: A field is wrong, or the backend refuses its value or has no equivalent for it.
         UnsupportedCapability: A field needs a capability that this engine does not have here.
     """
     config = _config(backend, fields)
@@ -60,6 +61,7 @@ def create_engine(
             claimed=probed.capabilities,
             native_stops=probed.native_stops,
             config_names=probed.config_names,
+            validate=probed.require_valid,
             isolation=Isolation.PROCESS,
             versions=versions,
         )
@@ -81,6 +83,7 @@ def create_engine(
         claimed=cls.capabilities(config),
         native_stops=cls.native_stops,
         config_names=cls.config_names,
+        validate=partial(cls.validate, config),
         isolation=isolation,
         versions=versions,
     )
@@ -93,6 +96,7 @@ def _engine(
     claimed: frozenset[Capability],
     native_stops: frozenset[StopKind],
     config_names: Mapping[str, str],
+    validate: Callable[[], None],
     isolation: Isolation,
     versions: dict[str, str],
 ) -> InferenceEngine:
@@ -101,6 +105,7 @@ def _engine(
     elsewhere = Capability.WEIGHTS_CUDA_IPC if isolation is Isolation.INLINE else Capability.WEIGHTS_IN_PROCESS
     capabilities -= {elsewhere}
     check_config(config, config_names, capabilities)
+    validate()
     return InferenceEngine(config, backend, capabilities=capabilities, isolation=isolation, versions=versions)
 
 

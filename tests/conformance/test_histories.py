@@ -10,7 +10,7 @@ import sys
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import pytest
 from hypothesis import given, settings
@@ -20,11 +20,16 @@ import broken_backends as broken_backends_plugin
 from broken_backends import BROKEN, KeepsStaleCache, LosesAborted, NeverFreezes
 from drivetrain import Capability, EngineConfig, MemoryTag, PauseMode, SamplingParams, create_engine
 from drivetrain.backend.base import Backend
+from drivetrain.backend.hookspecs import hookimpl
 from drivetrain.backend.registry import register, unregister
 from drivetrain.engine.validation import as_prompts, check_params_supported
 from drivetrain.errors import EngineBusy, EngineStateError, UnsupportedCapability
 from drivetrain.testing import tiny_model
 from drivetrain_conformance.assets.served_models import Models
+from drivetrain_conformance.cases import all_cases
+from drivetrain_conformance.harness.runner import Runner
+from drivetrain_conformance.harness.suite import suite_of
+from drivetrain_conformance.harness.verdict import Verdict
 from drivetrain_conformance.model.actions import (
     LONG,
     Abort,
@@ -290,6 +295,59 @@ def test_waiting_for_frozen_requests_is_refused_whatever_froze_them(models: Mode
 def test_these_histories_hold(models: Models, actions: tuple[Action, ...]) -> None:
     with checking(models) as checker:
         checker.check(History(actions))
+
+
+IN_FLIGHT = {
+    PauseMode.IN_PLACE: Capability.WEIGHT_UPDATE_IN_FLIGHT_IN_PLACE,
+    PauseMode.RETRACT: Capability.WEIGHT_UPDATE_IN_FLIGHT_RETRACT,
+}
+
+
+class OneMode(TransformersBackend):
+    """Claims weight updates in flight in one freeze mode only."""
+
+    mode: ClassVar[PauseMode]
+
+    @classmethod
+    def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
+        """Leave out the other mode's capability."""
+        return super().capabilities(config) - (set(IN_FLIGHT.values()) - {IN_FLIGHT[cls.mode]})
+
+
+@pytest.fixture(params=list(IN_FLIGHT), ids=lambda mode: mode.value)
+def one_mode(request: pytest.FixtureRequest) -> Iterator[type[OneMode]]:
+    """A registered backend that can update weights in flight in one mode."""
+
+    class Only(OneMode):
+        name = f"only-{request.param.value}"
+        mode = request.param
+
+    class Plugin:
+        @hookimpl
+        def drivetrain_backends(self) -> list[type[Backend]]:
+            return [Only]
+
+    plugin = Plugin()
+    register(plugin)
+    yield Only
+    unregister(plugin)
+
+
+def test_updates_in_flight_are_taken_in_the_claimed_mode_alone(models: Models, one_mode: type[OneMode]) -> None:
+    with checking(models, one_mode.name) as checker:
+        for mode in PauseMode:
+            checker.check(History((LONG_REQUEST, Update(1, mode))))
+            checker.check(History((LONG_REQUEST, BrokenUpdate(1, mode))))
+
+
+def test_the_suite_looks_at_each_claimed_mode_of_an_update_in_flight(one_mode: type[OneMode]) -> None:
+    suite = type("Only", (suite_of("transformers"),), {"backend": one_mode.name})
+    cases = [case for case in all_cases() if not case.needs.isdisjoint(IN_FLIGHT.values())]
+    with Runner(suite()) as runner:
+        verdicts = {case.id: runner.execute(case).verdict for case in cases if not case.own_engine}
+    looked_at = {case.id: IN_FLIGHT[one_mode.mode] in case.needs for case in cases}
+    assert verdicts == {name: Verdict.PASSED if claimed else Verdict.REFUSED for name, claimed in looked_at.items()}
+    assert set(verdicts.values()) == {Verdict.PASSED, Verdict.REFUSED}
 
 
 class ServesAsleep(Contract):

@@ -14,6 +14,7 @@ import pytest
 from drivetrain.backend import registry
 from drivetrain.backend.base import Backend
 from drivetrain.backend.hookspecs import hookimpl
+from drivetrain.backend.plugin_classes import plugin_manager
 from drivetrain.backend.registry import BackendInfo, BackendStatus, list_backends, load_backend
 from drivetrain.create import create_engine
 from drivetrain.errors import (
@@ -49,7 +50,7 @@ GOOD = """
 @pytest.fixture(autouse=True)
 def _nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_loaded", {})
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry, "_manager", plugin_manager())
     monkeypatch.delenv(registry.DISABLE_VARIABLE, raising=False)
 
 
@@ -240,6 +241,7 @@ def test_one_distribution_found_twice_is_no_duplicate(
         (GOOD.replace("return [Echo]", "raise ValueError('no luck')"), "ValueError: no luck"),
         (GOOD.replace("async def close(self): ...", ""), "Echo of"),
         (GOOD.replace("async def close(self): ...", ""), "does not implement: close"),
+        (GOOD.replace("async def generate(self, request): ...", ""), "implement stream or generate"),
         (GOOD.replace('engine_distribution = "{engine}"', ""), "Echo.engine_distribution"),
         (GOOD.replace('"{name}"', '""'), "Echo.name"),
         (GOOD.replace("@hookimpl", ""), "no drivetrain_backends function marked @drivetrain.hookimpl"),
@@ -324,6 +326,53 @@ def test_registering_a_name_twice_changes_nothing(site: Site) -> None:
     with pytest.raises(DuplicateBackend, match=r"second .*; first "):
         registry.register(plugin_returning(New, name="second"))
     assert load_backend("new") is New
+
+
+def test_a_refused_plugin_can_be_registered_once_it_is_mended() -> None:
+    plugin = plugin_returning(Fake)
+    blocking = plugin_returning(Fake, name="blocking")
+    registry.register(blocking)
+    with pytest.raises(DuplicateBackend):
+        registry.register(plugin)
+    registry.unregister(blocking)
+    registry.register(plugin)
+    assert load_backend("fake") is Fake
+
+
+def test_registering_a_plugin_twice_is_refused_and_keeps_it_registered() -> None:
+    plugin = plugin_returning(Fake)
+    registry.register(plugin)
+    with pytest.raises(DuplicateBackend):
+        registry.register(plugin)
+    assert load_backend("fake") is Fake
+    registry.unregister(plugin)
+
+
+def test_one_module_may_provide_several_backends(site: Site) -> None:
+    both = GOOD.replace("return [Echo]", "return [Echo, type('Other', (Echo,), {'name': 'other'})]")
+    module = site.install("dt-echo", name="echo", source=both)
+    (site.path / "dt_echo-1.0.dist-info" / "entry_points.txt").write_text(
+        f"[drivetrain]\necho = {module}\nother = {module}\n"
+    )
+    assert (load_backend("echo").name, load_backend("other").name) == ("echo", "other")
+
+
+def test_loading_a_plugin_calls_no_other_plugins_hook(site: Site) -> None:
+    calls: list[str] = []
+
+    class Counting(Fake):
+        name = "counting"
+
+    class Plugin:
+        @hookimpl
+        def drivetrain_backends(self) -> list[object]:
+            calls.append("called")
+            return [Counting]
+
+    registry.register(Plugin())
+    site.install("dt-echo", name="echo")
+    load_backend("echo")
+    assert calls == ["called"]
 
 
 def test_a_registered_plugin_is_checked_like_an_installed_one() -> None:

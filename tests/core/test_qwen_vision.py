@@ -37,7 +37,7 @@ from drivetrain import (
     UnsupportedCapability,
     VideoInput,
 )
-from drivetrain.backend.base import GenerateRequest
+from drivetrain.backend.base import Backend, GenerateRequest
 from drivetrain.engine.validation import check_media
 from drivetrain.errors import EngineInternalError
 from drivetrain.media import qwen_vision
@@ -50,6 +50,8 @@ from drivetrain_sglang.multimodal_inputs import image_data
 from drivetrain_vllm.engine import VLLMBackend
 from drivetrain_vllm.multimodal_inputs import places_of
 from drivetrain_weight_sync.receiver.checkpoint_manifest import checkpoint_of
+
+BACKENDS: tuple[type[Backend], ...] = (SGLangBackend, VLLMBackend)
 
 
 def config(model: Path | str, **fields: object) -> EngineConfig:
@@ -67,7 +69,7 @@ def image(width: int, height: int, value: int = 0) -> ImageInput:
 @pytest.mark.parametrize("architecture", VISION_ARCHITECTURES)
 def test_images_are_claimed_for_models_that_take_them(architecture: str, tmp_path: Path) -> None:
     model = tiny_model(architecture)
-    for backend, device in itertools.product((SGLangBackend, VLLMBackend), ("cpu", "cuda")):
+    for backend, device in itertools.product(BACKENDS, ("cpu", "cuda")):
         assert Capability.IMAGES in backend.capabilities(config(model, device=device))
         assert Capability.IMAGES not in backend.capabilities(config(tiny_model("qwen2"), device=device))
     for refused in (config(model, task="embed"), config(tiny_model("qwen2")), config(tmp_path)):
@@ -83,7 +85,7 @@ def test_videos_are_claimed_where_they_can_be_read(
 ) -> None:
     model = tiny_model(architecture)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name in installed else None)
-    for backend, device in itertools.product((SGLangBackend, VLLMBackend), ("cpu", "cuda")):
+    for backend, device in itertools.product(BACKENDS, ("cpu", "cuda")):
         found = Capability.VIDEO in backend.capabilities(config(model, device=device))
         assert found is (claimed and architecture != "qwen3_vl")
 

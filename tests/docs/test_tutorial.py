@@ -60,6 +60,7 @@ def site(tmp_path: Path) -> Path:
 @pytest.fixture
 def run(site: Path) -> Run:
     """Runs Python where the example is installed."""
+    paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
 
     def run(*arguments: str, text: str | None = None, timeout: float = 240) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -68,7 +69,7 @@ def run(site: Path) -> Run:
             capture_output=True,
             text=True,
             cwd=site.parent,
-            env=os.environ | {"PYTHONPATH": str(site), "HF_HUB_OFFLINE": "1"},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"},
             timeout=timeout,
             check=False,
         )

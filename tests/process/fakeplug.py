@@ -94,6 +94,11 @@ class FakeBackend(Backend):
             time.sleep(60)
         return frozenset({Capability.STREAMING, Capability.SEED} if config.seed is None else {Capability.STREAMING})
 
+    @classmethod
+    def validate(cls, config: EngineConfig) -> None:
+        if config.engine_kwargs.get("trouble") == "invalid":
+            raise InvalidConfig("engine_kwargs.trouble='invalid': refused as asked", field="engine_kwargs.trouble")
+
     async def start(self, report: Callable[[str], None]) -> ModelInfo:
         print(f"starting with marker {os.environ.get('FAKE_MARKER', '')}".rstrip())
         report("reading the model")

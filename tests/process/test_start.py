@@ -24,8 +24,12 @@ from drivetrain import (
     Isolation,
     StopKind,
     UnknownBackend,
+    UnsupportedCapability,
     WireError,
+    create_engine,
 )
+from drivetrain.backend import registry
+from drivetrain.backend.plugin_classes import plugin_manager
 from drivetrain.process import HostedBackend, handshake, probe, wire
 
 Ask = Callable[..., GenerateRequest]
@@ -209,6 +213,31 @@ def test_a_probe_tells_what_the_backend_says_of_itself(other_environment: str, c
     assert result.engine_version[0].isdigit()
     assert result.python_version == ".".join(map(str, sys.version_info[:3]))
     assert HostedBackend.capabilities(config) == result.capabilities
+
+
+@pytest.fixture(params=["here", "in another environment"])
+def python(
+    request: pytest.FixtureRequest, other_environment: str, plugin: Path, monkeypatch: pytest.MonkeyPatch
+) -> str | None:
+    """The ``python`` of a configuration; the backend is asked in this process, or in another environment's."""
+    monkeypatch.syspath_prepend(plugin)
+    monkeypatch.setattr(registry, "_manager", plugin_manager())
+    monkeypatch.setattr(registry, "_loaded", {})
+    monkeypatch.delitem(sys.modules, "fakeplug", raising=False)
+    return None if request.param == "here" else other_environment
+
+
+def test_a_wrong_value_is_refused_before_a_host_is_started(python: str | None, config_for: Config) -> None:
+    children = psutil.Process().children(recursive=True)
+    with pytest.raises(InvalidConfig, match="refused as asked") as caught:
+        create_engine(config_for("invalid", python))
+    assert caught.value.field == "engine_kwargs.trouble"
+    assert psutil.Process().children(recursive=True) == children
+
+
+def test_an_unclaimed_capability_is_named_before_a_wrong_value(python: str | None, config_for: Config) -> None:
+    with pytest.raises(UnsupportedCapability, match="deterministic"):
+        create_engine(config_for("invalid", python), deterministic=True)
 
 
 def test_a_probe_depends_on_the_configuration(plugin: Path, config_for: Config) -> None:

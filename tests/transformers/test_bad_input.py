@@ -190,10 +190,17 @@ async def test_a_folder_without_a_model_is_a_typed_error(tmp_path: Path) -> None
     assert engine.state.value == "failed"
 
 
-async def test_more_context_than_the_model_has_is_refused(model: Path) -> None:
-    engine = create_engine("transformers", model=str(model), isolation="inline", context_length=5000)
-    with pytest.raises(InvalidConfig, match="more than the model's 1024"):
-        await engine.start()
+@pytest.mark.parametrize("isolation", ["inline", "process"])
+async def test_more_context_than_the_model_has_is_refused_before_a_start(model: Path, isolation: str) -> None:
+    with pytest.raises(InvalidConfig, match="more than the model's 1024") as caught:
+        create_engine("transformers", model=str(model), isolation=isolation, context_length=5000)
+    assert caught.value.field == "context_length"
+
+
+async def test_an_argument_that_a_field_sets_is_refused_before_a_start(model: Path) -> None:
+    with pytest.raises(InvalidConfig, match="engine_kwargs holds dtype") as caught:
+        create_engine("transformers", model=str(model), engine_kwargs={"dtype": "float16"})
+    assert caught.value.field == "engine_kwargs"
 
 
 async def test_engine_kwargs_that_the_engine_does_not_know_are_a_typed_error(model: Path) -> None:

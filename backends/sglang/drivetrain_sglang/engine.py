@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import math
 import os
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -19,30 +18,25 @@ import psutil
 
 from drivetrain.backend.base import (
     GenerateRequest,
-    GenerateResult,
     ModelInfo,
     ReadMedium,
-    TokenDelta,
 )
-from drivetrain.backend.toolkit.rope_config import plain_rope, require_short_rope
-from drivetrain.backend.toolkit.translation import context_length_of, require_experts, shortened
+from drivetrain.backend.toolkit.model_folder import check_model_folder
+from drivetrain.backend.toolkit.start_errors import start_errors
+from drivetrain.backend.toolkit.translation import shortened_all
 from drivetrain.errors import (
     EngineDied,
     EngineInternalError,
-    EngineStartError,
-    InvalidConfig,
     InvalidRequest,
     UnsupportedCapability,
 )
-from drivetrain.media.qwen_vision import VisionReader, vision_capabilities
+from drivetrain.media.qwen_vision import VisionReader
 from drivetrain.process.process_tree import runs, shared_memory_of, unlink
 from drivetrain.process.worker_calls import CallNotTaken
-from drivetrain.process.worker_connection import WorkerConnection, WorkerListener
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.prompts import MediaInput
-from drivetrain.types.sampling import LogprobsMode, SamplingParams
 from drivetrain_sglang.errors import as_engine_error
 from drivetrain_sglang.in_engine import invite
 from drivetrain_sglang.multimodal_inputs import image_data
@@ -60,54 +54,9 @@ from drivetrain_sglang.translate import (
     sampling_params,
 )
 from drivetrain_weight_sync.receiver.plain_adapters import PlainAdapters
+from drivetrain_weight_sync.receiver.served_model import ServedModel, name_of_dtype
 from drivetrain_weight_sync.receiver.worker_backend import WorkerBackend, device_type_of
 
-_ALWAYS: Final = frozenset(
-    {
-        Capability.STREAMING,
-        Capability.ABORT,
-        Capability.LOGPROBS_RAW,
-        Capability.LOGPROBS_TEMPERATURE,
-        Capability.LOGPROBS_PROCESSED,
-        Capability.TOP_LOGPROBS,
-        Capability.PROMPT_LOGPROBS,
-        Capability.SCORE_TOKENS,
-        Capability.STOP_TOKEN_IDS,
-        Capability.IGNORE_EOS,
-        Capability.MIN_NEW_TOKENS,
-        Capability.TOP_K,
-        Capability.TOP_P,
-        Capability.MIN_P,
-        Capability.REPETITION_PENALTY,
-        Capability.FREQUENCY_PENALTY,
-        Capability.PRESENCE_PENALTY,
-        Capability.LOGIT_BIAS,
-        Capability.LOGIT_PROCESSORS,
-        Capability.SEED,
-        Capability.PRIORITY,
-        Capability.STRUCTURED_JSON,
-        Capability.STRUCTURED_REGEX,
-        Capability.STRUCTURED_EBNF,
-        Capability.PAUSE_IN_PLACE,
-        Capability.PAUSE_RETRACT,
-        Capability.SLEEP_WEIGHTS,
-        Capability.SLEEP_KV_CACHE,
-        Capability.WEIGHTS_SHARED_MEMORY,
-        Capability.WEIGHTS_BROADCAST,
-        Capability.WEIGHTS_DISK,
-        Capability.WEIGHTS_PLUGIN,
-        Capability.WEIGHT_STAGING,
-        Capability.WEIGHT_UPDATE_IN_FLIGHT,
-        Capability.VERSION_SPANS,
-        Capability.MOE,
-        Capability.READ_WEIGHTS,
-        Capability.SAVE_SHARDED,
-        Capability.PROFILE,
-        Capability.TENSOR_PARALLEL,
-        Capability.EMBED,
-        Capability.REWARD_SCORE,
-    }
-)
 _MEMORY_SAVERS: Final = frozenset(
     {
         Capability.SLEEP_WEIGHTS,
@@ -118,12 +67,11 @@ _MEMORY_SAVERS: Final = frozenset(
 )
 """Capabilities that SGLang's memory saver provides on a GPU."""
 
-_ABORT_AGAIN_S: Final = 0.1
 _SEEN_S: Final = 1.0
 """Time within which the end of one of SGLang's processes is noticed."""
 
 
-class SGLangBackend(WorkerBackend):
+class SGLangBackend(WorkerBackend[Collected]):
     """Any model that SGLang serves. Needs a host process, which SGLang may end together with its children."""
 
     name: ClassVar[str] = "sglang"
@@ -135,12 +83,8 @@ class SGLangBackend(WorkerBackend):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._engine: Any = None
-        self._listener: WorkerListener | None = None
-        self._worker: WorkerConnection | None = None
-        """Connection to the scheduler of the first rank."""
         self._processes: list[psutil.Process] = []
         """SGLang's own processes."""
-        self._rids: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         """Shapes of the model's tensors, by checkpoint name."""
         self._plain = PlainAdapters(config.max_lora_rank or LORA_RANK, ADAPTED_WITH)
@@ -152,23 +96,20 @@ class SGLangBackend(WorkerBackend):
     @classmethod
     def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
         """Return the capabilities of SGLang with the in-engine plugin."""
-        claimed = set(_ALWAYS)
-        if config.enable_prefix_caching:
-            claimed.add(Capability.PREFIX_CACHE)
-        if config.enable_lora:
-            claimed |= {Capability.LORA, Capability.WEIGHTS_LORA}
-        claimed |= vision_capabilities(config)
+        claimed = set(super().capabilities(config))
         if config.engine_kwargs.get("enable_return_hidden_states"):
             claimed.add(Capability.HIDDEN_STATES)
-        if importlib.util.find_spec("fsspec") is not None:
-            claimed.add(Capability.SAVE_REMOTE)
-        if config.tensor_parallel_size > 1:
-            claimed -= {Capability.SAVE_SHARDED, Capability.SAVE_REMOTE}
         if device_type_of(config) != "cpu":
             claimed |= _of_a_gpu(config)
             if not config.enable_sleep or importlib.util.find_spec("torch_memory_saver") is None:
                 claimed -= _MEMORY_SAVERS
         return frozenset(claimed)
+
+    @classmethod
+    def validate(cls, config: EngineConfig) -> None:
+        """Refuse arguments that SGLang would not honour, and what does not fit the model."""
+        engine_arguments(config, device_type_of(config), config.dtype, config.context_length or 0)
+        check_model_folder(config, "SGLang")
 
     @classmethod
     def preload(cls) -> None:
@@ -183,86 +124,49 @@ class SGLangBackend(WorkerBackend):
     async def start(self, report: Callable[[str], None]) -> ModelInfo:
         """Start SGLang, which uses this event loop from here on."""
         report("importing SGLang")
-        self._listener = WorkerListener()
-        invite(self._listener.name)
+        invite(self.listen())
         os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
         # SGLang disables this for its processes, but NCCL forms no group of ranks that differ in it: keep NCCL's
         # default.
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "-2")
         if Capability.SLEEP_CUDA_GRAPH in self.capabilities(self.config):
             os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
-        try:
+        with start_errors("SGLang"):
             info = self._start(report)
-        except (InvalidConfig, EngineStartError):
-            raise
-        except Exception as error:
-            raise EngineStartError(f"SGLang failed to start: {type(error).__name__}: {error}") from error
-        self._worker = await self._listener.accept(lambda: EngineDied("SGLang's scheduler is gone"))
+        await self.connect("SGLang's scheduler is gone")
         report("warming up")
         await self._warm_up()
         return replace(info, gpus=await self.gpus())
 
     def _start(self, report: Callable[[str], None]) -> ModelInfo:
         # In this thread: SGLang installs signal handlers, which only the main thread can.
-        from transformers import AutoConfig
-
         config = self.config
-        device = device_type_of(config)
-        model_config = AutoConfig.from_pretrained(
-            config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
-        )
-        text = model_config.get_text_config()
-        fields = text.to_dict()
-        require_experts(config, fields)
-        own = getattr(text, "max_position_embeddings", None) or 2**20
-        context_length = context_length_of(own, config.context_length)
-        require_short_rope(context_length, fields, "SGLang")
-        report(f"starting SGLang {version(self.engine_distribution)} on {device}")
-        dtype = str(getattr(text, "dtype", None) or "auto").removeprefix("torch.")
-        overrides = plain_rope(fields, nested=text is not model_config)
-        self._engine = _engine_class()(**engine_arguments(config, device, dtype, context_length, overrides))
+        model = ServedModel.read(config, device_type_of(config), "SGLang")
+        report(f"starting SGLang {version(self.engine_distribution)} on {model.device}")
+        arguments = engine_arguments(config, model.device, model.dtype, model.context_length, model.overrides)
+        self._engine = _engine_class()(**arguments)
         self._processes = psutil.Process().children(recursive=True)
         started = self._engine._scheduler_init_result.scheduler_infos[0]
         served = self._manager.model_config
         if Capability.IMAGES in self.capabilities(config):
-            self._vision = VisionReader(config, model_config, context_length)
-        self._expert_shape = (int(text.num_hidden_layers), int(getattr(text, "num_experts_per_tok", None) or 0))
-        from drivetrain_weight_sync.receiver.checkpoint_manifest import checkpoint_of, eos_of_checkpoint
-
-        checkpoint = checkpoint_of(config.model, config.revision, trust_remote_code=config.trust_remote_code)
-        self._shapes = {spec.name: spec.shape for spec in checkpoint.tensors}
-        return ModelInfo(
-            vocab_size=served.vocab_size,
-            context_length=fitting(context_length, started.get("max_total_num_tokens", float("inf"))),
-            eos_token_ids=eos_of_checkpoint(config.model, config.revision, text, model_config),
-            dtype=str(served.dtype).removeprefix("torch."),
-            architecture=(model_config.architectures or [type(model_config).__name__])[0],
-            parameters=sum(map(math.prod, self._shapes.values())),
-            device=device,
-        )
+            self._vision = VisionReader(config, model.model_config, model.context_length)
+        experts = getattr(model.text, "num_experts_per_tok", None) or 0
+        self._expert_shape = (int(model.text.num_hidden_layers), int(experts))
+        self._shapes = model.shapes
+        room = fitting(model.context_length, started.get("max_total_num_tokens", float("inf")))
+        return model.info(vocab_size=served.vocab_size, dtype=served.dtype, context_length=room)
 
     async def _warm_up(self) -> None:
-        """Warm up: the first request is slow, and one aborted during that time would end without a token."""
         if self.config.task is not Task.GENERATE:
             await self._pooled([[0, 0]])
             return
-        for params in (SamplingParams(temperature=0), SamplingParams(min_p=0.1, top_k=2)):
-            request = GenerateRequest("warm-up", [0, 0], params, 2, (), LogprobsMode.TEMPERATURE)
-            await self.generate(request)
-        if self._vision is not None:
-            for size in ((64, 64), (64, 128)):
-                ids, media = await self._vision.example(size)
-                await self.generate(replace(request, prompt_token_ids=ids, media=media))
-        await self.reset_prefix_cache()
+        media = [] if self._vision is None else [await self._vision.example(size) for size in ((64, 64), (64, 128))]
+        await self.warm_up(media)
 
     async def close(self) -> None:
         """End SGLang's processes."""
         engine, self._engine = self._engine, None
-        worker, self._worker = self._worker, None
-        if self._listener is not None:
-            self._listener.close()
-        if worker is not None:
-            worker.close()
+        self.disconnect()
         if engine is not None:
             # SGLang kills its processes, including the one that would remove their shared memory.
             this = psutil.Process()
@@ -273,52 +177,38 @@ class SGLangBackend(WorkerBackend):
 
     # Generation --------------------------------------------------------------------------------------------------
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Generate one sample."""
-        collected = Collected(request, self._expert_shape)
-        async for output in self._outputs(request, collected, stream=False):
-            collected.add(output)
-        return collected.result(self.version)
+    def collect(self, request: GenerateRequest) -> Collected:
+        """Return an empty sample."""
+        return Collected(request, self._expert_shape)
 
-    async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-        """Generate one sample, yielding a delta per step."""
-        collected = Collected(request, self._expert_shape)
-        async for output in self._outputs(request, collected, stream=True):
-            ids, logprobs, top = collected.add(output)
-            ended = output["meta_info"].get("finish_reason") is not None
-            if ids or ended:
-                yield TokenDelta(ids, logprobs, top, collected.result(self.version) if ended else None)
-
-    async def _outputs(
-        self, request: GenerateRequest, collected: Collected, *, stream: bool
+    async def outputs(
+        self, request: GenerateRequest, sample: Collected, *, stream: bool
     ) -> AsyncGenerator[Mapping[str, Any], None]:
+        """Yield the chunks of SGLang's output."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        rid = self.new_id()
-        self._rids[request.request_id] = rid
         seen: list[dict[str, Any]] = []
         try:
-            await self.admit(rid, collected)
-            if request.media and self._vision is not None:
-                seen = image_data(await self._vision.patches(request.media))
-            params_of = partial(sampling_params, deterministic=self.config.deterministic)
-            fields = request_fields(request, rid, self.cache_key, stream=stream, params_of=params_of, image_data=seen)
-            wanted = GenerateReqInput(**fields)
-            async with aclosing(self._manager.generate_request(wanted)) as outputs:
-                try:
-                    async for output in outputs:
-                        failure = RowFailure.of(output)
-                        if failure is not None and failure.is_cached:
-                            self._cache_epoch += 1
-                        yield output
-                except (asyncio.CancelledError, GeneratorExit):
-                    self._abort(request.request_id, rid)
-                    raise
+            async with self.admitted(request, sample) as rid:
+                if request.media and self._vision is not None:
+                    seen = image_data(await self._vision.patches(request.media))
+                params_of = partial(sampling_params, deterministic=self.config.deterministic)
+                fields = request_fields(
+                    request, rid, self.cache_key, stream=stream, params_of=params_of, image_data=seen
+                )
+                wanted = GenerateReqInput(**fields)
+                async with aclosing(self._manager.generate_request(wanted)) as outputs:
+                    try:
+                        async for output in outputs:
+                            failure = RowFailure.of(output)
+                            if failure is not None and failure.is_cached:
+                                self.renew_cache_key()
+                            yield output
+                    except (asyncio.CancelledError, GeneratorExit):
+                        await self.send_abort([rid])
+                        raise
         except Exception as error:
             raise as_engine_error(error) from error
-        finally:
-            self._rids.pop(request.request_id, None)
-            self.in_flight.pop(rid, None)
 
     async def read_media(self, media: tuple[MediaInput, ...]) -> list[ReadMedium]:
         """Fetch and decode images and videos."""
@@ -326,22 +216,14 @@ class SGLangBackend(WorkerBackend):
             raise UnsupportedCapability("this model takes no images", capability=Capability.IMAGES.value)
         return await self._vision.read(media)
 
-    async def abort(self, request_ids: list[str]) -> None:
-        """End requests, whether running, waiting or frozen."""
-        for request_id in request_ids:
-            rid = self._rids.get(request_id)
-            if rid is not None:
-                self._abort(request_id, rid)
-
-    def _abort(self, request_id: str, rid: str) -> None:
-        if self._engine is None or self._rids.get(request_id) != rid:
+    async def send_abort(self, names: Sequence[str]) -> None:
+        """Abort requests past SGLang's own ``abort_request``, which sends one abort each, and none without a waiter."""
+        if self._engine is None:
             return
         from sglang.srt.managers.io_struct import AbortReq
 
-        # Not by abort_request, which sends one abort per request, and none if nobody waits for the request.
-        self._manager._dispatch_to_scheduler(AbortReq(rid=rid))
-        # The abort may have overtaken the request on its way to the scheduler.
-        asyncio.get_running_loop().call_later(_ABORT_AGAIN_S, self._abort, request_id, rid)
+        for rid in names:
+            self._manager._dispatch_to_scheduler(AbortReq(rid=rid))
 
     # Pause and memory --------------------------------------------------------------------------------------------
 
@@ -385,8 +267,7 @@ class SGLangBackend(WorkerBackend):
 
     async def embed(self, prompts: list[list[int]], dimensions: int | None) -> list[list[float]]:
         """Return one unit vector per prompt."""
-        vectors = await self._pooled(prompts)
-        return vectors if dimensions is None else [shortened(vector, dimensions) for vector in vectors]
+        return shortened_all(await self._pooled(prompts), dimensions)
 
     async def reward_score(self, sequences: list[list[int]]) -> list[float]:
         """Return the model's first score per sequence."""
@@ -438,16 +319,14 @@ class SGLangBackend(WorkerBackend):
 
     def served_dtype(self) -> str:
         """Return the dtype of SGLang's weights."""
-        return str(self._manager.model_config.dtype).removeprefix("torch.")
+        return name_of_dtype(self._manager.model_config.dtype)
 
     async def ask(self, method: str, *arguments: object) -> object:
         """Call the worker in the scheduler's process."""
         from drivetrain_sglang.in_engine.scheduler_calls import methods
 
-        if self._worker is None:
-            raise EngineInternalError("the SGLang backend is not running")
         try:
-            return await self._worker.call(methods[method], arguments)
+            return await self.worker.call(methods[method], arguments)
         except CallNotTaken as error:
             if await self._lost_process():
                 raise EngineDied(f"SGLang lost a process of its own: {error}") from error

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final
 
 from drivetrain.backend.base import EngineStats, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
 from drivetrain.backend.toolkit.rope_config import require_plain_rope, require_short_rope
-from drivetrain.backend.toolkit.translation import context_length_of, shortened
+from drivetrain.backend.toolkit.translation import context_length_of, shortened_all
 from drivetrain.errors import EngineDied, EngineStartError, InvalidRequest
 from drivetrain.servers.http_client import ServerClient, ServerKind
 from drivetrain.servers.remote_backend import BUSY_S, LOOK_S, ServerBackend
@@ -176,9 +176,8 @@ class SGLangServerBackend(ServerBackend[ServerSays]):
         async with aclosing(self._outputs(request, stream=True)) as outputs:
             async for output in outputs:
                 ids, logprobs, top = collected.add(output)
-                ended = output["meta_info"].get("finish_reason") is not None
-                if ids or ended:
-                    result = self.whole(request, collected.result(self.version)) if ended else None
+                if ids or collected.ended:
+                    result = self.whole(request, collected.result(self.version)) if collected.ended else None
                     yield TokenDelta(ids, logprobs, top, result)
 
     def _body(self, request: GenerateRequest, name: str, *, stream: bool) -> dict[str, object]:
@@ -264,7 +263,7 @@ class SGLangServerBackend(ServerBackend[ServerSays]):
         """Return one unit vector per prompt."""
         answer = await self.call(self.client.post("/encode", {"input_ids": prompts}, None))
         vectors = [[float(value) for value in one["embedding"]] for one in answer]
-        return vectors if dimensions is None else [shortened(vector, dimensions) for vector in vectors]
+        return shortened_all(vectors, dimensions)
 
 
 def _tokenizer_ends(config: EngineConfig) -> frozenset[int]:

@@ -15,18 +15,19 @@ from typing import Any, Final
 import numpy as np
 
 from drivetrain.backend.base import GenerateRequest, GenerateResult
+from drivetrain.backend.toolkit.collected_sample import Added, CollectedSample
 from drivetrain.backend.toolkit.translation import (
+    is_plain,
     no_token_allowed,
     non_finite_logits,
     spreads_experts,
-    version_spans,
     with_engine_kwargs,
 )
 from drivetrain.errors import DrivetrainError, EngineInternalError
 from drivetrain.media.qwen_vision import ENGINE_BOUNDS, ENGINE_FETCHES, ENGINE_PREPARES
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.outputs import FinishReason, TopLogprobs
-from drivetrain.types.sampling import EbnfGrammar, JsonSchema, LogprobsMode, RegexGrammar, SamplingParams
+from drivetrain.types.sampling import EbnfGrammar, JsonSchema, LogprobsMode, RegexGrammar
 from drivetrain_sampling.encoded_params import carried
 
 CONFIG_NAMES: Final[Mapping[str, str]] = {
@@ -186,26 +187,7 @@ def drawn_by_sglang(request: GenerateRequest, *, deterministic: bool = False) ->
         request: The request.
         deterministic: If true, always use our sampler: one such request switches the whole batch and changes rounding.
     """
-    if deterministic:
-        return False
-    params = request.params
-    adjusted = bool(
-        params.repetition_penalty != 1
-        or params.frequency_penalty
-        or params.presence_penalty
-        or params.logit_bias
-        or params.logit_processors
-        or (params.min_new_tokens and request.stop_token_ids)
-    )
-    limits = (params.top_k > 0) + (params.top_p < 1) + (params.min_p > 0)
-    if adjusted or limits > 1 or request.seed is not None:
-        return False
-    if params.logprobs is None:
-        return True
-    if params.structured_output is not None:
-        return False  # its logprobs are those of the masked distribution
-    same_as_tempered = request.logprobs_mode is LogprobsMode.RAW and params.temperature in (0.0, 1.0)
-    return same_as_tempered or request.logprobs_mode is LogprobsMode.TEMPERATURE
+    return not deterministic and is_plain(request, LogprobsMode.TEMPERATURE)
 
 
 def sampling_params(request: GenerateRequest, *, deterministic: bool = False) -> dict[str, object]:
@@ -395,44 +377,34 @@ def cut_at(output: Mapping[str, Any], stops: Collection[int]) -> Mapping[str, An
     return {"output_ids": ids[: at + 1], "meta_info": meta}
 
 
-class Collected:
+class Collected(CollectedSample):
     """Outputs of SGLang for one sample, collected chunk by chunk."""
 
     def __init__(self, request: GenerateRequest, expert_shape: tuple[int, int] = (0, 0)) -> None:
-        self._params: SamplingParams = request.params
+        super().__init__(request)
         self._expert_shape = expert_shape
-        self._request = request
-        self._ids: list[int] = []
-        self._logprobs: list[float] = []
-        self._top: list[TopLogprobs] = []
         self._hidden: list[list[float]] = []
         self._meta: dict[str, Any] = {}
-        self._replaced: list[tuple[str, float]] = []
 
-    def replaced(self, version: str, tokens: float) -> None:
-        """Record that new weights follow this many tokens; infinity if every token was already sampled.
-
-        For releases of SGLang that do not report the weight version of each token.
-        """
-        self._replaced.append((version, tokens))
-
-    def add(self, output: Mapping[str, Any]) -> tuple[list[int], list[float] | None, list[TopLogprobs] | None]:
+    def add(self, output: Mapping[str, Any]) -> Added:
         """Add a chunk; return its ids, their logprobs, and the top logprobs."""
         meta: dict[str, Any] = output["meta_info"]
         self._meta |= meta
         ids: list[int] = list(output.get("output_ids") or ())
         logprobs, top = None, None
-        if self._params.logprobs is not None:
+        if self.params.logprobs is not None:
             logprobs = [pair[0] for pair in (meta.get("output_token_logprobs") or ())[: len(ids)]]
-            self._logprobs += logprobs
-            if self._params.logprobs:
-                top = [_top(entries, self._params.logprobs) for entries in meta.get("output_top_logprobs") or ()]
+            if self.params.logprobs:
+                top = [_top(entries, self.params.logprobs) for entries in meta.get("output_top_logprobs") or ()]
                 top = top[: len(ids)]
-                self._top += top
-        self._ids += ids
-        if self._params.return_hidden_states:
+        if self.params.return_hidden_states:
             self._hidden += _hidden_states(meta.get("hidden_states") or ())
-        return ids, logprobs, top
+        return self.extend(ids, logprobs, top)
+
+    @property
+    def ended(self) -> bool:
+        """True if the last chunk was added."""
+        return self._meta.get("finish_reason") is not None
 
     def result(self, version: str) -> GenerateResult:
         """Return the complete sample.
@@ -444,24 +416,24 @@ class Collected:
             NonFiniteLogits: it ended because logits were NaN or infinite.
             NoTokenAllowed: it ended because its own fields allowed no token.
         """
-        params, meta, count = self._params, self._meta, len(self._ids)
+        params, meta, count = self.params, self._meta, len(self.token_ids)
         failure = RowFailure.of({"meta_info": meta})
         if failure is not None:
-            raise failure.error(self._request)
-        reason, matched = _finish(meta.get("finish_reason"), self._request)
-        if reason is FinishReason.LENGTH and count and self._ids[-1] in self._request.stop_token_ids:
+            raise failure.error(self.request)
+        reason, matched = _finish(meta.get("finish_reason"), self.request)
+        if reason is FinishReason.LENGTH and count and self.token_ids[-1] in self.request.stop_token_ids:
             # Some releases check the length first.
-            reason, matched = FinishReason.STOP, self._ids[-1]
+            reason, matched = FinishReason.STOP, self.token_ids[-1]
         wants_prompt = params.prompt_logprobs is not None
         prompt = meta.get("input_token_logprobs") if wants_prompt else None
         prompt_top = meta.get("input_top_logprobs") if params.prompt_logprobs else None
         return GenerateResult(
-            token_ids=self._ids,
+            token_ids=self.token_ids,
             finish_reason=reason,
-            weight_versions=version_spans(self._ends(version), count),
+            weight_versions=self.weight_versions(self._reported(), version),
             matched_stop=matched,
-            logprobs=self._logprobs if params.logprobs is not None else None,
-            top_logprobs=self._top if params.logprobs else None,
+            logprobs=self.logprobs,
+            top_logprobs=self.top_logprobs,
             prompt_logprobs=[None, *(entry[0] for entry in prompt[1:])] if prompt else None,
             prompt_top_logprobs=_prompt_top(prompt_top, params.prompt_logprobs),
             cached_tokens=meta.get("cached_tokens") or 0,
@@ -469,12 +441,10 @@ class Collected:
             routed_experts=self._experts(count) if params.return_routed_experts else None,
         )
 
-    def _ends(self, version: str) -> list[tuple[str, float]]:
-        """Return versions and the ends of their tokens, as reported by SGLang or by :meth:`replaced`."""
+    def _reported(self) -> list[tuple[str, float]] | None:
+        """Return versions and the ends of their tokens, if this SGLang reports them."""
         spans = self._meta.get("weight_versions")
-        if spans is not None:
-            return [(str(span["version"]), float(span["end"])) for span in spans]
-        return [*self._replaced, (version, math.inf)]
+        return None if spans is None else [(str(span["version"]), float(span["end"])) for span in spans]
 
     def _experts(self, count: int) -> list[list[list[int]]]:
         """Return, for each output token, the experts of the pass that it was drawn from.

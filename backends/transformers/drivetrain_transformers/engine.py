@@ -19,6 +19,7 @@ from drivetrain.backend.base import (
     StopKind,
     TokenDelta,
 )
+from drivetrain.backend.toolkit.capability_sets import FREEZING, LOGPROBS, RECEIVED_WEIGHTS, SAMPLING, STOPS
 from drivetrain.errors import DrivetrainError, EngineError, EngineInternalError, UnsupportedCapability
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Isolation
@@ -33,7 +34,13 @@ from drivetrain.types.weights import (
     WeightReply,
     WeightReport,
 )
-from drivetrain_transformers.translate import CONFIG_NAMES, SEEN_WORKING, device_of
+from drivetrain_transformers.translate import (
+    CONFIG_NAMES,
+    SEEN_WORKING,
+    check_model_folder,
+    device_of,
+    load_arguments,
+)
 
 if TYPE_CHECKING:
     from drivetrain_transformers.lora import Adapters
@@ -41,44 +48,20 @@ if TYPE_CHECKING:
     from drivetrain_transformers.weights import Weights
     from drivetrain_weight_sync import ModelFiles
 
-_ALWAYS = frozenset(
-    {
+_ALWAYS = (
+    LOGPROBS
+    | STOPS
+    | SAMPLING
+    | FREEZING
+    | RECEIVED_WEIGHTS
+    | {
         Capability.STREAMING,
         Capability.ABORT,
-        Capability.LOGPROBS_RAW,
-        Capability.LOGPROBS_TEMPERATURE,
-        Capability.LOGPROBS_PROCESSED,
-        Capability.TOP_LOGPROBS,
-        Capability.PROMPT_LOGPROBS,
-        Capability.SCORE_TOKENS,
-        Capability.STOP_TOKEN_IDS,
-        Capability.IGNORE_EOS,
-        Capability.MIN_NEW_TOKENS,
-        Capability.TOP_K,
-        Capability.TOP_P,
-        Capability.MIN_P,
-        Capability.REPETITION_PENALTY,
-        Capability.FREQUENCY_PENALTY,
-        Capability.PRESENCE_PENALTY,
-        Capability.LOGIT_BIAS,
-        Capability.LOGIT_PROCESSORS,
-        Capability.SEED,
         Capability.PRIORITY,
-        Capability.PAUSE_IN_PLACE,
-        Capability.PAUSE_RETRACT,
         Capability.SLEEP_WEIGHTS,
         Capability.SLEEP_KV_CACHE,
         Capability.WEIGHTS_IN_PROCESS,
-        Capability.WEIGHTS_SHARED_MEMORY,
-        Capability.WEIGHTS_BROADCAST,
-        Capability.WEIGHTS_DISK,
-        Capability.WEIGHTS_PLUGIN,
-        Capability.WEIGHT_STAGING,
-        Capability.WEIGHT_UPDATE_IN_FLIGHT,
-        Capability.VERSION_SPANS,
         Capability.MOE,
-        Capability.READ_WEIGHTS,
-        Capability.SAVE_SHARDED,
     }
 )
 
@@ -128,6 +111,12 @@ class TransformersBackend(Backend):
         if importlib.util.find_spec("fsspec") is not None:
             claimed.add(Capability.SAVE_REMOTE)
         return frozenset(claimed)
+
+    @classmethod
+    def validate(cls, config: EngineConfig) -> None:
+        """Refuse arguments that the configuration sets already, and a context that is longer than the model's."""
+        load_arguments(config)
+        check_model_folder(config)
 
     @classmethod
     def preload(cls) -> None:

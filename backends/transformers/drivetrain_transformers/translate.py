@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Final
 
 from pydantic import JsonValue
 
+from drivetrain.backend.toolkit.model_folder import config_levels
+from drivetrain.backend.toolkit.translation import context_length_of
 from drivetrain.checks.extras import from_extra
 from drivetrain.errors import InvalidConfig
 from drivetrain.types.config import EngineConfig
@@ -80,11 +83,11 @@ def context_length(model_config: object, config: EngineConfig) -> int:
     own = next(
         (value for name in names if isinstance(value := getattr(model_config, name, None), int)), UNKNOWN_CONTEXT
     )
-    if config.context_length is None:
-        return own
-    if config.context_length > own:
-        raise InvalidConfig(
-            f"context_length={config.context_length} is more than the model's {own}; lower it or leave it out",
-            field="context_length",
-        )
-    return config.context_length
+    return context_length_of(own, config.context_length)
+
+
+def check_model_folder(config: EngineConfig) -> None:
+    """Raise :class:`InvalidConfig` if the configured context length exceeds the one in the model folder."""
+    levels = config_levels(config.model)
+    if levels:
+        context_length(SimpleNamespace(**levels[-1]), config)

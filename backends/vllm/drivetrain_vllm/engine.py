@@ -4,39 +4,36 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import itertools
-import math
 import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar, Final, cast
 
-from drivetrain.backend.base import GenerateRequest, GenerateResult, ModelInfo, ReadMedium, TokenDelta
-from drivetrain.backend.toolkit.rope_config import plain_rope, require_short_rope, short_rope_length
-from drivetrain.backend.toolkit.translation import context_length_of, require_experts, shortened
+from drivetrain.backend.base import GenerateRequest, ModelInfo, ReadMedium
+from drivetrain.backend.toolkit.model_folder import check_model_folder
+from drivetrain.backend.toolkit.rope_config import short_rope_length
+from drivetrain.backend.toolkit.start_errors import start_errors
+from drivetrain.backend.toolkit.translation import shortened_all
 from drivetrain.errors import (
     EngineDied,
     EngineError,
     EngineInternalError,
     EngineStartError,
-    InvalidConfig,
     InvalidRequest,
     UnsupportedCapability,
 )
 from drivetrain.media.qwen_vision import VisionReader, vision_capabilities
 from drivetrain.process.worker_calls import CallNotTaken
-from drivetrain.process.worker_connection import WorkerConnection, WorkerListener
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.prompts import ImageInput, MediaInput, VideoInput
-from drivetrain.types.sampling import LogprobsMode, SamplingParams
 from drivetrain_vllm.errors import as_engine_error
 from drivetrain_vllm.in_engine import invite
 from drivetrain_vllm.multimodal_inputs import multimodal_input
@@ -54,54 +51,8 @@ from drivetrain_vllm.translate import (
     visible_devices,
 )
 from drivetrain_weight_sync.receiver.plain_adapters import PlainAdapters
+from drivetrain_weight_sync.receiver.served_model import ServedModel, name_of_dtype
 from drivetrain_weight_sync.receiver.worker_backend import WorkerBackend, device_type_of
-
-_ALWAYS: Final = frozenset(
-    {
-        Capability.STREAMING,
-        Capability.ABORT,
-        Capability.LOGPROBS_RAW,
-        Capability.LOGPROBS_TEMPERATURE,
-        Capability.LOGPROBS_PROCESSED,
-        Capability.TOP_LOGPROBS,
-        Capability.PROMPT_LOGPROBS,
-        Capability.SCORE_TOKENS,
-        Capability.STOP_TOKEN_IDS,
-        Capability.IGNORE_EOS,
-        Capability.MIN_NEW_TOKENS,
-        Capability.TOP_K,
-        Capability.TOP_P,
-        Capability.MIN_P,
-        Capability.REPETITION_PENALTY,
-        Capability.FREQUENCY_PENALTY,
-        Capability.PRESENCE_PENALTY,
-        Capability.LOGIT_BIAS,
-        Capability.LOGIT_PROCESSORS,
-        Capability.SEED,
-        Capability.PRIORITY,
-        Capability.STRUCTURED_JSON,
-        Capability.STRUCTURED_REGEX,
-        Capability.STRUCTURED_EBNF,
-        Capability.PAUSE_IN_PLACE,
-        Capability.PAUSE_RETRACT,
-        Capability.SLEEP_WEIGHTS,
-        Capability.SLEEP_KV_CACHE,
-        Capability.WEIGHTS_SHARED_MEMORY,
-        Capability.WEIGHTS_BROADCAST,
-        Capability.WEIGHTS_DISK,
-        Capability.WEIGHTS_PLUGIN,
-        Capability.WEIGHT_STAGING,
-        Capability.WEIGHT_UPDATE_IN_FLIGHT,
-        Capability.VERSION_SPANS,
-        Capability.MOE,
-        Capability.READ_WEIGHTS,
-        Capability.SAVE_SHARDED,
-        Capability.PROFILE,
-        Capability.TENSOR_PARALLEL,
-        Capability.EMBED,
-        Capability.REWARD_SCORE,
-    }
-)
 
 _MEMORY_SAVERS: Final = frozenset({Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, Capability.SLEEP_KEEPS_WEIGHTS})
 """Capabilities that vLLM's sleep allocator provides on a GPU."""
@@ -109,7 +60,6 @@ _MEMORY_SAVERS: Final = frozenset({Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV
 _OF_PLAIN_WEIGHTS: Final = frozenset({Capability.READ_WEIGHTS, Capability.SAVE_SHARDED, Capability.SAVE_REMOTE})
 """Capabilities that need unquantised weights: of quantised ones, the engine keeps no checkpoint copy."""
 
-_ABORT_AGAIN_S: Final = 0.1
 _LOOK_S: Final = 0.2
 """Interval at which the engine core is checked."""
 _LONGEST_SOCKET_FOLDER: Final = 60
@@ -128,7 +78,7 @@ def _distribution() -> str:
     return "vllm"
 
 
-class VLLMBackend(WorkerBackend):
+class VLLMBackend(WorkerBackend[Collected]):
     """Any model that vLLM serves, in a host process of its own."""
 
     name: ClassVar[str] = "vllm"
@@ -140,10 +90,6 @@ class VLLMBackend(WorkerBackend):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._engine: Any = None
-        self._listener: WorkerListener | None = None
-        self._worker: WorkerConnection | None = None
-        """Connection to the engine core."""
-        self._ids: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         """Shapes of the model's tensors, by checkpoint name."""
         self._expert_layers: list[int] = []
@@ -154,22 +100,11 @@ class VLLMBackend(WorkerBackend):
         self._lora_numbers = itertools.count(1)
         self._sockets: str | None = None
         """A folder for vLLM's sockets, used if the path of the temporary folder is too long."""
-        self._again: asyncio.Future[None] | None = None
-        """An abort that is being repeated."""
 
     @classmethod
     def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
         """Return the capabilities of vLLM with the in-engine plugin."""
-        claimed = set(_ALWAYS)
-        if config.enable_prefix_caching:
-            claimed.add(Capability.PREFIX_CACHE)
-        if config.enable_lora:
-            claimed |= {Capability.LORA, Capability.WEIGHTS_LORA}
-        claimed |= vision_capabilities(config)
-        if importlib.util.find_spec("fsspec") is not None:
-            claimed.add(Capability.SAVE_REMOTE)
-        if config.tensor_parallel_size > 1:
-            claimed -= {Capability.SAVE_SHARDED, Capability.SAVE_REMOTE}
+        claimed = set(super().capabilities(config))
         if config.engine_kwargs.get("quantization") is not None:
             claimed -= _OF_PLAIN_WEIGHTS
         if device_type_of(config) != "cpu":
@@ -177,6 +112,13 @@ class VLLMBackend(WorkerBackend):
             if not config.enable_sleep:
                 claimed -= _MEMORY_SAVERS
         return frozenset(claimed)
+
+    @classmethod
+    def validate(cls, config: EngineConfig) -> None:
+        """Refuse arguments that vLLM would not honour, missing GPUs, and what does not fit the model."""
+        engine_arguments(config, device_type_of(config), config.dtype, config.context_length or 0)
+        _devices_of(config)
+        check_model_folder(config, "vLLM")
 
     @classmethod
     def preload(cls) -> None:
@@ -191,17 +133,12 @@ class VLLMBackend(WorkerBackend):
     async def start(self, report: Callable[[str], None]) -> ModelInfo:
         """Start vLLM, which uses this event loop from here on."""
         report("importing vLLM")
-        self._listener = WorkerListener()
-        invite(self._listener.name)
+        invite(self.listen())
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        try:
+        with start_errors("vLLM"):
             info = self._start(report)
-        except (InvalidConfig, EngineStartError, UnsupportedCapability):
-            raise
-        except Exception as error:
-            raise EngineStartError(f"vLLM failed to start: {type(error).__name__}: {error}") from error
-        self._worker = await self._listener.accept(lambda: EngineDied("vLLM's engine core ended"))
+        await self.connect("vLLM's engine core ended")
         if Capability.ROUTED_EXPERTS in self.capabilities(self.config):
             self._expert_layers = cast("list[int]", await self.ask("expert_layers"))
         report("warming up")
@@ -209,27 +146,15 @@ class VLLMBackend(WorkerBackend):
         return replace(info, gpus=await self.gpus())
 
     def _start(self, report: Callable[[str], None]) -> ModelInfo:
-        from transformers import AutoConfig
-
         config = self.config
-        device = device_type_of(config)
-        model_config = AutoConfig.from_pretrained(
-            config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
-        )
-        text = model_config.get_text_config()
-        fields = text.to_dict()
-        require_experts(config, fields)
-        own = getattr(text, "max_position_embeddings", None) or 2**20
-        context_length = context_length_of(own, config.context_length)
-        require_short_rope(context_length, fields, "vLLM")
-        room = room_of(config)
+        model = ServedModel.read(config, device_type_of(config), "vLLM")
+        device, context_length, room = model.device, model.context_length, room_of(config)
         longest = context_length + room
-        short = short_rope_length(fields)
+        short = short_rope_length(model.fields)
         if short is not None:
             longest = min(longest, short)  # above this, vLLM uses the long factors for every sequence
             context_length = longest - room
-        dtype = str(getattr(text, "dtype", None) or "auto").removeprefix("torch.")
-        if longest > own:
+        if longest > model.own_length:
             os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # no sequence gets that long
         if config.deterministic:
             _be_batch_invariant()
@@ -248,8 +173,7 @@ class VLLMBackend(WorkerBackend):
         from vllm.v1.engine.async_llm import AsyncLLM
 
         report(f"starting vLLM {version(self.engine_distribution)} on {config.device or device}")
-        overrides = plain_rope(fields, nested=text is not model_config)
-        arguments = AsyncEngineArgs(**engine_arguments(config, device, dtype, longest, overrides))
+        arguments = AsyncEngineArgs(**engine_arguments(config, device, model.dtype, longest, model.overrides))
         # Media arrive preprocessed each time. With a cache, this side of vLLM would assume that the engine core still
         # has media that it dropped when caches were reset.
         arguments.mm_processor_cache_gb = 0
@@ -268,42 +192,21 @@ class VLLMBackend(WorkerBackend):
             self._engine = AsyncLLM.from_vllm_config(made, disable_log_stats=True)
         served = made.model_config
         if Capability.IMAGES in self.capabilities(config):
-            self._vision = VisionReader(config, model_config, context_length)
-        from drivetrain_weight_sync.receiver.checkpoint_manifest import checkpoint_of, eos_of_checkpoint
-
-        checkpoint = checkpoint_of(config.model, config.revision, trust_remote_code=config.trust_remote_code)
-        self._shapes = {spec.name: spec.shape for spec in checkpoint.tensors}
-        return ModelInfo(
-            vocab_size=served.get_vocab_size(),
-            context_length=context_length,
-            eos_token_ids=eos_of_checkpoint(config.model, config.revision, text, model_config),
-            dtype=str(served.dtype).removeprefix("torch."),
-            architecture=(model_config.architectures or [type(model_config).__name__])[0],
-            parameters=sum(map(math.prod, self._shapes.values())),
-            device=device,
-        )
+            self._vision = VisionReader(config, model.model_config, context_length)
+        self._shapes = model.shapes
+        return model.info(vocab_size=served.get_vocab_size(), dtype=served.dtype, context_length=context_length)
 
     async def _warm_up(self) -> None:
-        """Warm up: the first request is slow, and one aborted during that time would end without a token."""
         await self.ask("set_weight_version", self.version)
         if self.config.task is not Task.GENERATE:
             return
-        for params in (SamplingParams(temperature=0), SamplingParams(min_p=0.1, top_k=2)):
-            request = GenerateRequest("warm-up", [0, 0], params, 2, (), LogprobsMode.TEMPERATURE)
-            await self.generate(request)
-        if self._vision is not None and self._most("image"):
-            ids, media = await self._vision.example((64, 64))
-            await self.generate(replace(request, prompt_token_ids=ids, media=media))
-        await self.reset_prefix_cache()
+        has_images = self._vision is not None and self._most("image")
+        await self.warm_up([await self._reader.example((64, 64))] if has_images else [])
 
     async def close(self) -> None:
         """End vLLM's processes."""
         engine, self._engine = self._engine, None
-        worker, self._worker = self._worker, None
-        if self._listener is not None:
-            self._listener.close()
-        if worker is not None:
-            worker.close()
+        self.disconnect()
         if engine is not None:
             await asyncio.to_thread(engine.shutdown)
         self._plain.close()
@@ -318,46 +221,27 @@ class VLLMBackend(WorkerBackend):
 
     # Generation --------------------------------------------------------------------------------------------------
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Generate one sample."""
-        collected = Collected(request, self._expert_layers)
-        async for output in self._outputs(request, collected, stream=False):
-            collected.add(output)
-        return collected.result(self.version)
+    def collect(self, request: GenerateRequest) -> Collected:
+        """Return an empty sample."""
+        return Collected(request, self._expert_layers)
 
-    async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-        """Generate one sample, yielding a delta per step."""
-        collected = Collected(request, self._expert_layers)
-        async for output in self._outputs(request, collected, stream=True):
-            ids, logprobs, top = collected.add(output)
-            if ids or collected.ended:
-                result = collected.result(self.version) if collected.ended else None
-                yield TokenDelta(ids, logprobs, top, result)
-
-    async def _outputs(
-        self, request: GenerateRequest, collected: Collected, *, stream: bool
-    ) -> AsyncGenerator[Any, None]:
-        name = self.new_id()
-        self._ids[request.request_id] = name
+    async def outputs(self, request: GenerateRequest, sample: Collected, *, stream: bool) -> AsyncGenerator[Any, None]:
+        """Yield vLLM's ``RequestOutput`` objects."""
         try:
-            await self.admit(name, collected)
-            prompt = await self._prompt(request)
-            # In vLLM a lower number is a higher priority.
-            outputs = self._running.generate(
-                prompt,
-                sampling_params(request, stream=stream, deterministic=self.config.deterministic),
-                name,
-                lora_request=None if request.lora is None else self._adapters[request.lora],
-                priority=-request.priority,
-            )
-            async with aclosing(outputs):
-                async for output in outputs:
-                    yield output
+            async with self.admitted(request, sample) as name:
+                # In vLLM a lower number is a higher priority.
+                outputs = self._running.generate(
+                    await self._prompt(request),
+                    sampling_params(request, stream=stream, deterministic=self.config.deterministic),
+                    name,
+                    lora_request=None if request.lora is None else self._adapters[request.lora],
+                    priority=-request.priority,
+                )
+                async with aclosing(outputs):
+                    async for output in outputs:
+                        yield output
         except Exception as error:
             raise as_engine_error(error) from error
-        finally:
-            self._ids.pop(request.request_id, None)
-            self.in_flight.pop(name, None)
 
     async def _prompt(self, request: GenerateRequest) -> dict[str, Any]:
         if not request.media:
@@ -388,22 +272,10 @@ class VLLMBackend(WorkerBackend):
             raise UnsupportedCapability("this model takes no images", capability=Capability.IMAGES.value)
         return self._vision
 
-    async def abort(self, request_ids: list[str]) -> None:
-        """End requests, whether running, waiting or frozen."""
-        names = [self._ids[request_id] for request_id in request_ids if request_id in self._ids]
-        await self._abort(names)
-        # The abort may have overtaken a request on its way to vLLM, which then ignores it.
-        asyncio.get_running_loop().call_later(_ABORT_AGAIN_S, self._abort_again, names)
-
-    async def _abort(self, names: list[str]) -> None:
-        if names and self._engine is not None:
-            await self._engine.abort(names)
-
-    def _abort_again(self, names: list[str]) -> None:
-        left = [name for name in names if name in self.in_flight]
-        if left and self._engine is not None:
-            self._again = asyncio.ensure_future(self._abort(left))
-            asyncio.get_running_loop().call_later(_ABORT_AGAIN_S, self._abort_again, left)
+    async def send_abort(self, names: Sequence[str]) -> None:
+        """Abort requests; vLLM ignores those that it does not know."""
+        if self._engine is not None:
+            await self._engine.abort(list(names))
 
     # Pause and memory --------------------------------------------------------------------------------------------
 
@@ -452,7 +324,7 @@ class VLLMBackend(WorkerBackend):
     async def embed(self, prompts: list[list[int]], dimensions: int | None) -> list[list[float]]:
         """Return one unit vector per prompt."""
         vectors = await asyncio.gather(*(self._pooled(prompt, task="embed") for prompt in prompts))
-        return list(vectors) if dimensions is None else [shortened(vector, dimensions) for vector in vectors]
+        return shortened_all(vectors, dimensions)
 
     async def reward_score(self, sequences: list[list[int]]) -> list[float]:
         """Return the model's first score per sequence, without activation."""
@@ -503,16 +375,14 @@ class VLLMBackend(WorkerBackend):
 
     def served_dtype(self) -> str:
         """Return the dtype of vLLM's weights."""
-        return str(self._running.model_config.dtype).removeprefix("torch.")
+        return name_of_dtype(self._running.model_config.dtype)
 
     async def ask(self, method: str, *arguments: object) -> object:
         """Call the engine core, which calls its workers if needed."""
         from drivetrain_vllm.in_engine.scheduler_calls import methods
 
-        if self._worker is None:
-            raise EngineInternalError("the vLLM backend is not running")
         try:
-            return await self._worker.call(methods[method], arguments)
+            return await self.worker.call(methods[method], arguments)
         except CallNotTaken as error:
             raise as_engine_error(error) from error
 
@@ -554,15 +424,23 @@ def _be_batch_invariant() -> None:
     os.environ[_START_METHOD] = "spawn"
 
 
+def _devices_of(config: EngineConfig) -> str | None:
+    """Return ``CUDA_VISIBLE_DEVICES`` with the configured GPUs first; None if no number is configured."""
+    if ":" not in (config.device or ""):
+        return None
+    import torch
+
+    before = os.environ.get(_VISIBLE)
+    visible = [*map(str, range(torch.cuda.device_count()))] if before is None else before.split(",")
+    return visible_devices(config.device or "", config.tensor_parallel_size, visible)
+
+
 @contextmanager
 def _devices_first(config: EngineConfig) -> Iterator[None]:
     """Within the context, started processes see the configured GPUs before all others."""
     before = os.environ.get(_VISIBLE)
-    if ":" in (config.device or ""):
-        import torch
-
-        visible = [*map(str, range(torch.cuda.device_count()))] if before is None else before.split(",")
-        os.environ[_VISIBLE] = visible_devices(config.device or "", config.tensor_parallel_size, visible)
+    if (devices := _devices_of(config)) is not None:
+        os.environ[_VISIBLE] = devices
     try:
         yield
     finally:

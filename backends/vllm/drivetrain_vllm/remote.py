@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final
 
 from drivetrain.backend.base import EngineStats, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
 from drivetrain.backend.toolkit.rope_config import require_plain_rope, short_rope_length
-from drivetrain.backend.toolkit.translation import context_length_of, shortened
+from drivetrain.backend.toolkit.translation import context_length_of, shortened_all
 from drivetrain.errors import EngineDied, EngineInternalError, EngineStartError, InvalidConfig
 from drivetrain.servers.http_client import ServerClient, ServerKind
 from drivetrain.servers.remote_backend import BUSY_S, ENDPOINT, LOOK_S, ServerBackend
@@ -253,7 +253,7 @@ class VLLMServerBackend(ServerBackend[ServerSays]):
     async def embed(self, prompts: list[list[int]], dimensions: int | None) -> list[list[float]]:
         """Return one unit vector per prompt."""
         vectors = await self._pooled(prompts, task="embed")
-        return vectors if dimensions is None else [shortened(vector, dimensions) for vector in vectors]
+        return shortened_all(vectors, dimensions)
 
     async def reward_score(self, sequences: list[list[int]]) -> list[float]:
         """Return the model's first score per sequence, without activation."""

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from drivetrain.backend.base import GenerateRequest, GenerateResult
+from drivetrain.backend.toolkit.collected_sample import Added, CollectedSample
 from drivetrain.backend.toolkit.translation import (
+    is_plain,
     no_token_allowed,
     non_finite_logits,
     spreads_experts,
-    version_spans,
     with_engine_kwargs,
 )
 from drivetrain.errors import EngineInternalError, InvalidConfig, InvalidRequest
@@ -192,7 +193,8 @@ def visible_devices(device: str, count: int, visible: Sequence[str]) -> str:
     chosen = list(visible[first : first + count])
     if len(chosen) < count:
         raise InvalidConfig(
-            f"device={device!r} with tensor_parallel_size={count} needs more than the GPUs {', '.join(visible)}",
+            f"device={device!r} with tensor_parallel_size={count} needs more than the GPUs "
+            f"{', '.join(visible) or '(none)'}",
             field="device",
         )
     return ",".join([*chosen, *visible[:first], *visible[first + count :]])
@@ -208,27 +210,9 @@ def drawn_by_vllm(request: GenerateRequest, *, deterministic: bool = False) -> b
         request: The request.
         deterministic: If true, always use our sampler: one such request switches the whole batch and changes rounding.
     """
-    if deterministic:
-        return False
-    params = request.params
-    adjusted = bool(
-        params.repetition_penalty != 1
-        or params.frequency_penalty
-        or params.presence_penalty
-        or params.logit_bias
-        or params.logit_processors
-        or (params.min_new_tokens and request.stop_token_ids)
-        or not (params.temperature == 0 or _TEMPERATURES[0] <= params.temperature <= _TEMPERATURES[1])
-    )
-    limits = (params.top_k > 0) + (params.top_p < 1) + (params.min_p > 0)
-    if adjusted or limits > 1 or request.seed is not None:
-        return False
-    if params.logprobs is None:
-        return True
-    if params.structured_output is not None:
-        return False  # its logprobs are those of the masked distribution
-    same_as_raw = request.logprobs_mode is LogprobsMode.TEMPERATURE and params.temperature in (0.0, 1.0)
-    return same_as_raw or request.logprobs_mode is LogprobsMode.RAW
+    temperature = request.params.temperature
+    honours_temperature = temperature == 0 or _TEMPERATURES[0] <= temperature <= _TEMPERATURES[1]
+    return not deterministic and honours_temperature and is_plain(request, LogprobsMode.RAW)
 
 
 def sampling_params(request: GenerateRequest, *, stream: bool, deterministic: bool = False) -> Any:
@@ -338,7 +322,7 @@ PLAIN_FIELDS: Final = frozenset(
 # Results ----------------------------------------------------------------------------------------------------------
 
 
-class Collected:
+class Collected(CollectedSample):
     """Outputs of vLLM for one sample, collected chunk by chunk.
 
     Args:
@@ -347,43 +331,28 @@ class Collected:
     """
 
     def __init__(self, request: GenerateRequest, expert_layers: Sequence[int] = ()) -> None:
-        self._params = request.params
-        self._request = request
+        super().__init__(request)
         self._expert_layers = list(expert_layers)
-        self._ids: list[int] = []
-        self._logprobs: list[float] = []
-        self._top: list[TopLogprobs] = []
-        self._replaced: list[tuple[str, float]] = []
         self._last: Any = None
         self._prompt: Any = None
         """Prompt logprobs, which come with the first chunk of a stream."""
 
-    def replaced(self, version: str, tokens: float) -> None:
-        """Record that new weights follow this many tokens; infinity if every token was already sampled.
-
-        For releases of vLLM that do not report the weight version of each token.
-        """
-        self._replaced.append((version, tokens))
-
-    def add(self, output: Any) -> tuple[list[int], list[float] | None, list[TopLogprobs] | None]:
+    def add(self, output: Any) -> Added:
         """Add a ``RequestOutput``; return its new ids, their logprobs, and the top logprobs."""
         self._last = output
         if output.prompt_logprobs:
             self._prompt = output.prompt_logprobs
         completion = output.outputs[0]
         # With experts, chunks are cumulative.
-        seen = len(self._ids) if self._params.return_routed_experts else 0
-        ids = list(completion.token_ids[seen:]) if self._request.max_new_tokens else []
+        seen = len(self.token_ids) if self.params.return_routed_experts else 0
+        ids = list(completion.token_ids[seen:]) if self.request.max_new_tokens else []
         logprobs, top = None, None
-        if self._params.logprobs is not None:
+        if self.params.logprobs is not None:
             positions = completion.logprobs or ()
             logprobs = [_of(positions, index, token) for index, token in enumerate(ids, seen)]
-            self._logprobs += logprobs
-            if self._params.logprobs:
-                top = [_top(positions, index, self._params.logprobs) for index in range(seen, seen + len(ids))]
-                self._top += top
-        self._ids += ids
-        return ids, logprobs, top
+            if self.params.logprobs:
+                top = [_top(positions, index, self.params.logprobs) for index in range(seen, seen + len(ids))]
+        return self.extend(ids, logprobs, top)
 
     @property
     def ended(self) -> bool:
@@ -400,26 +369,26 @@ class Collected:
             NonFiniteLogits: the model gave NaN or infinity for the next token.
             NoTokenAllowed: no token was left to draw.
         """
-        params, count = self._params, len(self._ids)
+        params, count = self.params, len(self.token_ids)
         completion = self._last.outputs[0]
-        if self._request.max_new_tokens and completion.finish_reason == "abort":
+        if self.request.max_new_tokens and completion.finish_reason == "abort":
             match completion.stop_reason:
                 case int(code) if code == NOT_FINITE:
-                    raise non_finite_logits(self._request, count)
+                    raise non_finite_logits(self.request, count)
                 case int(code) if code == NO_TOKEN:
-                    raise no_token_allowed(self._request, count)
-        reason, matched = _finish(completion.finish_reason, completion.stop_reason, completion.token_ids, self._request)
-        prompt_ids = self._request.prompt_token_ids
+                    raise no_token_allowed(self.request, count)
+        reason, matched = _finish(completion.finish_reason, completion.stop_reason, completion.token_ids, self.request)
+        prompt_ids = self.request.prompt_token_ids
         prompt = self._prompt if params.prompt_logprobs is not None else None
         if reason is FinishReason.ABORT and prompt is not None and len(prompt.start_indices) < len(prompt_ids):
             prompt = None  # aborted during prefill
         return GenerateResult(
-            token_ids=self._ids,
+            token_ids=self.token_ids,
             finish_reason=reason,
-            weight_versions=version_spans(self._ends(version), count),
+            weight_versions=self.weight_versions(self._reported(), version),
             matched_stop=matched,
-            logprobs=self._logprobs if params.logprobs is not None else None,
-            top_logprobs=self._top if params.logprobs else None,
+            logprobs=self.logprobs,
+            top_logprobs=self.top_logprobs,
             prompt_logprobs=(
                 [None, *(_of(prompt, index, prompt_ids[index]) for index in range(1, len(prompt_ids)))]
                 if prompt
@@ -446,17 +415,15 @@ class Collected:
         if every is None or len(every) < count:
             given = 0 if every is None else len(every)
             raise EngineInternalError(
-                f"request {self._request.request_id}: vLLM gave experts of {given} tokens where it drew {count}"
+                f"request {self.request.request_id}: vLLM gave experts of {given} tokens where it drew {count}"
             )
         experts: list[list[list[int]]] = every[-count:, self._expert_layers].tolist()
         return experts
 
-    def _ends(self, version: str) -> list[tuple[str, float]]:
-        """Return versions and the ends of their tokens, as reported by vLLM or by :meth:`replaced`."""
+    def _reported(self) -> list[tuple[str, float]] | None:
+        """Return versions and the ends of their tokens, if this vLLM reports them."""
         spans = getattr(self._last.outputs[0], "weight_versions", None)
-        if spans is not None:
-            return [(str(span.version), float(span.end)) for span in spans]
-        return [*self._replaced, (version, math.inf)]
+        return None if spans is None else [(str(span.version), float(span.end)) for span in spans]
 
 
 def _of(positions: Any, index: int, token: int) -> float:
@@ -502,14 +469,11 @@ _CLAMPED: Final = -9998.0
 """Logprobs below this stand for minus infinity, which a server sends as -9999: a token that cannot be drawn."""
 
 
-class Served:
+class Served(CollectedSample):
     """Answers of a vLLM server for one sample, collected one by one."""
 
     def __init__(self, request: GenerateRequest) -> None:
-        self._request = request
-        self._ids: list[int] = []
-        self._logprobs: list[float] = []
-        self._top: list[TopLogprobs] = []
+        super().__init__(request)
         self._prompt: Sequence[Mapping[str, Any] | None] | None = None
         self._spans: Sequence[Mapping[str, Any]] = ()
         self._cached = 0
@@ -521,7 +485,7 @@ class Served:
         """True if the server has sent a finish reason."""
         return self._reason is not None
 
-    def add(self, answer: Mapping[str, Any]) -> tuple[list[int], list[float] | None, list[TopLogprobs] | None]:
+    def add(self, answer: Mapping[str, Any]) -> Added:
         """Add an answer or an event of a stream; return its ids, their logprobs, and the top logprobs."""
         self._prompt = answer.get("prompt_logprobs") or self._prompt
         usage = answer.get("usage") or {}
@@ -531,24 +495,19 @@ class Served:
         choice = answer["choices"][0]
         self._reason, self._matched = choice["finish_reason"], choice["stop_reason"]
         self._spans = choice.get("weight_versions") or self._spans
-        params = self._request.params
-        ids: list[int] = list(choice["token_ids"] or ()) if self._request.max_new_tokens else []
+        ids: list[int] = list(choice["token_ids"] or ()) if self.request.max_new_tokens else []
         logprobs, top = None, None
-        if params.logprobs is not None:
+        if self.params.logprobs is not None:
             drawn = ((choice.get("logprobs") or {}).get("content") or ())[: len(ids)]
             logprobs = [0.0 if self._is_certain else float(entry["logprob"]) for entry in drawn]
-            self._logprobs += logprobs
-            if params.logprobs:
-                top = [self._alternatives(entry, params.logprobs) for entry in drawn]
-                self._top += top
-        self._ids += ids
-        return ids, logprobs, top
+            if self.params.logprobs:
+                top = [self._alternatives(entry, self.params.logprobs) for entry in drawn]
+        return self.extend(ids, logprobs, top)
 
     @property
     def _is_certain(self) -> bool:
         """True if the drawn token was the only one possible: vLLM reports the distribution before the greedy choice."""
-        greedy = self._request.params.temperature == 0
-        return greedy and self._request.logprobs_mode is LogprobsMode.PROCESSED
+        return self.params.temperature == 0 and self.request.logprobs_mode is LogprobsMode.PROCESSED
 
     def _alternatives(self, entry: Mapping[str, Any], count: int) -> TopLogprobs:
         if self._is_certain:
@@ -561,18 +520,18 @@ class Served:
         Args:
             version: Version of the weights that are served now.
         """
-        params, count = self._request.params, len(self._ids)
-        reason, matched = _finish(self._reason, self._matched, self._ids, self._request)
-        prompt_ids = self._request.prompt_token_ids
+        params = self.params
+        reason, matched = _finish(self._reason, self._matched, self.token_ids, self.request)
+        prompt_ids = self.request.prompt_token_ids
         prompt = [entries or {} for entries in self._prompt[1:]] if self._prompt else None
         ends = [(str(span["version"]), float(span["end"])) for span in self._spans]
         return GenerateResult(
-            token_ids=self._ids,
+            token_ids=self.token_ids,
             finish_reason=reason,
-            weight_versions=version_spans([*ends, (version, math.inf)], count),
+            weight_versions=self.weight_versions([*ends, (version, math.inf)], version),
             matched_stop=matched,
-            logprobs=self._logprobs if params.logprobs is not None else None,
-            top_logprobs=self._top if params.logprobs else None,
+            logprobs=self.logprobs,
+            top_logprobs=self.top_logprobs,
             prompt_logprobs=(
                 [None, *(float(of[str(token)]["logprob"]) for of, token in zip(prompt, prompt_ids[1:], strict=True))]
                 if prompt is not None

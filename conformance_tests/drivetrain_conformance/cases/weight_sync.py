@@ -773,7 +773,7 @@ async def a_source_that_is_written_to_during_a_push_is_found(bench: Bench) -> No
     await check_serves(bench, other, NEW)
 
 
-@case(Capability.WEIGHTS_DISK, Capability.WEIGHT_UPDATE_IN_FLIGHT, Capability.PAUSE_WAIT, own_engine=True)
+@case(Capability.WEIGHTS_DISK, Capability.PAUSE_WAIT, own_engine=True)
 async def every_step_of_an_update_has_a_deadline(bench: Bench) -> None:
     """A step beyond timeouts.weight_update raises DeadlineExceeded; the engine is dirty only if the update began."""
     limit, other = 0.4, bench.other_weights()
@@ -813,7 +813,7 @@ async def _seconds(step: Coroutine[object, object, None]) -> float:
 
 @case(
     Capability.WEIGHTS_DISK,
-    Capability.WEIGHT_UPDATE_IN_FLIGHT,
+    Capability.WEIGHT_UPDATE_IN_FLIGHT_RETRACT,
     Capability.PAUSE_RETRACT,
     Capability.VERSION_SPANS,
     changes_weights=True,
@@ -1004,15 +1004,10 @@ def _free_port() -> int:
 
 # Requests in flight ----------------------------------------------------------------------------------------------
 
-_SPANS_IN_FLIGHT: Final = (
-    Capability.WEIGHTS_DISK,
-    Capability.WEIGHT_UPDATE_IN_FLIGHT,
-    Capability.VERSION_SPANS,
-    Capability.LOGPROBS_RAW,
-)
+_SPANS: Final = (Capability.WEIGHTS_DISK, Capability.VERSION_SPANS, Capability.LOGPROBS_RAW)
 
 
-@case(*_SPANS_IN_FLIGHT, Capability.PAUSE_RETRACT, changes_weights=True)
+@case(*_SPANS, Capability.WEIGHT_UPDATE_IN_FLIGHT_RETRACT, Capability.PAUSE_RETRACT, changes_weights=True)
 async def retracted_requests_go_on_with_the_new_weights(bench: Bench) -> None:
     """Requests retracted for an update continue as if the new weights had read their tokens; spans mark the switch."""
     updated = await update_in_flight(bench, PauseMode.RETRACT)
@@ -1025,7 +1020,7 @@ async def retracted_requests_go_on_with_the_new_weights(bench: Bench) -> None:
     check_late(bench, updated)
 
 
-@case(*_SPANS_IN_FLIGHT, Capability.PAUSE_IN_PLACE, changes_weights=True)
+@case(*_SPANS, Capability.WEIGHT_UPDATE_IN_FLIGHT_IN_PLACE, Capability.PAUSE_IN_PLACE, changes_weights=True)
 async def frozen_requests_go_on_where_they_were(bench: Bench) -> None:
     """Requests frozen in place for an update continue on their cache; spans mark the switch to the new weights."""
     updated = await update_in_flight(bench, PauseMode.IN_PLACE)
@@ -1037,7 +1032,7 @@ async def frozen_requests_go_on_where_they_were(bench: Bench) -> None:
     check_late(bench, updated)
 
 
-@case(*_SPANS_IN_FLIGHT, Capability.PAUSE_ABORT, changes_weights=True)
+@case(*_SPANS, Capability.PAUSE_ABORT, changes_weights=True)
 async def aborted_requests_are_of_the_old_weights_alone(bench: Bench) -> None:
     """Requests aborted for an update return their tokens so far, all made by the old weights and labelled so."""
     updated = await update_in_flight(bench, PauseMode.ABORT)
@@ -1048,7 +1043,7 @@ async def aborted_requests_are_of_the_old_weights_alone(bench: Bench) -> None:
     check_late(bench, updated)
 
 
-@case(*_SPANS_IN_FLIGHT, Capability.PAUSE_WAIT, changes_weights=True)
+@case(*_SPANS, Capability.PAUSE_WAIT, changes_weights=True)
 async def awaited_requests_end_before_the_weights_change(bench: Bench) -> None:
     """Requests that an update waits for run to their end, all made by the old weights and labelled so."""
     updated = await update_in_flight(bench, PauseMode.WAIT)
@@ -1061,7 +1056,7 @@ async def awaited_requests_end_before_the_weights_change(bench: Bench) -> None:
 
 @case(
     Capability.WEIGHTS_DISK,
-    Capability.WEIGHT_UPDATE_IN_FLIGHT,
+    Capability.WEIGHT_UPDATE_IN_FLIGHT_RETRACT,
     Capability.VERSION_SPANS,
     Capability.PAUSE_RETRACT,
     changes_weights=True,
@@ -1137,7 +1132,7 @@ async def a_prefix_of_older_weights_is_kept_by_name(bench: Bench) -> None:
 @case(
     Capability.WEIGHTS_DISK,
     Capability.PREFIX_CACHE,
-    Capability.WEIGHT_UPDATE_IN_FLIGHT,
+    Capability.WEIGHT_UPDATE_IN_FLIGHT_IN_PLACE,
     Capability.PAUSE_IN_PLACE,
     changes_weights=True,
 )
@@ -1151,7 +1146,7 @@ async def a_frozen_request_leaves_no_stale_prefix(bench: Bench) -> None:
 @case(
     Capability.WEIGHTS_DISK,
     Capability.PREFIX_CACHE,
-    Capability.WEIGHT_UPDATE_IN_FLIGHT,
+    Capability.WEIGHT_UPDATE_IN_FLIGHT_RETRACT,
     Capability.PAUSE_RETRACT,
     changes_weights=True,
 )

@@ -222,12 +222,21 @@ class Contract:
             return self._refused()
         frozen = bool(self.having(Fate.FROZEN))
         after = replace(self._quiesced(mode), weights=Weights.UPDATING)
-        if self.in_flight() and Capability.WEIGHT_UPDATE_IN_FLIGHT not in self.capabilities:
+        if self.in_flight() and not self._can_freeze_for_an_update(mode):
             drained = replace(self._drained(), weights=Weights.UPDATING)
             return Ruling(drained, Refusal(UnsupportedCapability, unless_ended=not frozen))
         if mode is PauseMode.WAIT and frozen:
             return self._refused()
         return Ruling(after)
+
+    def _can_freeze_for_an_update(self, mode: PauseMode) -> bool:
+        match mode:
+            case PauseMode.IN_PLACE:
+                return Capability.WEIGHT_UPDATE_IN_FLIGHT_IN_PLACE in self.capabilities
+            case PauseMode.RETRACT:
+                return Capability.WEIGHT_UPDATE_IN_FLIGHT_RETRACT in self.capabilities
+            case _:
+                return True  # no request is left when the weights change
 
     def commit_update(self, version: str) -> Self:
         """The update succeeds: its version is published, and the engine is as free as before."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import count
@@ -56,6 +56,11 @@ from drivetrain_conformance.model.strategies import AbortPoint
 SHORT: Final = 4
 """Length of a request that ends soon, in tokens."""
 _DRAIN_SECONDS: Final = 30.0
+_RECOVERIES: Final[Mapping[PauseMode, frozenset[Capability]]] = {
+    PauseMode.RETRACT: frozenset({Capability.PAUSE_RETRACT, Capability.WEIGHT_UPDATE_IN_FLIGHT_RETRACT}),
+    PauseMode.IN_PLACE: frozenset({Capability.PAUSE_IN_PLACE, Capability.WEIGHT_UPDATE_IN_FLIGHT_IN_PLACE}),
+}
+"""Modes of an update that keep requests in flight, with the capabilities that each needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,13 +169,13 @@ class Player:
     async def _finish(self, ending: Ending) -> None:
         """Return the engine to its initial condition; each step is checked as any other."""
         claims = self._engine.capabilities
-        stuck = self._contract.weights is Weights.DIRTY and Capability.WEIGHT_UPDATE_IN_FLIGHT not in claims
-        if Capability.ABORT in claims and (ending is Ending.ABORT or (stuck and self._contract.in_flight())):
+        if Capability.ABORT in claims and ending is Ending.ABORT:
             await self._step(AbortAll())
         if self._contract.asleep:
             await self._step(WakeUp(self._contract.asleep))
         if self._contract.weights is Weights.DIRTY:
-            await self._step(Update(0, PauseMode.RETRACT if Capability.PAUSE_RETRACT in claims else PauseMode.ABORT))
+            mode = next((mode for mode, needed in _RECOVERIES.items() if needed <= claims), PauseMode.ABORT)
+            await self._step(Update(0, mode))
         if self._contract.paused:
             await self._step(Continue())
         for name in self._contract.under_way():

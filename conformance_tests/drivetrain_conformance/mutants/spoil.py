@@ -39,7 +39,7 @@ class SoundBackend(Backend):
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Generate with the sound backend."""
-        return await super().generate(request)  # type: ignore[safe-super]
+        return await super().generate(request)
 
     async def stats(self) -> EngineStats:
         """Return the sound backend's stats."""

@@ -13,11 +13,12 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import ClassVar
 
-from drivetrain.errors import EngineError, UnsupportedCapability
+from drivetrain.errors import EngineError, EngineInternalError, UnsupportedCapability
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Isolation
 from drivetrain.types.modes import MemoryTag, PauseMode
@@ -196,6 +197,18 @@ class Backend(ABC):
         Called before launch: in the thread that calls ``create_engine``, or in a probe process of ``config.python``.
         """
 
+    @classmethod
+    def validate(cls, config: EngineConfig) -> None:
+        """Refuse values of ``config`` with which ``start`` could only fail; start nothing. The default refuses none.
+
+        Called before launch, after unclaimed capabilities and fields without an equivalent were refused, where
+        :meth:`capabilities` is called.
+
+        Raises:
+            InvalidConfig: A value is wrong; ``field`` names it.
+        """
+        return None
+
     # Lifecycle ---------------------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -243,18 +256,29 @@ class Backend(ABC):
 
     # Generation --------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Generate one sample. An aborted request returns its tokens so far, with ``FinishReason.ABORT``.
 
-        Cancelling the call aborts the request.
+        Cancelling the call aborts the request. The default reads :meth:`stream` to its end; override it if the engine
+        is faster when it returns a sample at once.
 
         State: called in READY; requests in flight stay through PAUSED and UPDATING, frozen or draining as the pause
         mode says.
         """
+        result: GenerateResult | None = None
+        async with aclosing(self.stream(request)) as deltas:
+            async for delta in deltas:
+                result = delta.result
+        if result is None:
+            raise EngineInternalError(
+                f"request {request.request_id}: the stream of the {self.name} backend ended without a result"
+            )
+        return result
 
     def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         """Generate one sample and yield each step's tokens. Closing the generator early aborts the request.
+
+        A backend that cannot stream overrides :meth:`generate` instead.
 
         State: as for :meth:`generate`.
         """

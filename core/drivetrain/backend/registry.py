@@ -17,7 +17,7 @@ from enum import Enum
 from typing import Final
 
 from drivetrain.backend.base import Backend
-from drivetrain.backend.plugin_classes import backend_classes, describe_error
+from drivetrain.backend.plugin_classes import backend_classes, describe_error, plugin_manager
 from drivetrain.backend.toolkit.engine_versions import release
 from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import (
@@ -70,6 +70,7 @@ class BackendInfo:
 class _Loaded:
     backend: type[Backend]
     origin: _Origin
+    plugin: object
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +87,10 @@ class _Origin:
         return f"{self.module} of the distribution {self.distribution!r} {self.version}"
 
 
+_manager: Final = plugin_manager()
+"""The plugins that were asked for or registered."""
 _loaded: dict[str, _Loaded] = {}
-_registered: dict[str, tuple[object, _Loaded]] = {}
+"""Backends of those plugins, by name."""
 
 
 @checked
@@ -103,9 +106,6 @@ def load_backend(name: str) -> type[Backend]:
         BackendUnavailable: The plugin imports a missing package, and its distribution has an extra for it.
         BackendError: The backend is switched off by ``DRIVETRAIN_DISABLED_PLUGINS``.
     """
-    if name in _registered:
-        _refuse_disabled(name, [_registered[name][1].origin])
-        return _registered[name][1].backend
     if name in _loaded:
         _refuse_disabled(name, [_loaded[name].origin])
         return _loaded[name].backend
@@ -124,14 +124,14 @@ def load_backend(name: str) -> type[Backend]:
             f"cannot load the backend {name!r} from {origin}: {describe_error(error)}; "
             f"mend or uninstall the plugin, or switch it off with {DISABLE_VARIABLE}={name}"
         ) from error
-    backends = {cls.name: cls for cls in backend_classes(plugin, str(origin))}
+    backends = {cls.name: cls for cls in backend_classes(_manager, plugin, str(origin))}
     if name not in backends:
         found = ", ".join(map(repr, backends)) or "none"
         raise BackendLoadError(
             f"the hook of {origin} returned no backend with name = {name!r} (it returned: {found}); "
             "the entry point's name must be the name of the class"
         )
-    _loaded[name] = _Loaded(backends[name], origin)
+    _loaded[name] = _Loaded(backends[name], origin, plugin)
     return backends[name]
 
 
@@ -167,7 +167,7 @@ def check_engine_version(backend: type[Backend], version: str) -> None:
 
 def list_backends() -> list[BackendInfo]:
     """Describe every backend, sorted by name. Loads each plugin that is not switched off; starts no engine."""
-    names = sorted({*_entry_points(), *_registered})
+    names = sorted({*_entry_points(), *_registered()})
     return [_describe(name) for name in names]
 
 
@@ -186,16 +186,26 @@ def register(plugin: object) -> None:
         DuplicateBackend: A backend of that name exists already; nothing was registered.
     """
     origin = _Origin(getattr(plugin, "__name__", None) or type(plugin).__qualname__)
-    backends = backend_classes(plugin, str(origin))
+    was_registered = _manager.is_registered(plugin)
+    backends = backend_classes(_manager, plugin, str(origin))
+    try:
+        _require_new(backends, origin)
+    except BackendError:
+        if not was_registered:
+            _manager.unregister(plugin)
+        raise
+    _loaded.update({backend.name: _Loaded(backend, origin, plugin) for backend in backends})
+
+
+def _require_new(backends: list[type[Backend]], origin: _Origin) -> None:
     if not backends:
         raise BackendLoadError(f"the hook of {origin} returned no backend")
-    installed = _entry_points()
+    registered, installed = _registered(), _entry_points()
     for backend in backends:
-        others = [_registered[backend.name][1].origin] if backend.name in _registered else []
+        others = [registered[backend.name].origin] if backend.name in registered else []
         others += [_origin(entry) for entry in installed.get(backend.name, [])]
         if others:
             raise _duplicate(backend.name, [origin, *others])
-    _registered.update({backend.name: (plugin, _Loaded(backend, origin)) for backend in backends})
 
 
 def unregister(plugin: object) -> None:
@@ -204,13 +214,18 @@ def unregister(plugin: object) -> None:
     Raises:
         BackendError: The plugin is not registered.
     """
-    names = [name for name, (owner, _) in _registered.items() if owner is plugin]
+    registered = _registered()
+    names = [name for name, loaded in registered.items() if loaded.plugin is plugin]
     if not names:
-        raise BackendError(
-            f"{shown(plugin)} is not registered; registered backends: {', '.join(_registered) or 'none'}"
-        )
+        raise BackendError(f"{shown(plugin)} is not registered; registered backends: {', '.join(registered) or 'none'}")
+    _manager.unregister(plugin)
     for name in names:
-        del _registered[name]
+        del _loaded[name]
+
+
+def _registered() -> dict[str, _Loaded]:
+    """Return the backends that this program registered, by name."""
+    return {name: loaded for name, loaded in _loaded.items() if loaded.origin.distribution is None}
 
 
 # Finding -------------------------------------------------------------------------------------------------------------
@@ -273,8 +288,8 @@ def _refuse_disabled(name: str, origins: list[_Origin]) -> None:
 
 def _describe(name: str) -> BackendInfo:
     origins = [_origin(entry) for entry in _entry_points().get(name, [])]
-    if name in _registered:
-        origins = [_registered[name][1].origin]
+    if name in (registered := _registered()):
+        origins = [registered[name].origin]
     one = origins[0] if len(origins) == 1 else None
     distribution = one.distribution if one else ", ".join(str(origin.distribution) for origin in origins)
     version = one.version if one else None

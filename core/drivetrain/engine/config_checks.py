@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
+from drivetrain.backend.toolkit.model_folder import config_levels
 from drivetrain.checks.safe_repr import shown
 from drivetrain.engine.validation import MEDIA_CAPABILITY, MODE_CAPABILITY, require
 from drivetrain.errors import InvalidConfig
@@ -78,18 +78,11 @@ One configuration then fits all backends: ``enable_prefix_caching=False`` is fin
 
 def _experts(config: EngineConfig) -> str:
     """Return the field of ``config.json`` that counts the model's experts, with its value; "" if there is none."""
-    path = Path(config.model).expanduser() / "config.json"
-    try:
-        fields: object = json.loads(path.read_bytes()) if path.is_file() else {}
-    except (OSError, ValueError, RecursionError):
-        return ""  # unreadable: starting the engine reports it
-    text = fields.get("text_config") if isinstance(fields, dict) else None
-    for level in (fields, text):
-        if not isinstance(level, dict):
-            continue
+    for level in config_levels(config.model):
         for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
-            if isinstance(level.get(name), int) and level[name] > 1:
-                return f"{name}={level[name]}"
+            count = level.get(name)
+            if isinstance(count, int) and count > 1:
+                return f"{name}={count}"
     return ""
 
 

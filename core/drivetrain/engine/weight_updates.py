@@ -28,6 +28,12 @@ from drivetrain.types.weights import AbortUpdate, ReleaseSources, WeightUpdateRe
 
 logger = logging.getLogger("drivetrain.engine")
 
+FROZEN_CAPABILITY = {
+    PauseMode.IN_PLACE: Capability.WEIGHT_UPDATE_IN_FLIGHT_IN_PLACE,
+    PauseMode.RETRACT: Capability.WEIGHT_UPDATE_IN_FLIGHT_RETRACT,
+}
+"""Capabilities of the modes that leave requests in flight while weights change."""
+
 
 class WeightUpdates:
     """Runs one weight update at a time, and keeps the one that was prepared ahead."""
@@ -160,7 +166,8 @@ class WeightUpdates:
             self.pauses.refuse_waiting_for_frozen(mode)
 
     def _require_in_flight(self, mode: PauseMode) -> None:
-        self.controller.require_claimed("a weight update in flight", Capability.WEIGHT_UPDATE_IN_FLIGHT)
+        if mode in FROZEN_CAPABILITY:
+            self.controller.require_claimed("a weight update in flight", FROZEN_CAPABILITY[mode])
         self.controller.require_claimed(f"mode={mode.value!r}", PAUSE_CAPABILITY[mode])
 
     async def _withdraw(self, freeze: PauseMode | None = None) -> None:

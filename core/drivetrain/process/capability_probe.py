@@ -13,8 +13,8 @@ from typing import Final
 
 import msgspec
 
-from drivetrain.backend.base import StopKind
-from drivetrain.errors import DeadlineExceeded, EngineStartError, WireError
+from drivetrain.backend.base import Backend, StopKind
+from drivetrain.errors import DeadlineExceeded, DrivetrainError, EngineStartError, WireError
 from drivetrain.process.handshake import check_version, drivetrain_version, installed, portable
 from drivetrain.process.host_log import with_end_of_log
 from drivetrain.process.host_python import cannot_run, command, why_not
@@ -25,6 +25,24 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Isolation
 
 _DEADLINE_S: Final = 120.0
+
+
+class DescribedError(msgspec.Struct, frozen=True):
+    """An error of the other environment, as it is written to its answer."""
+
+    error: str
+    message: str
+    fields: dict[str, object]
+
+    @classmethod
+    def of(cls, error: BaseException) -> DescribedError:
+        """Describe an error."""
+        told = failure(0, error)
+        return cls(told.error, told.message, told.fields)
+
+    def exception(self) -> DrivetrainError:
+        """Rebuild the error."""
+        return exception(Failure(0, self.error, self.message, self.fields))
 
 
 class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,12 +61,13 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
     python_version: str
     seen_working: tuple[str, str] | None = None
     """See :attr:`drivetrain.Backend.seen_working`."""
+    refusal: DescribedError | None = None
+    """Error by which :meth:`drivetrain.Backend.validate` refused the configuration."""
 
-
-class _Described(msgspec.Struct):
-    error: str
-    message: str
-    fields: dict[str, object]
+    def require_valid(self) -> None:
+        """Raise the error by which the backend refused the configuration, if it did."""
+        if self.refusal is not None:
+            raise self.refusal.exception()
 
 
 class _Version(msgspec.Struct):
@@ -62,7 +81,7 @@ class _Answer(_Version):
     """Answer on stdout, one JSON object with either ``result`` or ``failure``."""
 
     result: ProbeResult | None = None
-    failure: _Described | None = None
+    failure: DescribedError | None = None
 
 
 def probe(config: EngineConfig, python: str | None = None, *, deadline: float = _DEADLINE_S) -> ProbeResult:
@@ -117,7 +136,7 @@ def _understand(answered: bytes, shown: str) -> ProbeResult:
     except msgspec.MsgspecError as error:
         raise WireError(f"{shown!r} answered the probe with {answered[:200]!r}: {error}") from error
     if answer.failure is not None:
-        raise exception(Failure(0, answer.failure.error, answer.failure.message, answer.failure.fields))
+        raise answer.failure.exception()
     if answer.result is None:
         raise WireError(f"{shown!r} answered the probe with neither a result nor a failure")
     return answer.result
@@ -130,8 +149,7 @@ def answer() -> int:
         try:
             reply.result = _describe(EngineConfig.model_validate_json(sys.stdin.buffer.read()))
         except Exception as error:  # any error is reported to the caller
-            told = failure(0, error)
-            reply.failure = _Described(told.error, told.message, told.fields)
+            reply.failure = DescribedError.of(error)
         write(msgspec.json.encode(reply))
     return 0
 
@@ -153,7 +171,16 @@ def _describe(config: EngineConfig) -> ProbeResult:
         drivetrain_version=drivetrain_version(),
         python_version=platform.python_version(),
         seen_working=backend.seen_working,
+        refusal=_refusal(backend, config),
     )
+
+
+def _refusal(backend: type[Backend], config: EngineConfig) -> DescribedError | None:
+    try:
+        backend.validate(config)
+    except DrivetrainError as error:
+        return DescribedError.of(error)
+    return None
 
 
 @contextlib.contextmanager

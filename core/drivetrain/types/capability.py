@@ -80,7 +80,14 @@ class Capability(Enum):
     WEIGHTS_PLUGIN = "weights_plugin", "Weights can be loaded through a plugin's transport, such as drivetrain's delta."
     WEIGHTS_LORA = "weights_lora", "A loaded LoRA adapter can be updated from a folder."
     WEIGHT_STAGING = "weight_staging", "Weights can be staged in the background while generation goes on."
-    WEIGHT_UPDATE_IN_FLIGHT = "weight_update_in_flight", "Weights can change while requests are frozen in flight."
+    WEIGHT_UPDATE_IN_FLIGHT_IN_PLACE = (
+        "weight_update_in_flight_in_place",
+        "Weights can change while requests are frozen in flight and keep their KV cache.",
+    )
+    WEIGHT_UPDATE_IN_FLIGHT_RETRACT = (
+        "weight_update_in_flight_retract",
+        "Weights can change while requests are frozen in flight and their KV cache is released.",
+    )
     VERSION_SPANS = "version_spans", "Each output reports the weight version of each of its tokens."
     READ_WEIGHTS = "read_weights", "A parameter can be read back by its checkpoint name."
     SAVE_SHARDED = "save_sharded", "The engine's weights can be saved to a local folder."

@@ -80,10 +80,13 @@ class EchoBackend(Backend):
     def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
         return frozenset({*_NUMBERS, *_ENDS, *_CONTROL, Capability.VERSION_SPANS})
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
+    @classmethod
+    def validate(cls, config: EngineConfig) -> None:
         if config.engine_kwargs:
             raise InvalidConfig(f"engine_kwargs={config.engine_kwargs}: an echo has no options", field="engine_kwargs")
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
         self._version = config.weight_version
         self._frozen = False
         self._running: set[str] = set()
@@ -99,10 +102,6 @@ class EchoBackend(Backend):
 
     async def stats(self) -> EngineStats:
         return EngineStats(running=len(self._running), waiting=0, kv_cache_bytes=0, weight_bytes=0)
-
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        [result] = [delta.result async for delta in self.stream(request) if delta.result is not None]
-        return result
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         rng = np.random.default_rng(request.seed)

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+import importlib.util
 import math
-import uuid
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Final, Protocol, cast
+from typing import Final, cast
 
-from drivetrain.backend.base import Backend, EngineStats
+from drivetrain.backend.base import EngineStats
+from drivetrain.backend.toolkit.capability_sets import (
+    FREEZING,
+    LOGPROBS,
+    RECEIVED_WEIGHTS,
+    SAMPLING,
+    STOPS,
+    STRUCTURED_OUTPUT,
+)
 from drivetrain.errors import EngineBusy
+from drivetrain.media.qwen_vision import vision_capabilities
 from drivetrain.process.busy_wait import busy_wait
+from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import MemoryTag
 from drivetrain.types.weights import (
@@ -29,9 +38,29 @@ from drivetrain.types.weights import (
     WeightReply,
     WeightReport,
 )
-from drivetrain_weight_sync.receiver.request_arrivals import request_id
 from drivetrain_weight_sync.receiver.saving import ModelFiles, save_remote, save_sharded
+from drivetrain_weight_sync.receiver.worker_requests import S, WorkerRequests
 
+_ALWAYS: Final = (
+    LOGPROBS
+    | STOPS
+    | SAMPLING
+    | STRUCTURED_OUTPUT
+    | FREEZING
+    | RECEIVED_WEIGHTS
+    | {
+        Capability.STREAMING,
+        Capability.ABORT,
+        Capability.PRIORITY,
+        Capability.SLEEP_WEIGHTS,
+        Capability.SLEEP_KV_CACHE,
+        Capability.MOE,
+        Capability.PROFILE,
+        Capability.TENSOR_PARALLEL,
+        Capability.EMBED,
+        Capability.REWARD_SCORE,
+    }
+)
 _LAST_STEP_S: Final = 10.0
 _OPENING_S: Final = (0.001, 0.02)
 """First and longest interval, in seconds, at which a slow source is polled until it is open."""
@@ -46,33 +75,33 @@ def device_type_of(config: EngineConfig) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-class InFlight(Protocol):
-    """The state of a request in flight that weight updates touch."""
+class WorkerBackend(WorkerRequests[S]):
+    """Implements generation, aborts, statistics, memory, the prefix cache and weights for an engine with our worker.
 
-    def replaced(self, version: str, tokens: float) -> None:
-        """Record that new weights follow this many tokens; infinity if every token was already sampled."""
-        ...
-
-
-class WorkerBackend(Backend):
-    """Implements statistics, memory, the prefix cache and weights by :meth:`ask`.
+    An adapter implements the abstract methods. Its ``start`` calls :meth:`listen`, starts the engine and calls
+    :meth:`connect`; :class:`~drivetrain_weight_sync.receiver.served_model.ServedModel` describes the model.
 
     The worker's methods have the names of the ``Backend`` page, plus ``prepare_weights`` and ``prepared_weights``, as a
     ``PrepareUpdate`` may take long. Engine releases that label no tokens with versions also need ``tokens_so_far``,
     which counts the tokens of unfinished requests, and ``apply_weights_counting``, which returns those counts as well.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self.version = config.weight_version
-        """Version of the weights that are served."""
-        self.in_flight: dict[str, InFlight] = {}
-        """Requests in flight, by the engine's id."""
-        self._prefix = uuid.uuid4().hex[:12]
-        self._numbers = itertools.count()
-        self._admits = asyncio.Event()
-        self._admits.set()
-        self._cache_epoch = 0
+    @classmethod
+    def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
+        """Return what the engine can do, if it can do all that the worker and the sampler of drivetrain bring.
+
+        A subclass adds and takes away.
+        """
+        claimed = set(_ALWAYS) | vision_capabilities(config)
+        if config.enable_prefix_caching:
+            claimed.add(Capability.PREFIX_CACHE)
+        if config.enable_lora:
+            claimed |= {Capability.LORA, Capability.WEIGHTS_LORA}
+        if importlib.util.find_spec("fsspec") is not None:
+            claimed.add(Capability.SAVE_REMOTE)
+        if config.tensor_parallel_size > 1:
+            claimed -= {Capability.SAVE_SHARDED, Capability.SAVE_REMOTE}
+        return frozenset(claimed)
 
     @abstractmethod
     async def ask(self, method: str, *arguments: object) -> object:
@@ -89,24 +118,6 @@ class WorkerBackend(Backend):
     @abstractmethod
     def served_dtype(self) -> str:
         """Return the dtype of the engine's weights, such as ``"bfloat16"``."""
-
-    def new_id(self) -> str:
-        """Return a new unique request id for the engine."""
-        return request_id(self._prefix, next(self._numbers))
-
-    async def admit(self, name: str, request: InFlight) -> None:
-        """Count a request as in flight, before any of it is sent to the engine.
-
-        If the engine labels no tokens, this waits while weights are being replaced: for a request that arrives during
-        the change, nobody could tell which weights made its tokens.
-        """
-        await self._admits.wait()
-        self.in_flight[name] = request
-
-    @property
-    def cache_key(self) -> str:
-        """Prefix-cache key of new requests, used beside their tokens."""
-        return f"drivetrain-{self._cache_epoch}"
 
     async def ask_until_free(self, patience: float, method: str, *arguments: object) -> None:
         """Call the worker repeatedly while it is busy, for up to ``patience`` seconds."""
@@ -134,7 +145,7 @@ class WorkerBackend(Backend):
     async def sleep(self, tags: frozenset[MemoryTag]) -> None:
         """Give memory back."""
         if MemoryTag.KV_CACHE in tags:
-            self._cache_epoch += 1
+            self.renew_cache_key()
         # A request whose caller went away runs one more step, which only the engine knows about.
         await self.ask_until_free(_LAST_STEP_S, "sleep", tags)
 
@@ -144,7 +155,7 @@ class WorkerBackend(Backend):
 
     async def reset_prefix_cache(self) -> None:
         """Never reuse an earlier prefix again, and free those that no frozen request holds."""
-        self._cache_epoch += 1
+        self.renew_cache_key()
         await self.ask("reset_prefix_cache")
 
     # Weights -----------------------------------------------------------------------------------------------------
@@ -174,7 +185,7 @@ class WorkerBackend(Backend):
     async def apply_weights(self, update: ApplyUpdate) -> WeightReply:
         """Take all steps of an update in one call, between two steps of the batch."""
         if not update.keep_prefix_cache:
-            self._cache_epoch += 1
+            self.renew_cache_key()
         async with busy_wait() if self._busy_wait else nullcontext():
             reply = await self._applied(update)
         self.version = update.version
@@ -183,7 +194,7 @@ class WorkerBackend(Backend):
     async def _applied(self, update: ApplyUpdate) -> WeightReply:
         if self.labels_tokens():
             return cast(WeightReply, await self.ask("apply_weights", update))
-        with self._nobody_admitted():
+        with self.nobody_admitted():
             counted = await self.ask("apply_weights_counting", update, list(self.in_flight))
             reply, tokens = cast("tuple[WeightReply, dict[str, int]]", counted)
             self._replaced(tokens)
@@ -203,19 +214,11 @@ class WorkerBackend(Backend):
         if self.labels_tokens():
             yield
         else:
-            with self._nobody_admitted():
+            with self.nobody_admitted():
                 tokens = cast("dict[str, int]", await self.ask("tokens_so_far", list(self.in_flight)))
                 yield
                 self._replaced(tokens)
         self.version = version
-
-    @contextmanager
-    def _nobody_admitted(self) -> Iterator[None]:
-        self._admits.clear()
-        try:
-            yield
-        finally:
-            self._admits.set()
 
     def _replaced(self, tokens: Mapping[str, int]) -> None:
         for name, request in self.in_flight.items():

@@ -11,6 +11,7 @@ from drivetrain.backend.base import GenerateRequest
 from drivetrain.errors import InvalidConfig, InvalidRequest, NonFiniteLogits, NoTokenAllowed
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.outputs import VersionSpan
+from drivetrain.types.sampling import LogprobsMode
 
 _NONE: Final[Mapping[str, str]] = MappingProxyType({})
 
@@ -122,6 +123,11 @@ def version_spans(ends: Iterable[tuple[str, float]], count: int) -> list[Version
     return found
 
 
+def shortened_all(vectors: list[list[float]], dimensions: int | None) -> list[list[float]]:
+    """Return embeddings as they are, or each of them :func:`shortened` to ``dimensions``."""
+    return vectors if dimensions is None else [shortened(vector, dimensions) for vector in vectors]
+
+
 def shortened(vector: list[float], dimensions: int) -> list[float]:
     """Truncate an embedding to ``dimensions`` and rescale it to length 1, as for Matryoshka models.
 
@@ -135,6 +141,36 @@ def shortened(vector: list[float], dimensions: int) -> list[float]:
     kept = vector[:dimensions]
     norm = math.sqrt(math.fsum(value * value for value in kept)) or 1.0
     return [value / norm for value in kept]
+
+
+def is_plain(request: GenerateRequest, native: LogprobsMode) -> bool:
+    """Return whether an engine's own sampler and logprobs do exactly what a request asks for.
+
+    True of an engine that applies temperature and at most one limit alike, and that knows no penalties, masks or seeds
+    as drivetrain means them. All other requests need a sampler of ours inside the engine.
+
+    Args:
+        request: The request.
+        native: The engine's own logprobs: ``RAW`` or ``TEMPERATURE``.
+    """
+    params = request.params
+    adjusted = bool(
+        params.repetition_penalty != 1
+        or params.frequency_penalty
+        or params.presence_penalty
+        or params.logit_bias
+        or params.logit_processors
+        or (params.min_new_tokens and request.stop_token_ids)
+    )
+    limits = (params.top_k > 0) + (params.top_p < 1) + (params.min_p > 0)
+    if adjusted or limits > 1 or request.seed is not None:
+        return False
+    if params.logprobs is None:
+        return True
+    if params.structured_output is not None:
+        return False  # its logprobs are those of the masked distribution
+    both_are_the_same = request.logprobs_mode is not LogprobsMode.PROCESSED and params.temperature in (0.0, 1.0)
+    return both_are_the_same or request.logprobs_mode is native
 
 
 def non_finite_logits(request: GenerateRequest, token: int | None = None) -> NonFiniteLogits:

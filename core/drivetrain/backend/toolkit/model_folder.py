@@ -1,0 +1,69 @@
+"""Checks of a configuration against the model's ``config.json``, read without transformers or the engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from drivetrain.backend.toolkit.rope_config import require_short_rope
+from drivetrain.backend.toolkit.translation import context_length_of, require_experts
+from drivetrain.types.config import EngineConfig
+
+_LENGTH: Final = "max_position_embeddings"
+
+
+def config_levels(model: str) -> list[Mapping[str, object]]:
+    """Return the fields of the model folder's ``config.json``, then those of its ``text_config`` if it has one.
+
+    Returns:
+        An empty list if ``model`` is not a folder or its file cannot be read: the engine's start reports that.
+    """
+    path = Path(model).expanduser() / "config.json"
+    try:
+        fields: object = json.loads(path.read_bytes()) if path.is_file() else None
+    except (OSError, ValueError, RecursionError):
+        return []
+    text = fields.get("text_config") if isinstance(fields, dict) else None
+    return [level for level in (fields, text) if isinstance(level, dict)]
+
+
+def check_model_folder(config: EngineConfig, engine: str) -> None:
+    """Check the configuration against the model folder, as far as its ``config.json`` says enough.
+
+    For :meth:`drivetrain.Backend.validate`. The engine's start checks again, with :func:`served_context_length`: it
+    also knows models of a hub and the defaults of fields that the file leaves out.
+
+    Args:
+        config: The configuration.
+        engine: Name of the engine in errors.
+
+    Raises:
+        InvalidConfig: As for :func:`served_context_length`.
+    """
+    levels = config_levels(config.model)
+    own = levels[-1].get(_LENGTH) if levels else None
+    if isinstance(own, int):
+        served_context_length(config, levels[-1], own, engine)
+
+
+def served_context_length(config: EngineConfig, fields: Mapping[str, object], own: int, engine: str) -> int:
+    """Return the maximum number of prompt and output tokens of an engine that serves this model.
+
+    Args:
+        config: The configuration.
+        fields: Fields of the model's ``config.json``, or of its ``text_config``.
+        own: The model's own limit.
+        engine: Name of the engine in errors.
+
+    Raises:
+        InvalidConfig: The configured length is too long for the model, or experts are to be spread and it has none.
+    """
+    require_experts(config, fields)
+    length = context_length_of(own, config.context_length)
+    require_short_rope(length, fields, engine)
+    return length
+
+
+__all__ = ["check_model_folder", "config_levels", "served_context_length"]

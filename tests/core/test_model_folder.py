@@ -1,0 +1,47 @@
+"""A configuration is checked against the model's ``config.json``, as far as that file says enough."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from drivetrain.backend.toolkit.model_folder import check_model_folder, config_levels
+from drivetrain.errors import InvalidConfig
+from drivetrain.types.config import EngineConfig
+
+
+def check(folder: Path, fields: object, **configured: object) -> None:
+    (folder / "config.json").write_text(json.dumps(fields))
+    config = EngineConfig.from_mapping({"backend": "any", "model": str(folder), **configured})
+    check_model_folder(config, "the engine")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"max_position_embeddings": 64}, {"text_config": {"max_position_embeddings": 64}}], ids=["flat", "text"]
+)
+def test_a_context_that_is_longer_than_the_models_is_refused(tmp_path: Path, fields: dict[str, object]) -> None:
+    check(tmp_path, fields, context_length=64)
+    with pytest.raises(InvalidConfig, match="context_length=65 is more than the model's 64"):
+        check(tmp_path, fields, context_length=65)
+
+
+def test_a_context_that_needs_two_sets_of_frequencies_is_refused(tmp_path: Path) -> None:
+    rope = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+    fields = {"max_position_embeddings": 128, "original_max_position_embeddings": 32, "rope_scaling": rope}
+    check(tmp_path, fields, context_length=32)
+    with pytest.raises(InvalidConfig, match="give context_length=32 or less"):
+        check(tmp_path, fields)
+
+
+@pytest.mark.parametrize("fields", [{}, [], "a string", {"max_position_embeddings": None}, {"text_config": {}}])
+def test_a_file_that_does_not_say_enough_is_left_to_the_start(tmp_path: Path, fields: object) -> None:
+    check(tmp_path, fields, context_length=65)
+
+
+def test_a_file_that_cannot_be_read_is_left_to_the_start(tmp_path: Path) -> None:
+    assert config_levels(str(tmp_path)) == []
+    (tmp_path / "config.json").write_bytes(b"{")
+    assert config_levels(str(tmp_path)) == []
+    assert config_levels("organisation/name") == []

@@ -1,0 +1,39 @@
+"""Values that vLLM would not honour are refused before anything is started."""
+
+from __future__ import annotations
+
+import pytest
+
+from drivetrain.errors import InvalidConfig
+from drivetrain.testing import tiny_model
+from drivetrain.types.config import EngineConfig
+from drivetrain_vllm.engine import VLLMBackend
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "words"),
+    [
+        ({"engine_kwargs": {"max_model_len": 5}}, "engine_kwargs", "max_model_len"),
+        ({"context_length": 5000}, "context_length", "more than the model's 1024"),
+        ({"tensor_parallel_size": 4, "expert_parallel_size": 2}, "expert_parallel_size", "over all ranks"),
+        ({"tensor_parallel_size": 2, "expert_parallel_size": 2}, "expert_parallel_size", "no experts to spread"),
+    ],
+)
+def test_a_wrong_value_is_refused(fields: dict[str, object], field: str, words: str) -> None:
+    given = {"backend": "vllm", "model": str(tiny_model("qwen2")), "device": "cpu", **fields}
+    with pytest.raises(InvalidConfig, match=words) as caught:
+        VLLMBackend.validate(EngineConfig.model_validate(given))
+    assert caught.value.field == field
+
+
+def test_a_model_that_is_no_folder_is_left_to_the_start() -> None:
+    config = EngineConfig(backend="vllm", model="organisation/name", device="cpu", context_length=5000)
+    VLLMBackend.validate(config)
+
+
+def test_missing_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    config = EngineConfig(backend="vllm", model="organisation/name", device="cuda:1", tensor_parallel_size=2)
+    with pytest.raises(InvalidConfig, match="needs more than the GPUs 0, 1") as caught:
+        VLLMBackend.validate(config)
+    assert caught.value.field == "device"
