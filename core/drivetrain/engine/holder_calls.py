@@ -30,10 +30,11 @@ logger = logging.getLogger("drivetrain.engine")
 
 
 class Claims:
-    """Who of an engine's holders has paused it, and who has an update prepared or under way."""
+    """Who of an engine's holders has paused it, prepared the newest update, and has an update under way."""
 
     def __init__(self) -> None:
         self.paused_by: HolderCalls | None = None
+        self.prepared_by: HolderCalls | None = None
         self.updated_by: HolderCalls | None = None
 
 
@@ -116,17 +117,31 @@ class HolderCalls(SharedEngine):
 
     # Weights -----------------------------------------------------------------------------------------------------
 
-    def _claim_weights(self) -> None:
+    def _refuse_others_update(self) -> None:
         other = self.claims.updated_by
-        if other not in (None, self):
+        if other is not None and other is not self:
             raise EngineBusy(
-                f"a weight update of {other.name} is prepared or under way; one trainer updates an engine at a time. "
-                "Wait until it has ended"
+                f"a weight update of {other.name} is under way; one trainer updates an engine at a time. Wait until it "
+                "has ended"
             )
+
+    def _take(self, request: WeightUpdateRequest | None) -> WeightUpdateRequest:
+        """Claim the weights for an update that begins: the given one, or the one that was prepared."""
+        self._refuse_others_update()
+        prepared, self._prepared = self._prepared, None
+        newest, self.claims.prepared_by = self.claims.prepared_by, None
+        if request is None:
+            if prepared is None:
+                raise EngineStateError("no update was prepared; prepare one, or give it", state="idle")
+            if newest is not self:
+                raise EngineBusy(
+                    "another holder of the engine has prepared or made an update since this one was prepared; one "
+                    "trainer updates an engine at a time. Prepare it again"
+                )
         self.claims.updated_by = self
+        return request or prepared  # type: ignore[return-value]  # one of them is given
 
     def _release_weights(self) -> None:
-        self._prepared = None
         if self.claims.updated_by is self:
             self.claims.updated_by = None
 
@@ -134,29 +149,17 @@ class HolderCalls(SharedEngine):
         return await self.parts.weights.manifest()
 
     async def prepare_weight_update(self, request: WeightUpdateRequest) -> None:
-        self._claim_weights()
-        try:
-            await self.parts.updates.prepare(request)
-        except BaseException:
-            self._release_weights()
-            raise
-        self._prepared = request
+        self._refuse_others_update()
+        self._prepared = None
+        await self.parts.updates.prepare(request)
+        self._prepared, self.claims.prepared_by = request, self
 
     async def forget_weight_update(self) -> None:
         prepared, self._prepared = self._prepared, None
+        if self.claims.prepared_by is self:
+            self.claims.prepared_by = None
         if prepared is not None:
-            try:
-                await self.parts.updates.forget(prepared)
-            finally:
-                self._release_weights()
-
-    def _take(self, request: WeightUpdateRequest | None) -> WeightUpdateRequest:
-        taken = request or self._prepared
-        if taken is None:
-            raise EngineStateError("no update was prepared; prepare one, or give it", state="idle")
-        self._claim_weights()
-        self._prepared = None
-        return taken
+            await self.parts.updates.forget(prepared)
 
     async def apply_update(self, request: WeightUpdateRequest | None) -> AppliedUpdate:
         # In a task of its own: a holder that is gone must not interrupt what has begun to write the weights.
