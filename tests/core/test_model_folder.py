@@ -1,4 +1,4 @@
-"""A configuration is checked against the model's ``config.json``, as far as that file says enough."""
+"""A configuration is checked against the model's ``config.json``, where that file says enough."""
 
 from __future__ import annotations
 

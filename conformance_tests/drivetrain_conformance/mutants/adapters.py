@@ -260,7 +260,7 @@ def reads_the_rank_off_the_tensors(backend: type[Backend]) -> type[Backend]:
 
 @spoiled_backend(caught_by="lora/every_setting_is_honoured_or_refused", says="nats below the most likely one")
 def reads_usual_layers_where_none_are_named(backend: type[Backend]) -> type[Backend]:
-    """Of an adapter without target_modules, only the q_proj layers are read."""
+    """An adapter without target_modules is read for its q_proj layers only."""
 
     def change(config: dict[str, object], tensors: dict[str, torch.Tensor]) -> None:
         if config.get("target_modules") is None:

@@ -1,4 +1,4 @@
-"""What the parts of an attached engine use in the place of a backend: the owner's engine."""
+"""The stand-in for a backend under an attached engine: calls of the owner's engine."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from drivetrain.types.prompts import MediaInput
 class AttachedBackend(Backend):
     """Passes samples to an engine that another process owns.
 
-    Its parts do the rest of the page: they validate, tokenise and look for stops in this process, and ask the owner for
-    all that changes the engine.
+    The engine's other parts validate, tokenise and look for stops in this process. They ask the owner for every change
+    of the engine.
     """
 
     name = "attached"

@@ -90,7 +90,7 @@ async def attach(handle: EngineHandle, *, timeout: float = _PATIENCE_S) -> Attac
     """Attach to an engine that another process owns; return its page, ready for use.
 
     Args:
-        handle: What the owner's ``engine.handle()`` returned.
+        handle: The value that the owner's ``engine.handle()`` returned.
         timeout: Seconds to connect within.
 
     Raises:

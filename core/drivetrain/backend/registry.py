@@ -335,7 +335,7 @@ def _extra_of(backend: str, origin: _Origin) -> str:
 
 
 def _is_own(module: str | None, entry: importlib.metadata.EntryPoint) -> bool:
-    """Whether a module that could not be imported would be the plugin's own."""
+    """Return True if a module that could not be imported would be the plugin's own."""
     return module is None or module.partition(".")[0] == entry.module.partition(".")[0]
 
 

@@ -15,7 +15,7 @@ def from_extra(extra: str, user: str) -> Iterator[None]:
 
     Args:
         extra: Extra of the distribution, such as ``"weight-sync"``.
-        user: What needs the package, such as ``"weight sync"``; begins the message.
+        user: The feature that needs the package, such as ``"weight sync"``; begins the message.
 
     Raises:
         MissingDependency: A package is not installed.

@@ -1,4 +1,4 @@
-"""What one holder of an engine asks of it, and what has to be undone when the holder is gone."""
+"""The calls of one holder of an engine, and the cleanup when the holder is gone."""
 
 from __future__ import annotations
 

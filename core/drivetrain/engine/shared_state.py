@@ -1,4 +1,4 @@
-"""What a holder is told of an engine: once what it is, then each change of its state."""
+"""Description of an engine for its holders: facts that never change, and the state, sent again at each change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from drivetrain.types.config import EngineConfig
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What does not change while an engine lives."""
+    """Facts that do not change while an engine lives."""
 
     config: EngineConfig
     capabilities: frozenset[str]
@@ -29,7 +29,7 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True)
 class SharedState:
-    """What changes while an engine lives."""
+    """State that changes while an engine lives."""
 
     status: EngineStatus
     version: str

@@ -113,8 +113,8 @@ def _shown(annotation: object) -> str:
 
 
 METHODS: Final = method_table(Backend)
-"""What a trainer calls of a host."""
+"""Methods of a host that a trainer calls, by name."""
 SHARED_METHODS: Final = method_table(SharedEngine)
-"""What a handle's holder calls of an engine's owner."""
+"""Methods of an engine's owner that a holder calls, by name."""
 
 __all__ = ["METHODS", "SHARED_METHODS", "Argument", "Method", "method_of", "method_table"]

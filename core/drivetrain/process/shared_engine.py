@@ -1,6 +1,6 @@
-"""The calls of an engine that other processes may make: what a handle's holder asks of the engine's owner.
+"""The calls that the holder of a handle makes to the engine's owner.
 
-They are calls of the engine page, not of a backend: states, gates and versions are decided where the engine is owned.
+They are calls of the engine page, not of a backend: the owner decides on states, gates and versions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from drivetrain.types.weights import CommunicatorSpec, TensorData, WeightManifes
 
 @dataclass(frozen=True, slots=True)
 class AppliedUpdate:
-    """What a committed weight update took."""
+    """Bytes and pause of a committed weight update."""
 
     nbytes: int
     paused_seconds: float

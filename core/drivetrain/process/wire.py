@@ -48,7 +48,7 @@ class Attached(_Message, frozen=True):
     holder: int
     """The holder's number, which its pulse names."""
     description: msgspec.Raw
-    """What the engine is; see ``drivetrain.engine.shared_state``."""
+    """Facts of the engine; see ``drivetrain.engine.shared_state``."""
     state: msgspec.Raw
 
 

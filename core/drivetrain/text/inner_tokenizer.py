@@ -1,4 +1,4 @@
-"""What drivetrain uses of a tokenizer of transformers."""
+"""The part of a transformers tokenizer that drivetrain uses."""
 
 from __future__ import annotations
 

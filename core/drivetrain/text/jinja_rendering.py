@@ -30,7 +30,7 @@ def render_template(
         template: Source of the chat template.
         messages: Plain JSON values. Fields that are None are left out.
         continue_final_message: Leave the last message open, so that generation continues it.
-        variables: What the template can read beside ``messages``.
+        variables: Values that the template can read beside ``messages``.
 
     Raises:
         ValueError: There is nothing in the last message to continue, or the template drops it.

@@ -88,7 +88,7 @@ class WorkerBackend(WorkerRequests[S]):
 
     @classmethod
     def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
-        """Return what the engine can do, if it can do all that the worker and the sampler of drivetrain bring.
+        """Return the capabilities of an engine that has drivetrain's worker and sampler.
 
         A subclass adds and takes away.
         """

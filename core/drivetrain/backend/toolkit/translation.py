@@ -147,7 +147,7 @@ def is_plain(request: GenerateRequest, native: LogprobsMode) -> bool:
     """Return whether an engine's own sampler and logprobs do exactly what a request asks for.
 
     True of an engine that applies temperature and at most one limit alike, and that knows no penalties, masks or seeds
-    as drivetrain means them. All other requests need a sampler of ours inside the engine.
+    as drivetrain means them. All other requests need drivetrain's sampler inside the engine.
 
     Args:
         request: The request.

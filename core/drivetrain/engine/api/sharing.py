@@ -14,10 +14,10 @@ class SharingCalls(Page):
     async def handle(
         self, listen: str | None = None, *, key: str | None = None, announce: str | None = None
     ) -> EngineHandle:
-        """Listen for other processes, and return what one of them needs to ``attach``.
+        """Listen for other processes; return the handle by which one of them can ``attach``.
 
         An engine keeps its owner, this process: when it ends or calls ``teardown``, the engine ends for every holder.
-        Of a holder that ends or freezes, requests are aborted, a prepared weight update is dropped, and a pause is
+        When a holder ends or freezes, its requests are aborted, its prepared weight update is dropped, and its pause is
         lifted.
 
         Args:
