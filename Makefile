@@ -206,9 +206,11 @@ matrix: $(READY) ## keep the reports of build/conformance, and render them into 
 	@cp build/conformance/*.json $(RESULTS)/
 	@$(BIN)/drivetrain matrix $(RESULTS)/*.json --output docs/reference
 
-lint: $(READY) ## ruff, mypy, pyright, the import contracts and the documentation site
+lint: $(READY) ## ruff, spelling and prose, mypy, pyright, the import contracts and the documentation site
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/codespell
+	@PRE_COMMIT_HOME=$(CURDIR)/build/pre-commit $(BIN)/pre-commit run prose --all-files # needs git, as it lists the files
 	@$(BIN)/mypy
 	@$(BIN)/pyright
 	@$(BIN)/lint-imports

@@ -1,4 +1,4 @@
-"""What the engine page costs over the bare loop beneath it, on the same work, in one run.
+"""Measure the overhead of ``InferenceEngine`` over the bare scheduler loop, on the same work, in one run.
 
     python benchmarks/overhead.py [--isolation inline process] [--sizes 1 4 16 64 256 1024] [--rounds 5]
         [--device cpu] [--json]

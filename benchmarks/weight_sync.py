@@ -43,7 +43,7 @@ CASES = [
     ("process", "delta"),
 ]
 CHANGED = 0.01
-"""Of the elements, before each push by delta but the first."""
+"""Fraction of the elements that change before each delta push, except the first."""
 
 
 @dataclass(frozen=True)

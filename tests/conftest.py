@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import signal
 
+from hypothesis import HealthCheck, settings
+
 
 def pytest_configure() -> None:
+    # No verdict depends on how busy the machine is: no example has a time limit, nor the drawing of examples.
+    settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("untimed")
     # A shell starts background jobs with SIGINT ignored. Programs that the tests start and interrupt inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

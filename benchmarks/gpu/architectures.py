@@ -84,7 +84,7 @@ _MLA: Final[dict[str, Any]] = {
     "n_routed_experts": 16,
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
-    # Of published configurations, and asked for by engines:
+    # Engines read this field of published configurations:
     "moe_layer_freq": 1,
 }
 
@@ -203,7 +203,7 @@ ENVIRONMENT: Final = {
 }
 
 Answers = list[tuple[list[int], list[float]]]
-"""Of each prompt: the tokens, and logprobs of the prompt and of the tokens."""
+"""For each prompt: the sampled tokens, and the logprobs of prompt and sample."""
 
 
 @dataclass(frozen=True)

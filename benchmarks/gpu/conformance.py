@@ -100,7 +100,7 @@ ENGINE_KWARGS: dict[str, dict[str, dict[str, object]]] = {
 }
 FIELDS: dict[str, dict[str, dict[str, object]]] = {
     "sglang": {
-        # Of a pool that is small: the share must hold what others take while it starts.
+        # The pool is small, but the share must also cover memory that other processes take while SGLang starts.
         "usual": {"attention_backend": "triton", "gpu_memory_utilization": 0.85},
         "large": {"attention_backend": "triton", "gpu_memory_utilization": 0.3},
     },

@@ -22,7 +22,7 @@ from drivetrain_weight_sync.copying.device_copies import DeviceCopies, DeviceCop
 
 
 def shapes(hidden: int, layers: int, vocabulary: int) -> dict[str, tuple[int, ...]]:
-    """Of the checkpoint of a Qwen2 whose heads have 128 dimensions, four for keys and values."""
+    """Return the tensor shapes of a Qwen2 checkpoint whose heads have 128 dimensions, four for keys and values."""
     found: dict[str, tuple[int, ...]] = {"embed": (vocabulary, hidden), "head": (vocabulary, hidden), "norm": (hidden,)}
     wide = hidden * 18944 // 3584
     for layer in range(layers):

@@ -10,7 +10,8 @@ def sglang_fields(graphs: list[int], *, share: float, cache_tokens: int, **engin
 
     Args:
         graphs: Batch sizes to capture graphs of.
-        share: Of the GPU's memory. The pool is small, but SGLang counts what other processes take while it starts.
+        share: Fraction of the GPU's memory. The pool is small, but SGLang counts memory that other processes take while
+            it starts.
         cache_tokens: Size of the KV cache.
         engine_kwargs: More of SGLang's own.
     """
@@ -33,7 +34,7 @@ def vllm_fields(graphs: list[int], *, share: float, cache_bytes: int, **engine_k
 
     Args:
         graphs: Batch sizes to capture graphs of.
-        share: Of the GPU's memory, to be free when vLLM starts.
+        share: Fraction of the GPU's memory that must be free when vLLM starts.
         cache_bytes: Size of the KV cache.
         engine_kwargs: More of vLLM's own.
     """

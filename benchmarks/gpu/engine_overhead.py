@@ -87,7 +87,7 @@ class SGLang:
 
 
 _BLOCK_TOKENS = 16
-"""Of vLLM's cache."""
+"""Tokens in one block of vLLM's KV cache."""
 
 
 class VLLM:
@@ -189,7 +189,7 @@ class Row:
                 getattr(self, side).append(elapsed)
 
     def figures(self) -> dict[str, object]:
-        """What is known so far."""
+        """Return the medians and quartiles of the rounds so far."""
         ratios = [own / other for own, other in zip(self.bare, self.drivetrain, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if ratios[1:] else 3 * ratios
         tokens = self.batch * self.new_tokens

@@ -51,7 +51,7 @@ def median(work: Callable[[], object]) -> float:
 
 
 def sleeps(steps: Mapping[str, Callable[[], object]]) -> Figures:
-    """Of weights and cache."""
+    """Time the steps of a sleep of weights and cache, in milliseconds."""
     taken: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(4):
         for name, step in steps.items():

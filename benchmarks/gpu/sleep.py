@@ -2,9 +2,9 @@
 
     python benchmarks/gpu/sleep.py {sglang,vllm} [--size 7b|1.8b] [--rounds 12] [--json FILE]
 
-Of weights and cache: both sleep, the weights wake, the cache wakes. A round is one such cycle of each engine, then one
-of drivetrain's with a push between the two wakes, as a training step has it. Random bfloat16 weights. Milliseconds,
-medians with their middle half; what a cycle of drivetrain's takes longer is the median over rounds of the difference.
+Weights and cache sleep together, then the weights wake, then the cache. A round is one such cycle of each engine, then
+one of drivetrain's with a push between the two wakes, as in a training step. Weights are random, in bfloat16. Times are
+medians in milliseconds, with their middle half; drivetrain's extra time is the median over rounds of the difference.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ async def timed(work: Awaitable[object]) -> float:
 
 
 async def cycle_of(engine: InferenceEngine, sync: WeightSync | None, version: str) -> Cycle:
-    """Of drivetrain's, with a push if there is something to push it with."""
+    """Time one sleep and wake through drivetrain, with a push between the wakes if ``sync`` is given."""
     cycle = {
         "sleep": await timed(engine.sleep(BOTH)),
         "wake of the weights": await timed(engine.wake_up([MemoryTag.WEIGHTS])),

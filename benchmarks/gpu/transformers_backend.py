@@ -1,4 +1,4 @@
-"""What only a GPU shows of the transformers backend: memory given back, copies kept, logprobs, weight pushes.
+"""Check the transformers backend on a GPU: memory given back, copies kept, logprobs, weight pushes.
 
     python benchmarks/gpu/transformers_backend.py [--json]
 

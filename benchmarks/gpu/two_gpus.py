@@ -83,7 +83,7 @@ def fields_of(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 async def holds(engine: InferenceEngine, name: str, tensor: torch.Tensor) -> bool:
-    """Whether the engine's tensor is the trainer's, bit by bit."""
+    """Return whether the engine's tensor equals the trainer's bit for bit."""
     read = await engine.get_weights_by_name(name)
     return read.data == tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from drivetrain.attached.engine import attach
     from drivetrain.backend.base import (
         Backend,
         EngineStats,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     )
     from drivetrain.types.capability import Capability
     from drivetrain.types.config import EngineConfig, Isolation, MediaLimits, Task, Timeouts
+    from drivetrain.types.handle import EngineHandle
     from drivetrain.types.modes import MemoryTag, PauseMode, TurnMode
     from drivetrain.types.outputs import (
         Completion,
@@ -110,6 +112,7 @@ if TYPE_CHECKING:
     __version__: str
 
 _EXPORTS = {
+    "attached.engine": ("attach",),
     "backend.base": (
         "Backend",
         "EngineStats",
@@ -168,6 +171,7 @@ _EXPORTS = {
         "Task",
         "Timeouts",
     ),
+    "types.handle": ("EngineHandle",),
     "types.modes": (
         "MemoryTag",
         "PauseMode",
@@ -251,6 +255,7 @@ __all__ = [
     "EngineConfig",
     "EngineDied",
     "EngineError",
+    "EngineHandle",
     "EngineInternalError",
     "EngineOutOfMemory",
     "EngineStartError",
@@ -317,6 +322,7 @@ __all__ = [
     "WeightVerifyFailed",
     "WireError",
     "__version__",
+    "attach",
     "create_engine",
     "group_outputs_by_prompt",
     "hookimpl",

@@ -55,7 +55,7 @@ def token_loss(objective: Tensor, entropy: Tensor, *, entropy_weight: float, tok
     """Return the loss of a part of a minibatch's tokens; the losses of all parts sum to the minibatch's loss.
 
     Args:
-        objective: Of :func:`clipped_objective`, shape (tokens of this part,).
+        objective: Result of :func:`clipped_objective`, shape (tokens of this part,).
         entropy: H of each token's distribution in nats, shape (tokens of this part,).
         entropy_weight: Weight of H in the loss.
         tokens: T, the tokens of the whole minibatch.

@@ -135,7 +135,7 @@ async def test_few_samples_leave_the_gate_at_each_turn() -> None:
 
 
 async def test_samples_at_the_gate_sleep_on_when_others_end() -> None:
-    """Each that ends would wake all that wait, which takes seconds where there are thousands."""
+    """A sample that ends must not wake all waiting samples: with thousands of them, that takes seconds."""
     async with opened(PartKinds(controller=CountingLooks)) as (engine, backend):
         controller, in_flight = engine.parts.controller, engine.parts.in_flight
         assert isinstance(controller, CountingLooks)

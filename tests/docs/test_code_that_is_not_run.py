@@ -34,7 +34,7 @@ VARIABLES: dict[str, type] = {
     "sync": WeightSync,
     "result": WeightSyncResult,
 }
-"""What a name stands for in every such block."""
+"""Class of each name that every such block may use."""
 MODELS: dict[str, type[BaseModel]] = {
     "EngineConfig": EngineConfig,
     "SamplingParams": SamplingParams,

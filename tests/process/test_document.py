@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from drivetrain.process.process_tree import MARK
-from drivetrain.process.rpc_methods import METHODS, Method
+from drivetrain.process.rpc_methods import METHODS, SHARED_METHODS, Method
 from drivetrain.process.wire import MESSAGES, WIRE_VERSION, Message
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "wire.md").read_text(encoding="utf-8")
@@ -26,14 +26,22 @@ def test_every_message_is_on_the_page_with_its_fields_in_order(message: type[Mes
     assert [word for word in fields.split("`")[1::2]] == list(message.__struct_fields__)
 
 
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_every_method_is_on_the_page_with_its_types(method: Method) -> None:
-    assert f"\n{method}\n" in PAGE, "a changed method is a new wire version: raise WIRE_VERSION and mend the page"
+LISTS = {"methods": METHODS, "holders' methods": SHARED_METHODS}
 
 
-def test_no_other_method_is_on_the_page() -> None:
-    listed = PAGE.split("<!-- methods -->")[1].split("<!-- /methods -->")[0].strip().removeprefix("```text\n")
-    assert len(listed.removesuffix("\n```").splitlines()) == len(METHODS)
+@pytest.mark.parametrize(("title", "method"), [(title, method) for title in LISTS for method in LISTS[title].values()])
+def test_every_method_is_on_the_page_with_its_types(title: str, method: Method) -> None:
+    assert str(method) in listed(title), "a changed method is a new wire version: raise WIRE_VERSION and mend the page"
+
+
+@pytest.mark.parametrize("title", LISTS)
+def test_no_other_method_is_on_the_page(title: str) -> None:
+    assert len(listed(title)) == len(LISTS[title])
+
+
+def listed(title: str) -> list[str]:
+    """Return the lines of a list of methods."""
+    return PAGE.split(f"<!-- {title} -->")[1].split(f"<!-- /{title} -->")[0].strip().splitlines()[1:-1]
 
 
 def test_the_mark_is_on_the_page() -> None:

@@ -11,6 +11,8 @@ from drivetrain import StopKind, WireError
 from drivetrain.process.wire import (
     HANDSHAKE_LIMIT,
     MESSAGES,
+    Attach,
+    Attached,
     Call,
     Cancel,
     End,
@@ -27,6 +29,7 @@ from drivetrain.process.wire import (
     Open,
     Progress,
     Reply,
+    State,
     Welcome,
     frame,
     from_host,
@@ -37,9 +40,12 @@ from drivetrain.process.wire import (
 
 PACKED = msgspec.Raw(msgspec.msgpack.encode({"a": [1, 2.5, None]}))
 EXAMPLES: tuple[Message, ...] = (
-    Hello(1, "0.1", "3.11.7", 42),
+    Hello(1, "0.1", "3.11.7", 42, b"nonce"),
     Open(1, "0.1", "fake", PACKED, ("/a", "/b")),
     Welcome("fake", "pluggy", "1.6", frozenset({StopKind.STRING})),
+    Attach(1, "0.1", b"nonce", b"proof", 0, "process 42 of a host"),
+    Attached(b"proof", 3, PACKED, PACKED),
+    State(PACKED),
     Call(1, "generate", (PACKED, PACKED)),
     Reply(1, PACKED),
     Failure(2, "InvalidRequest", "no", {"field": "top_p", "missing": ["a"]}),
@@ -129,5 +135,5 @@ def test_no_bytes_do_anything_but_decode_or_be_refused(data: bytes) -> None:
 
 
 def test_a_hello_of_a_later_version_with_more_fields_is_still_understood() -> None:
-    payload = msgspec.msgpack.encode(["hello", 99, "9.9", "3.14", 7, {"new": True}])
+    payload = msgspec.msgpack.encode(["hello", 99, "9.9", "3.14", 7, b"", {"new": True}])
     assert read(from_host, memoryview(payload)) == Hello(99, "9.9", "3.14", 7)

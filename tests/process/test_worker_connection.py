@@ -49,7 +49,7 @@ async def ends(listener: WorkerListener) -> AsyncIterator[Ends]:
 
 
 def flags_of(name: str) -> list[str]:
-    """Of the sockets of this machine that have that name."""
+    """Return the flags of this machine's sockets that have that name."""
     return [line.split()[3] for line in Path("/proc/net/unix").read_text().splitlines() if name in line]
 
 

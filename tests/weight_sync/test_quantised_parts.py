@@ -101,7 +101,7 @@ def test_the_engine_makes_its_form_of_what_was_pushed() -> None:
         assert torch.equal(engine.layer.quantised, quantised)
         assert torch.equal(engine.layer.scale, scale)
         assert torch.equal(engine.norm, pushed["norm"])
-    assert engine.loads == [["gate", "up"]] * 2, "a layer is loaded once, from all that it is made of"
+    assert engine.loads == [["gate", "up"]] * 2, "a layer is loaded once, from every tensor that it is made of"
 
 
 @pytest.mark.parametrize("name", ["gate", "up", "norm"])

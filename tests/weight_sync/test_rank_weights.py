@@ -168,7 +168,7 @@ class Two:
             _ = [rank.receiver for rank in self.ranks]
 
     def ask(self, method: str, *arguments: object) -> list[object]:
-        """What each rank answers: a result, or an error."""
+        """Call a method and return each rank's answer: a result, or an error."""
         payload = methods.call(method, arguments)
 
         def serve(rank: Rank) -> object:

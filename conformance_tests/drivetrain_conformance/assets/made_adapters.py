@@ -45,8 +45,8 @@ def make_adapter(
         rank: The adapter's rank.
         columns: Width of its inputs, to make an adapter that does not fit.
         targets: The adapted layers, by the last part of their names.
-        settings: Fields of ``adapter_config.json``. Of these, ``lora_alpha``, ``use_rslora``, ``rank_pattern``,
-            ``alpha_pattern`` and ``layers_to_transform`` affect the weights and scales.
+        settings: Fields of ``adapter_config.json``; ``lora_alpha``, ``use_rslora``, ``rank_pattern``, ``alpha_pattern``
+            and ``layers_to_transform`` affect the weights and scales.
     """
     import torch
     from safetensors.torch import save_file

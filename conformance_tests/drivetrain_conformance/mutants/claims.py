@@ -112,7 +112,7 @@ def passes_on_what_it_does_not_claim(parts: PartKinds) -> PartKinds:
     says="expected UnsupportedCapability for one of sleep_cuda_graph",
 )
 def refuses_vaguely(engine: type[InferenceEngine]) -> type[InferenceEngine]:
-    """What is unclaimed fails with an error that does not say so."""
+    """An unclaimed call fails with an error that does not name the missing capability."""
 
     class Wrong(InferenceEngine):
         """Fails somewhere below."""

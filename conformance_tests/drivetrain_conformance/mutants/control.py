@@ -278,7 +278,7 @@ def aborts_what_waits_at_a_pause(parts: PartKinds) -> PartKinds:
     """A pause that aborts also ends requests that were waiting, which should run later."""
 
     class Wrong(PauseAndSleep):
-        """Aborts all that it knows."""
+        """Aborts every request of the engine."""
 
         async def quiesce(self, mode: PauseMode) -> None:
             if mode is PauseMode.ABORT:

@@ -1,4 +1,4 @@
-"""What a mutant is: a working backend, the engine page over it, or a part of that engine, spoiled in one way."""
+"""Mutants: a backend, an ``InferenceEngine`` or one of its parts, with a single fault put in on purpose."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Mutant:
 
     name: str
     wrong: str
-    """What is wrong with it, in a sentence."""
+    """The fault, in one sentence."""
     caught_by: str
     """The case that must fail, as ``group/name``."""
     says: tuple[str, ...]

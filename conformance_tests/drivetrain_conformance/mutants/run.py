@@ -50,7 +50,7 @@ _PROFILE_OF_HANGS: Final[Profile] = dataclasses.replace(_PROFILE, case_timeout=4
 
 @dataclass(frozen=True, slots=True)
 class MutantResult:
-    """What became of one mutant."""
+    """Result of running the suite on one mutant."""
 
     mutant: Mutant
     caught: bool

@@ -81,7 +81,7 @@ def serves_half_an_update(backend: type[Backend]) -> type[Backend]:
     says="a tensor that is not what was sent was accepted",
 )
 def accepts_wrong_digests(backend: type[Backend]) -> type[Backend]:
-    """What arrived is not compared with what was sent."""
+    """Received tensors are not compared with the sender's digests."""
     return mixed(backend, _Unverified)
 
 
@@ -462,7 +462,7 @@ def freezes_requests_to_save(backend: type[Backend]) -> type[Backend]:
     says="an engine that is dirty did what it was asked to do",
 )
 def saves_weights_that_are_lost(parts: PartKinds) -> PartKinds:
-    """What lies in the memory of the weights is saved, whether they were lost in a sleep or not."""
+    """Weights can be saved although a sleep has discarded them."""
 
     class Wrong(ServedWeights):
         """Looks whether there is memory, and no further."""

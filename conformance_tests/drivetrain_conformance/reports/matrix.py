@@ -57,7 +57,7 @@ class Mark(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What the page says of one backend and one capability."""
+    """One cell of the matrix: a backend's verdict on a capability."""
 
     mark: Mark
     text: str

@@ -67,7 +67,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Recording(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine answered to all requests."""
+    """One engine's answers to all requests."""
 
     format: int
     backend: str
@@ -186,9 +186,9 @@ async def record(backend: str, dtype: str, fields: Mapping[str, object]) -> Reco
     """Ask one engine everything, over the suite's tiny model.
 
     Args:
-        backend: Its name.
-        dtype: Of the model's weights.
-        fields: Further ones of the engine's configuration.
+        backend: Name of the backend.
+        dtype: Dtype of the model's weights.
+        fields: Further fields of the engine's configuration.
 
     Raises:
         DrivetrainError: the engine does not start.
@@ -283,11 +283,11 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True):
     """How two engines' answers to one request compare."""
 
     difference: str = ""
-    """The first one, in words; empty if there is none."""
+    """The first difference, in words; empty if there is none."""
     tie: int | None = None
-    """Token at which both were free to go on differently, and did; nothing after it is compared."""
+    """Index of the token where a tie let the answers diverge; later tokens are not compared."""
     largest: float = 0.0
-    """Of the differences of logprobs, in nats."""
+    """Largest difference of two logprobs, in nats."""
     unclaimed: bool = False
     """One of them does not claim what is asked for."""
 
@@ -348,7 +348,7 @@ def _largest(one: list[Any] | None, other: list[Any] | None, count: int | None =
 
 
 def _is_tie(one: Answer, other: Answer, place: int, tolerance: float) -> bool:
-    """Whether both tokens are as likely to both engines."""
+    """Return whether each engine gives both tokens the same logprob, within ``tolerance``."""
     for answer, token in ((one, other.token_ids[place]), (other, one.token_ids[place])):
         if answer.top_logprobs is None or answer.logprobs is None:
             return False

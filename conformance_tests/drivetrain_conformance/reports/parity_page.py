@@ -54,7 +54,7 @@ class Column:
 
     recording: Recording
     agreements: dict[str, Agreement]
-    """By request; those for which this recording is what others are compared with are left out."""
+    """Agreement by request; requests for which this recording is itself the reference are absent."""
 
     @property
     def title(self) -> str:
@@ -66,15 +66,15 @@ class Column:
 
     @property
     def largest(self) -> float:
-        """Of all differences of logprobs, in nats."""
+        """Largest difference of logprobs over all requests, in nats."""
         return max((agreement.largest for agreement in self.agreements.values()), default=0.0)
 
     def cause(self, name: str) -> Cause | None:
-        """Why this engine's answers to a request may differ, if that is known."""
+        """Return the known cause for a difference in this engine's answers to a request, if there is one."""
         return next((one for one in CAUSES if one.request == name and self.title.startswith(one.engines)), None)
 
     def cell(self, name: str) -> str:
-        """What the page says of one request."""
+        """Return the page's cell for one request."""
         agreement = self.agreements.get(name)
         if agreement is None:
             return f"what others are compared with, for want of {REFERENCE}"
@@ -116,7 +116,7 @@ def columns_of(recordings: Sequence[Recording]) -> list[Column]:
 
 
 def _reference(recordings: Sequence[Recording], name: str) -> Exchange:
-    """What the others' answers to one request are compared with: of the reference, or of the first that claims it."""
+    """Return the answers that others are compared with: the reference's, or those of the first engine that has any."""
     ordered = sorted(recordings, key=lambda recording: (recording.backend != REFERENCE, recording.backend))
     exchanges = [exchange for recording in ordered for exchange in recording.exchanges if exchange.name == name]
     claimed = [exchange for exchange in exchanges if exchange.refusal is None or not exchange.refusal.unclaimed]

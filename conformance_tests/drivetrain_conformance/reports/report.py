@@ -1,4 +1,4 @@
-"""What a run of the suite found, as JSON: versions, hardware, seed, and a verdict for each case and capability."""
+"""Report of a run of the suite, as JSON: versions, hardware, seed, and a verdict for each case and capability."""
 
 from __future__ import annotations
 

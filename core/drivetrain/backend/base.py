@@ -241,7 +241,7 @@ class Backend(ABC):
         return await never
 
     def child_processes(self) -> list[int] | None:
-        """Return the child processes that the engine cannot live without; None: all that are alive.
+        """Return the child processes that the engine cannot live without; None: every child that is alive.
 
         Called once in a host process, on the event loop, when ``start`` has returned.
         """

@@ -37,8 +37,12 @@ class Controller:
         return self._status
 
     def subscribe(self, listener: Callable[[], None]) -> None:
-        """Call ``listener`` after every change that may let waiting requests go on."""
+        """Call ``listener`` after every change of the status, of the weight version or of the adapters."""
         self._listeners.append(listener)
+
+    def unsubscribe(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` no longer."""
+        self._listeners.remove(listener)
 
     def starting(self) -> None:
         """CREATED → STARTING.
@@ -55,22 +59,23 @@ class Controller:
     def fail(self, why: str) -> None:
         """Any state → FAILED; a closed engine stays closed."""
         self._status = self._status.fail(why)
-        self._notify()
+        self.notify()
 
     def close(self) -> None:
         """Any state → CLOSED."""
         self._status = self._status.close()
-        self._notify()
+        self.notify()
 
     def move_to(self, status: EngineStatus) -> None:
         """Take the next status. A failed or closed engine ignores it."""
         if self._status.state in (EngineState.FAILED, EngineState.CLOSED):
             return
         self._status = status
-        self._notify()
+        self.notify()
 
-    def _notify(self) -> None:
-        for listener in self._listeners:
+    def notify(self) -> None:
+        """Call every listener: the status changed, or something else that a holder of the engine is told of."""
+        for listener in tuple(self._listeners):
             listener()
 
     # Permission --------------------------------------------------------------------------------------------------
@@ -114,7 +119,7 @@ class Controller:
             yield
         finally:
             self._holds -= 1
-            self._notify()
+            self.notify()
 
     # Locks and deadlines -----------------------------------------------------------------------------------------
 

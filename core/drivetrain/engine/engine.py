@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
@@ -21,8 +22,11 @@ from drivetrain.engine.api.description import EngineDescription
 from drivetrain.engine.api.lora import LoraCalls
 from drivetrain.engine.api.openai_api import OpenAICalls
 from drivetrain.engine.api.sessions import SessionCalls
+from drivetrain.engine.api.sharing import SharingCalls
 from drivetrain.engine.death_reports import report_death
+from drivetrain.engine.listener import EngineListener
 from drivetrain.engine.parts import PartKinds
+from drivetrain.engine.shared_state import EngineFacts, this_machine
 from drivetrain.engine.states import EngineState
 from drivetrain.errors import DrivetrainError, EngineError, EngineStartError
 from drivetrain.types.arguments import checked
@@ -32,7 +36,7 @@ from drivetrain.types.config import EngineConfig, Isolation
 logger = logging.getLogger("drivetrain.engine")
 
 
-class InferenceEngine(Conveniences, OpenAICalls, SessionCalls, LoraCalls):
+class InferenceEngine(Conveniences, OpenAICalls, SessionCalls, LoraCalls, SharingCalls):
     """One inference engine. Made by :func:`~drivetrain.create.create_engine`; used as ``async with engine:``.
 
     It belongs to the event loop that it was started in. Any number of tasks of that loop may use it at once.
@@ -87,6 +91,7 @@ class InferenceEngine(Conveniences, OpenAICalls, SessionCalls, LoraCalls):
         if model.info.weight_version is not None:
             weights.publish(model.info.weight_version)
         controller.started()
+        self.parts.sharing.make_listener = lambda: EngineListener(self.parts, self._facts)
         self._death_watch = asyncio.create_task(self._watch_for_death())
 
     async def teardown(self) -> None:
@@ -95,6 +100,7 @@ class InferenceEngine(Conveniences, OpenAICalls, SessionCalls, LoraCalls):
         if self.state in (EngineState.CLOSED, EngineState.CREATED):
             controller.close()
             return
+        await self.parts.sharing.close()
         if self.state is not EngineState.FAILED:
             try:
                 async with deadline(self.config.timeouts.close, "requests in flight to end"):
@@ -107,6 +113,20 @@ class InferenceEngine(Conveniences, OpenAICalls, SessionCalls, LoraCalls):
             self._death_watch.cancel()
             await asyncio.gather(self._death_watch, return_exceptions=True)
         await self._close_backend()
+
+    def _facts(self) -> EngineFacts:
+        capabilities = self.capabilities - {Capability.WEIGHTS_IN_PROCESS}
+        if self.isolation is Isolation.INLINE:  # memory that this process cannot map, others can
+            capabilities |= type(self.parts.backend).capabilities(self.config) & {Capability.WEIGHTS_CUDA_IPC}
+        return EngineFacts(
+            config=self.config.model_copy(update={"endpoint_api_key": None}),
+            capabilities=frozenset(capability.value for capability in capabilities),
+            native_stops=self.parts.backend.native_stops,
+            versions=self.versions,
+            model=self.model_info,
+            pid=self.host_pid or os.getpid(),
+            machine=this_machine(),
+        )
 
     async def _close_backend(self) -> None:
         if self._backend_closed:

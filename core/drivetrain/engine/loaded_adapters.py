@@ -28,6 +28,11 @@ class LoadedAdapters:
         self._by_name: dict[str, LoadedLora] = {}
         self._strays: set[str] = set()
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the adapters that are loaded."""
+        return tuple(self._by_name)
+
     def find(self, name: str) -> LoadedLora | None:
         """Return the adapter, or None if no adapter of this name is loaded."""
         return self._by_name.get(name)
@@ -39,10 +44,13 @@ class LoadedAdapters:
     def put(self, name: str, adapter: LoadedLora) -> None:
         """Serve ``adapter`` under ``name`` from now on."""
         self._by_name[name] = adapter
+        self.controller.notify()
 
     def pop(self, name: str) -> LoadedLora:
         """Stop serving ``name``; return its adapter."""
-        return self._by_name.pop(name)
+        adapter = self._by_name.pop(name)
+        self.controller.notify()
+        return adapter
 
     def require(self, name: str, field: str) -> None:
         """Raise :class:`InvalidRequest` unless an adapter of this name is loaded."""

@@ -44,12 +44,12 @@ class StartedModel:
 
     @property
     def info_if_started(self) -> ModelInfo | None:
-        """What the backend said of the model; None before start."""
+        """The backend's description of the model; None before start."""
         return self._info
 
     @property
     def info(self) -> ModelInfo:
-        """What the backend said of the model.
+        """The backend's description of the model.
 
         Raises:
             EngineStateError: the engine was not started.

@@ -30,6 +30,7 @@ from drivetrain.engine.pooling import Pooling
 from drivetrain.engine.requests_in_flight import RequestsInFlight
 from drivetrain.engine.served_weights import ServedWeights
 from drivetrain.engine.sessions import Sessions
+from drivetrain.engine.sharing import Sharing
 from drivetrain.engine.weight_updates import WeightUpdates
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig
@@ -53,6 +54,7 @@ class Parts:
     generation: Generation
     pooling: Pooling
     diagnostics: Diagnostics
+    sharing: Sharing
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ class PartKinds:
     generation: type[Generation] = Generation
     pooling: type[Pooling] = Pooling
     diagnostics: type[Diagnostics] = Diagnostics
+    sharing: type[Sharing] = Sharing
 
     def build(self, config: EngineConfig, backend: Backend, capabilities: frozenset[Capability]) -> Parts:
         """Make the parts of one engine."""
@@ -105,4 +108,5 @@ class PartKinds:
             generation=self.generation(controller, backend, model, in_flight, loaded, sessions),
             pooling=self.pooling(controller, backend, model),
             diagnostics=self.diagnostics(controller, backend),
+            sharing=self.sharing(controller),
         )

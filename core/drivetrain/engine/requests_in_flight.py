@@ -174,15 +174,15 @@ class RequestsInFlight:
         if not self._in_backend:
             self._drained.set()
 
-    async def run(self, sample: Sample) -> GenerateResult:
-        """Take one sample to its result."""
+    async def run(self, sample: Sample, *, match_text: bool = True) -> GenerateResult:
+        """Take one sample to its result. Without ``match_text`` the caller looks for stops that the backend ignores."""
         for delay in OUT_OF_MEMORY_DELAYS:
             try:
-                return await self._run_once(sample)
+                return await self._run_once(sample, match_text)
             except EngineOutOfMemory:
                 await asyncio.sleep(delay)
         try:
-            return await self._run_once(sample)
+            return await self._run_once(sample, match_text)
         except EngineOutOfMemory as error:
             raise self._out_of_memory(error) from error
 
@@ -200,10 +200,10 @@ class RequestsInFlight:
             batch_size=batch_size,
         )
 
-    async def _run_once(self, sample: Sample) -> GenerateResult:
+    async def _run_once(self, sample: Sample, match_text: bool) -> GenerateResult:
         if not await self._admitted(sample):
             return aborted_before_start(sample)
-        if not self._must_watch_text(sample):
+        if not (match_text and self._must_watch_text(sample)):
             self._enter(sample)
             try:
                 return await self.backend.generate(self._for_backend(sample.request))
@@ -232,18 +232,32 @@ class RequestsInFlight:
         """Stream a sample while matching its text; at the first match abort the rest and hide it."""
         matcher = StopMatcher(sample.request.params, self.model.tokenizer)
         matched = False
+        async with aclosing(self._steps(sample)) as deltas:
+            async for delta in deltas:
+                check_sampled_ids(sample, delta.token_ids)
+                for token_id in () if matched else delta.token_ids:
+                    if matcher.push(token_id) is not None:
+                        matched = True
+                        await self.backend.abort([sample.request.request_id])
+                        break
+                if delta.result is not None or not matched:
+                    yield delta, matcher
+
+    async def stream_steps(self, sample: Sample) -> AsyncGenerator[TokenDelta, None]:
+        """Take one sample through the gate and yield the backend's steps; the caller looks for stops and cuts text."""
+        if not await self._admitted(sample):
+            yield TokenDelta([], result=aborted_before_start(sample))
+            return
+        async with aclosing(self._steps(sample)) as steps:
+            async for step in steps:
+                yield step
+
+    async def _steps(self, sample: Sample) -> AsyncGenerator[TokenDelta, None]:
         self._enter(sample)
         try:
             async with aclosing(self.backend.stream(self._for_backend(sample.request))) as deltas:
                 async for delta in deltas:
-                    check_sampled_ids(sample, delta.token_ids)
-                    for token_id in () if matched else delta.token_ids:
-                        if matcher.push(token_id) is not None:
-                            matched = True
-                            await self.backend.abort([sample.request.request_id])
-                            break
-                    if delta.result is not None or not matched:
-                        yield delta, matcher
+                    yield delta
         except EngineDied as error:
             self.controller.fail(str(error))
             raise

@@ -31,6 +31,7 @@ class ServedWeights:
     def publish(self, version: str) -> None:
         """Name the weights that are served from now on."""
         self._version = version
+        self.controller.notify()
 
     async def relabel(self, version: str) -> None:
         """Give the weights another version; see ``InferenceEngine.update_weight_version``."""

@@ -58,7 +58,7 @@ class Session:
         whole = before + token_ids
         if len(whole) > self.capacity:
             raise InvalidRequest(
-                f"the turn has {len(whole)} tokens with all that it builds on, more than the session's capacity of "
+                f"the turn and those it builds on have {len(whole)} tokens, more than the session's capacity of "
                 f"{self.capacity}; open a session with a larger one",
                 field="prompts",
             )

@@ -43,7 +43,7 @@ class _Life(Enum):
 
 
 class WeightState(Enum):
-    """Whether the weights may be served."""
+    """State of the weights; only CLEAN weights are served."""
 
     CLEAN = "clean"
     UPDATING = "updating"

@@ -87,6 +87,12 @@ class WeightUpdates:
             raise
         return transaction
 
+    async def forget(self, request: WeightUpdateRequest) -> None:
+        """Drop this request if it is the one that was prepared; the receiver lets go of what it staged."""
+        if self._prepared is not None and self._prepared.request is request:
+            self._prepared = None
+            await self._withdraw()
+
     async def release_sources(self) -> None:
         """Let go of shared memory; see ``InferenceEngine.release_weight_sources``."""
         action = "release_weight_sources()"
@@ -187,11 +193,9 @@ class WeightUpdates:
         self.controller.require("start_weight_transfer()", Capability.WEIGHT_STAGING)
         self.require_update_of_all(request.source.kind)
 
-        async def let_go() -> None:
-            if self._prepared is not None and self._prepared.request is request:
-                self._prepared = None
-                await self._withdraw()
-
         return WeightTransferHandle(
-            request.version, self.prepare(request), lambda _: self.update_at_once(request), let_go
+            request.version,
+            self.prepare(request),
+            lambda _: self.update_at_once(request),
+            lambda: self.forget(request),
         )

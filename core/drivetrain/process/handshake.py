@@ -44,7 +44,7 @@ def opened_config(opened: Open) -> EngineConfig:
 
 
 def portable(config: EngineConfig) -> dict[str, object]:
-    """Return the configuration fields to send to a host: all that are set, except ``python`` and ``isolation``.
+    """Return the configuration fields to send to a host: those that are set, except ``python`` and ``isolation``.
 
     Other fields stay unset, because a backend may distinguish fields that were set. Secrets are sent in plain text: the
     pipe or socket to the host is private.

@@ -1,4 +1,4 @@
-"""Methods of the wire protocol, derived from the ``Backend`` page."""
+"""Methods of the wire protocol, derived from the pages ``Backend`` and ``SharedEngine``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import msgspec
 from drivetrain.backend.base import Backend
 from drivetrain.errors import WireError
 from drivetrain.process.codec import Codec, codec_for
+from drivetrain.process.shared_engine import SharedEngine
 
 _LOCAL: Final = frozenset({"died"})
 """Not called over the wire: the host reports an engine's death as ``Fatal``."""
@@ -29,7 +30,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One coroutine of ``Backend``, or its async generator, as a method of the wire protocol."""
+    """One coroutine of a page, or its async generator, as a method of the wire protocol."""
 
     name: str
     arguments: tuple[Argument, ...]
@@ -66,10 +67,10 @@ class Method:
         return f"{self.name}({arguments}) -> {'items of ' if self.streams else ''}{_shown(self.annotation)}"
 
 
-def method_table() -> dict[str, Method]:
-    """Derive all methods from the annotations of ``Backend``, by name."""
+def method_table(page: type) -> dict[str, Method]:
+    """Derive all methods from the annotations of a class, by name."""
     table = {}
-    for name, function in vars(Backend).items():
+    for name, function in vars(page).items():
         if name.startswith("_") or name in _LOCAL or not inspect.isfunction(function):
             continue
         streams = get_origin(get_type_hints(function)["return"]) in (AsyncIterator, AsyncGenerator)
@@ -111,6 +112,9 @@ def _shown(annotation: object) -> str:
     return f"{getattr(origin, '__name__', origin)}[{', '.join(shown)}]"
 
 
-METHODS: Final = method_table()
+METHODS: Final = method_table(Backend)
+"""What a trainer calls of a host."""
+SHARED_METHODS: Final = method_table(SharedEngine)
+"""What a handle's holder calls of an engine's owner."""
 
-__all__ = ["METHODS", "Argument", "Method", "method_of", "method_table"]
+__all__ = ["METHODS", "SHARED_METHODS", "Argument", "Method", "method_of", "method_table"]

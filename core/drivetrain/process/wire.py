@@ -13,7 +13,7 @@ import msgspec
 from drivetrain.backend.base import StopKind
 from drivetrain.errors import WireError
 
-WIRE_VERSION: Final = 1
+WIRE_VERSION: Final = 2
 """Increases whenever a message, a method, or a type in a method's signature changes."""
 
 HANDSHAKE_LIMIT: Final = 16 * 2**20
@@ -36,6 +36,26 @@ class Hello(_Message, frozen=True):
     drivetrain: str
     python: str
     pid: int
+    nonce: bytes = b""
+    """From an engine's listener: what the holder's proof is made of."""
+
+
+class Attached(_Message, frozen=True):
+    """The holder's proof is right. Calls may follow."""
+
+    proof: bytes
+    """HMAC of the holder's nonce: the listener knows the key, too."""
+    holder: int
+    """The holder's number, which its pulse names."""
+    description: msgspec.Raw
+    """What the engine is; see ``drivetrain.engine.shared_state``."""
+    state: msgspec.Raw
+
+
+class State(_Message, frozen=True):
+    """The engine's state changed, or its weight version, or its adapters."""
+
+    state: msgspec.Raw
 
 
 class Welcome(_Message, frozen=True):
@@ -111,8 +131,22 @@ class Open(_Message, frozen=True):
     """Module search path to append to the host's own; empty if the host is another environment's Python."""
 
 
+class Attach(_Message, frozen=True):
+    """A holder's answer to a listener's ``Hello``: proof of the key, and what the connection is for."""
+
+    wire_version: int
+    drivetrain: str
+    nonce: bytes
+    proof: bytes
+    """HMAC-SHA-256 of the listener's nonce by the key."""
+    pulse_of: int
+    """0: a connection for calls; otherwise the pulse of the holder with this number."""
+    name: str
+    """Who holds it, for messages: host and process."""
+
+
 class Call(_Message, frozen=True):
-    """Call a method of the backend; ids count up from 1."""
+    """Call a method; ids count up from 1."""
 
     id: int
     method: str
@@ -125,15 +159,18 @@ class Cancel(_Message, frozen=True):
     id: int
 
 
-FromHost = Hello | Welcome | Reply | Failure | Item | End | Progress
+FromHost = Hello | Welcome | Attached | State | Reply | Failure | Item | End | Progress
 FromWatch = Heartbeat | Fatal
-FromTrainer = Open | Call | Cancel
+FromTrainer = Open | Attach | Call | Cancel
 Message = FromHost | FromWatch | FromTrainer
 
 MESSAGES: Final[tuple[type[Message], ...]] = (
     Hello,
     Open,
     Welcome,
+    Attach,
+    Attached,
+    State,
     Call,
     Reply,
     Failure,

@@ -22,7 +22,7 @@ class WorkerSocket:
         self._socket.connect(f"\0{name}")
         self._frames = FrameReader(FRAME_LIMIT)
         self.open = True
-        """Whether the host is there."""
+        """True while the host is connected."""
 
     def fileno(self) -> int:
         """File descriptor, so that an engine's loop can wait for calls beside its own sockets."""

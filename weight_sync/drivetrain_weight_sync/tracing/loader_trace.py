@@ -3,7 +3,7 @@
 An engine's tensors differ from the checkpoint's: fused, sharded, renamed. Only the model's ``load_weights`` knows the
 mapping. :func:`trace_loader` runs it on meta tensors and records each copy that it would make. Tensors that are
 rearranged first, by a transposition or concatenation, are loaded once more with integer labels in place of values,
-which show where each element goes. Of tensors that the loader computes with, only the destinations are recorded.
+which show where each element goes. For tensors that the loader computes with, only the destinations are recorded.
 """
 
 from __future__ import annotations

@@ -281,7 +281,7 @@ class TracedTarget:
     def read(self, name: str) -> torch.Tensor:
         """Return the engine's values of a checkpoint tensor: a view if they lie in one piece, else a copy.
 
-        Of a tensor split over ranks, return this rank's parts, flattened and concatenated.
+        If the tensor is split over ranks, return this rank's parts, flattened and concatenated.
         """
         own = self._readable(name)
         if own in self._split:

@@ -40,7 +40,7 @@ class ControlCalls(Page):
         """Give memory back. The arguments, and nothing else, decide what becomes of requests in flight.
 
         Args:
-            tags: Which memory; if not given, all that this engine can give back.
+            tags: Which memory; if not given, every kind that this engine can free.
             timeout: Seconds for giving it back.
             abort_first: Abort requests in flight. Requests frozen by ``pause_generation("retract")`` hold no cache
                 and need not be aborted.

@@ -1,4 +1,4 @@
-"""What an engine is, and the state it is in."""
+"""Description of an engine: its model, its capabilities and its state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every group of calls knows of its engine."""
+"""Attributes of the engine that every group of calls uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Page:
     config: EngineConfig
     """The configuration that the engine was created with."""
     capabilities: frozenset[Capability]
-    """What this engine can do; known before it starts."""
+    """Capabilities that this engine claims; known before it starts."""
     isolation: Isolation
     """Where the engine runs: in this process or in a host process."""
     versions: dict[str, str]

@@ -1,0 +1,239 @@
+"""The parts of an attached engine: those that change the engine ask its owner, and the state is the owner's."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from typing import cast
+
+from drivetrain.attached.backend import AttachedBackend
+from drivetrain.backend.toolkit.deadlines import deadline
+from drivetrain.engine.adapters import Adapters
+from drivetrain.engine.communicators import Communicators
+from drivetrain.engine.controller import Controller
+from drivetrain.engine.generation import Generation
+from drivetrain.engine.loaded_adapters import LoadedAdapters, LoadedLora
+from drivetrain.engine.pause_and_sleep import PauseAndSleep
+from drivetrain.engine.served_weights import ServedWeights
+from drivetrain.engine.states import EngineState, EngineStatus
+from drivetrain.engine.validation import absolute_path, check_seconds
+from drivetrain.engine.weight_transaction import WeightTransaction
+from drivetrain.engine.weight_updates import WeightUpdates
+from drivetrain.errors import DrivetrainError
+from drivetrain.process.shared_engine import AppliedUpdate
+from drivetrain.types.capability import Capability
+from drivetrain.types.modes import MemoryTag, PauseMode
+from drivetrain.types.weights import (
+    CommunicatorSpec,
+    LoraSource,
+    TensorData,
+    WeightManifest,
+    WeightReport,
+    WeightUpdateRequest,
+)
+
+
+async def ask(part: Controller, backend: object, seconds: float | None, name: str, *arguments: object) -> object:
+    """Call the owner, which keeps the deadline itself and knows more to say; this one is a little later."""
+    assert isinstance(backend, AttachedBackend)
+    timeouts = part.config.timeouts
+    async with deadline((seconds or timeouts.control) + timeouts.close, f"the engine's owner to answer {name}"):
+        return await backend.call(name, *arguments)
+
+
+class AttachedController(Controller):
+    """Mirrors the owner's status; the owner's gate holds requests, not this one."""
+
+    def adopt(self, status: EngineStatus) -> None:
+        """Take the owner's status."""
+        if self.status.state not in (EngineState.FAILED, EngineState.CLOSED):
+            self._status = status
+            self.notify()
+
+    def holds_requests(self) -> bool:
+        self.status.require_open("a waiting request")
+        return False
+
+
+class AttachedLoadedAdapters(LoadedAdapters):
+    """Mirrors the names of the owner's adapters."""
+
+    def adopt(self, names: Iterable[str]) -> None:
+        """Take the owner's names."""
+        self._by_name = {name: LoadedLora(name, pinned=False) for name in names}
+
+
+class AttachedGeneration(Generation):
+    """Aborts requests of any holder, not only this one's."""
+
+    async def _abort(self, action: str, request_id: str | None) -> None:
+        await super()._abort(action, request_id)
+        if request_id is None:
+            await ask(self.controller, self.backend, None, "abort_generation")
+        else:
+            await ask(self.controller, self.backend, None, "abort", request_id)
+
+
+class AttachedPauses(PauseAndSleep):
+    """Asks the owner to pause, resume, sleep and wake up."""
+
+    async def pause(self, mode: PauseMode, timeout: float | None) -> None:
+        seconds = check_seconds(timeout, self.controller.config.timeouts.control)
+        await ask(self.controller, self.backend, seconds, "pause_generation", mode, timeout)
+
+    async def resume(self) -> None:
+        await ask(self.controller, self.backend, None, "continue_generation")
+
+    async def sleep(
+        self,
+        tags: Iterable[MemoryTag | str] | None,
+        timeout: float | None,
+        abort_first: bool,
+        drain_timeout: float,
+    ) -> None:
+        chosen = None if tags is None else self._chosen(tags, "sleep()")
+        seconds = check_seconds(timeout, self.controller.config.timeouts.control) + drain_timeout
+        await ask(self.controller, self.backend, seconds, "sleep", chosen, timeout, abort_first, drain_timeout)
+
+    async def wake_up(self, tags: Iterable[MemoryTag | str] | None, timeout: float | None) -> None:
+        chosen = None if tags is None else self._chosen(tags, "wake_up()")
+        seconds = check_seconds(timeout, self.controller.config.timeouts.control)
+        await ask(self.controller, self.backend, seconds, "wake_up", chosen, timeout)
+
+    async def reset_prefix_cache(self) -> None:
+        await ask(self.controller, self.backend, None, "reset_prefix_cache")
+
+    async def clear_hicache_storage(self) -> None:
+        await ask(self.controller, self.backend, None, "clear_hicache_storage")
+
+
+class AttachedWeights(ServedWeights):
+    """Asks the owner for weights; the version is mirrored."""
+
+    async def relabel(self, version: str) -> None:
+        await ask(self.controller, self.backend, None, "update_weight_version", version)
+
+    async def manifest(self) -> WeightManifest:
+        return cast(WeightManifest, await ask(self.controller, self.backend, None, "weight_manifest"))
+
+    async def read(self, name: str) -> TensorData:
+        return cast(TensorData, await ask(self.controller, self.backend, None, "get_weights_by_name", name))
+
+    async def validate(self) -> WeightReport:
+        seconds = self.controller.config.timeouts.weight_update
+        return cast(WeightReport, await ask(self.controller, self.backend, seconds, "validate_weights"))
+
+    async def save_sharded(self, path: object, timeout: float | None) -> None:
+        self.controller.require("save_sharded_model()", Capability.SAVE_SHARDED)
+        seconds = check_seconds(timeout, self.controller.config.timeouts.weight_update)
+        await ask(self.controller, self.backend, seconds, "save_sharded_model", absolute_path(path), timeout)
+
+    async def save_remote(self, url: object, timeout: float | None) -> None:
+        seconds = check_seconds(timeout, self.controller.config.timeouts.weight_update)
+        await ask(self.controller, self.backend, seconds, "save_remote_model", url, timeout)
+
+
+class AttachedTransaction(WeightTransaction):
+    """An update that the owner runs."""
+
+    def __init__(self, controller: Controller, backend: object, request: WeightUpdateRequest) -> None:
+        self._controller = controller
+        self._owner = backend
+        self.request = request
+        self.buckets = 0
+        self.nbytes = 0
+        self.paused_seconds = 0.0
+
+    async def load(self, indices: Sequence[int]) -> None:
+        seconds = self._controller.config.timeouts.weight_update
+        self.nbytes = cast(int, await ask(self._controller, self._owner, seconds, "load_buckets", list(indices)))
+
+    def committed(self, applied: AppliedUpdate) -> None:
+        """Take note of what the update took."""
+        self.nbytes, self.paused_seconds = applied.nbytes, applied.paused_seconds
+
+
+class AttachedUpdates(WeightUpdates):
+    """Asks the owner to prepare and run updates."""
+
+    _at_owner: WeightUpdateRequest | None = None
+    """The request that the owner has prepared."""
+
+    async def prepare(self, request: WeightUpdateRequest) -> None:
+        self.require_update_of_all(request.source.kind)
+        self._at_owner = None
+        await self._ask("prepare_weight_update", request)
+        self._at_owner = request
+
+    async def forget(self, request: WeightUpdateRequest) -> None:
+        if self._at_owner is request:
+            self._at_owner = None
+            await self._ask("forget_weight_update")
+
+    async def release_sources(self) -> None:
+        self._at_owner = None
+        await self._ask("release_weight_sources")
+
+    @asynccontextmanager
+    async def update(
+        self, request: WeightUpdateRequest, *, at_once: bool = False
+    ) -> AsyncGenerator[WeightTransaction, None]:
+        self.require_update_of_all(request.source.kind)
+        given = None if self._at_owner is request else request
+        self._at_owner = None
+        transaction = AttachedTransaction(self.controller, self.backend, request)
+        if at_once:
+            yield transaction
+            transaction.committed(cast(AppliedUpdate, await self._ask("apply_update", given)))
+            return
+        transaction.buckets = cast(int, await self._ask("begin_update", given))
+        try:
+            yield transaction
+            transaction.committed(cast(AppliedUpdate, await self._ask("commit_update")))
+        except BaseException as error:
+            try:
+                await self._ask("break_off_update", f"{type(error).__name__}: {error}")
+            except DrivetrainError as lost:
+                error.add_note(f"the update could not be broken off: {lost}")
+            raise
+
+    async def _ask(self, name: str, *arguments: object) -> object:
+        seconds = self.controller.config.timeouts.weight_update
+        return await ask(self.controller, self.backend, seconds, name, *arguments)
+
+
+class AttachedCommunicators(Communicators):
+    """Asks the owner to join and leave groups."""
+
+    async def join(self, spec: CommunicatorSpec) -> None:
+        seconds = self.controller.config.timeouts.weight_update
+        await ask(self.controller, self.backend, seconds, "init_weight_update_communicator", spec)
+
+    async def leave(self, group_name: str) -> None:
+        await ask(self.controller, self.backend, None, "destroy_weight_update_communicator", group_name)
+
+
+class AttachedAdapters(Adapters):
+    """Asks the owner to load, update and unload adapters."""
+
+    async def load(self, name: str, path: str, pinned: bool) -> None:
+        await ask(self.controller, self.backend, None, "load_lora_adapter", name, path, pinned)
+
+    async def unload(self, name: str) -> None:
+        await ask(self.controller, self.backend, None, "unload_lora_adapter", name)
+
+    async def update(self, request: WeightUpdateRequest, source: LoraSource) -> None:
+        seconds = self.controller.config.timeouts.weight_update
+        await ask(self.controller, self.backend, seconds, "update_adapter", request)
+
+
+__all__ = [
+    "AttachedAdapters",
+    "AttachedCommunicators",
+    "AttachedController",
+    "AttachedGeneration",
+    "AttachedLoadedAdapters",
+    "AttachedPauses",
+    "AttachedUpdates",
+    "AttachedWeights",
+]

@@ -1,0 +1,244 @@
+"""The owner's end of handles: listens on a socket, lets in who knows the key, and serves each holder's calls."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from drivetrain.checks.safe_repr import shown
+from drivetrain.engine.holder_calls import Claims, HolderCalls
+from drivetrain.engine.parts import Parts
+from drivetrain.engine.shared_state import FACTS, STATE, EngineFacts, SharedState
+from drivetrain.errors import EngineStateError, InvalidConfig, WireError
+from drivetrain.process.handshake import check_version, hello
+from drivetrain.process.proof import LONGEST_KEY, new_nonce, proof, proves
+from drivetrain.process.pulse import PulseWatch
+from drivetrain.process.rpc_methods import SHARED_METHODS
+from drivetrain.process.rpc_server import RpcServer
+from drivetrain.process.wire import FRAME_LIMIT, Attach, Attached, Call, FromTrainer, State
+from drivetrain.process.wire_errors import failure
+from drivetrain.types.handle import EngineHandle
+
+UNKNOWN_LIMIT: Final = 4096
+"""Maximum payload in bytes from a connection that has not proved the key."""
+UNKNOWN_S: Final = 10.0
+"""Seconds in which a connection must prove the key."""
+UNKNOWN_MOST: Final = 64
+"""Connections that may be about to prove it at one time."""
+_SHORTEST_KEY: Final = 16
+
+
+class EngineListener:
+    """Listens for holders of one engine.
+
+    Args:
+        parts: Those of the engine.
+        facts: Tells holders what the engine is.
+    """
+
+    def __init__(self, parts: Parts, facts: Callable[[], EngineFacts]) -> None:
+        self.parts = parts
+        self.facts = facts
+        self.claims = Claims()
+        self.pulses = PulseWatch()
+        self.holders: dict[int, HolderConnection] = {}
+        self.unknown: set[HolderConnection] = set()
+        self.numbers = itertools.count(1)
+        self._servers: list[asyncio.Server] = []
+        self._folder: str | None = None
+        self._state = self._shared_state()
+        parts.controller.subscribe(self._changed)
+        self.pulses.start()
+
+    async def listen(self, address: str | None, key: str, announced: str | None) -> EngineHandle:
+        """Listen on a Unix socket that only this user can open, or on ``HOST:PORT``; return the handle.
+
+        Raises:
+            InvalidConfig: the address cannot be listened on, or the key is too short or too long.
+        """
+        if not _SHORTEST_KEY <= len(key) <= LONGEST_KEY:
+            raise InvalidConfig(
+                f"key has {len(key)} characters; expected {_SHORTEST_KEY} to {LONGEST_KEY}, or None for a random one",
+                field="key",
+            )
+        loop = asyncio.get_running_loop()
+
+        def serve() -> HolderConnection:
+            return HolderConnection(self, key)
+
+        if address is None:
+            self._folder = self._folder or tempfile.mkdtemp(prefix="drivetrain-engine-")  # with mode 0700
+            path = f"{self._folder}/{len(self._servers)}.sock"
+            self._servers.append(await loop.create_unix_server(serve, path))
+            return EngineHandle(f"unix:{path}", key)
+        host, port = _host_and_port(address)
+        try:
+            server = await loop.create_server(serve, host, port)
+        except OSError as error:
+            raise InvalidConfig(f"listen={shown(address)}: {error}", field="listen") from error
+        self._servers.append(server)
+        bound = server.sockets[0].getsockname()[1]
+        shown_host = announced or host
+        shown_host = f"[{shown_host}]" if ":" in shown_host else shown_host
+        return EngineHandle(f"tcp://{shown_host}:{bound}", key)
+
+    # State -------------------------------------------------------------------------------------------------------
+
+    def _shared_state(self) -> SharedState:
+        parts = self.parts
+        return SharedState(parts.controller.status, parts.weights.version, parts.loaded_adapters.names)
+
+    @property
+    def state(self) -> SharedState:
+        """The engine's state now."""
+        return self._state
+
+    def _changed(self) -> None:
+        state = self._shared_state()
+        if state != self._state:
+            self._state = state
+            for holder in self.holders.values():
+                holder.tell(state)
+
+    # The end -----------------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Stop listening and disconnect every holder."""
+        for server in self._servers:
+            server.close()
+        for connection in (*self.holders.values(), *self.unknown):
+            connection.drop("the engine's owner closed it")
+        while self.holders:
+            await asyncio.wait([holder.undone for holder in self.holders.values()])
+        self.parts.controller.unsubscribe(self._changed)
+        await asyncio.to_thread(self.pulses.stop)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class HolderConnection(RpcServer):
+    """The connection of one holder: the handshake, then its calls."""
+
+    def __init__(self, listener: EngineListener, key: str) -> None:
+        super().__init__(SHARED_METHODS, UNKNOWN_LIMIT)
+        self.undone: asyncio.Future[None] = self._loop.create_future()
+        """Done when the connection has ended and nothing that the holder held is left."""
+        self._listener = listener
+        self._key = key
+        self._nonce = new_nonce()
+        self._calls: HolderCalls | None = None
+        self._number = 0
+        self._undoing: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if len(self._listener.unknown) >= UNKNOWN_MOST:
+            self._transport.abort()
+            return
+        self._listener.unknown.add(self)
+        self._alarm = self._loop.call_later(UNKNOWN_S, self._transport.abort)
+        self._writes.put(msgspec.structs.replace(hello(), nonce=self._nonce))
+
+    def drop(self, reason: str) -> None:
+        """Disconnect the holder."""
+        self._writes.put(failure(0, EngineStateError(reason, state="closed")))
+        self._writes.flush()
+        self._transport.close()
+
+    def lost(self, reason: str) -> None:
+        """Disconnect a holder whose pulse has stopped; called in the event loop."""
+        if not self._transport.is_closing():
+            self._transport.abort()
+
+    def tell(self, state: SharedState) -> None:
+        """Tell the holder of a change."""
+        self._writes.put(State(STATE.encode(state)))
+
+    # Messages ----------------------------------------------------------------------------------------------------
+
+    def _take_other(self, message: FromTrainer) -> None:
+        if not isinstance(message, Attach) or self._calls is not None:
+            raise WireError(f"a {type(message).__name__} came where an Attach or calls are expected")
+        if not proves(message.proof, self._key, "holder", self._nonce, message.nonce):
+            raise WireError("the key is wrong; take the handle from the engine's owner as it is now")
+        check_version(message.name[:200], message.wire_version, message.drivetrain)
+        self._alarm.cancel()
+        self._listener.unknown.discard(self)
+        if message.pulse_of:
+            self._become_pulse(message.pulse_of)
+            return
+        listener = self._listener
+        listener.parts.controller.status.require_open("attach()")
+        self._number = next(listener.numbers)
+        listener.holders[self._number] = self
+        self._calls = HolderCalls(message.name[:200], listener.parts, listener.claims)
+        self._frames.limit = FRAME_LIMIT
+        self._writes.put(
+            Attached(
+                proof(self._key, "owner", message.nonce, self._nonce),
+                self._number,
+                FACTS.encode(listener.facts()),
+                STATE.encode(listener.state),
+            )
+        )
+
+    def _become_pulse(self, number: int) -> None:
+        """Hand the socket to the thread that answers pulses."""
+        holder = self._listener.holders.get(number)
+        raw = self._transport.get_extra_info("socket")
+        if holder is None or raw is None:
+            raise WireError(f"there is no holder {number}")
+        pulse = socket.socket(fileno=os.dup(raw.fileno()))
+        patience = self._listener.parts.controller.config.timeouts.heartbeat
+
+        def lost(reason: str) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and so is the connection
+                self._loop.call_soon_threadsafe(holder.lost, reason)
+
+        self._transport.pause_reading()
+        self._transport.abort()  # closes asyncio's descriptor; ours stays
+        self._loop.call_soon(self._listener.pulses.add, pulse, patience, lost)
+
+    def _target(self, call: Call) -> HolderCalls:
+        if self._calls is None:
+            raise WireError(f"{call.method} was called before the key was proved")
+        return self._calls
+
+    # The end -----------------------------------------------------------------------------------------------------
+
+    def _ended(self, code: int) -> None:
+        self._listener.unknown.discard(self)
+        if self._calls is None:
+            if not self.undone.done():
+                self.undone.set_result(None)
+        elif self._undoing is None:
+            self._undoing = self._loop.create_task(self._undo(self._calls))
+
+    async def _undo(self, calls: HolderCalls) -> None:
+        try:
+            running = [task for task, _ in self._running.values()]
+            if running:
+                await asyncio.wait(running)
+            await calls.undo()
+        finally:
+            self._listener.holders.pop(self._number, None)
+            self.undone.set_result(None)
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise InvalidConfig(f"listen={shown(address)}: expected HOST:PORT, such as 127.0.0.1:0", field="listen")
+    return host.strip("[]"), int(port)
+
+
+__all__ = ["EngineListener", "HolderConnection"]

@@ -1,0 +1,149 @@
+"""Signs of life between the holders of an engine and its owner, from threads: event loops may be blocked for minutes.
+
+A holder sends a byte on a socket of its own in each period, and the owner sends it back. Whichever end hears nothing
+for its patience counts the other as gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+_BEAT: Final = b"\x01"
+_TICK_S: Final = 0.25
+_MOST: Final = 4096
+
+
+@dataclass(slots=True)
+class _Watched:
+    socket: socket.socket
+    patience: float
+    on_lost: Callable[[str], None]
+    silent: float = 0.0
+    """Seconds since the last byte."""
+
+
+class PulseWatch(threading.Thread):
+    """The owner's side: answers the pulses of all holders, and reports those that stop."""
+
+    def __init__(self) -> None:
+        super().__init__(name="drivetrain-pulses", daemon=True)
+        self._lock = threading.Lock()
+        self._watched: dict[int, _Watched] = {}
+        self._ended = threading.Event()
+
+    def add(self, pulse: socket.socket, patience: float, on_lost: Callable[[str], None]) -> None:
+        """Watch a socket; ``on_lost`` is called in this thread with the reason, once."""
+        pulse.setblocking(False)
+        with self._lock:
+            self._watched[pulse.fileno()] = _Watched(pulse, patience, on_lost)
+
+    def stop(self) -> None:
+        """End the thread and close all sockets."""
+        self._ended.set()
+        self.join()
+        for watched in self._watched.values():
+            watched.socket.close()
+        self._watched.clear()
+
+    def run(self) -> None:
+        """Answer until :meth:`stop`."""
+        before = time.monotonic()
+        while not self._ended.is_set():
+            with self._lock:
+                watched = dict(self._watched)
+            if not watched:
+                self._ended.wait(_TICK_S)
+                before = time.monotonic()
+                continue
+            poll = select.poll()
+            for fd in watched:
+                poll.register(fd, select.POLLIN)
+            ready = {fd for fd, _ in poll.poll(1000 * _TICK_S)}
+            # Capped: a pause of this whole machine is no silence of the others.
+            before, now = time.monotonic(), time.monotonic() - before
+            passed = min(now, 2 * _TICK_S)
+            for fd, one in watched.items():
+                reason = self._heard(one) if fd in ready else self._silent(one, passed)
+                if reason:
+                    with self._lock:
+                        del self._watched[fd]
+                    one.socket.close()
+                    one.on_lost(reason)
+
+    def _heard(self, one: _Watched) -> str:
+        try:
+            data = one.socket.recv(_MOST)
+        except BlockingIOError:
+            return ""
+        except OSError as error:
+            return f"lost its pulse: {error}"
+        if not data:
+            return "closed its pulse"
+        one.silent = 0.0
+        with contextlib.suppress(BlockingIOError):  # it does not read: by its own patience it notices soon enough
+            try:
+                one.socket.send(_BEAT)
+            except BrokenPipeError:
+                return "closed its pulse"
+        return ""
+
+    def _silent(self, one: _Watched, passed: float) -> str:
+        one.silent += passed
+        if one.silent <= one.patience:
+            return ""
+        return f"gave no sign of life for {one.patience:g} s (timeouts.heartbeat of the engine)"
+
+
+class Pulse(threading.Thread):
+    """A holder's side: beats, and reports an owner that does not answer.
+
+    Args:
+        pulse: A connected socket, which this thread closes.
+        period: Seconds between beats.
+        patience: Seconds without an answer after which the owner counts as gone.
+        on_lost: Called in this thread with the reason, at most once, and not after :meth:`stop`.
+    """
+
+    def __init__(self, pulse: socket.socket, period: float, patience: float, on_lost: Callable[[str], None]) -> None:
+        super().__init__(name="drivetrain-pulse", daemon=True)
+        self._socket = pulse
+        self._period = period
+        self._patience = patience
+        self._on_lost = on_lost
+        self._ended = threading.Event()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._ended.set()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self.join()
+
+    def run(self) -> None:
+        """Beat until :meth:`stop`, or until the owner is gone."""
+        reason = ""
+        self._socket.settimeout(self._patience)
+        try:
+            while not reason and not self._ended.is_set():
+                self._socket.sendall(_BEAT)
+                if not self._socket.recv(_MOST):
+                    reason = "closed the connection"
+                self._ended.wait(self._period)
+        except TimeoutError:
+            reason = f"gave no sign of life for {self._patience:g} s (timeouts.heartbeat)"
+        except OSError as error:
+            reason = f"lost the connection: {error}"
+        finally:
+            self._socket.close()
+        if reason and not self._ended.is_set():
+            self._on_lost(reason)
+
+
+__all__ = ["Pulse", "PulseWatch"]

@@ -1,0 +1,387 @@
+"""Handles: one engine used by other processes, and what becomes of it when one of them is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import pickle
+import signal
+import stat
+import sys
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from drivetrain import (
+    DiskSource,
+    EngineBusy,
+    EngineDied,
+    EngineHandle,
+    EngineStateError,
+    InferenceEngine,
+    InvalidConfig,
+    InvalidRequest,
+    MemoryTag,
+    PauseMode,
+    PromptLike,
+    SamplingParams,
+    WeightUpdateRequest,
+    WireError,
+    attach,
+)
+from drivetrain.process.wire import from_host, read
+from drivetrain_weight_sync import WeightSync
+from engines import OpenEngine
+
+GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, logprobs=0)
+LONG = SamplingParams(max_new_tokens=900, temperature=0.0, ignore_eos=True)
+BOUND = 30.0
+
+
+async def until(condition: Callable[[], bool | Awaitable[bool]]) -> None:
+    """Wait until something holds."""
+    async with asyncio.timeout(BOUND):
+        while True:
+            held = condition()
+            if held if isinstance(held, bool) else await held:
+                return
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def attached(handle: EngineHandle) -> AsyncIterator[InferenceEngine]:
+    engine = await attach(handle)
+    try:
+        yield engine
+    finally:
+        await engine.teardown()
+
+
+async def tensors_for(engine: InferenceEngine) -> dict[str, torch.Tensor]:
+    manifest = await engine.weight_manifest()
+    return {
+        spec.name: torch.randn(spec.shape, dtype=getattr(torch, spec.dtype)).mul_(0.05) for spec in manifest.tensors
+    }
+
+
+def own_threads() -> int:
+    """Return how many threads of drivetrain's run; the event loop keeps others in a pool."""
+    return sum(thread.name.startswith("drivetrain") for thread in threading.enumerate())
+
+
+HOLDER = """
+import asyncio, base64, pickle, sys
+from drivetrain import PauseMode, SamplingParams, attach
+from drivetrain_weight_sync import WeightSync
+
+async def main():
+    engine = await attach(pickle.loads(base64.b64decode(sys.argv[1])))
+    long = SamplingParams(max_new_tokens=900, temperature=0.0, ignore_eos=True)
+    {code}
+    print("ready", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+PAUSES = 'await engine.pause_generation("in_place")'
+GENERATES = "asyncio.create_task(engine.generate([[1, 2], [3, 4]], long))"
+PREPARES = """
+    import torch
+    manifest = await engine.weight_manifest()
+    tensors = {s.name: torch.randn(s.shape, dtype=getattr(torch, s.dtype)) for s in manifest.tensors}
+    sync = WeightSync.connect(tensors, engine)
+    await (await sync.start_weight_transfer(version="half")).wait()
+"""
+
+
+@asynccontextmanager
+async def holder(handle: EngineHandle, code: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Run a holder in a process of its own; entered once it has done ``code``."""
+    given = base64.b64encode(pickle.dumps(handle)).decode()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", HOLDER.replace("{code}", code), given, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        assert (await process.stdout.readline()).strip() == b"ready"
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+@pytest.mark.parametrize("listen", [None, "127.0.0.1:0"], ids=["unix", "tcp"])
+@pytest.mark.parametrize("isolation", ["inline", "process"])
+async def test_the_page_is_the_same_through_a_handle(
+    open_engine: OpenEngine, isolation: str, listen: str | None
+) -> None:
+    prompts: list[PromptLike] = ["hello", [5, 6, 7]]
+    async with open_engine(isolation=isolation) as engine:
+        expected = await engine.generate(prompts, GREEDY)
+        handle = await engine.handle(listen)
+        assert pickle.loads(pickle.dumps(handle)) == handle
+        assert handle.key not in repr(handle)
+        async with attached(handle) as other:
+            output = await other.generate(prompts, GREEDY)
+            assert [c.token_ids for c in output.completions] == [c.token_ids for c in expected.completions]
+            assert [c.logprobs for c in output.completions] == [c.logprobs for c in expected.completions]
+            assert [c.weight_versions for c in output.completions] == [c.weight_versions for c in expected.completions]
+            streamed = [chunk async for chunk in other.generate_stream("hello", GREEDY)]
+            assert [i for chunk in streamed for i in chunk.token_ids] == expected.completions[0].token_ids
+            assert other.model_info == engine.model_info
+            assert await other.chat_completion({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3})
+        assert engine.state.value == "ready"
+
+
+async def test_stops_on_text_are_found_by_the_holder(open_engine: OpenEngine) -> None:
+    async with open_engine() as engine:
+        whole = (await engine.generate("hello", SamplingParams(max_new_tokens=30, temperature=0.0))).completions[0]
+        params = SamplingParams(max_new_tokens=30, temperature=0.0, stop=[whole.text[4:6]])
+        expected = (await engine.generate("hello", params)).completions[0]
+        async with attached(await engine.handle()) as other:
+            found = (await other.generate("hello", params)).completions[0]
+        assert (found.text, found.token_ids, found.matched_stop) == (
+            expected.text,
+            expected.token_ids,
+            expected.matched_stop,
+        )
+
+
+async def test_every_holder_sees_what_another_does(open_engine: OpenEngine) -> None:
+    async with open_engine(enable_sleep=True) as engine:
+        handle = await engine.handle()
+        async with attached(handle) as one, attached(handle) as other:
+            await one.pause_generation(PauseMode.IN_PLACE)
+            assert one.state.value == engine.state.value == "paused"
+            await until(lambda: other.state.value == "paused")
+            waiting = asyncio.create_task(other.generate([1, 2], GREEDY))
+            await other.continue_generation()
+            await waiting
+            await other.sleep([MemoryTag.KV_CACHE])
+            await until(lambda: one.state.value == "asleep")
+            with pytest.raises(EngineStateError, match="asleep"):
+                await one.generate([1, 2], GREEDY)
+            await one.wake_up()
+            assert engine.state.value == "ready"
+            await engine.update_weight_version("relabelled")
+            await until(lambda: one.get_weight_version() == other.get_weight_version() == "relabelled")
+
+
+async def test_weights_are_pushed_through_a_handle(open_engine: OpenEngine) -> None:
+    async with open_engine(isolation="process") as engine, attached(await engine.handle()) as other:
+        tensors = await tensors_for(other)
+        async with WeightSync.connect(tensors, other) as sync:
+            result = await sync.push(version="one")
+            assert result.tensors == len(tensors)
+            assert engine.get_weight_version() == other.get_weight_version() == "one"
+            transfer = await sync.start_weight_transfer(version="two")
+            await transfer.wait()
+            await transfer.finish()
+            assert (await other.generate([1, 2], GREEDY)).completions[0].weight_versions[0].version == "two"
+        name = next(iter(tensors))
+        served = await engine.get_weights_by_name(name)
+        assert served.data == tensors[name].numpy().tobytes()
+
+
+async def test_an_update_that_a_holder_breaks_off_leaves_the_engine_dirty(open_engine: OpenEngine) -> None:
+    async with open_engine() as engine, attached(await engine.handle()) as other:
+        folder = Path(engine.config.model)
+        async with WeightSync.connect(await tensors_for(other), other, "shared_memory") as sync:
+            with pytest.raises(ZeroDivisionError):
+                await _break_off(other, folder)
+            assert engine.state.value == "dirty"
+            await sync.push(version="whole")
+        assert engine.state.value == "ready"
+
+
+async def _nothing() -> None:
+    """Do nothing."""
+
+
+async def _break_off(
+    engine: InferenceEngine, folder: Path, meanwhile: Callable[[], Awaitable[None]] = _nothing
+) -> None:
+    request = WeightUpdateRequest(version="half", source=DiskSource(path=str(folder)), mode=PauseMode.RETRACT)
+    async with engine.weight_update(request) as update:
+        await update.load([0])
+        await meanwhile()
+        raise ZeroDivisionError
+
+
+async def test_two_holders_that_update_at_once_are_told_so(open_engine: OpenEngine) -> None:
+    async with open_engine() as engine:
+        handle = await engine.handle()
+        async with attached(handle) as one, attached(handle) as other:
+            tensors = await tensors_for(one)
+            async with WeightSync.connect(tensors, one) as first, WeightSync.connect(tensors, other) as second:
+                transfer = await first.start_weight_transfer(version="first")
+                await transfer.wait()
+                await second.push(version="second")
+                with pytest.raises(EngineBusy, match="since this one was prepared"):
+                    await transfer.finish()
+                assert engine.get_weight_version() == "second"
+                assert engine.state.value == "ready"
+                with pytest.raises(ZeroDivisionError):
+                    await _break_off(one, Path(engine.config.model), lambda: _told(second))
+                await second.push(version="third")
+            assert engine.get_weight_version() == "third"
+
+
+async def _told(sync: WeightSync) -> None:
+    with pytest.raises((EngineBusy, EngineStateError), match="under way"):
+        await sync.push(version="meanwhile")
+
+
+async def test_a_request_is_aborted_by_another_holder(open_engine: OpenEngine) -> None:
+    async with open_engine() as engine:
+        handle = await engine.handle()
+        async with attached(handle) as one, attached(handle) as other:
+            task = asyncio.create_task(one.generate([1, 2], LONG, request_ids=["mine"]))
+            await until(lambda: engine.parts.in_flight.running == 1)
+            await other.abort("mine")
+            assert (await task).completions[0].finish_reason.value == "abort"
+
+
+@pytest.mark.parametrize(
+    ("code", "kill"),
+    [(PAUSES, signal.SIGKILL), (GENERATES, signal.SIGKILL), (PREPARES, signal.SIGKILL), (PAUSES, signal.SIGSTOP)],
+    ids=["pauses", "generates", "prepares", "frozen"],
+)
+async def test_what_a_holder_held_is_undone_when_it_is_gone(open_engine: OpenEngine, code: str, kill: int) -> None:
+    async with open_engine(timeouts={"heartbeat": 1.5}) as engine:
+        handle = await engine.handle()
+        async with holder(handle, code) as process:
+            os.kill(process.pid, kill)
+            await until(lambda: engine.state.value == "ready" and not engine.parts.in_flight.running)
+            async with attached(handle) as other, WeightSync.connect(await tensors_for(other), other) as sync:
+                await until(lambda: not engine.parts.in_flight.running)
+                await _pushed(sync)
+                assert (await other.generate([1, 2], GREEDY)).completions[0].weight_versions[0].version == "after"
+        assert engine.get_weight_version() == "after"
+
+
+async def _pushed(sync: WeightSync) -> None:
+    """Push as soon as the update of the holder that is gone was dropped."""
+    async with asyncio.timeout(BOUND):
+        while True:
+            try:
+                await sync.push(version="after")
+            except EngineBusy:
+                await asyncio.sleep(0.05)
+            else:
+                return
+
+
+OWNER = """
+import asyncio, base64, pickle, sys
+from drivetrain import create_engine
+
+async def main():
+    fields = {"model": sys.argv[1], "isolation": "inline", "timeouts": {"heartbeat": 1.5}}
+    async with create_engine("transformers", **fields) as engine:
+        print(base64.b64encode(pickle.dumps(await engine.handle())).decode(), flush=True)
+        await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+async def test_an_owner_that_is_gone_fails_the_calls_of_its_holders(model: Path, kill: int) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", OWNER, str(model), stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        handle = pickle.loads(base64.b64decode(await process.stdout.readline()))
+        async with attached(handle) as engine:
+            task = asyncio.create_task(engine.generate([[1, 2], [3]], LONG))
+            await until(lambda: engine.parts.in_flight.running == 2)
+            os.kill(process.pid, kill)
+            async with asyncio.timeout(BOUND):
+                with pytest.raises(EngineDied):
+                    await task
+            await until(lambda: engine.state.value == "failed")
+            with pytest.raises(EngineStateError, match="failed"):
+                await engine.generate([1], GREEDY)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def test_who_does_not_know_the_key_gets_nothing(open_engine: OpenEngine) -> None:
+    async with open_engine() as engine:
+        handle = await engine.handle(key="the right key of some length")
+        with pytest.raises(WireError, match="key is wrong"):
+            await attach(EngineHandle(handle.address, "a wrong key of some length"))
+        for junk in (b"GET / HTTP/1.1\r\n\r\n", (1 << 20).to_bytes(4, "little"), b"\0\0\0\0"):
+            reader, writer = await asyncio.open_unix_connection(handle.path)
+            writer.write(junk)
+            async with asyncio.timeout(BOUND):
+                answer = await reader.read()
+            assert answer[:4] != b""
+            read(from_host, memoryview(answer)[4 : 4 + int.from_bytes(answer[:4], "little")])  # a Hello, and no more
+            writer.close()
+        async with attached(handle) as other:
+            await other.generate([1, 2], GREEDY)
+
+
+async def test_wrong_arguments_are_refused_by_name(open_engine: OpenEngine) -> None:
+    with pytest.raises(InvalidRequest, match="handle"):
+        await attach("unix:/x")  # type: ignore[arg-type]
+    for address in ("http://host:1", "tcp://host", "tcp://host:99999", "unix:relative"):
+        with pytest.raises(InvalidRequest, match="address"):
+            EngineHandle(address, "key")
+    async with open_engine() as engine:
+        with pytest.raises(InvalidConfig, match="key"):
+            await engine.handle(key="short")
+        for listen in ("nowhere", "host:port", "127.0.0.1:99999", "no.such.host.invalid:1"):
+            with pytest.raises(InvalidConfig, match="listen"):
+                await engine.handle(listen)
+        handle = await engine.handle()
+        async with attached(handle) as other:
+            assert await other.handle() == handle
+            with pytest.raises(EngineStateError, match="owner"):
+                await other.handle("127.0.0.1:0")
+
+
+async def test_a_closed_engine_disconnects_its_holders_and_leaves_no_socket(open_engine: OpenEngine) -> None:
+    threads = own_threads()
+    async with open_engine() as engine:
+        handle = await engine.handle()
+        assert handle.path is not None
+        folder = Path(handle.path).parent
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        other = await attach(handle)
+        closed = asyncio.create_task(other.generate([1, 2], LONG))
+        await until(lambda: engine.parts.in_flight.running == 1)
+    with pytest.raises((EngineStateError, EngineDied)):
+        await closed
+    await other.teardown()
+    assert not folder.exists()
+    with pytest.raises(EngineStateError, match="no engine listens"):
+        await attach(handle)
+    await until(lambda: own_threads() == threads)
+
+
+async def test_holders_come_and_go_without_a_trace(open_engine: OpenEngine) -> None:
+    async with open_engine() as engine:
+        handle = await engine.handle()
+
+        async def some(count: int) -> tuple[int, int]:
+            for _ in range(count):
+                async with attached(handle) as other:
+                    await other.generate([1, 2], SamplingParams(max_new_tokens=1))
+            await asyncio.sleep(0.6)
+            return own_threads(), len(os.listdir("/proc/self/fd"))
+
+        await some(3)
+        threads, descriptors = await some(3)
+        assert await some(10) == (threads, descriptors)
