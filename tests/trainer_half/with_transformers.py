@@ -17,7 +17,15 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from drivetrain import BackendUnavailable, Completion, EngineConfig, SamplingParams, TextPrompt, create_engine
+from drivetrain import (
+    BackendUnavailable,
+    Completion,
+    EngineConfig,
+    LogprobsMode,
+    SamplingParams,
+    TextPrompt,
+    create_engine,
+)
 from drivetrain.text.tokenizer import Tokenizer
 from drivetrain_weight_sync import WeightSync
 
@@ -70,7 +78,7 @@ def test_pushes_make_the_engines_logprobs_those_of_the_policy(
 ) -> None:
     folder = model_folder(architecture, **written)
     policy = policy_of(folder, **read)
-    sampling = SamplingParams(max_new_tokens=24, ignore_eos=True, logprobs=0, logprobs_mode="raw", seed=0)
+    sampling = SamplingParams(max_new_tokens=24, ignore_eos=True, logprobs=0, logprobs_mode=LogprobsMode.RAW, seed=0)
 
     async def push_and_compare() -> None:
         async with create_engine("transformers", model=str(folder), dtype="float32", python=host_python) as engine:

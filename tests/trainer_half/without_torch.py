@@ -95,7 +95,7 @@ def test_an_engine_in_another_environment_generates_from_text_and_messages(
         async with create_engine("transformers", model=str(model_folder("llama")), python=host_python) as engine:
             prompts: list[TextPrompt | ChatPrompt] = [
                 TextPrompt(text="Grüße"),
-                ChatPrompt(messages=[{"role": "user", "content": "hi"}]),
+                ChatPrompt.model_validate({"messages": [{"role": "user", "content": "hi"}]}),
             ]
             batch = await engine.generate(prompts, SamplingParams(max_new_tokens=4, ignore_eos=True, logprobs=0))
             return list(batch.completions)

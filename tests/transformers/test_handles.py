@@ -142,7 +142,7 @@ async def test_the_page_is_the_same_through_a_handle(
 async def test_stops_on_text_are_found_by_the_holder(open_engine: OpenEngine) -> None:
     async with open_engine() as engine:
         whole = (await engine.generate("hello", SamplingParams(max_new_tokens=30, temperature=0.0))).completions[0]
-        params = SamplingParams(max_new_tokens=30, temperature=0.0, stop=[whole.text[4:6]])
+        params = SamplingParams(max_new_tokens=30, temperature=0.0, stop=(whole.text[4:6],))
         expected = (await engine.generate("hello", params)).completions[0]
         async with attached(await engine.handle()) as other:
             found = (await other.generate("hello", params)).completions[0]
