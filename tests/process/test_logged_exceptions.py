@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -154,6 +155,23 @@ RuntimeError: Engine core initialization failed. See root cause above. Failed co
 )
 def test_the_exception_that_ended_an_engine(log: list[str], found: str) -> None:
     assert first_exception(log) == found
+
+
+ENGINE_LOGS = Path(__file__).parent / "engine_logs"
+"""Ends of logs that SGLang 0.5.23 and vLLM wrote when they did not start; paths are shortened."""
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("sglang_unknown_architecture", "ValueError: Cannot find model module. 'NoSuchForCausalLM' is not"),
+        ("vllm_wrong_shape", "RuntimeError: start (0) + length (128) exceeds dimension size (120)."),
+        ("vllm_huge_cache", "ValueError: Available memory on node 0 (21.44/23.54 GiB) on kv cache allocation is less"),
+    ],
+)
+def test_the_exception_in_the_log_of_a_real_engine(name: str, found: str) -> None:
+    text = (ENGINE_LOGS / f"{name}.txt").read_text(encoding="utf-8")
+    assert first_exception(lines(text)).startswith(found)
 
 
 def test_a_message_names_the_exception_before_the_last_lines() -> None:

@@ -280,6 +280,7 @@ _SETTINGS: Final[Mapping[str, tuple[Sequence[str], Mapping[str, object]]]] = {
     "rank_pattern": (("q_proj", "v_proj"), {"rank_pattern": {"q_proj": 2}}),
     "layers_to_transform": (("q_proj", "v_proj"), {"layers_to_transform": [1]}),
     "target_modules": (("q_proj", "v_proj"), {"target_modules": None}),
+    "lm_head": (("lm_head",), {}),
     # Engines fuse these layers with others, which must stay unchanged.
     "q_proj": (("k_proj",), {}),
     "gate_proj": (("up_proj",), {}),

@@ -271,6 +271,18 @@ def reads_usual_layers_where_none_are_named(backend: type[Backend]) -> type[Back
     return _loading(backend, change)
 
 
+@spoiled_backend(caught_by="lora/every_setting_is_honoured_or_refused", says="nats below the most likely one")
+def ignores_adapters_of_the_output_layer(backend: type[Backend]) -> type[Backend]:
+    """An adapter of lm_head is loaded, and the base's logits are served."""
+
+    def change(config: dict[str, object], tensors: dict[str, torch.Tensor]) -> None:
+        for name, matrix in _matrices(tensors, "B"):
+            if name.endswith(".lm_head"):
+                matrix.zero_()
+
+    return _loading(backend, change)
+
+
 @spoiled_part(caught_by="lora/an_adapter_whose_unload_is_given_up_is_served", says="'a' is not loaded; loaded: none")
 def forgets_an_adapter_before_it_is_unloaded(parts: PartKinds) -> PartKinds:
     """An unload that is given up while it waits leaves the adapter in the engine, where no request can name it."""
