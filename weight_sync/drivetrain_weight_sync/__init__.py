@@ -19,8 +19,9 @@ from drivetrain_weight_sync.trainer.logprob_probe import LogprobProbe
 from drivetrain_weight_sync.trainer.lora_sync import LoraSync, LoraSyncResult
 from drivetrain_weight_sync.trainer.source import WeightInput
 from drivetrain_weight_sync.trainer.strategy import Strategy
-from drivetrain_weight_sync.trainer.sync import UpdatableEngine, WeightSync, WeightSyncResult
+from drivetrain_weight_sync.trainer.sync import WeightSync, WeightSyncResult
 from drivetrain_weight_sync.transports.plugins import Transport
+from drivetrain_weight_sync.transports.updatable_engine import UpdatableEngine
 
 __all__ = [
     "LogprobProbe",
