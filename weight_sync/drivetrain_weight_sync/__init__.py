@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from drivetrain_weight_sync.copying.digest import digest, digests
 from drivetrain_weight_sync.copying.plan import check_plan, make_plan
-from drivetrain_weight_sync.receiver.receiver import Phase, Receiver
+from drivetrain_weight_sync.receiver.receiver import Receiver
 from drivetrain_weight_sync.receiver.saving import ModelFiles, WeightWriter, save_remote, save_sharded
 from drivetrain_weight_sync.receiver.target import ModuleTarget, WeightTarget
+from drivetrain_weight_sync.receiver.update import Phase
 from drivetrain_weight_sync.receiver.weight_inspection import (
     merged,
     read_weight,
