@@ -24,8 +24,8 @@ Pair = tuple[BroadcastSender, BroadcastReader, Group]
 _A_TRAINER_THAT_STOPS = """
 import sys, time, torch
 from drivetrain_weight_sync.transports.broadcast import BroadcastSender
-sender = BroadcastSender(torch.device("cpu"))
-spec, store = sender.offer("gloo", "127.0.0.1", 1, 20)
+sender = BroadcastSender(torch.device("cpu"), "gloo", "127.0.0.1")
+spec, store = sender.offer(1, 20)
 print(spec.model_dump_json(), flush=True)
 sender.join(spec, store)
 print("formed", flush=True)
@@ -61,8 +61,8 @@ def test_a_group_of_which_nobody_is_there_ends_by_its_deadline(free_port: int) -
 
 
 def test_a_trainer_whose_engine_does_not_come_stops_waiting() -> None:
-    sender = BroadcastSender(torch.device("cpu"))
-    offered, store = sender.offer("gloo", "127.0.0.1", 1, 0.5)
+    sender = BroadcastSender(torch.device("cpu"), "gloo", "127.0.0.1")
+    offered, store = sender.offer(1, 0.5)
     with pytest.raises(DeadlineExceeded, match=r"timed out after 0\.5 s waiting for ranks 1 of 2 to join the group"):
         sender.join(offered, store)
 
@@ -86,8 +86,8 @@ def test_a_store_of_a_host_name_is_reached() -> None:
 
 
 def test_a_trainer_that_leaves_stops_waiting_for_an_engine_that_does_not_come() -> None:
-    sender = BroadcastSender(torch.device("cpu"))
-    offered, store = sender.offer("gloo", "127.0.0.1", 1, 60)
+    sender = BroadcastSender(torch.device("cpu"), "gloo", "127.0.0.1")
+    offered, store = sender.offer(1, 60)
     with ThreadPoolExecutor(1) as pool:
         joining = pool.submit(sender.join, offered, store)
         time.sleep(0.2)
@@ -103,8 +103,8 @@ def test_a_rank_outside_of_the_group_is_refused(free_port: int) -> None:
 
 
 def test_a_group_is_joined_behind_a_worker_that_goes_on() -> None:
-    sender, groups = BroadcastSender(torch.device("cpu")), Groups()
-    offered, store = sender.offer("gloo", "127.0.0.1", 1, 20)
+    sender, groups = BroadcastSender(torch.device("cpu"), "gloo", "127.0.0.1"), Groups()
+    offered, store = sender.offer(1, 20)
     with pytest.raises(EngineBusy):
         groups.join_behind(offered, 1, CPU)
     sender.join(offered, store)
@@ -164,8 +164,8 @@ TENSORS = {spec.name: torch.arange(spec.shape[0], dtype=torch.float32) for spec 
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    sender, groups = BroadcastSender(CPU), Groups()
-    offered, store = sender.offer("gloo", "127.0.0.1", 1, 20)
+    sender, groups = BroadcastSender(CPU, "gloo", "127.0.0.1"), Groups()
+    offered, store = sender.offer(1, 20)
     with ThreadPoolExecutor(1) as pool:
         joining = pool.submit(groups.join, offered, 1, CPU)
         sender.join(offered, store)

@@ -95,7 +95,7 @@ async def test_what_a_plugins_transport_spoils_is_found(install: Install, tmp_pa
     async with WeightSync.connect(trained, InlineEngine(served), "pigeon", directory=tmp_path) as sync:
         handle = await sync.start_weight_transfer(version="v")
         await handle.wait()
-        receiver_tensors = sync._engine.receiver._reader.letter  # type: ignore[attr-defined]
+        receiver_tensors = sync._engine.receiver.update.reader.letter  # type: ignore[attr-defined]
         receiver_tensors["model.norm.weight"] += 1
         with pytest.raises(WeightSyncError, match=r"model\.norm\.weight"):
             await handle.finish()

@@ -31,6 +31,7 @@ from drivetrain.types.weights import (
 )
 from drivetrain_weight_sync import ModuleTarget, Receiver
 from drivetrain_weight_sync.receiver.rank_weights import RankWeights
+from drivetrain_weight_sync.receiver.update import Update
 from drivetrain_weight_sync.tracing.traced_target import TracedTarget
 
 _T = TypeVar("_T")
@@ -194,13 +195,15 @@ def request_of(tmp_path: Path) -> WeightUpdateRequest:
     return WeightUpdateRequest(version="v1", source=DiskSource(path=str(tmp_path)))
 
 
-def spoil(rank: Rank, method: str, error: Exception, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Make this method of the rank's receiver fail."""
+def spoil(
+    part: Receiver | Update | None, method: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], None]:
+    """Make this method of a rank's receiver or update fail."""
 
     def failing(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(rank.receiver, method, failing)
+    monkeypatch.setattr(part, method, failing)
     return monkeypatch.undo
 
 
@@ -210,7 +213,9 @@ def test_what_one_rank_cannot_prepare_none_has_prepared(
     request_of: WeightUpdateRequest, which: int, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two = Two()
-    mend = spoil(two.ranks[which], method, InvalidRequest("the folder is not there", field="source"), monkeypatch)
+    mend = spoil(
+        two.ranks[which].receiver, method, InvalidRequest("the folder is not there", field="source"), monkeypatch
+    )
     for answer in two.prepare(request_of):
         assert isinstance(answer, InvalidRequest)
         assert str(answer) == f"rank {which}: the folder is not there"
@@ -235,7 +240,7 @@ def test_no_rank_commits_what_another_could_not_verify(
     two = Two()
     (reply, _) = two.prepare(request_of)
     assert isinstance(reply, WeightReply)
-    spoil(two.ranks[1], "_verify", WeightVerifyFailed("a tensor differs", tensors=["up"]), monkeypatch)
+    spoil(two.ranks[1].receiver.update, "verify", WeightVerifyFailed("a tensor differs", tensors=["up"]), monkeypatch)
     for answer in two.ask("apply_weights", ApplyUpdate("v1", reply.buckets, True)):
         assert isinstance(answer, WeightVerifyFailed)
         assert str(answer) == "rank 1: a tensor differs"

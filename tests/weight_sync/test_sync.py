@@ -41,9 +41,9 @@ from drivetrain.types.weights import (
     WeightUpdateRequest,
 )
 from drivetrain_weight_sync import LogprobProbe, Strategy, UpdatableEngine, WeightSync, make_plan
-from drivetrain_weight_sync.trainer import sync as sync_module
 from drivetrain_weight_sync.trainer.source import WeightInput
 from drivetrain_weight_sync.transports import cuda_ipc
+from drivetrain_weight_sync.transports.broadcast import split_into_calls
 from drivetrain_weight_sync.transports.device_memory import Segment
 
 STRATEGIES = ["in_process", "shared_memory", "broadcast", "disk", "delta"]
@@ -527,7 +527,7 @@ def test_segments_that_are_none_are_refused(segments: bytes) -> None:
 )
 def test_buckets_are_broadcast_in_calls_of_so_many_bytes(most: int, together: list[list[int]]) -> None:
     plan = make_plan([TensorSpec(f"layers.{index}.a", "float32", (4,)) for index in range(3)], bucket_bytes=256)
-    assert list(sync_module._together(plan, most)) == together
+    assert list(split_into_calls(plan, most)) == together
 
 
 async def test_an_empty_version_is_refused_before_any_work() -> None:

@@ -7,9 +7,10 @@ from drivetrain.checks.extras import from_extra
 with from_extra("weight-sync", "weight sync"):
     from drivetrain_weight_sync.copying.digest import digest, digests
     from drivetrain_weight_sync.copying.plan import check_plan, make_plan
-    from drivetrain_weight_sync.receiver.receiver import Phase, Receiver
+    from drivetrain_weight_sync.receiver.receiver import Receiver
     from drivetrain_weight_sync.receiver.saving import ModelFiles, WeightWriter, save_remote, save_sharded
     from drivetrain_weight_sync.receiver.target import ModuleTarget, WeightTarget
+    from drivetrain_weight_sync.receiver.update import Phase
     from drivetrain_weight_sync.receiver.weight_inspection import (
         merged,
         read_weight,
@@ -22,8 +23,9 @@ with from_extra("weight-sync", "weight sync"):
     from drivetrain_weight_sync.trainer.lora_sync import LoraSync, LoraSyncResult
     from drivetrain_weight_sync.trainer.source import WeightInput
     from drivetrain_weight_sync.trainer.strategy import Strategy
-    from drivetrain_weight_sync.trainer.sync import UpdatableEngine, WeightSync, WeightSyncResult
+    from drivetrain_weight_sync.trainer.sync import WeightSync, WeightSyncResult
     from drivetrain_weight_sync.transports.plugins import Transport
+    from drivetrain_weight_sync.transports.updatable_engine import UpdatableEngine
 
 __all__ = [
     "LogprobProbe",

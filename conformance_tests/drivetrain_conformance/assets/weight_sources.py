@@ -23,7 +23,7 @@ from drivetrain.types.config import EngineConfig, Isolation
 from drivetrain.types.weights import CommunicatorSpec, PlacedTensor, WeightManifest, WeightPlan, WeightUpdateRequest
 from drivetrain_conformance.assets.served_models import Models
 from drivetrain_weight_sync import WeightInput
-from drivetrain_weight_sync.trainer.sync import UpdateUnderWay
+from drivetrain_weight_sync.transports.updatable_engine import UpdateUnderWay
 
 Tensors = dict[str, torch.Tensor]
 

@@ -30,7 +30,7 @@ from drivetrain_conformance.assets.weight_sources import Between, tensors_of
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench
 from drivetrain_weight_sync import WeightSync
-from drivetrain_weight_sync.trainer.sync import UpdateUnderWay
+from drivetrain_weight_sync.transports.updatable_engine import UpdateUnderWay
 
 BOUND: Final = 30.0
 """Timeout, in seconds, for every caller to hear of a death; less than one is normal."""

@@ -53,7 +53,7 @@ def _rank() -> int:
 
 
 def _hook_receiver(module: Any) -> None:
-    receiver, digests = module.Receiver, module.digests
+    receiver = module.Receiver
     handle, prepare, prepared = receiver.handle, receiver.prepare, receiver.prepared
 
     def hooked_handle(self: Any, message: Any) -> Any:
@@ -74,17 +74,22 @@ def _hook_receiver(module: Any) -> None:
         waited = self.phase is not module.Phase.PREPARED
         reply = prepared(self)
         if reply is not None and waited:
-            _hook_reader(self._reader)
+            _hook_reader(self.update.reader)
             reached("PrepareUpdate", "after")
         return reply
 
-    def hooked_digests(tensors: Any) -> Any:
+    receiver.handle, receiver.prepare, receiver.prepared = hooked_handle, hooked_prepare, hooked_prepared
+
+
+def _hook_update(module: Any) -> None:
+    digests = module.digests
+
+    def hooked(tensors: Any) -> Any:
         if _now["step"] == "VerifyUpdate":
             reached("VerifyUpdate", "within")
         return digests(tensors)
 
-    receiver.handle, receiver.prepare, receiver.prepared = hooked_handle, hooked_prepare, hooked_prepared
-    module.digests = hooked_digests
+    module.digests = hooked
 
 
 def _hook_reader(reader: Any) -> None:
@@ -129,6 +134,7 @@ def _hook_staging(module: Any) -> None:
 
 _HOOKS: Final[dict[str, Callable[[Any], None]]] = {
     "drivetrain_weight_sync.receiver.receiver": _hook_receiver,
+    "drivetrain_weight_sync.receiver.update": _hook_update,
     "drivetrain_weight_sync.transports.process_groups": _hook_groups,
     "drivetrain_weight_sync.trainer.sync": _hook_staging,
 }

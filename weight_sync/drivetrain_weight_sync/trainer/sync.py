@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Protocol, Self, TypeVar, runtime_checkable
+from typing import Self
 
 import torch
 
@@ -19,16 +19,14 @@ from drivetrain.engine.validation import require
 from drivetrain.engine.weight_transfers import WeightTransferHandle
 from drivetrain.errors import (
     DrivetrainError,
-    EngineDied,
     InvalidRequest,
     WeightBaseMismatch,
     WeightSyncError,
 )
 from drivetrain.types.arguments import checked
 from drivetrain.types.capability import Capability
-from drivetrain.types.config import EngineConfig, Isolation
 from drivetrain.types.modes import PauseMode
-from drivetrain.types.weights import CommunicatorSpec, WeightManifest, WeightPlan, WeightSource, WeightUpdateRequest
+from drivetrain.types.weights import WeightManifest, WeightPlan, WeightSource, WeightUpdateRequest
 from drivetrain_weight_sync.copying.plan import DEFAULT_BUCKET_BYTES, make_plan
 from drivetrain_weight_sync.trainer.in_memory_names import InMemoryNames
 from drivetrain_weight_sync.trainer.logprob_probe import LogprobProbe, ScoringEngine
@@ -43,55 +41,10 @@ from drivetrain_weight_sync.transports.in_process import InProcessSender
 from drivetrain_weight_sync.transports.plugins import Transport
 from drivetrain_weight_sync.transports.process_groups import GroupBackend
 from drivetrain_weight_sync.transports.shared_memory import SharedMemorySender
+from drivetrain_weight_sync.transports.threads import in_thread
+from drivetrain_weight_sync.transports.updatable_engine import UpdatableEngine
 
-_T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
-_GRACE_S: Final = 1.0
-_LOADED_TOGETHER: Final[Mapping[GroupBackend, int]] = {"gloo": 1 << 30, "nccl": 16 << 30}
-"""Most bytes that the engine receives in one call. A call has a deadline, and nothing travels between two calls."""
-
-
-class UpdateUnderWay(Protocol):
-    """The part of an update between begin and commit that weight sync uses."""
-
-    @property
-    def buckets(self) -> int: ...
-
-    @property
-    def paused_seconds(self) -> float: ...
-
-    async def load(self, indices: Sequence[int]) -> None: ...
-
-
-@runtime_checkable
-class UpdatableEngine(Protocol):
-    """The part of :class:`~drivetrain.engine.engine.InferenceEngine` that weight sync uses."""
-
-    @property
-    def isolation(self) -> Isolation: ...
-
-    @property
-    def capabilities(self) -> Set[Capability]: ...
-
-    @property
-    def config(self) -> EngineConfig: ...
-
-    @property
-    def gpus(self) -> Sequence[str]: ...
-
-    async def weight_manifest(self) -> WeightManifest: ...
-
-    async def init_weight_update_communicator(self, spec: CommunicatorSpec) -> None: ...
-
-    async def destroy_weight_update_communicator(self, group_name: str) -> None: ...
-
-    async def prepare_weight_update(self, request: WeightUpdateRequest) -> None: ...
-
-    def weight_update(
-        self, request: WeightUpdateRequest, *, at_once: bool = False
-    ) -> AbstractAsyncContextManager[UpdateUnderWay]: ...
-
-    async def release_weight_sources(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +90,10 @@ class WeightSync:
         self._options = options
         self._lock = asyncio.Lock()
         self._agreed: tuple[WeightManifest, WeightPlan] | None = None
-        self._group_name: str | None = None
-        self._shown = False
-        """True from the moment the engine is told of a source until an update begins."""
+        self._prepared = False
+        """True from the moment the engine is told of a source until the update begins."""
         self._mapped = False
-        """True if the engine was given memory of this process to map."""
+        """True if the engine was told of a source that it may still have mapped."""
         self._closed = False
         self._stager = Stager()
         self._open: WeightTransferHandle[WeightSyncResult] | None = None
@@ -218,13 +170,26 @@ class WeightSync:
                 + (how if chosen is not Strategy.CUDA_IPC else "a source that is read again at every push"),
                 field="share_tensors",
             )
-        options = _Options(bucket_bytes, cast, mode, group_backend, master_address, staging_share, probe)
+        options = _Options(bucket_bytes, cast, mode, staging_share, probe)
         if isinstance(chosen, Transport):
             return cls(given, engine, Strategy.PLUGIN, chosen.sender(), options)
         device = torch.device("cpu")
         if (group_backend == "nccl" or chosen is Strategy.CUDA_IPC) and torch.cuda.is_available():
             device = given.gpu or torch.device("cuda", torch.cuda.current_device())
-        return cls(given, engine, chosen, _make_sender(chosen, directory, device, share_tensors), options)
+        match chosen:
+            case Strategy.BROADCAST:
+                sender: Sender = BroadcastSender(device, group_backend, master_address)
+            case Strategy.CUDA_IPC:
+                if not torch.cuda.is_available():
+                    raise InvalidRequest("strategy 'cuda_ipc' needs a GPU in the trainer's process", field="strategy")
+                sender = CudaIpcInPlaceSender() if share_tensors else CudaIpcSender(device)
+            case Strategy.SHARED_MEMORY:
+                sender = SharedMemorySender()
+            case Strategy.DISK:
+                sender = DiskSender(directory)
+            case _:
+                sender = InProcessSender()
+        return cls(given, engine, chosen, sender, options)
 
     @checked
     async def push(self, *, version: str) -> WeightSyncResult:
@@ -283,10 +248,12 @@ class WeightSync:
             )
 
     async def _let_go(self) -> None:
-        if self.strategy is Strategy.IN_PROCESS and self._shown:
-            await self._unmap()  # the engine refers to the trainer's tensors until an update begins
-        if type(self._sender).release is not Sender.release:  # a thread switch takes as long as the engine call
-            await _in_thread(self._sender.release)
+        if self._sender.lends and self._prepared:
+            await self._unmap()
+        if self._sender.release_blocks:  # otherwise spare the thread switch, which takes as long as the engine call
+            await in_thread(self._sender.release)
+        else:
+            self._sender.release()
 
     async def _unmap(self) -> None:
         """Make the engine unmap memory that the sender is about to free."""
@@ -307,9 +274,9 @@ class WeightSync:
             await self._open.cancel()
         async with self._lock:
             self._closed = True
-            await self._dissolve()
+            await self._sender.disconnect(self._engine)
             await self._unmap()
-            await _in_thread(self._sender.close)
+            await in_thread(self._sender.close)
 
     async def __aenter__(self) -> Self:
         return self
@@ -323,59 +290,46 @@ class WeightSync:
         begun = time.perf_counter()
         with self._disagreeing_if_it_fails():
             manifest, plan = await self._agree()
-            sender = self._sender
-            waits = isinstance(sender, BroadcastSender)
-            """A broadcast sender has no source until its group is formed, after the weights passed their checks."""
+            sender, options = self._sender, self._options
 
-            def put() -> WeightSource | None:
-                options = self._options
+            def put() -> WeightSource:
                 stage(
                     self._source, sender, manifest, plan, staged, self._stager, cast=options.cast, gpu_share=gpu_share
                 )
-                return None if waits else sender.source()
+                return sender.source()
 
-            source = await _in_thread(put, staged.stop)
-            request = None
-            if source is not None:
-                request = self._request(version, plan, staged, source)
-                self._mapped = True
-                self._shown = True
-                try:
-                    await self._engine.prepare_weight_update(request)
-                except WeightBaseMismatch as error:
-                    _logger.info("every tensor is sent whole: %s", error)
-                    await _in_thread(sender.put_whole)
-                    request = self._request(version, plan, staged, await _in_thread(sender.source))
-                    await self._engine.prepare_weight_update(request)
-        return _Ready(version, plan, staged, time.perf_counter() - begun, request)
+            source = await in_thread(put, staged.stop)
+            await sender.connect(self._engine)
+            try:
+                request = await self._prepare(version, plan, staged, source)
+            except WeightBaseMismatch as error:
+                _logger.info("every tensor is sent whole: %s", error)
+                await in_thread(sender.put_whole)
+                request = await self._prepare(version, plan, staged, await in_thread(sender.source))
+        return _Ready(request, plan, staged, time.perf_counter() - begun)
 
-    def _request(self, version: str, plan: WeightPlan, staged: Staged, source: WeightSource) -> WeightUpdateRequest:
-        return WeightUpdateRequest(
+    async def _prepare(
+        self, version: str, plan: WeightPlan, staged: Staged, source: WeightSource
+    ) -> WeightUpdateRequest:
+        request = WeightUpdateRequest(
             version=version, source=source, plan=plan, digests=staged.digests, mode=self._options.mode
         )
+        self._mapped = self._prepared = True
+        await self._engine.prepare_weight_update(request)
+        return request
 
     async def _update(self, ready: _Ready) -> WeightSyncResult:
         begun = time.perf_counter()
         plan, staged = ready.plan, ready.staged
         with self._disagreeing_if_it_fails():
-            if isinstance(self._sender, BroadcastSender):
-                await self._form(self._sender)
-            request = ready.request or self._request(ready.version, plan, staged, self._sender.source())
-            self._shown = False
-            asked = time.perf_counter()
-            sender = self._sender if isinstance(self._sender, BroadcastSender) else None
-            if sender is None:
-                async with self._engine.weight_update(request, at_once=True) as update:
-                    pass
-            else:
-                calls = list(_together(plan, _LOADED_TOGETHER[self._options.group_backend]))
-                update = await self._broadcast(sender, request, calls)
+            self._prepared = False
+            update = await self._sender.apply(self._engine, ready.request)
         ended = time.perf_counter()
         self._sender.committed(staged.digests)
         gap = await self._probe()
         sent_nbytes = self._sender.sent_nbytes
         return WeightSyncResult(
-            version=ready.version,
+            version=ready.request.version,
             strategy=self.strategy,
             tensors=sum(len(bucket.tensors) for bucket in plan.buckets),
             buckets=len(plan.buckets),
@@ -383,7 +337,7 @@ class WeightSync:
             sent_nbytes=staged.nbytes if sent_nbytes is None else sent_nbytes,
             check_seconds=staged.check_seconds,
             stage_seconds=staged.stage_seconds,
-            update_seconds=ended - asked,
+            update_seconds=ended - begun,
             paused_seconds=update.paused_seconds,
             total_seconds=ready.seconds + ended - begun,
             probe_gap=gap,
@@ -406,89 +360,6 @@ class WeightSync:
             self._sender.forget()
             raise
 
-    async def _broadcast(
-        self, sender: BroadcastSender, request: WeightUpdateRequest, calls: list[list[int]]
-    ) -> UpdateUnderWay:
-        """Receive the buckets call by call while they are sent; a single call makes the whole update at once."""
-        if len(calls) > 1:
-            async with self._engine.weight_update(request) as update:
-                for indices in calls:
-                    await self._while_sent(sender, indices, update.load(indices))
-            return update
-        begun: asyncio.Future[UpdateUnderWay] = asyncio.get_running_loop().create_future()
-
-        async def take() -> None:
-            async with self._engine.weight_update(request, at_once=True) as update:
-                begun.set_result(update)
-
-        await self._while_sent(sender, calls[0] if calls else [], take(), begun)
-        return begun.result()
-
-    async def _while_sent(
-        self,
-        sender: BroadcastSender,
-        indices: Sequence[int],
-        taken: Coroutine[object, object, None],
-        begun: asyncio.Future[UpdateUnderWay] | None = None,
-    ) -> None:
-        """Receive buckets while they are sent; if sending or receiving fails, cancel the other."""
-
-        async def send() -> None:
-            if begun is not None:
-                await asyncio.wait([begun])  # unlike await, leaves the future alone when cancelled
-            await _in_thread(lambda: sender.send(indices))
-
-        halves = [asyncio.ensure_future(send()), asyncio.ensure_future(taken)]
-        try:
-            done, _ = await asyncio.wait(halves, return_when=asyncio.FIRST_EXCEPTION)
-            for half in done:
-                half.result()
-        except BaseException as error:
-            sender.leave()
-            if isinstance(error, Exception):
-                # A broadcast breaks before the engine's death is known, and that death is the error to raise.
-                await asyncio.wait(halves[1:], timeout=_GRACE_S)
-            for half in halves:
-                half.cancel()
-            _, of_engine = await asyncio.gather(*halves, return_exceptions=True)
-            if isinstance(of_engine, EngineDied):
-                raise of_engine from error
-            raise
-
-    async def _form(self, sender: BroadcastSender) -> None:
-        """Form a process group with the engine, unless the group of the last push still exists."""
-        if sender.group_name is not None:
-            return
-        await self._dissolve()
-        engine, options = self._engine, self._options
-        ranks = engine.config.tensor_parallel_size * engine.config.pipeline_parallel_size
-        spec, store = sender.offer(
-            options.group_backend, options.master_address, ranks, engine.config.timeouts.weight_update
-        )
-        halves = [
-            asyncio.ensure_future(_in_thread(lambda: sender.join(spec, store))),
-            asyncio.ensure_future(engine.init_weight_update_communicator(spec)),
-        ]
-        try:
-            await asyncio.gather(*halves)
-        except BaseException:
-            sender.leave()
-            halves[1].cancel()
-            await asyncio.gather(*halves, return_exceptions=True)
-            sender.leave()  # it may have formed in the meantime
-            raise
-        self._group_name = spec.group_name
-
-    async def _dissolve(self) -> None:
-        """Make the engine leave the process group of earlier pushes."""
-        name, self._group_name = self._group_name, None
-        if name is not None:
-            try:
-                await self._engine.destroy_weight_update_communicator(name)
-            except DrivetrainError as error:
-                # An engine that is closed or dead has left every group.
-                _logger.info("the engine did not leave the group %s: %s", name, error)
-
     async def _agree(self) -> tuple[WeightManifest, WeightPlan]:
         if self._agreed is None:
             manifest = await self._engine.weight_manifest()
@@ -501,8 +372,6 @@ class _Options:
     bucket_bytes: int
     cast: bool
     mode: PauseMode
-    group_backend: GroupBackend
-    master_address: str
     staging_share: float
     probe: LogprobProbe | None
 
@@ -511,54 +380,8 @@ class _Options:
 class _Ready:
     """A staged push."""
 
-    version: str
+    request: WeightUpdateRequest
+    """The request, which the engine has prepared."""
     plan: WeightPlan
     staged: Staged
     seconds: float
-    request: WeightUpdateRequest | None
-    """The request that the engine has already checked; None if the engine is first told when the update begins."""
-
-
-def _together(plan: WeightPlan, most: int) -> Iterator[list[int]]:
-    """Group bucket indices into calls of at most ``most`` bytes; a larger bucket gets a call of its own."""
-    indices: list[int] = []
-    nbytes = 0
-    for index, bucket in enumerate(plan.buckets):
-        if indices and nbytes + bucket.nbytes > most:
-            yield indices
-            indices, nbytes = [], 0
-        indices.append(index)
-        nbytes += bucket.nbytes
-    if indices:
-        yield indices
-
-
-def _make_sender(strategy: Strategy, directory: Path | None, device: torch.device, share_tensors: bool) -> Sender:
-    match strategy:
-        case Strategy.IN_PROCESS:
-            return InProcessSender()
-        case Strategy.SHARED_MEMORY:
-            return SharedMemorySender()
-        case Strategy.DISK:
-            return DiskSender(directory)
-        case Strategy.CUDA_IPC:
-            if not torch.cuda.is_available():
-                raise InvalidRequest("strategy 'cuda_ipc' needs a GPU in the trainer's process", field="strategy")
-            return CudaIpcInPlaceSender() if share_tensors else CudaIpcSender(device)
-        case Strategy.BROADCAST:
-            return BroadcastSender(device)
-        case _:
-            raise AssertionError(strategy)
-
-
-async def _in_thread(work: Callable[[], _T], stop: Callable[[], None] = lambda: None) -> _T:
-    """Run ``work`` in a thread. When cancelled, call ``stop`` and wait for the thread: its memory will be reused."""
-    task = asyncio.ensure_future(asyncio.to_thread(work))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        stop()
-        while not task.done():
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait({task})
-        raise

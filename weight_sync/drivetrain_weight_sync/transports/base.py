@@ -14,17 +14,27 @@ from drivetrain.errors import InvalidRequest, WeightSyncError
 from drivetrain.types.weights import PlacedTensor, WeightManifest, WeightPlan, WeightSource, WeightUpdateRequest
 from drivetrain_weight_sync.copying.plan import ALIGNMENT
 from drivetrain_weight_sync.tensors.dtypes import as_bits, dtype_of
+from drivetrain_weight_sync.transports.updatable_engine import UpdatableEngine, UpdateUnderWay
 
 _NONE: Final[Mapping[str, torch.Tensor]] = {}
 
 
 class Sender(ABC):
-    """The trainer's end: takes the tensors of one push at a time. Used by one thread at a time."""
+    """The trainer's end: takes the tensors of one push at a time. Used by one thread at a time.
+
+    A push calls :meth:`begin`, :meth:`put` for each tensor, :meth:`source` and :meth:`connect`. The engine prepares the
+    update while it keeps serving, :meth:`apply` has the engine apply it, and :meth:`release` ends the push. The
+    coroutines run in the trainer's event loop.
+    """
 
     copies = True
     """True if :meth:`put` copies a held tensor of the plan's dtype; false if it keeps a reference."""
     keeps = False
     """True if a held tensor that has not moved need not be put again at the next push of the same plan."""
+    lends = False
+    """True if a prepared engine refers to the trainer's own tensors: if the push is given up, the engine drops them."""
+    release_blocks = True
+    """True if :meth:`release` may take long and must run in a thread; false if at most it drops references."""
 
     @abstractmethod
     def begin(self, plan: WeightPlan) -> None:
@@ -45,6 +55,21 @@ class Sender(ABC):
     @abstractmethod
     def source(self) -> WeightSource:
         """Describe where the tensors are, once all were put."""
+
+    async def connect(self, engine: UpdatableEngine) -> None:  # noqa: B027
+        """Let the engine reach the source, before it prepares the update. Most sources need no connection."""
+
+    async def disconnect(self, engine: UpdatableEngine) -> None:  # noqa: B027
+        """End the connection that :meth:`connect` made."""
+
+    async def apply(self, engine: UpdatableEngine, request: WeightUpdateRequest) -> UpdateUnderWay:
+        """Have the engine apply a prepared update; return the update once it is committed.
+
+        Transports that send the tensors meanwhile override this.
+        """
+        async with engine.weight_update(request, at_once=True) as update:
+            pass
+        return update
 
     def committed(self, digests: Mapping[str, int]) -> None:  # noqa: B027  # not all have something to do
         """Record that the engine now serves the tensors that were put; ``digests`` are theirs, by name."""

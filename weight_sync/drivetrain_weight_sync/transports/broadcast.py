@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import threading
 import uuid
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
-from drivetrain.errors import WeightTransferFailed
+from drivetrain.errors import DrivetrainError, EngineDied, WeightTransferFailed
 from drivetrain.types.weights import (
     BroadcastSource,
     CommunicatorSpec,
@@ -22,9 +24,16 @@ from drivetrain.types.weights import (
 from drivetrain_weight_sync.tensors.dtypes import dtype_of
 from drivetrain_weight_sync.transports.base import Opened, Reader, Sender, slot
 from drivetrain_weight_sync.transports.process_groups import Broadcast, Group, GroupBackend, Groups, meeting_place
+from drivetrain_weight_sync.transports.threads import in_thread
+from drivetrain_weight_sync.transports.updatable_engine import UpdatableEngine, UpdateUnderWay
 
 _BUFFERS: Final = 2
 """Buffers for buckets: one is packed or loaded while another is under way."""
+_BYTES_PER_CALL: Final[Mapping[GroupBackend, int]] = {"gloo": 1 << 30, "nccl": 16 << 30}
+"""Most bytes that the engine receives in one call: each call has a deadline, but costs time between two."""
+_GRACE_S: Final = 1.0
+"""How long a broken broadcast waits for the engine's death to become known."""
+_logger = logging.getLogger(__name__)
 
 
 class BroadcastSender(Sender):
@@ -32,12 +41,21 @@ class BroadcastSender(Sender):
 
     Args:
         device: Where buckets are packed; a GPU for NCCL.
+        backend: The library that sends.
+        address: Address at which the engine's ranks reach this host.
     """
 
     copies = False
+    release_blocks = False
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, backend: GroupBackend, address: str) -> None:
         self._device = device
+        self._backend: GroupBackend = backend
+        self._address = address
+        self._name = _new_name()
+        """Name of the group, formed or not."""
+        self._engines_group: str | None = None
+        """Name of the group that the engine joined last, until it was told to leave."""
         self._group: Group | None = None
         self._abandoned = threading.Event()
         self._plan = WeightPlan(())
@@ -45,23 +63,18 @@ class BroadcastSender(Sender):
         self._tensors: dict[str, torch.Tensor] = {}
         self._buffers = _Buffers()
 
-    def offer(self, backend: GroupBackend, address: str, ranks: int, timeout: float) -> tuple[CommunicatorSpec, Any]:
-        """Create a store at ``address``, through which the trainer and ``ranks`` workers can form a group."""
-        store = meeting_place(address, 1 + ranks, timeout)
+    def offer(self, ranks: int, timeout: float) -> tuple[CommunicatorSpec, Any]:
+        """Create a store, through which the trainer and ``ranks`` workers can form a group."""
+        store = meeting_place(self._address, 1 + ranks, timeout)
         return CommunicatorSpec(
-            master_address=address,
+            master_address=self._address,
             master_port=store.port,
             rank_offset=1,
             world_size=1 + ranks,
-            group_name=f"drivetrain-{uuid.uuid4().hex[:12]}",
-            backend=backend,
+            group_name=self._name,
+            backend=self._backend,
             timeout=timeout,
         ), store
-
-    @property
-    def group_name(self) -> str | None:
-        """Name of the current group, or None."""
-        return None if self._group is None else self._group.spec.group_name
 
     def join(self, spec: CommunicatorSpec, store: Any) -> None:
         """Form the group; the engine must be told to join at the same time."""
@@ -71,9 +84,39 @@ class BroadcastSender(Sender):
     def leave(self) -> None:
         """Leave the group, even while it forms or a broadcast is under way. Safe from any thread."""
         self._abandoned.set()
+        self._name = _new_name()
         group, self._group = self._group, None
         if group is not None:
             group.leave()
+
+    async def connect(self, engine: UpdatableEngine) -> None:
+        """Form a process group with the engine, unless the group of the last push still exists."""
+        if self._group is not None:
+            return
+        await self.disconnect(engine)
+        ranks = engine.config.tensor_parallel_size * engine.config.pipeline_parallel_size
+        spec, store = self.offer(ranks, engine.config.timeouts.weight_update)
+        joining = asyncio.ensure_future(in_thread(lambda: self.join(spec, store)))
+        engines = asyncio.ensure_future(engine.init_weight_update_communicator(spec))
+        try:
+            await asyncio.gather(joining, engines)
+        except BaseException:
+            self.leave()
+            engines.cancel()
+            await asyncio.gather(joining, engines, return_exceptions=True)
+            self.leave()  # it may have formed in the meantime
+            raise
+        self._engines_group = spec.group_name
+
+    async def disconnect(self, engine: UpdatableEngine) -> None:
+        """Make the engine leave the process group of earlier pushes."""
+        name, self._engines_group = self._engines_group, None
+        if name is not None:
+            try:
+                await engine.destroy_weight_update_communicator(name)
+            except DrivetrainError as error:
+                # An engine that is closed or dead has left every group.
+                _logger.info("the engine did not leave the group %s: %s", name, error)
 
     def forget(self) -> None:
         """Leave the group: its ranks may be at different broadcasts."""
@@ -90,9 +133,44 @@ class BroadcastSender(Sender):
         self._tensors[name] = tensor if held else tensor.to(dtype_of(self._specs[name]), copy=True)
 
     def source(self) -> BroadcastSource:
-        """Name the group."""
-        assert self._group is not None
-        return BroadcastSource(group_name=self._group.spec.group_name)
+        """Name the group, which :meth:`connect` forms."""
+        return BroadcastSource(group_name=self._name)
+
+    async def apply(self, engine: UpdatableEngine, request: WeightUpdateRequest) -> UpdateUnderWay:
+        """Send the buckets while the engine applies the update; if either fails, cancel the other."""
+        calls = list(split_into_calls(self._plan, _BYTES_PER_CALL[self._backend]))
+        at_once = len(calls) <= 1
+        begun = asyncio.Event()
+
+        async def send() -> None:
+            await begun.wait()
+            await in_thread(lambda: self.send(range(len(self._plan.buckets))))
+
+        async def receive() -> UpdateUnderWay:
+            async with engine.weight_update(request, at_once=at_once) as update:
+                begun.set()
+                if not at_once:
+                    for indices in calls:
+                        await update.load(indices)
+            return update
+
+        sending, receiving = asyncio.ensure_future(send()), asyncio.ensure_future(receive())
+        try:
+            done, _ = await asyncio.wait([sending, receiving], return_when=asyncio.FIRST_EXCEPTION)
+            for half in done:
+                half.result()
+        except BaseException as error:
+            self.leave()
+            if isinstance(error, Exception):
+                # A broadcast breaks before the engine's death is known, and that death is the error to raise.
+                await asyncio.wait([receiving], timeout=_GRACE_S)
+            sending.cancel()
+            receiving.cancel()
+            _, of_engine = await asyncio.gather(sending, receiving, return_exceptions=True)
+            if isinstance(of_engine, EngineDied):
+                raise of_engine from error
+            raise
+        return receiving.result()
 
     def send(self, indices: Sequence[int]) -> None:
         """Broadcast these buckets, one after another."""
@@ -208,6 +286,24 @@ class _Buffers:
         if len(self._buffers[turn]) < nbytes or self._buffers[turn].device != device:
             self._buffers[turn] = _buffer(nbytes, device)
         return self._buffers[turn][:nbytes]
+
+
+def split_into_calls(plan: WeightPlan, most: int) -> Iterator[list[int]]:
+    """Group bucket indices into calls of at most ``most`` bytes; a larger bucket gets a call of its own."""
+    indices: list[int] = []
+    nbytes = 0
+    for index, bucket in enumerate(plan.buckets):
+        if indices and nbytes + bucket.nbytes > most:
+            yield indices
+            indices, nbytes = [], 0
+        indices.append(index)
+        nbytes += bucket.nbytes
+    if indices:
+        yield indices
+
+
+def _new_name() -> str:
+    return f"drivetrain-{uuid.uuid4().hex[:12]}"
 
 
 def _buffer(nbytes: int, device: torch.device) -> torch.Tensor:

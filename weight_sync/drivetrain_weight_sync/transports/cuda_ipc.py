@@ -36,6 +36,8 @@ class CudaIpcSender(Sender):
         device: The GPU on which the arena is allocated.
     """
 
+    release_blocks = False
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._arena: DeviceArena | None = None
@@ -93,6 +95,7 @@ class CudaIpcInPlaceSender(Sender):
 
     copies = False
     keeps = True
+    release_blocks = False
 
     def __init__(self) -> None:
         self._plan = WeightPlan(())

@@ -21,6 +21,8 @@ class InProcessSender(Sender):
     """Registers the trainer's own tensors; only streamed or converted ones are copied."""
 
     copies = False
+    lends = True
+    release_blocks = False
 
     def __init__(self) -> None:
         self._key = uuid.uuid4().hex

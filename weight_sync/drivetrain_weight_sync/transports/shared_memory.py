@@ -15,6 +15,8 @@ from drivetrain_weight_sync.transports.shared_arena import Arena, MappedArena
 class SharedMemorySender(Sender):
     """Copies each tensor to its place in the arena."""
 
+    release_blocks = False
+
     def __init__(self) -> None:
         self._arena: Arena | None = None
         self._offsets: tuple[int, ...] = ()
