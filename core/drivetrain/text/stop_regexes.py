@@ -37,6 +37,9 @@ and backtracking verbs are left out: later text may turn their failure into a ma
 _MAY_BE_MORE: Final = {r"\b": r"(?:\b|\Z(?s:.))", r"\B": r"(?:\B|\Z(?s:.))"}
 """Word boundaries depend on the next character, so at the end of the text they count as a partial match."""
 
+_STRIDE: Final = 64
+"""Characters after which the beginning of the search is found again."""
+
 
 class SearchBudget:
     """The CPU time that regexes may take after one token."""
@@ -116,6 +119,11 @@ class StopRegex:
             return len(text) if match is None else match.start()
         self.advance(text)
         return self._earliest
+
+    def advance_rarely(self, text: str) -> None:
+        """Call :meth:`advance` once per ``_STRIDE`` characters: searching a few again takes less time."""
+        if len(text) - self._known_for >= _STRIDE:
+            self.advance(text)
 
     def advance(self, text: str) -> None:
         """Let later searches begin at the earliest place from which ``text`` can still become a match."""

@@ -137,7 +137,7 @@ class StopMatcher:
             self._match = self._cut(matched, stop if self._params.include_stop_str_in_output else start)
             return self._match
         for expression in self._regexes:
-            expression.advance(text)
+            expression.advance_rarely(text)
         return None
 
     def _first_string(self, before: int) -> tuple[str, int, int] | None:
