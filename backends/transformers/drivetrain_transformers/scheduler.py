@@ -328,7 +328,11 @@ class Scheduler:
         if sequence.error is not None:
             sequence.sink(sequence.error)
             return
-        result = sequence.result(reason, matched, self.version)
+        try:
+            result = sequence.result(reason, matched, self.version)
+        except DrivetrainError as error:
+            sequence.sink(error)
+            return
         sequence.sink(_last_delta(sequence, result) if sequence.streamed else result)
 
     def _recover(self, error: DrivetrainError) -> None:
@@ -376,6 +380,7 @@ def _delta(sequence: Sequence) -> TokenDelta:
         token_ids=[sequence.generated[-1]],
         logprobs=[sequence.logprobs[-1]] if sequence.logprobs else None,
         top_logprobs=[sequence.top_logprobs[-1]] if sequence.top_logprobs else None,
+        released=sequence.released,
     )
 
 

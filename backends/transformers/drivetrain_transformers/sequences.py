@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from drivetrain.backend.base import GenerateRequest, GenerateResult, TokenDelta
 from drivetrain.errors import DrivetrainError
 from drivetrain.text.stops import StopMatcher
-from drivetrain.types.outputs import FinishReason, TopLogprobs, VersionSpan
+from drivetrain.types.outputs import FinishReason, ReleasedText, TopLogprobs, VersionSpan
 from drivetrain_sampling import Row
 
 Sink = Callable[[GenerateResult | TokenDelta | DrivetrainError], None]
@@ -32,6 +32,8 @@ class Sequence:
     prompt_top_logprobs: list[TopLogprobs | None] | None = None
     spans: list[VersionSpan] = field(default_factory=list)
     cached_tokens: int = 0
+    released: ReleasedText | None = None
+    """What the stream may show after the last token; None without stop strings and regexes."""
     error: DrivetrainError | None = None
     """Error with which it ends, in place of a result."""
     epoch: int = 0
@@ -64,8 +66,11 @@ class Sequence:
         if token_id in self.stop_ids:
             return FinishReason.STOP, token_id
         try:
-            if self.matcher is not None and self.matcher.push(token_id) is not None:
-                return FinishReason.STOP, None
+            if self.matcher is not None:
+                if self.matcher.push(token_id) is not None:
+                    return FinishReason.STOP, None
+                if self.streamed:
+                    self.released = self.matcher.release()
         except DrivetrainError as error:
             self.error = error
             return FinishReason.ABORT, None
@@ -74,7 +79,11 @@ class Sequence:
         return None
 
     def result(self, reason: FinishReason, matched: int | None, version: str) -> GenerateResult:
-        """Return the complete result."""
+        """Return the complete result.
+
+        Raises:
+            InvalidRequest: A stop regex takes too long.
+        """
         self.mark_version(version)
         params = self.request.params
         return GenerateResult(
@@ -87,4 +96,5 @@ class Sequence:
             prompt_logprobs=self.prompt_logprobs,
             prompt_top_logprobs=self.prompt_top_logprobs,
             cached_tokens=self.cached_tokens,
+            matched_text=self.matcher.outcome() if self.matcher is not None else None,
         )

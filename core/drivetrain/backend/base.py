@@ -22,7 +22,7 @@ from drivetrain.errors import EngineError, EngineInternalError, UnsupportedCapab
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Isolation
 from drivetrain.types.modes import MemoryTag, PauseMode
-from drivetrain.types.outputs import FinishReason, TopLogprobs, VersionSpan
+from drivetrain.types.outputs import FinishReason, MatchedText, ReleasedText, TopLogprobs, VersionSpan
 from drivetrain.types.prompts import MediaInput
 from drivetrain.types.sampling import LogprobsMode, SamplingParams
 from drivetrain.types.weights import (
@@ -128,6 +128,9 @@ class GenerateResult:
     cached_tokens: int = 0
     hidden_states: list[list[float]] | None = None
     routed_experts: list[list[list[int]]] | None = None
+    matched_text: MatchedText | None = None
+    """The text, if the backend already matched every id with ``drivetrain.text.stops.StopMatcher``; None lets
+    ``InferenceEngine`` match the ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +141,9 @@ class TokenDelta:
     logprobs: list[float] | None = None
     top_logprobs: list[TopLogprobs] | None = None
     result: GenerateResult | None = None
+    released: ReleasedText | None = None
+    """What may be shown, if the backend matches every id with ``drivetrain.text.stops.StopMatcher``; None lets
+    ``InferenceEngine`` match the ids."""
 
 
 class StopKind(Enum):

@@ -14,7 +14,8 @@ from drivetrain.engine.samples import Sample
 from drivetrain.errors import EngineInternalError
 from drivetrain.text.stops import StopMatcher
 from drivetrain.text.tokenizer import Tokenizer
-from drivetrain.types.outputs import Completion, FinishReason, VersionSpan, make_text_later
+from drivetrain.types.outputs import Completion, FinishReason, MatchedText, VersionSpan, make_text_later
+from drivetrain.types.sampling import SamplingParams
 
 
 def aborted_before_start(sample: Sample) -> GenerateResult:
@@ -33,11 +34,12 @@ def aborted_before_start(sample: Sample) -> GenerateResult:
 def to_completion(sample: Sample, result: GenerateResult, tokenizer: Tokenizer) -> Completion:
     """Check a result, cut it at its first stop match, and return it as a completion.
 
-    Where no stop condition needs the text, it is decoded when it is first read.
+    Ids that were not matched yet are matched here. Where no stop condition needs the text, it is decoded when it is
+    first read.
 
     Raises:
-        EngineInternalError: the engine returned ids outside the vocabulary, or logprobs or versions that do not align
-            with its ids.
+        EngineInternalError: the engine returned ids outside the vocabulary, or text, logprobs or versions that do not
+            align with its ids.
         NonFiniteLogits: the engine returned NaN logprobs.
     """
     request, params = sample.request, sample.request.params
@@ -48,19 +50,14 @@ def to_completion(sample: Sample, result: GenerateResult, tokenizer: Tokenizer) 
     matched: int | str | None = result.matched_stop
     text = ""
     later: list[int] = []
-    if StopMatcher.needed(params):
-        match = None
-        matcher = StopMatcher(params, tokenizer)
-        shown = ids[:-1] if result.matched_stop is not None else ids
-        for token_id in shown:
-            if (match := matcher.push(token_id)) is not None:
-                break
-        match = match or matcher.finish()
-        if match is not None:
-            result = _cut(result, match.token_count)
-            ids, matched, text = result.token_ids, match.matched, match.text
-        else:
-            text = matcher.text
+    found = result.matched_text
+    if found is None and StopMatcher.needed(params):
+        found = _match(result, params, tokenizer)
+    if found is not None:
+        text = found.text
+        if found.matched is not None:
+            result = _cut(result, found.token_count)
+            ids, matched = result.token_ids, found.matched
     else:
         later = ids[:-1] if result.matched_stop is not None else ids[:]  # the caller may change its list
     wants_logprobs = params.logprobs is not None
@@ -91,10 +88,18 @@ def to_completion(sample: Sample, result: GenerateResult, tokenizer: Tokenizer) 
 
 
 async def completed(sample: Sample, result: GenerateResult, tokenizer: Tokenizer) -> Completion:
-    """Call :func:`to_completion`, in a thread if a stop regex must be matched over more than a few tokens."""
-    if sample.request.params.stop_regex and len(result.token_ids) > 16:
+    """Call :func:`to_completion`, in a thread if a stop regex must still be matched over more than a few tokens."""
+    if result.matched_text is None and sample.request.params.stop_regex and len(result.token_ids) > 16:
         return await asyncio.to_thread(to_completion, sample, result, tokenizer)
     return to_completion(sample, result, tokenizer)
+
+
+def _match(result: GenerateResult, params: SamplingParams, tokenizer: Tokenizer) -> MatchedText:
+    matcher = StopMatcher(params, tokenizer)
+    for token_id in result.token_ids if result.matched_stop is None else result.token_ids[:-1]:
+        if matcher.push(token_id) is not None:
+            break
+    return matcher.outcome()
 
 
 def _cut(result: GenerateResult, count: int) -> GenerateResult:
@@ -142,6 +147,11 @@ def _check_aligned(request: GenerateRequest, result: GenerateResult) -> None:
         got = "none" if result.top_logprobs is None else str(len(result.top_logprobs))
         raise EngineInternalError(
             f"request {request.request_id}: the engine returned {count} ids and {got} top logprobs"
+        )
+    found = result.matched_text
+    if found is not None and not 0 <= found.token_count <= count:
+        raise EngineInternalError(
+            f"request {request.request_id}: the engine returned {count} ids and a text of {found.token_count} of them"
         )
     at = 0
     for span in result.weight_versions:

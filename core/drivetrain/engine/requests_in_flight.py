@@ -15,8 +15,8 @@ from drivetrain.engine.controller import Controller
 from drivetrain.engine.loaded_adapters import LoadedAdapters
 from drivetrain.engine.model import StartedModel
 from drivetrain.engine.samples import Sample, Samples
+from drivetrain.engine.streamed_text import StreamedText
 from drivetrain.errors import EngineDied, EngineError, EngineInternalError, EngineOutOfMemory, InvalidRequest
-from drivetrain.text.stops import StopMatcher
 from drivetrain.text.tokenizer import Tokenizer
 from drivetrain.types.outputs import CompletionChunk, TopLogprobs
 
@@ -228,20 +228,24 @@ class RequestsInFlight:
             (params.stop and StopKind.STRING not in native) or (params.stop_regex and StopKind.REGEX not in native)
         )
 
-    async def _watched(self, sample: Sample) -> AsyncGenerator[tuple[TokenDelta, StopMatcher], None]:
-        """Stream a sample while matching its text; at the first match abort the rest and hide it."""
-        matcher = StopMatcher(sample.request.params, self.model.tokenizer)
-        matched = False
+    async def _watched(self, sample: Sample) -> AsyncGenerator[tuple[TokenDelta, StreamedText], None]:
+        """Stream a sample while matching its text; at the first match abort the rest and hide it.
+
+        Ids that the backend matched are passed on.
+        """
+        text = StreamedText(sample, self.model.tokenizer)
         async with aclosing(self._steps(sample)) as deltas:
             async for delta in deltas:
                 check_sampled_ids(sample, delta.token_ids)
-                for token_id in () if matched else delta.token_ids:
-                    if matcher.push(token_id) is not None:
-                        matched = True
+                if delta.result is not None:
+                    yield _matched(delta, delta.result, sample, text), text
+                elif delta.released is not None:
+                    yield delta, text
+                elif not text.matched:
+                    if text.add(delta.token_ids):
                         await self.backend.abort([sample.request.request_id])
-                        break
-                if delta.result is not None or not matched:
-                    yield delta, matcher
+                    else:
+                        yield delta, text
 
     async def stream_steps(self, sample: Sample) -> AsyncGenerator[TokenDelta, None]:
         """Take one sample through the gate and yield the backend's steps; the caller looks for stops and cuts text."""
@@ -253,6 +257,7 @@ class RequestsInFlight:
                 yield step
 
     async def _steps(self, sample: Sample) -> AsyncGenerator[TokenDelta, None]:
+        """Yield the backend's steps of a sample that the gate has let through."""
         self._enter(sample)
         try:
             async with aclosing(self.backend.stream(self._for_backend(sample.request))) as deltas:
@@ -293,28 +298,31 @@ class RequestsInFlight:
         logprobs: list[float] = []
         top_logprobs: list[TopLogprobs] = []
         async with aclosing(self._watched(sample)) as deltas:
-            async for delta, matcher in deltas:
+            async for delta, text in deltas:
                 if delta.result is not None:
                     yield _last_chunk(sample, delta.result, self.model.tokenizer, shown_ids, shown_text)
                     return
                 ids += delta.token_ids
                 logprobs += delta.logprobs or []
                 top_logprobs += delta.top_logprobs or []
-                if ids and ids[-1] in sample.request.stop_token_ids:
-                    continue  # a stop token's text is not part of the completion; the result follows
-                text_to, ids_to = matcher.releasable()
-                if ids_to > shown_ids or text_to > shown_text:
+                released = delta.released
+                if released is None:
+                    if ids and ids[-1] in sample.request.stop_token_ids:
+                        continue  # a stop token's text is not part of the completion; the result follows
+                    released = text.release()
+                ids_to = released.token_count
+                if ids_to > shown_ids or released.text:
                     params = sample.request.params
                     yield CompletionChunk(
                         request_id=sample.request.request_id,
                         prompt_index=sample.prompt_index,
                         sample_index=sample.sample_index,
                         token_ids=ids[shown_ids:ids_to],
-                        text=matcher.text[shown_text:text_to],
+                        text=released.text,
                         logprobs=logprobs[shown_ids:ids_to] if params.logprobs is not None else None,
                         top_logprobs=top_logprobs[shown_ids:ids_to] if params.logprobs else None,
                     )
-                    shown_text, shown_ids = text_to, ids_to
+                    shown_text, shown_ids = shown_text + len(released.text), ids_to
         raise _ended_without_result(sample)
 
 
@@ -373,6 +381,13 @@ def _wake(waiting: Sequence[asyncio.Future[None]]) -> None:
 
 def _ended_without_result(sample: Sample) -> EngineInternalError:
     return EngineInternalError(f"request {sample.request.request_id}: the engine's stream ended without a result")
+
+
+def _matched(delta: TokenDelta, result: GenerateResult, sample: Sample, text: StreamedText) -> TokenDelta:
+    if result.matched_text is not None:
+        return delta
+    check_sampled_ids(sample, result.token_ids)
+    return replace(delta, result=text.end(result))
 
 
 def _whole(sample: Sample, result: GenerateResult | None) -> GenerateResult:

@@ -3,25 +3,20 @@
 The rule is the same on every backend and does not depend on how the text was split into tokens. Generation ends at the
 first prefix of the decoded text that contains a match. The text is cut exactly there; the ids are the shortest prefix
 of the sampled ids whose decoding holds the remaining text.
+
+One matcher follows a sample, wherever its tokens are seen first: in a backend that ends at text stops by itself, or in
+the engine. :meth:`StopMatcher.outcome` then goes along with the result, so that the same ids are not matched again.
 """
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
 
-import regex
-
-from drivetrain.checks.limits import STOP_SEARCH_S
-from drivetrain.errors import InvalidRequest
+from drivetrain.text.stop_regexes import SearchBudget, StopRegex
 from drivetrain.text.tokenizer import REPLACEMENT, Decoder, IncrementalDecoder
+from drivetrain.types.outputs import MatchedText, ReleasedText
 from drivetrain.types.sampling import SamplingParams
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +37,24 @@ class StopMatcher:
     def __init__(self, params: SamplingParams, decode: Decoder) -> None:
         self._decode = decode
         self._params = params
-        self._patterns = [regex.compile(pattern) for pattern in params.stop_regex]
+        self._budget = SearchBudget()
+        self._regexes = [StopRegex(pattern, self._budget) for pattern in params.stop_regex]
         self._decoder = IncrementalDecoder(decode, skip_special_tokens=params.skip_special_tokens)
         self._ids: list[int] = []
         self._lengths: list[int] = []
         self._armed_from = 0
-        self._seconds_left = STOP_SEARCH_S
+        self._match: StopMatch | None = None
+        self._released = 0
 
     @staticmethod
     def needed(params: SamplingParams) -> bool:
         """Return True if the request has stop strings or stop regexes."""
         return bool(params.stop or params.stop_regex)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The ids so far."""
+        return self._ids
 
     @property
     def text(self) -> str:
@@ -65,7 +67,7 @@ class StopMatcher:
         Raises:
             InvalidRequest: A stop regex takes longer than ``STOP_SEARCH_S``.
         """
-        self._seconds_left = STOP_SEARCH_S
+        self._budget.renew()
         before = len(self._decoder.text)
         self._decoder.push(token_id)
         self._ids.append(token_id)
@@ -77,75 +79,77 @@ class StopMatcher:
 
     def finish(self) -> StopMatch | None:
         """Match the characters that were held back until the sample ended."""
-        before = len(self._decoder.text)
+        shown = self._decoder.text
         self._decoder.finish()
         if not self._ids or len(self._ids) < self._params.min_new_tokens:
             return None
         self._lengths[-1] = len(self._decoder.text)
-        return self._search(before)
+        if not self._decoder.text.startswith(shown):
+            for expression in self._regexes:
+                expression.restart()
+        return self._search(len(shown))
+
+    def outcome(self) -> MatchedText:
+        """End the sample, and return what remains of the ids so far: cut at the match, or all of them.
+
+        Raises:
+            InvalidRequest: A stop regex takes longer than ``STOP_SEARCH_S``.
+        """
+        match = self._match or self.finish()
+        if match is not None:
+            return MatchedText(match.text, match.token_count, match.matched)
+        return MatchedText(self._decoder.text, len(self._ids), None)
 
     def releasable(self) -> tuple[int, int]:
         """Return how many characters and ids cannot be cut by any later match."""
         text = self._decoder.text
         sure = len(text)
-        if not (self._params.stop or self._patterns):
+        if not (self._params.stop or self._regexes):
             return sure, len(self._ids)  # nothing can cut them, not even ids of incomplete characters
         if not self._params.include_stop_str_in_output:
             for stop in self._params.stop:
                 held = next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
                 sure = min(sure, len(text) - held)
-            for pattern in self._patterns:
-                match = self._bounded(pattern, self._beginning)
-                if match is not None:
-                    sure = min(sure, match.start())
+            for expression in self._regexes:
+                sure = min(sure, expression.may_begin_at(text))
         return sure, self._count_for(sure)
 
+    def release(self) -> ReleasedText:
+        """Return the text that became releasable since the last call, and how many ids are releasable."""
+        shown, (self._released, count) = self._released, self.releasable()
+        return ReleasedText(self._decoder.text[shown : self._released], count)
+
     def _search(self, before: int) -> StopMatch | None:
-        for end in range(before + 1, len(self._decoder.text) + 1):
-            found = self._match_ending_by(end)
-            if found is not None:
-                matched, start, stop = found
-                return self._cut(matched, stop if self._params.include_stop_str_in_output else start)
-        return None
-
-    def _match_ending_by(self, end: int) -> tuple[str, int, int] | None:
+        """Search the characters after ``before``; of matches in the same prefix, strings and earlier regexes win."""
         text = self._decoder.text
-        if end > self._armed_from:
-            hits = [(end - len(stop), stop) for stop in self._params.stop if text.endswith(stop, 0, end)]
-            if hits:
-                start, stop = min(hits)
-                return stop, start, end
-        for pattern in self._patterns:
-            match = self._bounded(pattern, partial(self._first, end))
+        if len(text) <= before:
+            return None
+        end, found = len(text), self._first_string(before)
+        if found is not None:
+            end = found[2] - 1
+        for expression in self._regexes:
+            match = expression.first(text, before, end, self._armed_from)
             if match is not None:
-                return pattern.pattern, match.start(), match.end()
+                found = (expression.pattern, *match[1:])
+                end = match[0] - 1
+        if found is not None:
+            matched, start, stop = found
+            self._match = self._cut(matched, stop if self._params.include_stop_str_in_output else start)
+            return self._match
+        for expression in self._regexes:
+            expression.advance_rarely(text)
         return None
 
-    def _first(self, end: int, pattern: regex.Pattern[str], seconds: float) -> regex.Match[str] | None:
-        # Overlapped: a match before ``_armed_from`` must not hide a later one that begins inside it.
-        for match in pattern.finditer(self._decoder.text, 0, end, overlapped=True, timeout=seconds):
-            if match.end() > self._armed_from:
-                return match
-        return None
-
-    def _beginning(self, pattern: regex.Pattern[str], seconds: float) -> regex.Match[str] | None:
-        return pattern.search(self._decoder.text, partial=True, timeout=seconds)
-
-    def _bounded(self, pattern: regex.Pattern[str], look: Callable[[regex.Pattern[str], float], _T]) -> _T:
-        """Run ``look`` within the token's remaining time: CPU seconds of this thread, as a busy machine is slow."""
-        began = time.thread_time()
-        seconds = max(self._seconds_left, 1e-3)
-        try:
-            while True:
-                try:
-                    return look(pattern, seconds)
-                except TimeoutError:
-                    # regex's timeout counts CPU seconds of all threads of the process.
-                    if time.thread_time() - began >= self._seconds_left:
-                        raise _too_slow(pattern.pattern, len(self._decoder.text)) from None
-                    seconds *= 2
-        finally:
-            self._seconds_left -= time.thread_time() - began
+    def _first_string(self, before: int) -> tuple[str, int, int] | None:
+        """Return the stop string that is complete first, with its start and end; of several the longest."""
+        text = self._decoder.text
+        least = max(before, self._armed_from) + 1
+        best: tuple[int, int, str] | None = None
+        for stop in self._params.stop:
+            start = text.find(stop, max(0, least - len(stop)))
+            if start >= 0 and (best is None or (start + len(stop), start) < best[:2]):
+                best = (start + len(stop), start, stop)
+        return None if best is None else (best[2], best[1], best[0])
 
     def _cut(self, matched: str, length: int) -> StopMatch:
         return StopMatch(matched=matched, text=self._decoder.text[:length], token_count=self._count_for(length))
@@ -163,12 +167,3 @@ class StopMatcher:
 
     def _holds(self, ids: list[int], text: str) -> bool:
         return self._decode(ids, skip_special_tokens=self._params.skip_special_tokens).startswith(text)
-
-
-def _too_slow(pattern: str, characters: int) -> InvalidRequest:
-    return InvalidRequest(
-        f"sampling_params.stop_regex={pattern!r} takes longer than {STOP_SEARCH_S:g} s on the {characters} characters "
-        "generated so far; write it so that it need not try many ways to match, such as without a repetition of "
-        "alternatives or repetitions",
-        field="sampling_params.stop_regex",
-    )

@@ -30,6 +30,28 @@ class VersionSpan:
     end: int
 
 
+@dataclass(frozen=True, slots=True)
+class MatchedText:
+    """A sample's text, cut at the first match of its stop strings and regexes if there is one."""
+
+    text: str
+    """The remaining text."""
+    token_count: int
+    """Number of sampled ids that remain, without a stop token."""
+    matched: str | None = None
+    """The stop string, or the stop regex's pattern; None if nothing matched."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReleasedText:
+    """Text and ids of a stream that no later match of a stop string or regex can take away."""
+
+    text: str
+    """The text that follows what was released before."""
+    token_count: int
+    """Number of ids that are released, from the sample's first on."""
+
+
 TopLogprobs = list[tuple[int, float]]
 """The most likely tokens at one position, as (token id, logprob), most likely first."""
 
