@@ -6,28 +6,43 @@ import importlib.util
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 import yaml
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from drivetrain.cli.output import err, out, print_error, print_json
 from drivetrain.errors import DrivetrainError, InvalidConfig
 from drivetrain.types.config import Isolation
+from drivetrain_conformance.harness.progress_bar import progress_bar
 
 if TYPE_CHECKING:
     from drivetrain_conformance.harness.case import Case
     from drivetrain_conformance.harness.runner import CaseResult, Runner
-    from drivetrain_conformance.reports.report import Report
+    from drivetrain_conformance.reports.report import CaseEntry, Report
 
 _NEEDED = ("hypothesis", "pytest", "scipy", "torch", "transformers")
+SetFields = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="FIELD=VALUE", help="A field of every engine's configuration, as YAML; repeatable."),
+]
 
 
+@contextmanager
+def _usage_errors() -> Iterator[None]:
+    """Print an error of the library, and exit with 2."""
+    try:
+        yield
+    except DrivetrainError as error:
+        print_error(str(error))
+        raise typer.Exit(2) from None
+
+
+@_usage_errors()
 def conformance(
     backend: Annotated[
         str | None, typer.Argument(help="The backend's name. With --mutants: the one that is spoiled; transformers.")
@@ -48,14 +63,7 @@ def conformance(
     isolation: Annotated[
         Isolation | None, typer.Option(help="Where engines run.", show_default="the backend's choice")
     ] = None,
-    engine_fields: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="FIELD=VALUE",
-            help="A field of the configuration of every engine, as YAML; repeatable.",
-        ),
-    ] = None,
+    engine_fields: SetFields = None,
     group: Annotated[
         list[str] | None, typer.Option(help="Run only this group; repeatable.", show_default="all of them")
     ] = None,
@@ -90,29 +98,26 @@ def conformance(
         print_error(f"the suite needs {', '.join(lacking)}; run: pip install 'drivetrain[conformance]'")
         raise typer.Exit(2)
     logging.getLogger("drivetrain").setLevel(logging.CRITICAL)  # cases provoke errors; their verdicts report them
-    try:
-        if mutants:
-            from drivetrain_conformance.mutants.run import run_mutants
+    if mutants:
+        from drivetrain_conformance.mutants.run import run_mutants
 
-            passed = run_mutants(backend or "transformers", as_json=json)
-        elif show:
-            _list(_chosen(group, case), as_json=json)
-            passed = True
-        elif backend is None:
-            raise InvalidConfig("name a backend; 'drivetrain backends' lists them", field="BACKEND")
-        else:
-            models = (model, moe_model, vision_model)
-            runner = _runner(backend, isolation, engine_fields or [], profile, seed, models, dtype)
-            with _hosts(runner, forked=fork_hosts):
-                made = _run(runner, _chosen(group, case), complete=not (group or case), file=report)
-            passed = _tell(made, as_json=json, require_complete=require_complete)
-    except DrivetrainError as error:
-        print_error(str(error))
-        raise typer.Exit(2) from None
+        passed = run_mutants(backend or "transformers", as_json=json)
+    elif show:
+        _list(_chosen(group, case), as_json=json)
+        passed = True
+    elif backend is None:
+        raise InvalidConfig("name a backend; 'drivetrain backends' lists them", field="BACKEND")
+    else:
+        models = (model, moe_model, vision_model)
+        runner = _runner(backend, isolation, engine_fields or [], profile, seed, models, dtype)
+        with _hosts(runner, forked=fork_hosts):
+            made = _run(runner, _chosen(group, case), complete=not (group or case), file=report)
+        passed = _tell(made, as_json=json, require_complete=require_complete)
     if not passed:
         raise typer.Exit(1)
 
 
+@_usage_errors()
 def matrix(
     reports: Annotated[list[Path] | None, typer.Argument(help="Reports of 'drivetrain conformance'.")] = None,
     output: Annotated[
@@ -135,21 +140,17 @@ def matrix(
     from drivetrain_conformance.reports.matrix import render_markdown
     from drivetrain_conformance.reports.report import read_report
 
-    try:
-        if check is not None:
-            stale = _stale(check, kept or check, reports or [])
-            for line in stale:
-                print_error(line, kind="stale")
-            if stale:
-                raise typer.Exit(1)
-            out.print(f"{check} is current")
-            return
-        if not reports:
-            raise InvalidConfig("give at least one report, or --check", field="REPORTS")
-        read = [read_report(path) for path in reports]
-    except DrivetrainError as error:
-        print_error(str(error))
-        raise typer.Exit(2) from None
+    if check is not None:
+        stale = _stale(check, kept or check, reports or [])
+        for line in stale:
+            print_error(line, kind="stale")
+        if stale:
+            raise typer.Exit(1)
+        out.print(f"{check} is current")
+        return
+    if not reports:
+        raise InvalidConfig("give at least one report, or --check", field="REPORTS")
+    read = [read_report(path) for path in reports]
     if output is None:
         out.print(Text(render_markdown(read)), soft_wrap=True)
         return
@@ -159,6 +160,7 @@ def matrix(
         out.print(f"wrote {output / name}", soft_wrap=True)
 
 
+@_usage_errors()
 def combine(
     reports: Annotated[list[Path], typer.Argument(help="Reports of 'drivetrain conformance'.")],
     output: Annotated[Path, typer.Option(metavar="FILE", help="Write the one report there.")],
@@ -166,41 +168,30 @@ def combine(
     """Combine the reports of parts of the suite, such as groups that were run one by one or in parallel."""
     from drivetrain_conformance.reports.report import combine_reports, read_report, write_report
 
-    try:
-        made = combine_reports([read_report(path) for path in reports])
-    except DrivetrainError as error:
-        print_error(str(error))
-        raise typer.Exit(2) from None
+    made = combine_reports([read_report(path) for path in reports])
     write_report(made, output)
     if not _tell(made, as_json=False, require_complete=False):
         raise typer.Exit(1)
 
 
+@_usage_errors()
 def record(
     backend: Annotated[str, typer.Argument(help="The backend's name.")],
     output: Annotated[Path, typer.Option(metavar="FILE", help="Write what it answers there, as JSON.")],
     dtype: Annotated[str, typer.Option(help="Of the tiny model's weights.")] = "float32",
-    engine_fields: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="FIELD=VALUE", help="A field of the engine's configuration, as YAML; repeatable."
-        ),
-    ] = None,
+    engine_fields: SetFields = None,
 ) -> None:
     """Record a backend's answers to the requests by which backends are compared."""
     import asyncio
 
     from drivetrain_conformance.reports import parity
 
-    try:
-        made = asyncio.run(parity.record(backend, dtype, _fields(engine_fields or [])))
-    except DrivetrainError as error:
-        print_error(str(error))
-        raise typer.Exit(2) from None
+    made = asyncio.run(parity.record(backend, dtype, _fields(engine_fields or [])))
     parity.write_recording(made, output)
     out.print(f"wrote {len(made.exchanges)} answers of {backend} to {output}", soft_wrap=True)
 
 
+@_usage_errors()
 def parity(
     recordings: Annotated[list[Path], typer.Argument(help="What 'drivetrain record' wrote.")],
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the page there.")] = None,
@@ -212,12 +203,8 @@ def parity(
     from drivetrain_conformance.reports.parity import read_recording
     from drivetrain_conformance.reports.parity_page import columns_of, differences, render
 
-    try:
-        read = [read_recording(path) for path in recordings]
-        page, found = render(read), differences(columns_of(read))
-    except DrivetrainError as error:
-        print_error(str(error))
-        raise typer.Exit(2) from None
+    read = [read_recording(path) for path in recordings]
+    page, found = render(read), differences(columns_of(read))
     if output is not None:
         output.write_text(page, encoding="utf-8")
     elif check is None:
@@ -332,13 +319,11 @@ def _run(runner: Runner, cases: list[Case], *, complete: bool, file: Path | None
 
 
 def _with_progress(runner: Runner, cases: list[Case]) -> Iterator[CaseResult]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as progress:
-        task = progress.add_task(runner.suite.backend, total=len(cases))
+    with progress_bar(runner.suite.backend, len(cases)) as advance:
         for case in cases:
-            progress.update(task, description=case.id)
+            advance(case.id, by=0)
             result = runner.execute(case)
-            progress.advance(task)
+            advance(case.id)
             if result.verdict.is_failure:
                 err.print(Text(f"failed  {case.id}: {result.judgement.message}"), style="red", soft_wrap=True)
             elif not err.is_terminal:
@@ -373,20 +358,16 @@ def _tell(report: Report, *, as_json: bool, require_complete: bool) -> bool:
 def _print_groups(report: Report) -> None:
     from drivetrain_conformance.harness.verdict import Verdict
 
-    groups: dict[str, list[Verdict]] = {}
-    seconds: dict[str, float] = {}
+    groups: dict[str, list[CaseEntry]] = {}
     for entry in report.cases:
-        name = entry.case.partition("/")[0]
-        groups.setdefault(name, []).append(entry.verdict)
-        seconds[name] = seconds.get(name, 0.0) + entry.seconds
-    table = Table(box=None, pad_edge=False)
-    table.add_column("group")
-    for verdict in Verdict:
-        table.add_column(verdict.value.replace("_", " "), justify="right")
-    table.add_column("seconds", justify="right")
-    for name, verdicts in groups.items():
-        counts = [verdicts.count(verdict) for verdict in Verdict]
-        table.add_row(name, *(str(count) if count else "" for count in counts), f"{seconds[name]:.1f}")
+        groups.setdefault(entry.case.partition("/")[0], []).append(entry)
+    table = Table("group", box=None, pad_edge=False)
+    for heading in (*(verdict.value.replace("_", " ") for verdict in Verdict), "seconds"):
+        table.add_column(heading, justify="right")
+    for name, entries in groups.items():
+        counts = [sum(entry.verdict is verdict for entry in entries) for verdict in Verdict]
+        seconds = sum(entry.seconds for entry in entries)
+        table.add_row(name, *(str(count or "") for count in counts), f"{seconds:.1f}")
     out.print(table)
 
 

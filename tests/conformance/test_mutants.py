@@ -12,9 +12,9 @@ from drivetrain.engine.controller import Controller
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.parts import PartKinds
 from drivetrain.types.outputs import GenerationOutput
-from drivetrain_conformance.mutants.registry import Mutant, registered_mutants, spoiled_backend
+from drivetrain_conformance.mutants.registry import Mutant, mixed, registered_mutants, spoiled_backend
 from drivetrain_conformance.mutants.run import MutantResult, all_mutants, try_mutants
-from drivetrain_conformance.mutants.spoil import SoundBackend, answering, claiming, mixed
+from drivetrain_conformance.mutants.spoil import SoundBackend, answering, claiming
 
 CASE = "generate/at_most_max_new_tokens"
 

@@ -33,7 +33,7 @@ class Sequence:
     spans: list[VersionSpan] = field(default_factory=list)
     cached_tokens: int = 0
     released: ReleasedText | None = None
-    """What the stream may show after the last token; None without stop strings and regexes."""
+    """Text and ids that the stream may show after the last token; None without stop strings and regexes."""
     error: DrivetrainError | None = None
     """Error with which it ends, in place of a result."""
     epoch: int = 0

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Generic, Self, TypeVar
+from typing import Final, Self
 
 import numpy as np
 import torch
@@ -15,51 +15,20 @@ import torch
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.states import EngineState
 from drivetrain.engine.weight_transaction import WeightTransaction
-from drivetrain.errors import DrivetrainError, EngineStateError, UnsupportedCapability
+from drivetrain.errors import DrivetrainError, EngineStateError
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import Completion, VersionSpan
 from drivetrain.types.weights import DiskSource, WeightUpdateRequest
+from drivetrain_conformance.assertions.refusals import raises
 from drivetrain_conformance.assertions.same_answers import check_greedy, check_same, gaps
 from drivetrain_conformance.assets.weight_sources import nowhere, raw_bytes
 from drivetrain_conformance.harness.testbench import Bench
 from drivetrain_conformance.references.oracle import CacheOracle, log_softmax
 
-_E = TypeVar("_E", bound=BaseException)
-
 NEW: Final = "new"
 """Version of most updates."""
 TOKENS: Final = 300
 """Length of a request that is in flight while weights change."""
-
-
-# Refusals --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Caught(Generic[_E]):
-    """Holds the error that :func:`raises` caught."""
-
-    caught: _E | None = None
-
-    @property
-    def error(self) -> _E:
-        """The error; available after the block only."""
-        assert self.caught is not None
-        return self.caught
-
-
-@contextmanager
-def raises(kind: type[_E] | tuple[type[_E], ...], what: str) -> Iterator[Caught[_E]]:
-    """Require the block to raise ``kind``. Other errors pass through, and so does UnsupportedCapability in any case."""
-    found: Caught[_E] = Caught()
-    try:
-        yield found
-    except UnsupportedCapability:
-        raise
-    except kind as error:
-        found.caught = error
-    else:
-        raise AssertionError(f"{what} was accepted")
 
 
 # What is served --------------------------------------------------------------------------------------------------

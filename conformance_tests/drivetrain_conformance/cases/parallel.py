@@ -16,8 +16,9 @@ from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import FinishReason
 from drivetrain.types.sampling import SamplingParams
 from drivetrain_conformance.assertions.memory_use import held_by_ranks, parameter_bytes
+from drivetrain_conformance.assertions.refusals import raises
 from drivetrain_conformance.assertions.same_answers import check_greedy
-from drivetrain_conformance.assertions.weight_checks import check_holds, raises
+from drivetrain_conformance.assertions.weight_checks import check_holds
 from drivetrain_conformance.assets.served_models import ModelKind
 from drivetrain_conformance.assets.weight_sources import Between, a_matrix, tensors_of, with_another_digest
 from drivetrain_conformance.harness.case import Hardware, case

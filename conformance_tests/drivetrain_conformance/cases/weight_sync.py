@@ -48,7 +48,7 @@ from drivetrain.types.weights import (
 )
 from drivetrain_conformance.assertions.leftovers import Holdings, check_nothing_left, temporary_folder
 from drivetrain_conformance.assertions.memory_use import check_steady, held_bytes
-from drivetrain_conformance.assertions.refusals import refused
+from drivetrain_conformance.assertions.refusals import raises, refused
 from drivetrain_conformance.assertions.same_answers import check_same
 from drivetrain_conformance.assertions.weight_checks import (
     NEW,
@@ -69,7 +69,6 @@ from drivetrain_conformance.assertions.weight_checks import (
     load_all,
     one,
     one_by_one,
-    raises,
     same_label_again,
     same_weights_again,
     unchanged,

@@ -117,20 +117,19 @@ class Server:
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the server and all its descendants."""
-        try:
-            family = [self.process, *self.process.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return
-        for process in family:
+        for process in self._family():
             if process.is_running():
                 process.send_signal(number)
 
+    def _family(self) -> list[psutil.Process]:
+        try:
+            return [self.process, *self.process.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
     def stop(self) -> None:
         """Kill the server and all its descendants."""
-        try:
-            family = [self.process, *self.process.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            family = []
+        family = self._family()
         self.signal(signal.SIGKILL)
         psutil.wait_procs(family, timeout=20)
         shutil.rmtree(self._folder, ignore_errors=True)

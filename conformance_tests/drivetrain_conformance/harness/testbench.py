@@ -38,10 +38,10 @@ _LASTS = 0.2
 """Seconds that such a request should last at least, if the context is long enough."""
 
 
-class Opener(Protocol):
-    """Creates an engine, not started, from fields of its configuration."""
-
-    def __call__(self, fields: dict[str, object]) -> InferenceEngine: ...
+Opener = Callable[[dict[str, object]], InferenceEngine]
+"""Creates an engine, not started, from fields of its configuration."""
+OracleMaker = Callable[[Path], Oracle | None]
+"""Makes the oracle for a model folder, or returns None."""
 
 
 class Runs(Protocol):
@@ -218,12 +218,6 @@ class Bench:
         """Return greedy completions, one for each prompt."""
         params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0)
         return (await (engine or self.engine).generate([list(prompt) for prompt in prompts], params)).completions
-
-
-class OracleMaker(Protocol):
-    """Makes the oracle for a model folder, or returns None."""
-
-    def __call__(self, model: Path) -> Oracle | None: ...
 
 
 class NoOracle(Exception):

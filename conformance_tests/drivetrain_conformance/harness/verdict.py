@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from typing import Final
 
 from drivetrain.errors import DrivetrainError, UnsupportedCapability
 from drivetrain.types.capability import Capability
@@ -36,6 +37,10 @@ class Verdict(Enum):
     def is_failure(self) -> bool:
         """True if a run with this verdict has failed."""
         return self is Verdict.FAILED
+
+
+WORST_FIRST: Final = (Verdict.FAILED, Verdict.KNOWN_FAILURE, Verdict.PASSED, Verdict.REFUSED, Verdict.NOT_RUN)
+"""The verdict that counts where a case, or a capability, has several: with other settings an engine may claim less."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, TypeVar
 
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.weight_transaction import WeightTransaction
@@ -19,12 +19,10 @@ from drivetrain.errors import DrivetrainError, EngineStateError
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import Completion, CompletionChunk, GenerationOutput
 from drivetrain.types.weights import DiskSource, WeightUpdateRequest
+from drivetrain_conformance.assets.weight_sources import tensors_of
 from drivetrain_conformance.model.expected_answers import Answers, End, Fields
 from drivetrain_conformance.model.strategies import WeightPlanChoice
 from drivetrain_weight_sync import WeightSync
-
-if TYPE_CHECKING:
-    import torch
 
 _T = TypeVar("_T")
 
@@ -243,17 +241,11 @@ async def push(
     engine: InferenceEngine, folder: Path, version: str, mode: PauseMode | str, *, plan: WeightPlanChoice
 ) -> None:
     """Update from tensors of this process, by the fastest strategy that the engine claims."""
-    tensors = await asyncio.to_thread(_tensors, folder)
+    tensors = await asyncio.to_thread(tensors_of, folder)
     source = {name: tensors[name] for name in shuffled(sorted(tensors), plan.order)}
     size = plan.bucket_bytes
     async with WeightSync.connect(source, engine, mode=PauseMode(mode), bucket_bytes=size, cast=True) as sync:
         await sync.push(version=version)
-
-
-def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 def shuffled(items: Sequence[_T], order: int) -> list[_T]:

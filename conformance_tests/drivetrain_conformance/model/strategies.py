@@ -96,35 +96,26 @@ _GRAMMARS: Final[tuple[tuple[Capability, StructuredOutput], ...]] = (
 )
 
 
+@st.composite
 def sampling_params(
+    draw: DrawFn,
     vocabulary: Sequence[int],
     capabilities: frozenset[Capability],
     *,
     max_tokens: int = 16,
     max_samples: int = 3,
     stops: Sequence[str] = tuple("aeiou 012"),
-) -> SearchStrategy[SamplingParams]:
+) -> SamplingParams:
     """Draw params with any of the fields that the capabilities allow.
 
     Args:
+        draw: Given by hypothesis.
         vocabulary: Token ids that fields may name.
         capabilities: The engine's capabilities. A field that needs another one is never set.
         max_tokens: Largest max_new_tokens.
         max_samples: Largest n.
         stops: Parts of stop strings, best ones that the model is likely to write.
     """
-    return _sampling_params(vocabulary, capabilities, max_tokens, max_samples, stops)
-
-
-@st.composite
-def _sampling_params(
-    draw: DrawFn,
-    vocabulary: Sequence[int],
-    capabilities: frozenset[Capability],
-    max_tokens: int,
-    max_samples: int,
-    stops: Sequence[str],
-) -> SamplingParams:
     ids = st.sampled_from(vocabulary)
     fields: dict[str, object] = {}
 

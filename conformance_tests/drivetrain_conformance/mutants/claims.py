@@ -8,14 +8,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from drivetrain.backend.base import Backend, GenerateRequest, GenerateResult, ModelInfo
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.model import StartedModel
-from drivetrain.engine.parts import PartKinds
-from drivetrain.engine.request_builder import ParamsLike, RequestBuilder
+from drivetrain.engine.request_builder import RequestBuilder
 from drivetrain.engine.states import EngineState
 from drivetrain.engine.validation import as_prompts
 from drivetrain.errors import EngineInternalError, InvalidConfig
@@ -23,10 +22,10 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import FinishReason, GenerationOutput
-from drivetrain.types.prompts import PromptLike, TokenPrompt
+from drivetrain.types.prompts import TokenPrompt
 from drivetrain.types.sampling import SamplingParams
-from drivetrain_conformance.mutants.registry import spoiled_backend, spoiled_engine, spoiled_part
-from drivetrain_conformance.mutants.spoil import SoundBackend, answering, claiming, mixed, taking
+from drivetrain_conformance.mutants.registry import mutant, spoiled_backend
+from drivetrain_conformance.mutants.spoil import SoundBackend, answering, arguments_mutant, claiming
 
 
 @spoiled_backend(
@@ -78,230 +77,148 @@ def goes_on_past_the_end_of_a_grammar(backend: type[Backend]) -> type[Backend]:
     return answering(claiming(backend, Capability.STRUCTURED_REGEX), change)
 
 
-@spoiled_backend(caught_by="abort/ids_that_are_not_running_are_passed_over", says="claims abort, and refuses it")
-def claims_abort_and_refuses_it(backend: type[Backend]) -> type[Backend]:
+@mutant("abort/ids_that_are_not_running_are_passed_over", says="claims abort, and refuses it")
+class claims_abort_and_refuses_it(SoundBackend):
     """It claims to abort requests, and its primitive was never written."""
 
-    class Wrong(SoundBackend):
-        """Has the primitive of the abstract page."""
-
-        async def abort(self, request_ids: list[str]) -> None:
-            raise self._unsupported(Capability.ABORT)
-
-    return mixed(backend, Wrong)
+    async def abort(self, request_ids: list[str]) -> None:
+        raise self._unsupported(Capability.ABORT)
 
 
-@spoiled_part(
-    caught_by="structured_output/json_follows_the_schema",
-    says="expected UnsupportedCapability for one of structured_json",
-)
-def passes_on_what_it_does_not_claim(parts: PartKinds) -> PartKinds:
+@mutant("structured_output/json_follows_the_schema", says="expected UnsupportedCapability for one of structured_json")
+class passes_on_what_it_does_not_claim(StartedModel):
     """Requests for what is unclaimed reach the backend, which knows nothing of them and drops them in silence."""
 
-    class Wrong(StartedModel):
-        """Builds requests as if everything were claimed."""
-
-        def new_builder(self) -> RequestBuilder:
-            return RequestBuilder(self.controller.config, frozenset(Capability), self.info, self.tokenizer)
-
-    return dataclasses.replace(parts, model=mixed(parts.model, Wrong))
+    def new_builder(self) -> RequestBuilder:
+        return RequestBuilder(self.controller.config, frozenset(Capability), self.info, self.tokenizer)
 
 
-@spoiled_engine(
-    caught_by="sleep/the_memory_of_cuda_graphs_comes_back",
-    says="expected UnsupportedCapability for one of sleep_cuda_graph",
-)
-def refuses_vaguely(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+@mutant("sleep/the_memory_of_cuda_graphs_comes_back", says="expected UnsupportedCapability for one of sleep_cuda_graph")
+class refuses_vaguely(InferenceEngine):
     """An unclaimed call fails with an error that does not name the missing capability."""
 
-    class Wrong(InferenceEngine):
-        """Fails somewhere below."""
-
-        async def sleep(self, tags: Iterable[MemoryTag | str] | None = None, **options: Any) -> None:
-            if Capability.SLEEP_CUDA_GRAPH not in self.capabilities:
-                raise EngineInternalError("'NoneType' object has no attribute 'graphs'")
-            await super().sleep(tags, **options)
-
-    return mixed(engine, Wrong)
+    async def sleep(self, tags: Iterable[MemoryTag | str] | None = None, **options: Any) -> None:
+        if Capability.SLEEP_CUDA_GRAPH not in self.capabilities:
+            raise EngineInternalError("'NoneType' object has no attribute 'graphs'")
+        await super().sleep(tags, **options)
 
 
-@spoiled_engine(
-    caught_by="lifecycle/a_profile_is_a_trace_that_a_viewer_opens",
+@mutant(
+    "lifecycle/a_profile_is_a_trace_that_a_viewer_opens",
     says="refused for hicache_storage, which this case does not need",
 )
-def refuses_for_the_wrong_capability(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+class refuses_for_the_wrong_capability(InferenceEngine):
     """It refuses to record a profile, and names a capability of the cache."""
 
-    class Wrong(InferenceEngine):
-        """Has a slip of copy and paste."""
-
-        async def start_profile(self, directory: str | os.PathLike[str]) -> None:
-            await self.clear_hicache_storage()
-
-    return mixed(engine, Wrong)
+    async def start_profile(self, directory: str | os.PathLike[str]) -> None:
+        await self.clear_hicache_storage()
 
 
-@spoiled_engine(
-    caught_by="sleep/the_memory_of_cuda_graphs_comes_back",
+@mutant(
+    "sleep/the_memory_of_cuda_graphs_comes_back",
     says="refused, but left something changed: state was 'ready' and is 'paused'",
 )
-def refuses_after_work(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+class refuses_after_work(InferenceEngine):
     """It pauses before it finds out that it cannot do what it was asked for."""
 
-    class Wrong(InferenceEngine):
-        """Works first, and checks afterwards."""
-
-        async def sleep(self, tags: Iterable[MemoryTag | str] | None = None, **options: Any) -> None:
-            await self.pause_generation(PauseMode.WAIT)
-            await super().sleep(tags, **options)
-            await self.continue_generation()
-
-    return mixed(engine, Wrong)
+    async def sleep(self, tags: Iterable[MemoryTag | str] | None = None, **options: Any) -> None:
+        await self.pause_generation(PauseMode.WAIT)
+        await super().sleep(tags, **options)
+        await self.continue_generation()
 
 
-@spoiled_backend(caught_by="lora/no_larger_rank_than_the_limit", says="expected InvalidRequest, but nothing was raised")
-def swallows_a_configured_limit(backend: type[Backend]) -> type[Backend]:
+@mutant("lora/no_larger_rank_than_the_limit", says="expected InvalidRequest, but nothing was raised")
+class swallows_a_configured_limit(SoundBackend):
     """The configured max_lora_rank is taken and not passed on to its engine."""
 
-    class Wrong(SoundBackend):
-        """Forgets a field."""
-
-        def __init__(self, config: EngineConfig) -> None:
-            super().__init__(config.model_copy(update={"max_lora_rank": None}))
-
-    return mixed(backend, Wrong)
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config.model_copy(update={"max_lora_rank": None}))
 
 
-@spoiled_backend(caught_by="generate/every_file_that_names_an_end_is_heeded", says="only some are known")
-def does_not_know_the_models_eos(backend: type[Backend]) -> type[Backend]:
+@mutant("generate/every_file_that_names_an_end_is_heeded", says="only some are known")
+class does_not_know_the_models_eos(SoundBackend):
     """It says that the model has no EOS ids, so that generation runs on past those that the tokenizer does not name."""
 
-    class Wrong(SoundBackend):
-        """Reads the wrong configuration file."""
-
-        async def start(self, report: Callable[[str], None]) -> ModelInfo:
-            return dataclasses.replace(await super().start(report), eos_token_ids=())
-
-    return mixed(backend, Wrong)
+    async def start(self, report: Callable[[str], None]) -> ModelInfo:
+        return dataclasses.replace(await super().start(report), eos_token_ids=())
 
 
-@spoiled_backend(caught_by="lifecycle/a_life", says="are left behind")
-def leaves_a_process_behind(backend: type[Backend]) -> type[Backend]:
+@mutant("lifecycle/a_life", says="are left behind")
+class leaves_a_process_behind(SoundBackend):
     """A process that it started outlives its teardown."""
 
-    class Wrong(SoundBackend):
-        """Starts a helper and forgets it."""
-
-        async def start(self, report: Callable[[str], None]) -> ModelInfo:
-            command = [sys.executable, "-c", "import time; time.sleep(60)"]
-            self.helper = await asyncio.to_thread(subprocess.Popen, command)
-            return await super().start(report)
-
-    return mixed(backend, Wrong)
+    async def start(self, report: Callable[[str], None]) -> ModelInfo:
+        command = [sys.executable, "-c", "import time; time.sleep(60)"]
+        self.helper = await asyncio.to_thread(subprocess.Popen, command)
+        return await super().start(report)
 
 
-@spoiled_engine(
-    caught_by="errors/an_unknown_sampling_param_is_refused_with_its_likely_name",
+@arguments_mutant(
+    "errors/an_unknown_sampling_param_is_refused_with_its_likely_name",
     says="expected InvalidRequest for sampling_params.max_new_tokesn, but nothing was raised",
 )
-def ignores_misspelt_params(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+def ignores_misspelt_params(params: Mapping[str, object]) -> Mapping[str, object]:
     """Sampling params that there are not are ignored."""
-    known = SamplingParams.model_fields
-    return taking(engine, lambda params: {name: value for name, value in params.items() if name in known})
+    return {name: value for name, value in params.items() if name in SamplingParams.model_fields}
 
 
-@spoiled_engine(
-    caught_by="generate/a_prompt_that_fills_the_context_is_refused",
+@mutant(
+    "generate/a_prompt_that_fills_the_context_is_refused",
     says="expected InvalidRequest for prompts[0], but nothing was raised",
 )
-def truncates_long_prompts(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+class truncates_long_prompts(InferenceEngine):
     """A prompt that does not fit is cut to what does, in silence."""
 
-    class Wrong(InferenceEngine):
-        """Keeps the end of a prompt, as chat servers do."""
-
-        async def generate(
-            self,
-            prompts: PromptLike | Sequence[PromptLike],
-            sampling_params: ParamsLike | Sequence[ParamsLike] | None = None,
-            **options: Any,
-        ) -> GenerationOutput:
-            room = self.model_info.context_length - 1
-            shorter = [
-                TokenPrompt(token_ids=tuple(prompt.token_ids[-room:])) if isinstance(prompt, TokenPrompt) else prompt
-                for prompt in as_prompts(prompts)
-            ]
-            return await super().generate(shorter, sampling_params, **options)
-
-    return mixed(engine, Wrong)
+    async def generate(self, prompts: Any, *args: Any, **options: Any) -> GenerationOutput:
+        room = self.model_info.context_length - 1
+        shorter = [
+            TokenPrompt(token_ids=tuple(prompt.token_ids[-room:])) if isinstance(prompt, TokenPrompt) else prompt
+            for prompt in as_prompts(prompts)
+        ]
+        return await super().generate(shorter, *args, **options)
 
 
-@spoiled_engine(
-    caught_by="generate/a_timeout_is_a_typed_error_and_the_engine_serves_on",
+@mutant(
+    "generate/a_timeout_is_a_typed_error_and_the_engine_serves_on",
     says="expected DeadlineExceeded, but nothing was raised",
 )
-def ignores_timeouts(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+class ignores_timeouts(InferenceEngine):
     """A call's own timeout is taken and not kept."""
 
-    class Wrong(InferenceEngine):
-        """Knows the configured deadline only."""
-
-        async def generate(
-            self,
-            prompts: PromptLike | Sequence[PromptLike],
-            sampling_params: ParamsLike | Sequence[ParamsLike] | None = None,
-            **options: Any,
-        ) -> GenerationOutput:
-            options["timeout"] = None
-            return await super().generate(prompts, sampling_params, **options)
-
-    return mixed(engine, Wrong)
+    async def generate(self, *prompts: Any, **options: Any) -> GenerationOutput:
+        options["timeout"] = None
+        return await super().generate(*prompts, **options)
 
 
-@spoiled_backend(caught_by="errors/a_configuration_field_that_asks_for_nothing_is_taken", says="is refused")
-def refuses_what_asks_for_nothing(backend: type[Backend]) -> type[Backend]:
+@mutant("errors/a_configuration_field_that_asks_for_nothing_is_taken", says="is refused")
+class refuses_what_asks_for_nothing(SoundBackend):
     """A bound on adapters is refused where none are loaded."""
 
-    class Wrong(SoundBackend):
-        """Knows such a field of engines with adapters only."""
-
-        @classmethod
-        def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
-            if config.max_loras is not None and not config.enable_lora:
-                raise InvalidConfig(f"max_loras={config.max_loras}: there are no adapters", field="max_loras")
-            return super().capabilities(config)
-
-    return mixed(backend, Wrong)
+    @classmethod
+    def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
+        if config.max_loras is not None and not config.enable_lora:
+            raise InvalidConfig(f"max_loras={config.max_loras}: there are no adapters", field="max_loras")
+        return super().capabilities(config)
 
 
-@spoiled_part(caught_by="generate/every_file_that_names_an_end_is_heeded", says="only some are known")
-def ignores_the_tokenizers_end(parts: PartKinds) -> PartKinds:
+@mutant("generate/every_file_that_names_an_end_is_heeded", says="only some are known")
+class ignores_the_tokenizers_end(StartedModel):
     """An EOS that only the tokenizer names is none."""
 
-    class Wrong(StartedModel):
-        """Asks the model's configurations only."""
-
-        def with_all_eos_ids(self, info: ModelInfo) -> ModelInfo:
-            return info
-
-    return dataclasses.replace(parts, model=mixed(parts.model, Wrong))
+    def with_all_eos_ids(self, info: ModelInfo) -> ModelInfo:
+        return info
 
 
-@spoiled_engine(caught_by="faults/a_host_killed_while_it_generates", says="the engine was ready")
-def hears_late_of_a_death(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+@mutant("faults/a_host_killed_while_it_generates", says="the engine was ready")
+class hears_late_of_a_death(InferenceEngine):
     """An engine that died says for a while that it is ready, though its callers know."""
 
-    class Wrong(InferenceEngine):
-        """Waits for another to tell it."""
+    _heard: float | None = None
 
-        _heard: float | None = None
-
-        @property
-        def state(self) -> EngineState:
-            if super().state is not EngineState.FAILED:
-                return super().state
-            now = time.monotonic()
-            self._heard = self._heard or now
-            return EngineState.READY if now < self._heard + 0.5 else EngineState.FAILED
-
-    return mixed(engine, Wrong)
+    @property
+    def state(self) -> EngineState:
+        if super().state is not EngineState.FAILED:
+            return super().state
+        now = time.monotonic()
+        self._heard = self._heard or now
+        return EngineState.READY if now < self._heard + 0.5 else EngineState.FAILED

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -13,140 +13,99 @@ from drivetrain.backend.base import Backend, EngineStats, GenerateRequest, Gener
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.weights import CommitUpdate, WeightMessage, WeightReply
-from drivetrain_conformance.mutants.registry import spoiled_backend
-from drivetrain_conformance.mutants.spoil import SoundBackend, mixed
+from drivetrain_conformance.mutants.registry import mixed, mutant, spoiled_backend
+from drivetrain_conformance.mutants.spoil import SoundBackend, config_mutant
 
 # Settings ------------------------------------------------------------------------------------------------------------
 
 
-def _configured(backend: type[Backend], change: Callable[[EngineConfig], Mapping[str, object]]) -> type[Backend]:
-    """Return a backend that modifies the configuration it is given."""
-
-    class Wrong(SoundBackend):
-        """Changes its configuration."""
-
-        def __init__(self, config: EngineConfig) -> None:
-            super().__init__(config.model_copy(update=dict(change(config))))
-
-    return mixed(backend, Wrong)
-
-
-@spoiled_backend(caught_by="lifecycle/a_life", says="context_length=701 was asked for, and it is 512")
-def caps_the_context_length(backend: type[Backend]) -> type[Backend]:
+@config_mutant("lifecycle/a_life", says="context_length=701 was asked for, and it is 512")
+def caps_the_context_length(config: EngineConfig) -> Mapping[str, object]:
     """A context_length above 512 is reduced to 512."""
-    return _configured(
-        backend, lambda config: {"context_length": config.context_length and min(config.context_length, 512)}
-    )
+    return {"context_length": config.context_length and min(config.context_length, 512)}
 
 
-@spoiled_backend(caught_by="lifecycle/a_life", says="context_length=701 was asked for, and it is 1024")
-def drops_the_context_length(backend: type[Backend]) -> type[Backend]:
+@config_mutant("lifecycle/a_life", says="context_length=701 was asked for, and it is 1024")
+def drops_the_context_length(_: EngineConfig) -> Mapping[str, object]:
     """The context length is always the model's own."""
-    return _configured(backend, lambda _: {"context_length": None})
+    return {"context_length": None}
 
 
-@spoiled_backend(caught_by="lifecycle/a_life", says="dtype=bfloat16 was asked for")
-def drops_the_dtype(backend: type[Backend]) -> type[Backend]:
+@config_mutant("lifecycle/a_life", says="dtype=bfloat16 was asked for")
+def drops_the_dtype(_: EngineConfig) -> Mapping[str, object]:
     """Weights always keep the checkpoint's dtype."""
-    return _configured(backend, lambda _: {"dtype": "auto"})
+    return {"dtype": "auto"}
 
 
-@spoiled_backend(caught_by="lifecycle/a_life", says="nats")
-def reads_the_last_chunk_of_a_prompt(backend: type[Backend]) -> type[Backend]:
+@mutant("lifecycle/a_life", says="nats")
+class reads_the_last_chunk_of_a_prompt(SoundBackend):
     """The model sees only the last step's tokens of a prompt longer than max_num_batched_tokens."""
 
-    class Wrong(SoundBackend):
-        """Forgets the steps before the last."""
-
-        async def generate(self, request: GenerateRequest) -> GenerateResult:
-            step, prompt = self.config.max_num_batched_tokens, request.prompt_token_ids
-            if step is not None and len(prompt) > step:
-                seen = prompt[(len(prompt) - 1) // step * step :]
-                rest = [prompt[0]] * (len(prompt) - len(seen))
-                request = dataclasses.replace(request, prompt_token_ids=rest + seen)
-            return await super().generate(request)
-
-    return mixed(backend, Wrong)
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        step, prompt = self.config.max_num_batched_tokens, request.prompt_token_ids
+        if step is not None and len(prompt) > step:
+            seen = prompt[(len(prompt) - 1) // step * step :]
+            rest = [prompt[0]] * (len(prompt) - len(seen))
+            request = dataclasses.replace(request, prompt_token_ids=rest + seen)
+        return await super().generate(request)
 
 
-@spoiled_backend(caught_by="lifecycle/a_life", says="requests ran at once, where max_num_seqs is 2")
-def drops_max_num_seqs(backend: type[Backend]) -> type[Backend]:
+@config_mutant("lifecycle/a_life", says="requests ran at once, where max_num_seqs is 2")
+def drops_max_num_seqs(_: EngineConfig) -> Mapping[str, object]:
     """max_num_seqs does not limit concurrent requests."""
-    return _configured(backend, lambda _: {"max_num_seqs": None})
+    return {"max_num_seqs": None}
 
 
-@spoiled_backend(caught_by="lifecycle/a_life", says="streams made their first tokens at once, where max_num_seqs is 2")
-def says_that_others_wait(backend: type[Backend]) -> type[Backend]:
+@mutant("lifecycle/a_life", says="streams made their first tokens at once, where max_num_seqs is 2")
+class says_that_others_wait(SoundBackend):
     """max_num_seqs does not limit concurrent requests, and stats() reports the excess as waiting."""
 
-    class Wrong(SoundBackend):
-        """Computes stats() from max_num_seqs."""
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config.model_copy(update={"max_num_seqs": None}))
+        self._most = config.max_num_seqs
 
-        def __init__(self, config: EngineConfig) -> None:
-            super().__init__(config.model_copy(update={"max_num_seqs": None}))
-            self._most = config.max_num_seqs
-
-        async def stats(self) -> EngineStats:
-            stats = await super().stats()
-            running = min(stats.running, self._most or stats.running)
-            return dataclasses.replace(stats, running=running, waiting=stats.waiting + stats.running - running)
-
-    return mixed(backend, Wrong)
+    async def stats(self) -> EngineStats:
+        stats = await super().stats()
+        running = min(stats.running, self._most or stats.running)
+        return dataclasses.replace(stats, running=running, waiting=stats.waiting + stats.running - running)
 
 
-@spoiled_backend(caught_by="lifecycle/a_life", says="the first tokens carry")
-def drops_the_first_version(backend: type[Backend]) -> type[Backend]:
+@config_mutant("lifecycle/a_life", says="the first tokens carry")
+def drops_the_first_version(_: EngineConfig) -> Mapping[str, object]:
     """The first weights carry the version "initial", whatever the configuration says."""
-    return _configured(backend, lambda _: {"weight_version": "initial"})
+    return {"weight_version": "initial"}
 
 
 # Counts --------------------------------------------------------------------------------------------------------------
 
 
-@spoiled_backend(caught_by="pause/in_place_freezes_requests_in_flight", says="frozen requests it counts")
-def counts_requests_twice(backend: type[Backend]) -> type[Backend]:
+@mutant("pause/in_place_freezes_requests_in_flight", says="frozen requests it counts")
+class counts_requests_twice(SoundBackend):
     """A running request is also counted as waiting."""
 
-    class Wrong(SoundBackend):
-        """Counts all submitted requests as queued."""
-
-        async def stats(self) -> EngineStats:
-            stats = await super().stats()
-            return dataclasses.replace(stats, waiting=stats.waiting + stats.running)
-
-    return mixed(backend, Wrong)
+    async def stats(self) -> EngineStats:
+        stats = await super().stats()
+        return dataclasses.replace(stats, waiting=stats.waiting + stats.running)
 
 
-@spoiled_backend(caught_by="sleep/the_memory_of_weights_comes_back", says="awake, the engine says that it holds")
-def counts_weights_twice(backend: type[Backend]) -> type[Backend]:
+@mutant("sleep/the_memory_of_weights_comes_back", says="awake, the engine says that it holds")
+class counts_weights_twice(SoundBackend):
     """The reported memory of the weights is twice the real one."""
 
-    class Wrong(SoundBackend):
-        """Doubles the bytes."""
-
-        async def stats(self) -> EngineStats:
-            stats = await super().stats()
-            return dataclasses.replace(stats, weight_bytes=2 * stats.weight_bytes)
-
-    return mixed(backend, Wrong)
+    async def stats(self) -> EngineStats:
+        stats = await super().stats()
+        return dataclasses.replace(stats, weight_bytes=2 * stats.weight_bytes)
 
 
-@spoiled_backend(
-    caught_by="weight_sync/many_pushes_in_process_leave_nothing_behind", says="left behind: threads: ['MainThread'"
-)
-def leaves_threads_of_a_common_name(backend: type[Backend]) -> type[Backend]:
+@mutant("weight_sync/many_pushes_in_process_leave_nothing_behind", says="left behind: threads: ['MainThread'")
+class leaves_threads_of_a_common_name(SoundBackend):
     """Each update leaves a thread, with the name of another thread of the process."""
 
-    class Wrong(SoundBackend):
-        """Starts a thread that never ends."""
-
-        async def receive_weights(self, message: WeightMessage) -> WeightReply:
-            if isinstance(message, CommitUpdate):
-                name = threading.main_thread().name
-                threading.Thread(target=threading.Event().wait, name=name, daemon=True).start()
-            return await super().receive_weights(message)
-
-    return mixed(backend, Wrong)
+    async def receive_weights(self, message: WeightMessage) -> WeightReply:
+        if isinstance(message, CommitUpdate):
+            name = threading.main_thread().name
+            threading.Thread(target=threading.Event().wait, name=name, daemon=True).start()
+        return await super().receive_weights(message)
 
 
 # Embeddings ----------------------------------------------------------------------------------------------------------

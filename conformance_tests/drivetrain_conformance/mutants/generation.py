@@ -11,66 +11,46 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from drivetrain.backend.base import Backend, GenerateRequest, GenerateResult
-from drivetrain.engine.engine import InferenceEngine
+from drivetrain.backend.base import GenerateRequest, GenerateResult
 from drivetrain.engine.generation import Generation
-from drivetrain.engine.parts import PartKinds
 from drivetrain.engine.samples import Sample
 from drivetrain.text.tokenizer import Tokenizer
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.outputs import Completion, FinishReason, VersionSpan
 from drivetrain.types.prompts import TextPrompt
-from drivetrain_conformance.mutants.registry import spoiled_backend, spoiled_engine, spoiled_part
-from drivetrain_conformance.mutants.spoil import SoundBackend, answering, cut, mixed, returning
+from drivetrain_conformance.mutants.registry import mutant
+from drivetrain_conformance.mutants.spoil import SoundBackend, completions_mutant, cut, result_mutant
 
 
-@spoiled_backend(caught_by="generate/at_most_max_new_tokens", says="assert len(completion.token_ids) <= count")
-def returns_the_prompt_too(backend: type[Backend]) -> type[Backend]:
+@result_mutant("generate/at_most_max_new_tokens", says="assert len(completion.token_ids) <= count")
+def returns_the_prompt_too(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
     """The ids begin with those of the prompt, as transformers' own generate returns them."""
-
-    def change(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
-        prompt = request.prompt_token_ids
-        spans = [VersionSpan(span.version, 0, span.end + len(prompt)) for span in result.weight_versions[-1:]]
-        logprobs = result.logprobs and [0.0] * len(prompt) + result.logprobs
-        return dataclasses.replace(
-            result, token_ids=prompt + result.token_ids, weight_versions=spans, logprobs=logprobs
-        )
-
-    return answering(backend, change)
+    prompt = request.prompt_token_ids
+    spans = [VersionSpan(span.version, 0, span.end + len(prompt)) for span in result.weight_versions[-1:]]
+    logprobs = result.logprobs and [0.0] * len(prompt) + result.logprobs
+    return dataclasses.replace(result, token_ids=prompt + result.token_ids, weight_versions=spans, logprobs=logprobs)
 
 
-@spoiled_backend(caught_by="generate/greedy_takes_the_most_likely_token", says="outside the vocabulary of")
-def answers_with_ids_that_the_model_has_not(backend: type[Backend]) -> type[Backend]:
+@result_mutant("generate/greedy_takes_the_most_likely_token", says="outside the vocabulary of")
+def answers_with_ids_that_the_model_has_not(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
     """The last id of an answer is one of the padding that fills up the vocabulary."""
-
-    def change(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
-        return dataclasses.replace(result, token_ids=[*result.token_ids[:-1], 10**6])
-
-    return answering(backend, change)
+    return dataclasses.replace(result, token_ids=[*result.token_ids[:-1], 10**6])
 
 
-@spoiled_backend(caught_by="generate/eos_ends_a_completion", says="the EOS that ended it stays in the ids")
-def loses_the_stop_token(backend: type[Backend]) -> type[Backend]:
+@result_mutant("generate/eos_ends_a_completion", says="the EOS that ended it stays in the ids")
+def loses_the_stop_token(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
     """The stop token, EOS included, was sampled and is not among the ids, nor its logprob among theirs."""
-
-    def change(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
-        if result.matched_stop is None:
-            return result
-        return dataclasses.replace(cut(result, len(result.token_ids) - 1), matched_stop=None)
-
-    return answering(backend, change)
+    if result.matched_stop is None:
+        return result
+    return dataclasses.replace(cut(result, len(result.token_ids) - 1), matched_stop=None)
 
 
-@spoiled_backend(caught_by="generate/eos_ends_a_completion", says="assert not ids or ids[-1] not in eos")
-def says_length_for_stop(backend: type[Backend]) -> type[Backend]:
+@result_mutant("generate/eos_ends_a_completion", says="assert not ids or ids[-1] not in eos")
+def says_length_for_stop(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
     """A sample that ended at a stop token is said to have reached its length."""
-
-    def change(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
-        if result.finish_reason is not FinishReason.STOP:
-            return result
-        return dataclasses.replace(result, finish_reason=FinishReason.LENGTH, matched_stop=None)
-
-    return answering(backend, change)
+    if result.finish_reason is not FinishReason.STOP:
+        return result
+    return dataclasses.replace(result, finish_reason=FinishReason.LENGTH, matched_stop=None)
 
 
 class _Reading(SoundBackend):
@@ -85,170 +65,129 @@ class _Reading(SoundBackend):
         return self.tokenizer(token_ids, skip_special_tokens=False)
 
 
-@spoiled_backend(caught_by="generate/greedy_takes_the_most_likely_token", says="nats below the most likely one")
-def tokenises_its_own_text(backend: type[Backend]) -> type[Backend]:
+@mutant("generate/greedy_takes_the_most_likely_token", says="nats below the most likely one")
+class tokenises_its_own_text(_Reading):
     """Ids are made from the text that was generated, not those that were sampled; both decode to the same."""
 
-    class Wrong(_Reading):
-        """Sits behind a server that returns text."""
-
-        async def generate(self, request: GenerateRequest) -> GenerateResult:
-            result = await super().generate(request)
-            prompt = TextPrompt(text=self.text(result.token_ids), add_special_tokens=False)
-            ids = self.tokenizer.encode(prompt)
-            spans = [VersionSpan(span.version, 0, len(ids)) for span in result.weight_versions[-1:] if ids]
-            logprobs = result.logprobs and (result.logprobs + [0.0] * len(ids))[: len(ids)]
-            return dataclasses.replace(result, token_ids=ids, weight_versions=spans, logprobs=logprobs)
-
-    return mixed(backend, Wrong)
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        result = await super().generate(request)
+        prompt = TextPrompt(text=self.text(result.token_ids), add_special_tokens=False)
+        ids = self.tokenizer.encode(prompt)
+        spans = [VersionSpan(span.version, 0, len(ids)) for span in result.weight_versions[-1:] if ids]
+        logprobs = result.logprobs and (result.logprobs + [0.0] * len(ids))[: len(ids)]
+        return dataclasses.replace(result, token_ids=ids, weight_versions=spans, logprobs=logprobs)
 
 
-@spoiled_backend(caught_by="stop/what_merely_ends_like_a_match_is_no_match", says="finish_reason=<FinishReason.LENGTH")
-def stops_at_the_end_of_a_stop_string(backend: type[Backend]) -> type[Backend]:
+@mutant("stop/what_merely_ends_like_a_match_is_no_match", says="finish_reason=<FinishReason.LENGTH")
+class stops_at_the_end_of_a_stop_string(_Reading):
     """A token that ends like a stop string ends generation, whatever came before it."""
 
-    class Wrong(_Reading):
-        """Has made a stop token of the stop string's last character."""
-
-        async def generate(self, request: GenerateRequest) -> GenerateResult:
-            result = await super().generate(request)
-            lasts = tuple(stop[-1] for stop in request.params.stop)
-            for count, token_id in enumerate(result.token_ids, 1):
-                if lasts and self.text([token_id]).endswith(lasts):
-                    return dataclasses.replace(cut(result, count), finish_reason=FinishReason.STOP)
-            return result
-
-    return mixed(backend, Wrong)
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        result = await super().generate(request)
+        lasts = tuple(stop[-1] for stop in request.params.stop)
+        for count, token_id in enumerate(result.token_ids, 1):
+            if lasts and self.text([token_id]).endswith(lasts):
+                return dataclasses.replace(cut(result, count), finish_reason=FinishReason.STOP)
+        return result
 
 
-@spoiled_engine(caught_by="stop/a_stop_string_ends_generation_at_its_first_match", says="expected Ending(")
-def keeps_the_matched_stop_text(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+@completions_mutant("stop/a_stop_string_ends_generation_at_its_first_match", says="expected Ending(")
+def keeps_the_matched_stop_text(completions: list[Completion]) -> list[Completion]:
     """The matched stop string stays in the text, though it was not asked for."""
-
-    def change(completions: list[Completion]) -> list[Completion]:
-        return [
-            dataclasses.replace(c, text=c.text + c.matched_stop) if isinstance(c.matched_stop, str) else c
-            for c in completions
-        ]
-
-    return returning(engine, change)
+    return [
+        dataclasses.replace(c, text=c.text + c.matched_stop) if isinstance(c.matched_stop, str) else c
+        for c in completions
+    ]
 
 
-@spoiled_part(caught_by="generate/the_text_is_the_decoding_of_the_ids", says="assert completion.text == (decode(ids")
-def shows_the_stop_token(parts: PartKinds) -> PartKinds:
+@mutant("generate/the_text_is_the_decoding_of_the_ids", says="assert completion.text == (decode(ids")
+class shows_the_stop_token(Generation):
     """The text holds the stop token's own."""
 
-    class Wrong(Generation):
-        """Decodes all ids."""
-
-        async def complete(self, sample: Sample) -> Completion:
-            completion = await super().complete(sample)
-            if not isinstance(completion.matched_stop, int):
-                return completion
-            text = self.model.tokenizer(completion.token_ids, skip_special_tokens=False)
-            return dataclasses.replace(completion, text=text)
-
-    return dataclasses.replace(parts, generation=mixed(parts.generation, Wrong))
+    async def complete(self, sample: Sample) -> Completion:
+        completion = await super().complete(sample)
+        if not isinstance(completion.matched_stop, int):
+            return completion
+        text = self.model.tokenizer(completion.token_ids, skip_special_tokens=False)
+        return dataclasses.replace(completion, text=text)
 
 
-@spoiled_engine(caught_by="generate/samples_are_grouped_by_prompt", says="assert [(c.prompt_index, c.sample_index)")
-def returns_samples_in_the_wrong_order(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+@completions_mutant("generate/samples_are_grouped_by_prompt", says="assert [(c.prompt_index, c.sample_index)")
+def returns_samples_in_the_wrong_order(completions: list[Completion]) -> list[Completion]:
     """Samples come sample by sample, not prompt by prompt."""
-    return returning(engine, lambda completions: sorted(completions, key=lambda c: (c.sample_index, c.prompt_index)))
+    return sorted(completions, key=lambda c: (c.sample_index, c.prompt_index))
 
 
-@spoiled_engine(
-    caught_by="generate/each_prompt_can_have_params_of_its_own", says="completions are not in order of the prompts"
+@completions_mutant(
+    "generate/each_prompt_can_have_params_of_its_own", says="completions are not in order of the prompts"
 )
-def returns_completions_as_they_end(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+def returns_completions_as_they_end(completions: list[Completion]) -> list[Completion]:
     """The shortest completions come first."""
-    return returning(engine, lambda completions: sorted(completions, key=lambda c: len(c.token_ids)))
+    return sorted(completions, key=lambda c: len(c.token_ids))
 
 
-@spoiled_backend(caught_by="generate/calls_at_once_do_not_mix", says="nats below the most likely one")
-def hands_results_to_the_wrong_caller(backend: type[Backend]) -> type[Backend]:
+@mutant("generate/calls_at_once_do_not_mix", says="nats below the most likely one")
+class hands_results_to_the_wrong_caller(SoundBackend):
     """The first result goes to who asked last: requests that run together get each other's tokens."""
 
-    class Wrong(SoundBackend):
-        """Does not look at request ids."""
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._callers: deque[asyncio.Future[GenerateResult]] = deque()
 
-        def __init__(self, config: EngineConfig) -> None:
-            super().__init__(config)
-            self._callers: deque[asyncio.Future[GenerateResult]] = deque()
-
-        async def generate(self, request: GenerateRequest) -> GenerateResult:
-            mine: asyncio.Future[GenerateResult] = asyncio.get_running_loop().create_future()
-            self._callers.append(mine)
-            try:
-                result = await super().generate(request)
-                self._callers.pop().set_result(result)
-                return await mine
-            finally:
-                if mine in self._callers:
-                    self._callers.remove(mine)
-
-    return mixed(backend, Wrong)
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        mine: asyncio.Future[GenerateResult] = asyncio.get_running_loop().create_future()
+        self._callers.append(mine)
+        try:
+            result = await super().generate(request)
+            self._callers.pop().set_result(result)
+            return await mine
+        finally:
+            if mine in self._callers:
+                self._callers.remove(mine)
 
 
-@spoiled_backend(caught_by="generate/at_most_max_new_tokens", says="hangs")
-def never_ends_after_one_token(backend: type[Backend]) -> type[Backend]:
+@mutant("generate/at_most_max_new_tokens", says="hangs")
+class never_ends_after_one_token(SoundBackend):
     """A request for one token, which the prefill already answers, never ends."""
 
-    class Wrong(SoundBackend):
-        """Delivers results at the end of decoding steps only."""
-
-        async def generate(self, request: GenerateRequest) -> GenerateResult:
-            result = await super().generate(request)
-            if request.max_new_tokens == 1:
-                await asyncio.get_running_loop().create_future()
-            return result
-
-    return mixed(backend, Wrong)
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        result = await super().generate(request)
+        if request.max_new_tokens == 1:
+            await asyncio.get_running_loop().create_future()
+        return result
 
 
-@spoiled_backend(
-    caught_by="generate/cancelling_a_call_ends_its_requests", says="requests of a cancelled call are still there"
-)
-def goes_on_after_its_caller_left(backend: type[Backend]) -> type[Backend]:
+@mutant("generate/cancelling_a_call_ends_its_requests", says="requests of a cancelled call are still there")
+class goes_on_after_its_caller_left(SoundBackend):
     """A cancelled call leaves its request running in the engine."""
 
-    class Wrong(SoundBackend):
-        """Shields its request."""
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._left: set[asyncio.Task[GenerateResult]] = set()
 
-        def __init__(self, config: EngineConfig) -> None:
-            super().__init__(config)
-            self._left: set[asyncio.Task[GenerateResult]] = set()
-
-        async def generate(self, request: GenerateRequest) -> GenerateResult:
-            task = asyncio.create_task(super().generate(request))
-            self._left.add(task)
-            task.add_done_callback(lambda task: task.cancelled() or task.exception())
-            return await asyncio.shield(task)
-
-    return mixed(backend, Wrong)
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        task = asyncio.create_task(super().generate(request))
+        self._left.add(task)
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(task)
 
 
-@spoiled_backend(caught_by="generate/frequencies_that_depend_on_length_are_right_or_refused", says="less likely")
-def takes_the_long_factors_for_all(backend: type[Backend]) -> type[Backend]:
+@mutant("generate/frequencies_that_depend_on_length_are_right_or_refused", says="less likely")
+class takes_the_long_factors_for_all(SoundBackend):
     """A longrope model rotates short sequences with the factors of long ones."""
 
-    class Wrong(SoundBackend):
-        """Takes the factors of the longest sequence that it may ever have."""
+    def __init__(self, config: EngineConfig) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="longrope-"))
+        for file in Path(config.model).iterdir():
+            (self._folder / file.name).symlink_to(file)
+        given = json.loads((self._folder / "config.json").read_text())
+        rope = given.get("rope_parameters") or {}
+        if "long_factor" in rope:
+            rope["short_factor"] = rope["long_factor"]
+        (self._folder / "config.json").unlink()
+        (self._folder / "config.json").write_text(json.dumps(given))
+        super().__init__(config.model_copy(update={"model": str(self._folder)}))
 
-        def __init__(self, config: EngineConfig) -> None:
-            self._folder = Path(tempfile.mkdtemp(prefix="longrope-"))
-            for file in Path(config.model).iterdir():
-                (self._folder / file.name).symlink_to(file)
-            given = json.loads((self._folder / "config.json").read_text())
-            rope = given.get("rope_parameters") or {}
-            if "long_factor" in rope:
-                rope["short_factor"] = rope["long_factor"]
-            (self._folder / "config.json").unlink()
-            (self._folder / "config.json").write_text(json.dumps(given))
-            super().__init__(config.model_copy(update={"model": str(self._folder)}))
-
-        async def close(self) -> None:
-            await super().close()
-            shutil.rmtree(self._folder)
-
-    return mixed(backend, Wrong)
+    async def close(self) -> None:
+        await super().close()
+        shutil.rmtree(self._folder)

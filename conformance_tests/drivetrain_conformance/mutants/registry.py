@@ -1,11 +1,20 @@
-"""Mutants: a backend, an ``InferenceEngine`` or one of its parts, with a single fault put in on purpose."""
+"""Register mutants: a working backend, the engine page over it, or a part of that engine, spoiled in one way.
+
+A mutant is written in one of three forms, and named as reports show it:
+
+* a class below :func:`mutant` overrides public methods of a backend, the engine page or a part of the engine;
+* a function below a decorator that :func:`backend_mutants` or :func:`engine_mutants` made changes one value on its way,
+  see :mod:`drivetrain_conformance.mutants.spoil`;
+* a function below :func:`spoiled_backend` or :func:`spoiled_engine` returns a spoiled class itself.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, Protocol, TypeVar, cast
 
 from drivetrain.backend.base import Backend
 from drivetrain.engine.engine import InferenceEngine
@@ -14,6 +23,10 @@ from drivetrain.engine.parts import PartKinds
 SpoilBackend = Callable[[type[Backend]], type[Backend]]
 SpoilEngine = Callable[[type[InferenceEngine]], type[InferenceEngine]]
 SpoilPart = Callable[[PartKinds], PartKinds]
+Words = str | tuple[str, ...]
+"""Part of a failure's message, or several parts of which it has one."""
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,52 +48,70 @@ class Mutant:
 _registry: Final[dict[str, Mutant]] = {}
 
 
-def spoiled_backend(*, caught_by: str, says: str | tuple[str, ...]) -> Callable[[SpoilBackend], SpoilBackend]:
-    """Make the function below a mutant: given a backend's class, it returns a subclass with one thing wrong."""
+class MutantDecorator(Protocol[_T]):
+    """Decorator that registers an object as a mutant, with the case that must catch it and the failure's words."""
 
-    def decorate(spoil: SpoilBackend) -> SpoilBackend:
-        _add(Mutant(spoil.__name__, _sentence(spoil), caught_by, _parts(says), spoil_backend=spoil))
-        return spoil
-
-    return decorate
+    def __call__(self, caught_by: str, *, says: Words) -> Callable[[_T], _T]: ...
 
 
-def spoiled_engine(*, caught_by: str, says: str | tuple[str, ...]) -> Callable[[SpoilEngine], SpoilEngine]:
-    """The same for the engine page: given its class, the function returns a subclass with one thing wrong."""
-
-    def decorate(spoil: SpoilEngine) -> SpoilEngine:
-        _add(Mutant(spoil.__name__, _sentence(spoil), caught_by, _parts(says), spoil_engine=spoil))
-        return spoil
-
-    return decorate
+def backend_mutants(spoil: Callable[[type[Backend], _T], type[Backend]]) -> MutantDecorator[_T]:
+    """Return a decorator for mutants of a backend, whose class ``spoil`` builds with the decorated function."""
+    return _registering(lambda wrong: {"spoil_backend": lambda backend: spoil(backend, wrong)})
 
 
-def spoiled_part(*, caught_by: str, says: str | tuple[str, ...]) -> Callable[[SpoilPart], SpoilPart]:
-    """The same for a part of the engine: given the parts' classes, the function replaces one of them by a subclass."""
+def engine_mutants(spoil: Callable[[type[InferenceEngine], _T], type[InferenceEngine]]) -> MutantDecorator[_T]:
+    """Return a decorator for mutants of the engine page, whose class ``spoil`` builds with the decorated function."""
+    return _registering(lambda wrong: {"spoil_engine": lambda engine: spoil(engine, wrong)})
 
-    def decorate(spoil: SpoilPart) -> SpoilPart:
-        _add(Mutant(spoil.__name__, _sentence(spoil), caught_by, _parts(says), spoil_part=spoil))
-        return spoil
 
-    return decorate
+def mutant(caught_by: str, *, says: Words) -> Callable[[_T], _T]:
+    """Register the class below as a mutant of its base class: a backend, the engine page, or a part of the engine."""
+    return _registering(_overriding)(caught_by, says=says)
+
+
+def spoiled_backend(*, caught_by: str, says: Words) -> Callable[[SpoilBackend], SpoilBackend]:
+    """Register the function below as a mutant: given a backend's class, it returns a subclass with one thing wrong."""
+    return _registering(lambda spoil: {"spoil_backend": spoil})(caught_by, says=says)
+
+
+def spoiled_engine(*, caught_by: str, says: Words) -> Callable[[SpoilEngine], SpoilEngine]:
+    """Register the function below as a mutant of the engine page, given its class."""
+    return _registering(lambda spoil: {"spoil_engine": spoil})(caught_by, says=says)
 
 
 def registered_mutants() -> Mapping[str, Mutant]:
-    """Every mutant whose module was imported, by name; see :func:`drivetrain_conformance.mutants.run.all_mutants`."""
+    """Return the mutants of all imported modules, by name."""
     return _registry
 
 
-def _add(mutant: Mutant) -> None:
-    if not mutant.wrong or not all(mutant.says):
-        raise TypeError(f"the mutant {mutant.name} must say what is wrong with it, and how it is caught")
-    if mutant.name in _registry:
-        raise TypeError(f"there are two mutants {mutant.name}")
-    _registry[mutant.name] = mutant
+def mixed(sound: type[_T], wrong: type[object]) -> type[_T]:
+    """Return a subclass of ``sound`` whose methods ``wrong`` overrides."""
+    return cast(type[_T], type(wrong.__name__, (wrong, sound), {"__doc__": wrong.__doc__}))
 
 
-def _parts(says: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (says,) if isinstance(says, str) else says
+def _overriding(wrong: Any) -> Mapping[str, object]:
+    if issubclass(wrong, Backend):
+        return {"spoil_backend": lambda backend: mixed(backend, wrong)}
+    if issubclass(wrong, InferenceEngine):
+        return {"spoil_engine": lambda engine: mixed(engine, wrong)}
+    (part,) = (name for name, kind in dataclasses.asdict(PartKinds()).items() if issubclass(wrong, kind))
+    return {"spoil_part": lambda kinds: dataclasses.replace(kinds, **{part: mixed(getattr(kinds, part), wrong)})}
 
 
-def _sentence(spoil: Callable[..., object]) -> str:
-    return (inspect.getdoc(spoil) or "").split("\n\n", 1)[0].replace("\n", " ")
+def _registering(spoils: Callable[[_T], Mapping[str, object]]) -> MutantDecorator[_T]:
+    def decorator(caught_by: str, *, says: Words) -> Callable[[_T], _T]:
+        def decorate(wrong: _T) -> _T:
+            name = getattr(wrong, "__name__", "")
+            sentence = (inspect.getdoc(wrong) or "").split("\n\n", 1)[0].replace("\n", " ")
+            words = (says,) if isinstance(says, str) else says
+            if not sentence or not all(words):
+                raise TypeError(f"the mutant {name} must say what is wrong with it, and how it is caught")
+            if name in _registry:
+                raise TypeError(f"there are two mutants {name}")
+            made = Mutant(name, sentence, caught_by, words)
+            _registry[name] = dataclasses.replace(made, **spoils(wrong))  # type: ignore[arg-type]
+            return wrong
+
+        return decorate
+
+    return decorator

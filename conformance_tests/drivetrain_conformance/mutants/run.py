@@ -9,19 +9,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from drivetrain.backend import registry
 from drivetrain.backend.base import Backend
 from drivetrain.backend.hookspecs import hookimpl
-from drivetrain.cli.output import err, out, print_json
+from drivetrain.cli.output import out, print_json
 from drivetrain.create import create_engine
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.parts import PartKinds
 from drivetrain.types.config import Isolation
 from drivetrain_conformance.cases import all_cases
 from drivetrain_conformance.harness.case import Case
+from drivetrain_conformance.harness.progress_bar import progress_bar
 from drivetrain_conformance.harness.run_profile import PROFILES, Profile
 from drivetrain_conformance.harness.runner import CaseResult, Runner
 from drivetrain_conformance.harness.suite import Suite, suite_of
@@ -29,18 +29,8 @@ from drivetrain_conformance.harness.verdict import Verdict
 from drivetrain_conformance.mutants.registry import Mutant, registered_mutants
 
 FAMILIES: Final = (
-    "claims",
-    "fields",
-    "combined",
-    "configuration",
-    "generation",
-    "streams",
-    "logprobs",
-    "control",
-    "weights",
-    "adapters",
-    "growth",
-    "inputs",
+    *("claims", "fields", "combined", "configuration", "generation", "streams", "logprobs", "control", "weights"),
+    *("adapters", "growth", "inputs"),
 )
 """Modules of mutants."""
 _PROFILE: Final[Profile] = dataclasses.replace(PROFILES["ci"], name="mutants", samples=1024, cycles=20)
@@ -67,32 +57,21 @@ def all_mutants() -> list[Mutant]:
 def run_mutants(backend: str, *, as_json: bool) -> bool:
     """Try every mutant of ``backend`` and tell of it; whether all were caught."""
     results: list[MutantResult] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as progress:
-        mutants = all_mutants()
-        task = progress.add_task(backend, total=len(mutants))
+    mutants = all_mutants()
+    with progress_bar(backend, len(mutants)) as advance:
         for result in try_mutants(backend, mutants):
             results.append(result)
-            progress.update(task, advance=1, description=result.mutant.name)
+            advance(result.mutant.name)
             if not as_json:
                 _show(result)
     caught = sum(result.caught for result in results)
     if as_json:
-        print_json(
-            {
-                "backend": backend,
-                "mutants": [
-                    {
-                        "name": result.mutant.name,
-                        "wrong": result.mutant.wrong,
-                        "caught_by": result.mutant.caught_by,
-                        "caught": result.caught,
-                        "message": result.message,
-                    }
-                    for result in results
-                ],
-            }
-        )
+        shown = ("name", "wrong", "caught_by")
+        entries = [
+            {**{name: getattr(one.mutant, name) for name in shown}, "caught": one.caught, "message": one.message}
+            for one in results
+        ]
+        print_json({"backend": backend, "mutants": entries})
     else:
         for result in results:
             if not result.caught:

@@ -1,24 +1,24 @@
 """Building blocks of mutants: subclasses that change one behaviour of the class they are given and keep the rest.
 
-They override public methods only, so that each mutant could spoil any backend.
+They override public methods only, so that each mutant could spoil any backend. A decorator such as ``request_mutant``
+makes a mutant of a function that changes one value on its way.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from drivetrain.backend.base import Backend, EngineStats, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
 from drivetrain.engine.engine import InferenceEngine
-from drivetrain.engine.request_builder import ParamsLike
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.outputs import Completion, GenerationOutput, VersionSpan
-from drivetrain.types.prompts import PromptLike
+from drivetrain_conformance.mutants.registry import backend_mutants, engine_mutants, mixed
 
-_T = TypeVar("_T")
+ChangeRequest = Callable[[GenerateRequest], GenerateRequest]
 
 
 class SoundBackend(Backend):
@@ -46,11 +46,6 @@ class SoundBackend(Backend):
         return await super().stats()  # type: ignore[safe-super]
 
 
-def mixed(sound: type[_T], wrong: type[object]) -> type[_T]:
-    """Return a subclass of ``sound`` whose methods ``wrong`` overrides."""
-    return cast(type[_T], type(wrong.__name__, (wrong, sound), {"__doc__": wrong.__doc__}))
-
-
 def claiming(sound: type[Backend], *capabilities: Capability) -> type[Backend]:
     """Return a backend that claims further capabilities."""
 
@@ -64,7 +59,7 @@ def claiming(sound: type[Backend], *capabilities: Capability) -> type[Backend]:
     return mixed(sound, Wrong)
 
 
-def asking(sound: type[Backend], change: Callable[[GenerateRequest], GenerateRequest]) -> type[Backend]:
+def asking(sound: type[Backend], change: ChangeRequest) -> type[Backend]:
     """Return a backend that changes each request before its engine gets it."""
 
     class Wrong(SoundBackend):
@@ -88,6 +83,18 @@ def asking_for_params(sound: type[Backend], change: Callable[[GenerateRequest], 
     return asking(sound, changed)
 
 
+def asking_in_streams(sound: type[Backend], change: ChangeRequest) -> type[Backend]:
+    """Return a backend that changes the requests of streams only."""
+
+    class Wrong(SoundBackend):
+        """Changes each streamed request."""
+
+        def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+            return super().stream(change(request))
+
+    return mixed(sound, Wrong)
+
+
 def answering(
     sound: type[Backend], change: Callable[[GenerateRequest, GenerateResult], GenerateResult]
 ) -> type[Backend]:
@@ -108,6 +115,34 @@ def answering(
     return mixed(sound, Wrong)
 
 
+def streaming(
+    sound: type[Backend], change: Callable[[AsyncGenerator[TokenDelta, None]], AsyncGenerator[TokenDelta, None]]
+) -> type[Backend]:
+    """Return a backend that changes the deltas of each stream."""
+
+    class Wrong(SoundBackend):
+        """Changes each stream."""
+
+        async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+            async with aclosing(super().stream(request)) as deltas, aclosing(change(deltas)) as changed:
+                async for delta in changed:
+                    yield delta
+
+    return mixed(sound, Wrong)
+
+
+def configured(sound: type[Backend], change: Callable[[EngineConfig], Mapping[str, object]]) -> type[Backend]:
+    """Return a backend that changes the configuration it is given: ``change`` returns the fields to replace."""
+
+    class Wrong(SoundBackend):
+        """Changes its configuration."""
+
+        def __init__(self, config: EngineConfig) -> None:
+            super().__init__(config.model_copy(update=dict(change(config))))
+
+    return mixed(sound, Wrong)
+
+
 def taking(
     sound: type[InferenceEngine], change: Callable[[Mapping[str, object]], Mapping[str, object]]
 ) -> type[InferenceEngine]:
@@ -116,12 +151,7 @@ def taking(
     class Wrong(InferenceEngine):
         """Changes the params of each call."""
 
-        async def generate(
-            self,
-            prompts: PromptLike | Sequence[PromptLike],
-            sampling_params: ParamsLike | Sequence[ParamsLike] | None = None,
-            **options: Any,
-        ) -> GenerationOutput:
+        async def generate(self, prompts: Any, sampling_params: Any = None, **options: Any) -> GenerationOutput:
             if isinstance(sampling_params, Mapping):
                 sampling_params = change(sampling_params)
             return await super().generate(prompts, sampling_params, **options)
@@ -137,16 +167,20 @@ def returning(
     class Wrong(InferenceEngine):
         """Changes the completions of each call."""
 
-        async def generate(
-            self,
-            prompts: PromptLike | Sequence[PromptLike],
-            sampling_params: ParamsLike | Sequence[ParamsLike] | None = None,
-            **options: Any,
-        ) -> GenerationOutput:
-            output = await super().generate(prompts, sampling_params, **options)
-            return GenerationOutput(change(output.completions))
+        async def generate(self, *prompts: Any, **options: Any) -> GenerationOutput:
+            return GenerationOutput(change((await super().generate(*prompts, **options)).completions))
 
     return mixed(sound, Wrong)
+
+
+request_mutant = backend_mutants(asking)
+params_mutant = backend_mutants(asking_for_params)
+streamed_mutant = backend_mutants(asking_in_streams)
+result_mutant = backend_mutants(answering)
+deltas_mutant = backend_mutants(streaming)
+config_mutant = backend_mutants(configured)
+arguments_mutant = engine_mutants(taking)
+completions_mutant = engine_mutants(returning)
 
 
 def cut(result: GenerateResult, count: int) -> GenerateResult:
@@ -163,3 +197,31 @@ def cut(result: GenerateResult, count: int) -> GenerateResult:
         logprobs=None if result.logprobs is None else result.logprobs[:count],
         top_logprobs=None if result.top_logprobs is None else result.top_logprobs[:count],
     )
+
+
+class KnowingEos(SoundBackend):
+    """Base class of mutants that need to know the model's EOS ids."""
+
+    eos: tuple[int, ...] = ()
+
+    async def start(self, report: Callable[[str], None]) -> ModelInfo:
+        """Start the sound backend, and remember the EOS ids."""
+        info = await super().start(report)
+        self.eos = info.eos_token_ids
+        return info
+
+
+def after(request: GenerateRequest, made: GenerateResult) -> GenerateRequest:
+    """Return the request for what is left of ``request`` once ``made`` was generated."""
+    return dataclasses.replace(
+        request,
+        prompt_token_ids=request.prompt_token_ids + made.token_ids,
+        max_new_tokens=request.max_new_tokens - len(made.token_ids),
+    )
+
+
+def joined(first: GenerateResult, rest: GenerateResult) -> GenerateResult:
+    """Return the tokens of two results as one result without logprobs, of the last one's weight version."""
+    ids = first.token_ids + rest.token_ids
+    spans = [VersionSpan(span.version, 0, len(ids)) for span in rest.weight_versions[-1:]]
+    return dataclasses.replace(rest, token_ids=ids, weight_versions=spans, logprobs=None, top_logprobs=None)

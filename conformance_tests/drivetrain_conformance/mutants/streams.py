@@ -4,241 +4,156 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from drivetrain.backend.base import Backend, GenerateRequest, TokenDelta
+from drivetrain.backend.base import GenerateRequest, TokenDelta
 from drivetrain.backend.toolkit.deadlines import deadline
 from drivetrain.engine.engine import InferenceEngine
-from drivetrain.engine.request_builder import ParamsLike
 from drivetrain.engine.validation import as_prompts, check_sampling_params
 from drivetrain.errors import DeadlineExceeded
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.outputs import CompletionChunk, GenerationOutput
-from drivetrain.types.prompts import PromptLike
-from drivetrain_conformance.mutants.registry import spoiled_backend, spoiled_engine
-from drivetrain_conformance.mutants.spoil import SoundBackend, mixed
+from drivetrain_conformance.mutants.registry import mutant
+from drivetrain_conformance.mutants.spoil import SoundBackend, deltas_mutant
+
+_Deltas = AsyncGenerator[TokenDelta, None]
 
 
-@spoiled_backend(caught_by="streaming/a_stream_equals_generate", says="shown, ")
-def loses_a_delta(backend: type[Backend]) -> type[Backend]:
+@deltas_mutant("streaming/a_stream_equals_generate", says="shown, ")
+async def loses_a_delta(deltas: _Deltas) -> _Deltas:
     """A stream's third step is not shown."""
-
-    class Wrong(SoundBackend):
-        """Loses a delta."""
-
-        async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-            step = 0
-            async with aclosing(super().stream(request)) as deltas:
-                async for delta in deltas:
-                    step += 1
-                    if step != 3 or delta.result is not None:
-                        yield delta
-
-    return mixed(backend, Wrong)
+    step = 0
+    async for delta in deltas:
+        step += 1
+        if step != 3 or delta.result is not None:
+            yield delta
 
 
-@spoiled_backend(caught_by="streaming/a_stream_equals_generate", says="were shown, not")
-def repeats_a_delta(backend: type[Backend]) -> type[Backend]:
+@deltas_mutant("streaming/a_stream_equals_generate", says="were shown, not")
+async def repeats_a_delta(deltas: _Deltas) -> _Deltas:
     """A stream's third step is shown twice."""
-
-    class Wrong(SoundBackend):
-        """Resends a delta that had arrived."""
-
-        async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-            step = 0
-            async with aclosing(super().stream(request)) as deltas:
-                async for delta in deltas:
-                    step += 1
-                    if step == 3 and delta.result is None:
-                        yield delta
-                    yield delta
-
-    return mixed(backend, Wrong)
+    step = 0
+    async for delta in deltas:
+        step += 1
+        if step == 3 and delta.result is None:
+            yield delta
+        yield delta
 
 
-@spoiled_backend(
-    caught_by="streaming/tokens_come_while_others_are_generated", says="the first chunk came when all was generated"
-)
-def streams_all_at_the_end(backend: type[Backend]) -> type[Backend]:
+@deltas_mutant("streaming/tokens_come_while_others_are_generated", says="the first chunk came when all was generated")
+async def streams_all_at_the_end(deltas: _Deltas) -> _Deltas:
     """A stream is silent until generation has ended."""
-
-    class Wrong(SoundBackend):
-        """Collects all deltas before yielding the first."""
-
-        async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-            async with aclosing(super().stream(request)) as deltas:
-                for delta in [delta async for delta in deltas]:
-                    yield delta
-
-    return mixed(backend, Wrong)
+    for delta in [delta async for delta in deltas]:
+        yield delta
 
 
-@spoiled_backend(
-    caught_by="streaming/each_streamed_token_has_its_logprob", says="assert logprobs == completion.logprobs"
-)
-def streams_logprobs_of_the_token_before(backend: type[Backend]) -> type[Backend]:
+@deltas_mutant("streaming/each_streamed_token_has_its_logprob", says="assert logprobs == completion.logprobs")
+async def streams_logprobs_of_the_token_before(deltas: _Deltas) -> _Deltas:
     """While a stream runs, each logprob is that of the previous step."""
-
-    class Wrong(SoundBackend):
-        """Sends the previous delta's logprobs."""
-
-        async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-            before: list[float] | None = None
-            async with aclosing(super().stream(request)) as deltas:
-                async for delta in deltas:
-                    late, before = before, delta.logprobs
-                    yield dataclasses.replace(delta, logprobs=delta.logprobs and (late or [0.0]))
-
-    return mixed(backend, Wrong)
+    before: list[float] | None = None
+    async for delta in deltas:
+        late, before = before, delta.logprobs
+        yield dataclasses.replace(delta, logprobs=delta.logprobs and (late or [0.0]))
 
 
-@spoiled_backend(
-    caught_by="streaming/closing_a_stream_ends_its_requests",
-    says="requests of a stream that was closed are still there",
-)
-def goes_on_after_a_stream_is_closed(backend: type[Backend]) -> type[Backend]:
+@mutant("streaming/closing_a_stream_ends_its_requests", says="requests of a stream that was closed are still there")
+class goes_on_after_a_stream_is_closed(SoundBackend):
     """Closing a stream early leaves its request running in the engine."""
 
-    class Wrong(SoundBackend):
-        """Reads the engine's stream in a separate task."""
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._left: set[asyncio.Task[None]] = set()
 
-        def __init__(self, config: EngineConfig) -> None:
-            super().__init__(config)
-            self._left: set[asyncio.Task[None]] = set()
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        deltas: asyncio.Queue[TokenDelta] = asyncio.Queue()
+        sound = super().stream(request)
 
-        async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-            deltas: asyncio.Queue[TokenDelta] = asyncio.Queue()
-            sound = super().stream(request)
+        async def read() -> None:
+            async for delta in sound:
+                deltas.put_nowait(delta)
 
-            async def read() -> None:
-                async for delta in sound:
-                    deltas.put_nowait(delta)
-
-            task = asyncio.create_task(read())
-            self._left.add(task)
-            task.add_done_callback(lambda task: task.cancelled() or task.exception())
-            while True:
-                delta = await deltas.get()
-                yield delta
-                if delta.result is not None:
-                    return
-
-    return mixed(backend, Wrong)
+        task = asyncio.create_task(read())
+        self._left.add(task)
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        while True:
+            delta = await deltas.get()
+            yield delta
+            if delta.result is not None:
+                return
 
 
-@spoiled_engine(caught_by="streaming/no_character_is_shown_half", says="�")
-def streams_half_characters(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+@mutant("streaming/no_character_is_shown_half", says="�")
+class streams_half_characters(InferenceEngine):
     """Each streamed token is decoded alone, so that characters of several tokens arrive in pieces."""
 
-    class Wrong(InferenceEngine):
-        """Decodes each token alone."""
-
-        async def generate_stream(
-            self,
-            prompts: PromptLike | Sequence[PromptLike],
-            sampling_params: ParamsLike | Sequence[ParamsLike] | None = None,
-            **options: Any,
-        ) -> AsyncGenerator[CompletionChunk, None]:
-            async with aclosing(super().generate_stream(prompts, sampling_params, **options)) as chunks:
-                async for chunk in chunks:
-                    for token_id in chunk.token_ids[:-1]:
-                        text = self.decode([token_id])
-                        yield dataclasses.replace(chunk, token_ids=[token_id], text=text, completion=None)
-                    last = chunk.token_ids[-1:]
-                    yield dataclasses.replace(chunk, token_ids=last, text=self.decode(last))
-
-    return mixed(engine, Wrong)
+    async def generate_stream(self, *prompts: Any, **options: Any) -> AsyncGenerator[CompletionChunk, None]:
+        async with aclosing(super().generate_stream(*prompts, **options)) as chunks:
+            async for chunk in chunks:
+                for token_id in chunk.token_ids[:-1]:
+                    text = self.decode([token_id])
+                    yield dataclasses.replace(chunk, token_ids=[token_id], text=text, completion=None)
+                last = chunk.token_ids[-1:]
+                yield dataclasses.replace(chunk, token_ids=last, text=self.decode(last))
 
 
-@spoiled_engine(caught_by="streaming/a_stream_shows_nothing_past_a_stop_string", says="shown: '")
-def streams_past_a_stop(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+@mutant("streaming/a_stream_shows_nothing_past_a_stop_string", says="shown: '")
+class streams_past_a_stop(InferenceEngine):
     """The beginning of a stop string is shown, though the completion lacks it."""
 
-    class Wrong(InferenceEngine):
-        """Holds no text back."""
-
-        async def generate_stream(
-            self,
-            prompts: PromptLike | Sequence[PromptLike],
-            sampling_params: ParamsLike | Sequence[ParamsLike] | None = None,
-            **options: Any,
-        ) -> AsyncGenerator[CompletionChunk, None]:
-            each = (
-                sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(as_prompts(prompts))
-            )
-            asked = [check_sampling_params(one) for one in each]
-            showing = [one.model_copy(update={"include_stop_str_in_output": bool(one.stop)}) for one in asked]
-            async with aclosing(super().generate_stream(prompts, showing, **options)) as chunks:
-                async for chunk in chunks:
-                    whole = chunk.completion
-                    cuts = not asked[chunk.prompt_index].include_stop_str_in_output
-                    if cuts and whole is not None and isinstance(whole.matched_stop, str):
-                        whole = dataclasses.replace(whole, text=whole.text.removesuffix(whole.matched_stop))
-                    yield dataclasses.replace(chunk, completion=whole)
-
-    return mixed(engine, Wrong)
+    async def generate_stream(
+        self, prompts: Any, sampling_params: Any = None, **options: Any
+    ) -> AsyncGenerator[CompletionChunk, None]:
+        each = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(as_prompts(prompts))
+        asked = [check_sampling_params(one) for one in each]
+        showing = [one.model_copy(update={"include_stop_str_in_output": bool(one.stop)}) for one in asked]
+        async with aclosing(super().generate_stream(prompts, showing, **options)) as chunks:
+            async for chunk in chunks:
+                whole = chunk.completion
+                cuts = not asked[chunk.prompt_index].include_stop_str_in_output
+                if cuts and whole is not None and isinstance(whole.matched_stop, str):
+                    whole = dataclasses.replace(whole, text=whole.text.removesuffix(whole.matched_stop))
+                yield dataclasses.replace(chunk, completion=whole)
 
 
-@spoiled_engine(caught_by="streaming/a_slow_reader_does_not_outlast_the_timeout", says="still went on")
-def times_a_stream_only_while_it_waits(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+@mutant("streaming/a_slow_reader_does_not_outlast_the_timeout", says="still went on")
+class times_a_stream_only_while_it_waits(InferenceEngine):
     """A stream's timeout is checked only while no chunk is ready."""
 
-    class Wrong(InferenceEngine):
-        """Applies the timeout to the wait for the next chunk only."""
+    async def generate_stream(self, *prompts: Any, **options: Any) -> AsyncGenerator[CompletionChunk, None]:
+        begun, seconds = asyncio.get_running_loop().time(), options.pop("timeout", None)
+        sound = super().generate_stream(*prompts, **options)
+        queue: asyncio.Queue[CompletionChunk | None] = asyncio.Queue()
 
-        async def generate_stream(
-            self,
-            prompts: PromptLike | Sequence[PromptLike],
-            sampling_params: ParamsLike | Sequence[ParamsLike] | None = None,
-            **options: Any,
-        ) -> AsyncGenerator[CompletionChunk, None]:
-            begun, seconds = asyncio.get_running_loop().time(), options.pop("timeout", None)
-            queue: asyncio.Queue[CompletionChunk | None] = asyncio.Queue()
+        async def pump() -> None:
+            async with aclosing(sound) as chunks:
+                async for chunk in chunks:
+                    queue.put_nowait(chunk)
 
-            async def pump() -> None:
-                async with aclosing(super(Wrong, self).generate_stream(prompts, sampling_params, **options)) as chunks:
-                    async for chunk in chunks:
-                        queue.put_nowait(chunk)
-
-            task = asyncio.create_task(pump())
-            task.add_done_callback(lambda _: queue.put_nowait(None))
-            try:
-                while True:
-                    left = None if seconds is None else seconds - asyncio.get_running_loop().time() + begun
-                    async with deadline(left, "streamed completions"):
-                        chunk = await queue.get()
-                    if chunk is None:
-                        break
-                    yield chunk
-                await task
-            finally:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-
-    return mixed(engine, Wrong)
+        task = asyncio.create_task(pump())
+        task.add_done_callback(lambda _: queue.put_nowait(None))
+        try:
+            while True:
+                left = None if seconds is None else seconds - asyncio.get_running_loop().time() + begun
+                async with deadline(left, "streamed completions"):
+                    chunk = await queue.get()
+                if chunk is None:
+                    break
+                yield chunk
+            await task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
-@spoiled_engine(
-    caught_by="streaming/answers_that_came_while_the_event_loop_was_blocked_are_kept", says="answers were thrown away"
-)
-def forgets_that_it_was_blocked(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+@mutant("streaming/answers_that_came_while_the_event_loop_was_blocked_are_kept", says="answers were thrown away")
+class forgets_that_it_was_blocked(InferenceEngine):
     """A timeout that passed while the event loop was blocked ends a call whose answer is ready."""
 
-    class Wrong(InferenceEngine):
-        """Checks the clock before the answer."""
-
-        async def generate(
-            self,
-            prompts: PromptLike | Sequence[PromptLike],
-            sampling_params: ParamsLike | Sequence[ParamsLike] | None = None,
-            **options: Any,
-        ) -> GenerationOutput:
-            try:
-                async with asyncio.timeout(options.get("timeout")):
-                    return await super().generate(prompts, sampling_params, **options)
-            except TimeoutError as error:
-                raise DeadlineExceeded("waited for completions; they did not come") from error
-
-    return mixed(engine, Wrong)
+    async def generate(self, *prompts: Any, **options: Any) -> GenerationOutput:
+        try:
+            async with asyncio.timeout(options.get("timeout")):
+                return await super().generate(*prompts, **options)
+        except TimeoutError as error:
+            raise DeadlineExceeded("waited for completions; they did not come") from error

@@ -105,21 +105,22 @@ class TransformersOracle:
 
     def logits(self, token_ids: Sequence[int]) -> Logits:
         """Run the model over the whole sequence."""
-        return _logits(self._model, token_ids)
+        return self.logits_with(token_ids)
+
+    def logits_with(self, token_ids: Sequence[int], **inputs: Any) -> Logits:
+        """Run the model over token ids with further inputs of its forward pass."""
+        return _logits(self._model, token_ids, **inputs)
 
     def logits_on_the_cache_of(self, earlier: Oracle, token_ids: Sequence[int], cached: int) -> Logits:
         """Run the earlier model over the first tokens, and this one over the rest on the resulting cache."""
-        import torch
         from transformers import DynamicCache
 
         assert isinstance(earlier, TransformersOracle), (
             f"the cache of a {type(earlier).__name__} cannot be gone on from"
         )
-        ids, cache = torch.tensor([list(token_ids)]), DynamicCache()
-        with torch.no_grad():
-            earlier._model(input_ids=ids[:, :cached], past_key_values=cache, use_cache=True)
-            logits = self._model(input_ids=ids[:, cached:], past_key_values=cache, use_cache=True).logits[0]
-        return np.asarray(logits.double().numpy())
+        cache = DynamicCache()
+        earlier.logits_with(token_ids[:cached], past_key_values=cache, use_cache=True)
+        return self.logits_with(token_ids[cached:], past_key_values=cache, use_cache=True)
 
     def rounded_logits(self, token_ids: Sequence[int], unit: float) -> Iterator[Logits]:
         """Yield the logits of eight perturbed copies of the model."""
@@ -142,13 +143,8 @@ class TransformersOracle:
         """Run the model over the whole sequence and the images."""
         import torch
 
-        ids = torch.tensor([list(token_ids)])
-        places = (ids == self._model.config.image_token_id).int()
-        with torch.no_grad():
-            logits = self._model(
-                input_ids=ids, mm_token_type_ids=places, use_cache=False, **self._of_images(images)
-            ).logits[0]
-        return np.asarray(logits.double().numpy())
+        places = (torch.tensor([list(token_ids)]) == self._model.config.image_token_id).int()
+        return self.logits_with(token_ids, mm_token_type_ids=places, **self._of_images(images))
 
     def _of_images(self, images: Sequence[bytes]) -> dict[str, Any]:
         from PIL import Image
@@ -189,14 +185,7 @@ class TransformersOracle:
             ]
             inputs |= made
         positions = _positions(token_ids, grids, config.vision_config.spatial_merge_size)
-        with torch.no_grad():
-            logits = self._model(
-                input_ids=torch.tensor([list(token_ids)]),
-                position_ids=torch.from_numpy(positions)[:, None],
-                use_cache=False,
-                **inputs,
-            ).logits[0]
-        return np.asarray(logits.double().numpy())
+        return self.logits_with(token_ids, position_ids=torch.from_numpy(positions)[:, None], **inputs)
 
     def hidden_states(self, token_ids: Sequence[int]) -> Logits:
         """Run the model without its head over the whole sequence."""
@@ -240,11 +229,11 @@ def _positions(
     return np.concatenate(found, axis=1)
 
 
-def _logits(model: PreTrainedModel, token_ids: Sequence[int]) -> Logits:
+def _logits(model: PreTrainedModel, token_ids: Sequence[int], **inputs: Any) -> Logits:
     import torch
 
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor([list(token_ids)]), use_cache=False).logits[0]
+        logits = model(input_ids=torch.tensor([list(token_ids)]), **{"use_cache": False, **inputs}).logits[0]
     return np.asarray(logits.double().numpy())
 
 

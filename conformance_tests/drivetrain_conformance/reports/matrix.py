@@ -10,7 +10,7 @@ from typing import Final
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from drivetrain.types.capability import Capability
-from drivetrain_conformance.harness.verdict import Verdict
+from drivetrain_conformance.harness.verdict import WORST_FIRST, Verdict
 from drivetrain_conformance.reports.report import Report
 
 SECTIONS: Final = {
@@ -29,16 +29,6 @@ SECTIONS: Final = {
     "Parallel": "tensor_parallel pipeline_parallel data_parallel expert_parallel",
 }
 """Capabilities by topic, in the order in which they are shown; a capability that is in none is under "Other"."""
-
-_WORST_FIRST: Final = (
-    Verdict.FAILED,
-    Verdict.KNOWN_FAILURE,
-    Verdict.PASSED,
-    Verdict.REFUSED,
-    Verdict.NOT_RUN,
-)
-_CPU: Final = "CPU"
-_GPU: Final = "GPU"
 
 
 class Mark(Enum):
@@ -153,10 +143,10 @@ def _row(capability: Capability, reports: Sequence[Report]) -> Row:
 def _cell(capability: str, reports: Sequence[Report]) -> Cell:
     verdicts: dict[str, Verdict] = {}
     for report in reports:
-        where = _GPU if report.hardware.gpus else _CPU
+        where = "GPU" if report.hardware.gpus else "CPU"
         found = [entry.verdict for entry in report.capabilities if entry.capability == capability]
         worst = [*found, verdicts.get(where, Verdict.NOT_RUN)]
-        verdicts[where] = next(verdict for verdict in _WORST_FIRST if verdict in worst)
+        verdicts[where] = next(verdict for verdict in WORST_FIRST if verdict in worst)
     where_it = {kind: [where for where, verdict in verdicts.items() if verdict is kind] for kind in Verdict}
     for kind, words in ((Verdict.FAILED, "fails"), (Verdict.KNOWN_FAILURE, "known to fail")):
         if where_it[kind]:

@@ -20,11 +20,11 @@ import numpy as np
 
 from drivetrain.create import create_engine
 from drivetrain.engine.engine import InferenceEngine
-from drivetrain.errors import DrivetrainError, InvalidConfig, UnsupportedCapability
+from drivetrain.errors import DrivetrainError, UnsupportedCapability
 from drivetrain.types.outputs import Completion, GenerationOutput
 from drivetrain_conformance.assets.served_models import ModelKind, Models
 from drivetrain_conformance.harness.testbench import ordinary_ids
-from drivetrain_conformance.reports.report import Hardware, hardware_here
+from drivetrain_conformance.reports.report import Hardware, hardware_here, read_json
 
 FORMAT: Final = 1
 
@@ -265,15 +265,7 @@ def read_recording(path: Path) -> Recording:
     Raises:
         InvalidConfig: the file cannot be read, holds no recording, or one in another format.
     """
-    try:
-        recording = msgspec.json.decode(path.read_bytes(), type=Recording)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise InvalidConfig(f"{path} is no recording of 'drivetrain record': {error}") from error
-    if recording.format != FORMAT:
-        raise InvalidConfig(
-            f"{path} is a recording in format {recording.format}; this version reads {FORMAT}: record it again"
-        )
-    return recording
+    return read_json(path, Recording, "recording", "record", FORMAT)
 
 
 # Comparing -----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol, TypeVar
 
 import msgspec
 import psutil
@@ -19,9 +19,17 @@ from drivetrain.types.capability import Capability
 from drivetrain_conformance.cases import all_cases
 from drivetrain_conformance.harness.capability_results import CapabilityResult, CapabilityResults
 from drivetrain_conformance.harness.runner import CaseResult, Runner
-from drivetrain_conformance.harness.verdict import Verdict
+from drivetrain_conformance.harness.verdict import WORST_FIRST, Verdict
 
 FORMAT: Final = 1
+
+
+class _Versioned(Protocol):
+    @property
+    def format(self) -> int: ...
+
+
+_Written = TypeVar("_Written", bound=_Versioned)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +140,6 @@ def make_report(
 
 
 _OF_ONE_RUN: Final = ("backend", "isolation", "model", "profile", "seed", "versions", "machine")
-_LASTING: Final = (Verdict.FAILED, Verdict.KNOWN_FAILURE, Verdict.PASSED, Verdict.REFUSED, Verdict.NOT_RUN)
-"""Which verdict of a case stays, where it was run twice: with other settings an engine may claim less."""
 
 
 def combine_reports(reports: Sequence[Report]) -> Report:
@@ -151,7 +157,7 @@ def combine_reports(reports: Sequence[Report]) -> Report:
     cases: dict[str, CaseEntry] = {}
     for entry in (entry for report in reports for entry in report.cases):
         kept = cases.get(entry.case)
-        if kept is None or _LASTING.index(entry.verdict) < _LASTING.index(kept.verdict):
+        if kept is None or WORST_FIRST.index(entry.verdict) < WORST_FIRST.index(kept.verdict):
             cases[entry.case] = entry
     named = {capability.value: capability for capability in Capability}
     capability_results = CapabilityResults()
@@ -191,13 +197,23 @@ def read_report(path: Path) -> Report:
     Raises:
         InvalidConfig: the file cannot be read, holds no report, or one in another format.
     """
+    return read_json(path, Report, "report", "conformance --report", FORMAT)
+
+
+def read_json(path: Path, kind: type[_Written], what: str, command: str, version: int) -> _Written:
+    """Read what a command wrote, in this ``version`` of its format.
+
+    Raises:
+        InvalidConfig: the file cannot be read, holds something else, or has another format.
+    """
     try:
-        report = msgspec.json.decode(path.read_bytes(), type=Report)
+        found = msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.MsgspecError) as error:
-        raise InvalidConfig(f"{path} is no report of 'drivetrain conformance --report': {error}") from error
-    if report.format != FORMAT:
-        raise InvalidConfig(f"{path} is a report in format {report.format}; this version reads {FORMAT}: run it again")
-    return report
+        raise InvalidConfig(f"{path} is no {what} of 'drivetrain {command}': {error}") from error
+    if found.format != version:
+        again = f"this version reads {version}: write it again with 'drivetrain {command}'"
+        raise InvalidConfig(f"{path} is a {what} in format {found.format}; {again}")
+    return found
 
 
 def _case(result: CaseResult) -> CaseEntry:

@@ -142,7 +142,7 @@ class TokenDelta:
     top_logprobs: list[TopLogprobs] | None = None
     result: GenerateResult | None = None
     released: ReleasedText | None = None
-    """What may be shown, if the backend matches every id with ``drivetrain.text.stops.StopMatcher``; None lets
+    """Text and ids that may be shown, if the backend matches every id with ``drivetrain.text.stops.StopMatcher``; None lets
     ``InferenceEngine`` match the ids."""
 
 

@@ -1,4 +1,4 @@
-"""What a receiver keeps from one weight update to the next."""
+"""State that a receiver keeps from one weight update to the next."""
 
 from __future__ import annotations
 
