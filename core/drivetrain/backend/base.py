@@ -142,8 +142,8 @@ class TokenDelta:
     top_logprobs: list[TopLogprobs] | None = None
     result: GenerateResult | None = None
     released: ReleasedText | None = None
-    """Text and ids that may be shown, if the backend matches every id with ``drivetrain.text.stops.StopMatcher``. If it is
-    None, ``InferenceEngine`` matches the ids."""
+    """Text and ids that may be shown, if the backend matches every id with ``drivetrain.text.stops.StopMatcher``.
+    If it is None, ``InferenceEngine`` matches the ids."""
 
 
 class StopKind(Enum):
