@@ -13,6 +13,7 @@ from drivetrain import EngineConfig, Timeouts
 from drivetrain.process.handshake import open_for, opened_config
 from drivetrain.process.host_process import Ending, HostProcess
 from drivetrain.process.wire import (
+    WIRE_VERSION,
     Call,
     Failure,
     FrameReader,
@@ -80,7 +81,9 @@ def test_another_wire_version_is_refused_by_the_host_too(
     assert isinstance(speaker.hear(), Hello)
     ours = open_for(config_for(), "fake")
     speaker.send(Open(99, "9.9", ours.backend, ours.config, ours.import_path))
-    assert "the trainer speaks wire version 99 (drivetrain 9.9), this side 1" in failure(speaker.hear(), 0)
+    assert f"the trainer speaks wire version 99 (drivetrain 9.9), this side {WIRE_VERSION}" in failure(
+        speaker.hear(), 0
+    )
     assert speaker.endings.get(timeout=10).reason == "ended with exit code 1"
 
 

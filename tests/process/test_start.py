@@ -168,7 +168,10 @@ async def test_a_host_of_another_wire_version_is_refused_with_the_remedy(
 ) -> None:
     monkeypatch.setattr(handshake, "WIRE_VERSION", wire.WIRE_VERSION + 1)
     backend = make()
-    with pytest.raises(WireError, match=r"speaks wire version 1 .* this side 2 .*install the same version"):
+    theirs, ours = wire.WIRE_VERSION, wire.WIRE_VERSION + 1
+    with pytest.raises(
+        WireError, match=rf"speaks wire version {theirs} .* this side {ours} .*install the same version"
+    ):
         await backend.start(print)
 
 

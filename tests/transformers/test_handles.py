@@ -254,7 +254,7 @@ async def test_a_request_is_aborted_by_another_holder(open_engine: OpenEngine) -
     ids=["pauses", "generates", "prepares", "frozen"],
 )
 async def test_what_a_holder_held_is_undone_when_it_is_gone(open_engine: OpenEngine, code: str, kill: int) -> None:
-    async with open_engine(timeouts={"heartbeat": 1.5}) as engine:
+    async with open_engine() as engine:
         handle = await engine.handle()
         async with holder(handle, code) as process:
             os.kill(process.pid, kill)
@@ -283,7 +283,7 @@ import asyncio, base64, pickle, sys
 from drivetrain import create_engine
 
 async def main():
-    fields = {"model": sys.argv[1], "isolation": "inline", "timeouts": {"heartbeat": 1.5}}
+    fields = {"model": sys.argv[1], "isolation": "inline", "timeouts": {"heartbeat": 10}}
     async with create_engine("transformers", **fields) as engine:
         print(base64.b64encode(pickle.dumps(await engine.handle())).decode(), flush=True)
         await asyncio.sleep(600)

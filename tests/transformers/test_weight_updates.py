@@ -44,6 +44,10 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 SAMPLED = SamplingParams(max_new_tokens=12, logprobs=0, ignore_eos=True, n=2)
 
 
+LONG = 900
+"""Tokens of a request that is still in flight when a push comes, also on a busy machine."""
+
+
 def trained(model: Path, seed: int) -> PreTrainedModel:
     """Return the model after a step that changed every parameter."""
     torch.manual_seed(seed)
@@ -128,7 +132,7 @@ async def test_the_prefix_cache_of_older_weights_is_not_used(engine: InferenceEn
 async def test_an_update_while_requests_are_in_flight(engine: InferenceEngine, model: Path, mode: PauseMode) -> None:
     old, new = oracle.load(model), trained(model, 4)
     sync = WeightSync.connect(new, engine, mode=mode)
-    params = SamplingParams(max_new_tokens=300, logprobs=0, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=LONG, logprobs=0, ignore_eos=True)
     task = asyncio.create_task(engine.generate(["first", "second prompt"], params))
     await until_running(engine, 2)
     await asyncio.sleep(0.1)
@@ -142,12 +146,12 @@ async def test_an_update_while_requests_are_in_flight(engine: InferenceEngine, m
         by_old, by_new = oracle.logprobs_of(old, completion), oracle.logprobs_of(new, completion)
         if mode in (PauseMode.ABORT, PauseMode.WAIT):
             assert completion.weight_versions == (VersionSpan("initial", 0, count),)
-            assert count == 300 if mode is PauseMode.WAIT else 0 < count < 300
+            assert count == LONG if mode is PauseMode.WAIT else 0 < count < LONG
             torch.testing.assert_close(actual, by_old, rtol=0, atol=2e-4)
             continue
         first, second = completion.weight_versions
-        assert (first.version, second.version, first.start, second.end) == ("initial", "new", 0, 300)
-        assert 0 < first.end == second.start < 300
+        assert (first.version, second.version, first.start, second.end) == ("initial", "new", 0, LONG)
+        assert 0 < first.end == second.start < LONG
         torch.testing.assert_close(actual[: first.end], by_old[: first.end], rtol=0, atol=2e-4)
         gap = (actual[first.end :] - by_new[first.end :]).abs().max().item()
         if mode is PauseMode.RETRACT:
@@ -229,7 +233,7 @@ async def test_requests_stay_frozen_when_an_update_in_one_call_fails(
     engine: InferenceEngine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = trained(model, 9)
-    in_flight = asyncio.create_task(engine.generate("in flight", SamplingParams(max_new_tokens=300, ignore_eos=True)))
+    in_flight = asyncio.create_task(engine.generate("in flight", SamplingParams(max_new_tokens=LONG, ignore_eos=True)))
     await until_running(engine, 1)
     await asyncio.sleep(0.1)
 
@@ -371,7 +375,7 @@ async def test_an_update_that_breaks_off_leaves_the_engine_dirty_until_a_full_pu
     policy = trained(model, 8)
     policy.save_pretrained(tmp_path)
     in_flight = asyncio.create_task(
-        engine.generate("in flight", SamplingParams(max_new_tokens=300, logprobs=0, ignore_eos=True))
+        engine.generate("in flight", SamplingParams(max_new_tokens=LONG, logprobs=0, ignore_eos=True))
     )
     await asyncio.sleep(0.1)
     request = WeightUpdateRequest(version="broken", source=DiskSource(path=str(tmp_path)))

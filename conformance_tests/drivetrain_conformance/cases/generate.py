@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import shutil
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -550,9 +550,8 @@ async def frequencies_that_depend_on_length_are_right_or_refused(bench: Bench) -
     """
     short, reaches = 64, 12
     model = tiny_model("phi3", dtype=bench.models.dtype, max_position_embeddings=512, **_longrope(short))
-    engine = bench.create(model=model)
-    refusal = await _refusal_of(engine.start())
-    if refusal is not None:
+    engine, refusal = await _started_or_refused(bench, model)
+    if engine is None:
         if not (isinstance(refusal, InvalidConfig) and refusal.field == "context_length"):
             return  # the engine does not serve this kind of model
         assert f"context_length={short}" in f"{refusal}", f"the refusal names no length that is served: {refusal}"
@@ -645,12 +644,14 @@ async def _until_seen(engine: InferenceEngine, task: asyncio.Task[GenerationOutp
             await asyncio.sleep(0.002)
 
 
-async def _refusal_of(start: Awaitable[None]) -> Exception | None:
+async def _started_or_refused(bench: Bench, model: Path) -> tuple[InferenceEngine | None, Exception | None]:
+    """Return a started engine, or the error by which it was refused when it was created or started."""
     try:
-        await start
+        engine = bench.create(model=model)
+        await engine.start()
     except (InvalidConfig, EngineStartError) as refusal:
-        return refusal
-    return None
+        return None, refusal
+    return engine, None
 
 
 def _longrope(short: int) -> dict[str, Any]:

@@ -184,7 +184,7 @@ completions_mutant = engine_mutants(returning)
 
 
 def cut(result: GenerateResult, count: int) -> GenerateResult:
-    """Return the first ``count`` tokens of a result, with their logprobs and spans."""
+    """Return the first ``count`` tokens of a result, with their logprobs and spans; the page finds their text."""
     spans = [
         VersionSpan(span.version, span.start, min(span.end, count))
         for span in result.weight_versions
@@ -196,6 +196,7 @@ def cut(result: GenerateResult, count: int) -> GenerateResult:
         weight_versions=spans,
         logprobs=None if result.logprobs is None else result.logprobs[:count],
         top_logprobs=None if result.top_logprobs is None else result.top_logprobs[:count],
+        matched_text=None,
     )
 
 

@@ -105,7 +105,7 @@ async def connect(
                 _, connection = await loop.create_unix_connection(make, handle.path)
             else:
                 _, connection = await loop.create_connection(make, *handle.tcp)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: no path or host name at all
             raise EngineStateError(
                 f"no engine listens at {handle.address}: {error}; it was closed, or its owner has ended",
                 state="closed",

@@ -22,6 +22,7 @@ from drivetrain.checks.safe_repr import shown
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.parts import PartKinds
 from drivetrain.engine.shared_state import EngineFacts, SharedState, this_machine
+from drivetrain.engine.validation import check_seconds
 from drivetrain.errors import EngineStateError, InvalidRequest
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import Isolation
@@ -86,12 +87,12 @@ class AttachedEngine(InferenceEngine):
         return self
 
 
-async def attach(handle: EngineHandle, *, timeout: float = _PATIENCE_S) -> AttachedEngine:
+async def attach(handle: EngineHandle, *, timeout: float | None = None) -> AttachedEngine:
     """Attach to an engine that another process owns; return its page, ready for use.
 
     Args:
         handle: The value that the owner's ``engine.handle()`` returned.
-        timeout: Seconds to connect within.
+        timeout: Seconds to connect within; 30 if not given.
 
     Raises:
         InvalidRequest: It is no handle.
@@ -101,6 +102,7 @@ async def attach(handle: EngineHandle, *, timeout: float = _PATIENCE_S) -> Attac
     """
     if not isinstance(handle, EngineHandle):
         raise InvalidRequest(f"handle={shown(handle)}: expected what engine.handle() returns", field="handle")
+    patience = check_seconds(timeout, _PATIENCE_S)
     states: list[SharedState] = []
     on_state: list[Callable[[SharedState], None]] = [states.append]
     on_lost: list[Callable[[str], None]] = []
@@ -111,7 +113,7 @@ async def attach(handle: EngineHandle, *, timeout: float = _PATIENCE_S) -> Attac
         for tell in on_lost:
             tell(reason)
 
-    connection, facts, pulse = await connect(handle, lambda state: on_state[0](state), take_lost, timeout)
+    connection, facts, pulse = await connect(handle, lambda state: on_state[0](state), take_lost, patience)
     backend = AttachedBackend(handle, connection, facts, pulse)
     engine = AttachedEngine(facts, backend)
     await engine.start()

@@ -65,9 +65,10 @@ class EngineListener:
         Raises:
             InvalidConfig: the address cannot be listened on, or the key is too short or too long.
         """
-        if not _SHORTEST_KEY <= len(key) <= LONGEST_KEY:
+        if not _SHORTEST_KEY <= len(key) <= LONGEST_KEY or not key.isascii():
             raise InvalidConfig(
-                f"key has {len(key)} characters; expected {_SHORTEST_KEY} to {LONGEST_KEY}, or None for a random one",
+                f"key has {len(key)} characters; expected {_SHORTEST_KEY} to {LONGEST_KEY} ASCII characters; None "
+                "makes a random key",
                 field="key",
             )
         loop = asyncio.get_running_loop()
@@ -81,14 +82,15 @@ class EngineListener:
             self._servers.append(await loop.create_unix_server(serve, path))
             return EngineHandle(f"unix:{path}", key)
         host, port = _host_and_port(address)
+        shown_host = announced or host
+        shown_host = f"[{shown_host}]" if ":" in shown_host else shown_host
+        EngineHandle(f"tcp://{shown_host}:{port}", key)  # refuses a host name that is none
         try:
             server = await loop.create_server(serve, host, port)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: no host name at all
             raise InvalidConfig(f"listen={shown(address)}: {error}", field="listen") from error
         self._servers.append(server)
         bound = server.sockets[0].getsockname()[1]
-        shown_host = announced or host
-        shown_host = f"[{shown_host}]" if ":" in shown_host else shown_host
         return EngineHandle(f"tcp://{shown_host}:{bound}", key)
 
     # State -------------------------------------------------------------------------------------------------------

@@ -142,7 +142,7 @@ RULES: Final[Mapping[str, Check]] = {
     **dict.fromkeys(
         (
             *("lora", "lora_name", "adapter", "session_id", "parent_request_id", "request_id", "group_name"),
-            *("version", "expected_version", "name", "endpoint", "url", "master_address"),
+            *("version", "expected_version", "name", "endpoint", "url", "master_address", "listen", "key", "announce"),
         ),
         check_name,
     ),

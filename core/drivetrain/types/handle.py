@@ -27,7 +27,7 @@ class EngineHandle:
             raise InvalidRequest(
                 f"address={shown(self.address)}: expected unix:/path or tcp://host:port", field="address"
             )
-        if not isinstance(self.key, str) or not self.key:
+        if not isinstance(self.key, str) or not self.key or not self.key.isascii():
             raise InvalidRequest("key: expected the key of the engine's owner, a string", field="key")
 
     @property
