@@ -150,7 +150,6 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         "dtype": "bfloat16",
         "enable_sleep": True,
         "max_num_seqs": 16,
-        "busy_wait": args.busy_wait,
         **ENGINES[args.backend],
     }
     async with create_engine(fields) as engine:
@@ -208,7 +207,6 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         "backend": args.backend,
         "versions": versions,
         "strategy": sync.strategy.value,
-        "busy_wait": args.busy_wait,
         "tensors": len(weights),
         "gb": nbytes / 1e9,
         "ms": figures,
@@ -293,7 +291,6 @@ def main() -> None:
     parser.add_argument("backend", choices=sorted(ENGINES))
     parser.add_argument("--size", choices=sorted(SIZES), default="7b")
     parser.add_argument("--pushes", type=int, default=12)
-    parser.add_argument("--busy-wait", action="store_true", help="poll while weights are applied; saves a wake-up")
     parser.add_argument("--native", action="store_true", help="also the engine by itself")
     parser.add_argument("--lock", type=Lock, default=Lock(), help="a file that all runs on this GPU name")
     parser.add_argument("--json", type=Path, help="write the results there")

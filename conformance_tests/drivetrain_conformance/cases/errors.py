@@ -610,7 +610,6 @@ WRONG_CONFIG: Final[Mapping[str, Sequence[object]]] = {
     "endpoint": ("localhost:30000", "ftp://localhost:21", "http://", 3),
     "endpoint_api_key": ("", 3),
     "media": ("small", {"max_bytes": 0}, {"max_pixels": 1.5}, {"max_video_seconds": -1}, {"max_frames": 3}, None),
-    "busy_wait": ("perhaps", 7, None),
     "timeouts": (
         *("short", {"start": -1}, {"generate": 0}, {"close": "soon"}, {"begin": 3}, None),
         *({"control": _INFINITY}, {"start": _NAN}, {"generate": 10**400}, {"heartbeat": True}),
@@ -649,7 +648,6 @@ VALID_CONFIG: Final[Mapping[str, object]] = {
     "endpoint": "http://127.0.0.1:30000",
     "endpoint_api_key": "not-a-secret",
     "media": {"max_bytes": 1000},
-    "busy_wait": True,
     "timeouts": {"generate": 5.0},
 }
 """Valid values of each configuration field that differ from its default."""

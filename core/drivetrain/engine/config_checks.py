@@ -44,7 +44,6 @@ _CORE_FIELDS: Final = frozenset(
         "engine_kwargs",
         "isolation",
         "python",
-        "busy_wait",
         "timeouts",
         "logprobs_mode",
     }

@@ -7,7 +7,6 @@ import functools
 import inspect
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import nullcontext
 from typing import Final, cast
 
 from drivetrain.backend.base import Backend, EngineStats, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
@@ -21,7 +20,6 @@ from drivetrain.errors import (
     EngineStartError,
     EngineStateError,
 )
-from drivetrain.process.busy_wait import busy_wait
 from drivetrain.process.capability_probe import probe
 from drivetrain.process.handshake import check_version, open_for
 from drivetrain.process.host_connection import HostConnection
@@ -67,7 +65,6 @@ class HostedBackend(Backend):
         self._host: HostProcess | None = None
         self._link: HostConnection | None = None
         self._started = False
-        self._busy_wait = False
         self._closing: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -103,8 +100,7 @@ class HostedBackend(Backend):
         return cast(EngineStats, await self._linked().call(_STATS, ()))
 
     async def apply_weights(self, update: ApplyUpdate) -> WeightReply:
-        async with busy_wait() if self._busy_wait else nullcontext():
-            return cast(WeightReply, await self._linked().call(_APPLY, (update,)))
+        return cast(WeightReply, await self._linked().call(_APPLY, (update,)))
 
     def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         return cast(AsyncGenerator[TokenDelta, None], self._linked().stream(_STREAM, (request,)))
@@ -151,7 +147,6 @@ class HostedBackend(Backend):
             self._closed = True
             raise
         self._started = True
-        self._busy_wait = self.config.busy_wait and not info.device.startswith("cpu")
         host.started()
         return info
 

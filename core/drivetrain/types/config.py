@@ -215,11 +215,6 @@ class EngineConfig(BaseModel):
     media: MediaLimits = Field(
         default_factory=MediaLimits, description="Limits on images, videos and sounds in prompts."
     )
-    busy_wait: bool = Field(
-        default=False,
-        description="While weights are applied on a GPU, poll for the answer for at most 0.1 s instead of sleeping. "
-        "Saves tenths of a millisecond per update; takes a core of the trainer and one of the host.",
-    )
     timeouts: Timeouts = Field(default_factory=Timeouts, description="Deadlines.")
 
     @field_validator("endpoint")

@@ -192,7 +192,7 @@ class TemperatureSchedule(_Frozen):
 
     kind: Literal["temperature_schedule"] = "temperature_schedule"
     start: Temperature = Field(gt=0, description="Temperature of the first token.")
-    end: Temperature = Field(gt=0, description="Temperature from the last scheduled token on.")
+    end: Temperature = Field(gt=0, description="Temperature from token number steps on.")
     steps: StrictInt = Field(ge=1, le=INT32_MAX, description="Number of tokens over which the temperature changes.")
 
     @field_validator("start", "end", mode="before")

@@ -7,8 +7,7 @@ import importlib.util
 import math
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager, nullcontext
-from functools import cached_property
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final, cast
 
@@ -23,7 +22,6 @@ from drivetrain.backend.toolkit.capability_sets import (
 )
 from drivetrain.errors import EngineBusy
 from drivetrain.media.qwen_vision import vision_capabilities
-from drivetrain.process.busy_wait import busy_wait
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import MemoryTag
@@ -186,8 +184,7 @@ class WorkerBackend(WorkerRequests[S]):
         """Take all steps of an update in one call, between two steps of the batch."""
         if not update.keep_prefix_cache:
             self.renew_cache_key()
-        async with busy_wait() if self._busy_wait else nullcontext():
-            reply = await self._applied(update)
+        reply = await self._applied(update)
         self.version = update.version
         return reply
 
@@ -199,10 +196,6 @@ class WorkerBackend(WorkerRequests[S]):
             reply, tokens = cast("tuple[WeightReply, dict[str, int]]", counted)
             self._replaced(tokens)
         return reply
-
-    @cached_property
-    def _busy_wait(self) -> bool:
-        return self.config.busy_wait and device_type_of(self.config) != "cpu"
 
     async def set_weight_version(self, version: str) -> None:
         """Label the weights with a version."""
