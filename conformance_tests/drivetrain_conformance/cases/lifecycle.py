@@ -542,9 +542,7 @@ async def requests_run_on_during_a_save(bench: Bench) -> None:
 async def an_update_waits_for_a_save(bench: Bench) -> None:
     """An update waits for the saves requested before it, so that each saves the weights of one version."""
     engine, own = bench.engine, bench.engine.get_weight_version()
-    await engine.save_sharded_model(
-        str(bench.folder("first"))
-    )  # an engine that saves nothing must not be updated either
+    await engine.save_sharded_model(str(bench.folder("first")))  # refused here if unclaimed, before an update
     folders = [bench.folder("saved") for _ in range(12)]
     ended: list[str] = []
 
