@@ -107,7 +107,7 @@ class SGLangBackend(WorkerBackend[Collected]):
 
     @classmethod
     def validate(cls, config: EngineConfig) -> None:
-        """Refuse arguments that SGLang would not honour, and what does not fit the model."""
+        """Refuse arguments that SGLang would not honour, and values that do not fit the model."""
         engine_arguments(config, device_type_of(config), config.dtype, config.context_length or 0)
         check_model_folder(config, "SGLang")
 

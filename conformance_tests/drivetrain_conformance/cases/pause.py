@@ -243,7 +243,7 @@ async def many_pauses_change_no_token(bench: Bench) -> None:
     await _can_pause(engine, *modes)
     prompts, params = bench.prompts(3), _long(bench)
     whole = await engine.generate(prompts, params)
-    async with bench.in_flight(prompts, params, tokens=0.0) as task:
+    async with bench.in_flight(prompts, params, after=0.0) as task:
         for turn in range(bench.profile.cycles):
             await engine.pause_generation(modes[turn % 2])
             await engine.continue_generation()
@@ -390,7 +390,7 @@ async def a_pause_that_takes_too_long_leaves_the_engine_running(bench: Bench) ->
     await engine.abort("an id that no request has")
     prompts, params = bench.prompts(2), _long(bench)
     whole = await engine.generate(prompts, params)
-    async with bench.in_flight(prompts, params, tokens=0.0) as task:
+    async with bench.in_flight(prompts, params, after=0.0) as task:
         with refused(DeadlineExceeded, naming="0.02 s", otherwise="the pause returned while requests were in flight"):
             async with asyncio.timeout(BOUND):
                 await engine.pause_generation(PauseMode.WAIT, timeout=0.02)
@@ -704,7 +704,7 @@ async def _frozen_request_can_be_aborted(bench: Bench, mode: PauseMode) -> None:
     whole = (await engine.generate(prompts, params)).completions
     async with (
         bench.in_flight(prompts[:1], params, request_ids=["one"]) as one,
-        bench.in_flight(prompts[1:], params, request_ids=["other"], tokens=0.0) as other,
+        bench.in_flight(prompts[1:], params, request_ids=["other"], after=0.0) as other,
     ):
         await engine.pause_generation(mode)
         await engine.abort("one")

@@ -272,7 +272,7 @@ async def requests_in_flight_are_not_sleeps_to_decide(bench: Bench) -> None:
     await _can_sleep(bench, KV_CACHE)
     prompts, params = bench.prompts(2), bench.long(TOKENS)
     whole = (await engine.generate(prompts, params)).completions
-    async with bench.in_flight(prompts, params, tokens=0.0) as task:
+    async with bench.in_flight(prompts, params, after=0.0) as task:
         await _busy(engine.sleep([KV_CACHE]))
         await _busy(engine.sleep([KV_CACHE], drain_timeout=0.02))
         _check_awake(engine)

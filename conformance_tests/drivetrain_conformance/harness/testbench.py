@@ -190,12 +190,17 @@ class Bench:
         params: SamplingParams | Sequence[SamplingParams],
         engine: InferenceEngine | None = None,
         *,
-        tokens: float = 0.05,
+        after: float = 0.05,
         **arguments: object,
     ) -> AsyncGenerator[asyncio.Task[GenerationOutput], None]:
-        """Run requests during the block, which is entered ``tokens`` seconds after they all run; end them when it ends.
+        """Run requests during the block, and end them when it ends.
 
-        ``arguments`` are passed to ``generate``.
+        Args:
+            prompts: Token ids, prompt by prompt.
+            params: As for ``generate``.
+            engine: Default: the bench's.
+            after: Seconds to wait once they all run, before the block is entered.
+            arguments: More arguments of ``generate``.
         """
         engine = engine or self.engine
         task = await until_running(
@@ -204,7 +209,7 @@ class Bench:
             lambda: engine.generate(list(prompts), params, **arguments),  # type: ignore[arg-type]
         )
         try:
-            await asyncio.sleep(tokens)
+            await asyncio.sleep(after)
             yield task
         finally:
             await end_requests(engine, task)

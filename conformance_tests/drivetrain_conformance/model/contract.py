@@ -66,7 +66,7 @@ class Request:
     versions: tuple[str, ...] = ()
     """Weight versions under which it ran, in order; its spans are a subsequence of them."""
     stale: frozenset[str] = frozenset()
-    """Versions under which it ran on a cache of older weights; tokens of these spans are no version's own."""
+    """Versions under which it ran on a cache of older weights: its tokens there are not those of any one version."""
     holds_cache: bool = False
     cache_is_older: bool = False
     """At least part of its cache was made by older weights."""

@@ -55,7 +55,7 @@ def all_mutants() -> list[Mutant]:
 
 
 def run_mutants(backend: str, *, as_json: bool) -> bool:
-    """Try every mutant of ``backend`` and tell of it; whether all were caught."""
+    """Try every mutant of ``backend`` and show the results; return True if all were caught."""
     results: list[MutantResult] = []
     mutants = all_mutants()
     with progress_bar(backend, len(mutants)) as advance:

@@ -57,7 +57,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True):
-    """A request's name, and what came of it."""
+    """A request's name, and its answer or error."""
 
     name: str
     drawn: bool = False
@@ -87,7 +87,7 @@ _DRAWN: Final = frozenset(
 
 
 def _requests(engine: InferenceEngine, other: Path) -> Iterator[tuple[str, Ask]]:
-    """Every request by its name. Some are made from the engine's own answers to others, which should be the same."""
+    """Yield each request with its name. Some contain the engine's answers to earlier requests."""
     draw, ids = random.Random(0), ordinary_ids(engine)
     prompts = [[draw.choice(ids) for _ in range(length)] for length in (3, 6, 17, 40)]
     prompt, text = prompts[1], engine.decode(prompts[2])

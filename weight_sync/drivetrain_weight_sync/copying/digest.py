@@ -194,7 +194,7 @@ def fold_on_device(words: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: t
 
 
 class _Weights:
-    """The digest's weights on one device; row weights grow with the largest tensor seen."""
+    """The factors of the digest's weighted sum, on one device; those of rows grow with the largest tensor seen."""
 
     def __init__(self, device: torch.device) -> None:
         self.a = _pseudo_random(1, COLUMNS).to(device)

@@ -254,7 +254,7 @@ class TracedTarget:
         return frozenset().union(*(launched.names for launched in self._launched))
 
     def differing(self) -> list[str]:
-        """Return the tensors that the copy kernel digested with another result than expected."""
+        """Return the tensors whose digest, as the copy kernel computed it, is not the expected one."""
         return [name for launched in self._launched for name in launched.differing()]
 
     def finish(self) -> None:
