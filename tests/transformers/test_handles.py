@@ -368,7 +368,7 @@ async def test_a_closed_engine_disconnects_its_holders_and_leaves_no_socket(open
     assert not folder.exists()
     with pytest.raises(EngineStateError, match="no engine listens"):
         await attach(handle)
-    await until(lambda: own_threads() == threads)
+    await until(lambda: own_threads() <= threads)
 
 
 async def test_holders_come_and_go_without_a_trace(open_engine: OpenEngine) -> None:
@@ -384,4 +384,6 @@ async def test_holders_come_and_go_without_a_trace(open_engine: OpenEngine) -> N
 
         await some(3)
         threads, descriptors = await some(3)
-        assert await some(10) == (threads, descriptors)
+        more_threads, more_descriptors = await some(10)
+        assert more_threads <= threads
+        assert more_descriptors <= descriptors
