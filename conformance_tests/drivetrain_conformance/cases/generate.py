@@ -460,7 +460,8 @@ async def higher_priority_starts_sooner(bench: Bench) -> None:
     priorities = (0, 1, 6, -2, 3)
 
     async def ask(priority: int) -> None:
-        params = SamplingParams(max_new_tokens=3)
+        # Long enough for each to arrive before the next one ends: a stream's end is noticed a few turns later.
+        params = SamplingParams(max_new_tokens=32, ignore_eos=bench.claims(Capability.IGNORE_EOS))
         if priority % 2 and bench.claims(Capability.STREAMING):
             async for _ in engine.generate_stream([bench.prompt()], params, priority=priority):
                 pass
