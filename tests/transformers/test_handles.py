@@ -34,6 +34,8 @@ from drivetrain import (
     WireError,
     attach,
 )
+from drivetrain.attached.connection import OwnerConnection
+from drivetrain.engine import listener
 from drivetrain.process.wire import from_host, read
 from drivetrain_weight_sync import WeightSync
 from engines import OpenEngine
@@ -187,6 +189,42 @@ async def test_weights_are_pushed_through_a_handle(open_engine: OpenEngine) -> N
         name = next(iter(tensors))
         served = await engine.get_weights_by_name(name)
         assert served.data == tensors[name].numpy().tobytes()
+
+
+@pytest.mark.parametrize("strategy", ["shared_memory", "broadcast", "disk", "delta"])
+async def test_every_way_of_weights_leads_through_a_handle(open_engine: OpenEngine, strategy: str) -> None:
+    async with open_engine(isolation="process") as engine, attached(await engine.handle("127.0.0.1:0")) as other:
+        tensors = await tensors_for(other)
+        async with WeightSync.connect(tensors, other, strategy) as sync:
+            for version in ("one", "two"):
+                await sync.push(version=version)
+        assert engine.get_weight_version() == "two"
+        name = next(iter(tensors))
+        assert (await engine.get_weights_by_name(name)).data == tensors[name].numpy().tobytes()
+
+
+async def test_a_relative_path_is_the_holders(open_engine: OpenEngine, model: Path) -> None:
+    push = (
+        f"import os; os.chdir({str(model.parent)!r}); await engine.load_weights_from_disk({model.name!r}, 'relative')"
+    )
+    async with open_engine() as engine, holder(await engine.handle(), push):
+        assert engine.get_weight_version() == "relative"
+
+
+async def test_a_holder_without_a_pulse_is_dropped(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "UNKNOWN_S", 0.5)
+    async with open_engine() as engine:
+        handle = await engine.handle()
+        assert handle.path is not None
+        lost: list[str] = []
+        loop = asyncio.get_running_loop()
+        await loop.create_unix_connection(
+            lambda: OwnerConnection(handle.key, lambda state: None, lost.append), handle.path
+        )
+        await until(lambda: bool(lost))
+        async with attached(handle) as other:
+            await asyncio.sleep(1.0)
+            await other.generate([1, 2], GREEDY)
 
 
 async def test_an_update_that_a_holder_breaks_off_leaves_the_engine_dirty(open_engine: OpenEngine) -> None:

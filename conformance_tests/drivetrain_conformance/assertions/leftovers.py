@@ -72,7 +72,7 @@ async def check_nothing_left(before: Holdings, within: float = 10.0) -> None:
 
 @contextmanager
 def temporary_folder(folder: Path) -> Generator[None, None, None]:
-    """Make this process and its children create temporary files in ``folder``, which nobody else uses."""
+    """Make this process and its children create temporary files in ``folder``; no other process may use it."""
     variable, chosen = os.environ.get("TMPDIR"), tempfile.tempdir
     os.environ["TMPDIR"], tempfile.tempdir = str(folder), None
     try:

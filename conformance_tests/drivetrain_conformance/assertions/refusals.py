@@ -27,7 +27,7 @@ class Caught(Generic[_E]):
 
 @contextmanager
 def raises(kind: type[_E] | tuple[type[_E], ...], what: str, *, otherwise: str = "") -> Iterator[Caught[_E]]:
-    """Require the block to raise ``kind``. Other errors pass through, and so does UnsupportedCapability in any case.
+    """Require the block to raise ``kind``. Other errors pass through; UnsupportedCapability always does.
 
     If nothing is raised, the AssertionError says ``otherwise``; by default, that ``what`` was accepted.
     """

@@ -264,7 +264,7 @@ class Player:
     # Acting ------------------------------------------------------------------------------------------------------
 
     async def _do(self, ruling: Ruling, code: str, call: Callable[[], Awaitable[None]], *, target: str = "") -> bool:
-        """Make a call that must end as ruled; return True if the engine accepted it."""
+        """Make a call, check its result against the contract's rule, and return True if the engine accepted it."""
         refusal, at = ruling.refusal, len(self._script.lines)
         if refusal is not None and not refusal.unless_ended:
             with self._script.block(_refused(refusal)):

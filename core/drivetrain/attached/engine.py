@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Final, Self
 
 from drivetrain.attached.backend import AttachedBackend
@@ -71,6 +70,11 @@ class AttachedEngine(InferenceEngine):
         parts.weights.publish(state.version)
         parts.controller.adopt(state.status)
 
+    def lose(self, reason: str) -> None:
+        """Fail every waiting call: the owner is gone."""
+        assert isinstance(self.parts.backend, AttachedBackend)
+        self.parts.backend.lost(reason)
+
     async def handle(
         self, listen: str | None = None, *, key: str | None = None, announce: str | None = None
     ) -> EngineHandle:
@@ -103,26 +107,38 @@ async def attach(handle: EngineHandle, *, timeout: float | None = None) -> Attac
     if not isinstance(handle, EngineHandle):
         raise InvalidRequest(f"handle={shown(handle)}: expected what engine.handle() returns", field="handle")
     patience = check_seconds(timeout, _PATIENCE_S)
-    states: list[SharedState] = []
-    on_state: list[Callable[[SharedState], None]] = [states.append]
-    on_lost: list[Callable[[str], None]] = []
-    lost: list[str] = []
-
-    def take_lost(reason: str) -> None:
-        lost.append(reason)
-        for tell in on_lost:
-            tell(reason)
-
-    connection, facts, pulse = await connect(handle, lambda state: on_state[0](state), take_lost, patience)
-    backend = AttachedBackend(handle, connection, facts, pulse)
-    engine = AttachedEngine(facts, backend)
+    news = _News()
+    connection, facts, pulse = await connect(handle, news.take_state, news.take_loss, patience)
+    engine = AttachedEngine(facts, AttachedBackend(handle, connection, facts, pulse))
     await engine.start()
-    on_state[0] = engine.adopt
-    engine.adopt(states[-1])
-    on_lost.append(backend.lost)
-    if lost:
-        backend.lost(lost[0])
+    news.pass_to(engine)
     return engine
+
+
+class _News:
+    """Keeps the owner's newest state, and its loss, until there is an engine to pass them to."""
+
+    def __init__(self) -> None:
+        self._engine: AttachedEngine | None = None
+        self._state: SharedState | None = None
+        self._loss = ""
+
+    def take_state(self, state: SharedState) -> None:
+        self._state = state
+        if self._engine is not None:
+            self._engine.adopt(state)
+
+    def take_loss(self, reason: str) -> None:
+        self._loss = reason
+        if self._engine is not None:
+            self._engine.lose(reason)
+
+    def pass_to(self, engine: AttachedEngine) -> None:
+        self._engine = engine
+        if self._state is not None:
+            engine.adopt(self._state)
+        if self._loss:
+            engine.lose(self._loss)
 
 
 __all__ = ["AttachedEngine", "attach"]

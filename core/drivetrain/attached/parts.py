@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import cast
@@ -25,6 +26,7 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.weights import (
     CommunicatorSpec,
+    DiskSource,
     LoraSource,
     TensorData,
     WeightManifest,
@@ -39,6 +41,18 @@ async def ask(part: Controller, backend: object, seconds: float | None, name: st
     timeouts = part.config.timeouts
     async with deadline((seconds or timeouts.control) + timeouts.close, f"the engine's owner to answer {name}"):
         return await backend.call(name, *arguments)
+
+
+def _from_here(request: WeightUpdateRequest) -> WeightUpdateRequest:
+    """Make the source's path absolute: the owner's working directory may be another."""
+    source = request.source
+    if not isinstance(source, DiskSource | LoraSource) or os.path.isabs(source.path):
+        return request
+    return request.model_copy(update={"source": source.model_copy(update={"path": _absolute(source.path)})})
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(path)
 
 
 class AttachedController(Controller):
@@ -162,7 +176,7 @@ class AttachedUpdates(WeightUpdates):
     async def prepare(self, request: WeightUpdateRequest) -> None:
         self.require_update_of_all(request.source.kind)
         self._at_owner = None
-        await self._ask("prepare_weight_update", request)
+        await self._ask("prepare_weight_update", _from_here(request))
         self._at_owner = request
 
     async def forget(self, request: WeightUpdateRequest) -> None:
@@ -179,7 +193,7 @@ class AttachedUpdates(WeightUpdates):
         self, request: WeightUpdateRequest, *, at_once: bool = False
     ) -> AsyncGenerator[WeightTransaction, None]:
         self.require_update_of_all(request.source.kind)
-        given = None if self._at_owner is request else request
+        given = None if self._at_owner is request else _from_here(request)
         self._at_owner = None
         transaction = AttachedTransaction(self.controller, self.backend, request)
         if at_once:
@@ -217,14 +231,14 @@ class AttachedAdapters(Adapters):
     """Asks the owner to load, update and unload adapters."""
 
     async def load(self, name: str, path: str, pinned: bool) -> None:
-        await ask(self.controller, self.backend, None, "load_lora_adapter", name, path, pinned)
+        await ask(self.controller, self.backend, None, "load_lora_adapter", name, _absolute(path), pinned)
 
     async def unload(self, name: str) -> None:
         await ask(self.controller, self.backend, None, "unload_lora_adapter", name)
 
     async def update(self, request: WeightUpdateRequest, source: LoraSource) -> None:
         seconds = self.controller.config.timeouts.weight_update
-        await ask(self.controller, self.backend, seconds, "update_adapter", request)
+        await ask(self.controller, self.backend, seconds, "update_adapter", _from_here(request))
 
 
 __all__ = [

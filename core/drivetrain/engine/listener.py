@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
 import shutil
 import socket
@@ -27,6 +28,8 @@ from drivetrain.process.rpc_server import RpcServer
 from drivetrain.process.wire import FRAME_LIMIT, Attach, Attached, Call, FromTrainer, State
 from drivetrain.process.wire_errors import failure
 from drivetrain.types.handle import EngineHandle
+
+logger = logging.getLogger("drivetrain.engine")
 
 UNKNOWN_LIMIT: Final = 4096
 """Maximum payload in bytes from a connection that has not proved the key."""
@@ -147,7 +150,7 @@ class HolderConnection(RpcServer):
             self._transport.abort()
             return
         self._listener.unknown.add(self)
-        self._alarm = self._loop.call_later(UNKNOWN_S, self._transport.abort)
+        self._alarm = self._loop.call_later(UNKNOWN_S, self.lost, "did not prove the key in time")
         self._writes.put(msgspec.structs.replace(hello(), nonce=self._nonce))
 
     def drop(self, reason: str) -> None:
@@ -157,9 +160,14 @@ class HolderConnection(RpcServer):
         self._transport.close()
 
     def lost(self, reason: str) -> None:
-        """Disconnect a holder whose pulse has stopped; called in the event loop."""
+        """Disconnect a holder, such as one whose pulse has stopped; called in the event loop."""
         if not self._transport.is_closing():
+            logger.warning("%s %s", "a connection" if self._calls is None else self._calls.name, reason)
             self._transport.abort()
+
+    def got_pulse(self) -> None:
+        """Take note that the holder's pulse is watched."""
+        self._alarm.cancel()
 
     def tell(self, state: SharedState) -> None:
         """Tell the holder of a change."""
@@ -184,6 +192,8 @@ class HolderConnection(RpcServer):
         listener.holders[self._number] = self
         self._calls = HolderCalls(message.name[:200], listener.parts, listener.claims)
         self._frames.limit = FRAME_LIMIT
+        # Without a pulse, a holder that freezes would never be missed.
+        self._alarm = self._loop.call_later(UNKNOWN_S, self.lost, "did not connect its pulse in time")
         self._writes.put(
             Attached(
                 proof(self._key, "owner", message.nonce, self._nonce),
@@ -206,6 +216,7 @@ class HolderConnection(RpcServer):
             with contextlib.suppress(RuntimeError):  # the loop is closed, and so is the connection
                 self._loop.call_soon_threadsafe(holder.lost, reason)
 
+        holder.got_pulse()
         self._transport.pause_reading()
         self._transport.abort()  # closes asyncio's descriptor; ours stays
         self._loop.call_soon(self._listener.pulses.add, pulse, patience, lost)
@@ -218,6 +229,8 @@ class HolderConnection(RpcServer):
     # The end -----------------------------------------------------------------------------------------------------
 
     def _ended(self, code: int) -> None:
+        if self in self._listener.unknown or self._calls is not None:
+            self._alarm.cancel()
         self._listener.unknown.discard(self)
         if self._calls is None:
             if not self.undone.done():

@@ -54,21 +54,16 @@ class PulseWatch(threading.Thread):
 
     def run(self) -> None:
         """Answer until :meth:`stop`."""
-        before = time.monotonic()
+        now = time.monotonic()
         while not self._ended.is_set():
             with self._lock:
                 watched = dict(self._watched)
-            if not watched:
-                self._ended.wait(_TICK_S)
-                before = time.monotonic()
-                continue
             poll = select.poll()
             for fd in watched:
                 poll.register(fd, select.POLLIN)
             ready = {fd for fd, _ in poll.poll(1000 * _TICK_S)}
-            # Capped: a pause of this whole machine is no silence of the others.
-            before, now = time.monotonic(), time.monotonic() - before
-            passed = min(now, 2 * _TICK_S)
+            before, now = now, time.monotonic()
+            passed = min(now - before, 2 * _TICK_S)  # capped: a pause of this whole machine is no silence of the others
             for fd, one in watched.items():
                 reason = self._heard(one) if fd in ready else self._silent(one, passed)
                 if reason:
@@ -87,11 +82,12 @@ class PulseWatch(threading.Thread):
         if not data:
             return "closed its pulse"
         one.silent = 0.0
-        with contextlib.suppress(BlockingIOError):  # it does not read: by its own patience it notices soon enough
-            try:
-                one.socket.send(_BEAT)
-            except BrokenPipeError:
-                return "closed its pulse"
+        try:
+            one.socket.send(_BEAT)
+        except BlockingIOError:
+            return ""  # it does not read, and its own patience will end
+        except OSError as error:
+            return f"lost its pulse: {error}"
         return ""
 
     def _silent(self, one: _Watched, passed: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import cast
 
@@ -14,7 +15,7 @@ from drivetrain.process.wire_errors import failure
 from drivetrain.process.write_buffer import WriteBuffer
 
 
-class RpcServer(asyncio.Protocol):
+class RpcServer(asyncio.Protocol, ABC):
     """Serves the methods of an object to one caller. Bound to the event loop that it is made in.
 
     Args:
@@ -31,13 +32,13 @@ class RpcServer(asyncio.Protocol):
 
     # For subclasses --------------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def _target(self, call: Call) -> object:
         """Return the object whose methods are called.
 
         Raises:
             WireError: The handshake is not done.
         """
-        raise NotImplementedError
 
     def _take_other(self, message: FromTrainer) -> None:
         """Act on a message that is not about calls."""
@@ -71,7 +72,7 @@ class RpcServer(asyncio.Protocol):
         try:
             for payload in self._frames.feed(data):
                 self._take(read(from_trainer, payload))
-        except WireError as error:
+        except DrivetrainError as error:
             self._refuse(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
