@@ -26,6 +26,14 @@ def test_a_wrong_value_is_refused(fields: dict[str, object], field: str, words: 
     assert caught.value.field == field
 
 
+def test_adapters_in_float32_are_refused_on_a_gpu() -> None:
+    given = {"backend": "vllm", "model": str(tiny_model("qwen2")), "enable_lora": True, "dtype": "float32"}
+    with pytest.raises(InvalidConfig, match="float16 or bfloat16") as caught:
+        VLLMBackend.validate(EngineConfig.model_validate(given | {"device": "cuda"}))
+    assert caught.value.field == "dtype"
+    VLLMBackend.validate(EngineConfig.model_validate(given | {"device": "cpu"}))
+
+
 def test_a_model_that_is_no_folder_is_left_to_the_start() -> None:
     config = EngineConfig(backend="vllm", model="organisation/name", device="cpu", context_length=5000)
     VLLMBackend.validate(config)

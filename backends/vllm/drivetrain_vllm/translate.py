@@ -117,12 +117,19 @@ def engine_arguments(
 
     Raises:
         InvalidConfig: ``engine_kwargs`` sets an argument that the configuration has a field for, that the backend
-            relies on, or that would have no effect.
+            relies on, or that would have no effect; or vLLM has no kernel for adapters of this dtype.
     """
+    served = dtype if config.dtype == "auto" else config.dtype
+    if config.enable_lora and device != "cpu" and served == "float32":
+        raise InvalidConfig(
+            f"dtype={config.dtype!r} serves float32, and vLLM runs adapters on a GPU in float16 or bfloat16 only; "
+            "set dtype to one of them, or enable_lora=False",
+            field="dtype",
+        )
     relied_on: dict[str, object] = {
         "model": config.model,
         "tokenizer": config.tokenizer or config.model,
-        "dtype": dtype if config.dtype == "auto" else config.dtype,
+        "dtype": served,
         "trust_remote_code": config.trust_remote_code,
         "max_model_len": longest,
         "tensor_parallel_size": config.tensor_parallel_size,

@@ -195,6 +195,11 @@ async def an_adapter_holds_in_streams_pauses_and_sleeps(bench: Bench) -> None:
             await engine.sleep({MemoryTag.KV_CACHE})
             await engine.wake_up({MemoryTag.KV_CACHE})
         _assert_made_by(bench, await _answers(bench, prompts, "a"), made)
+        if bench.claims(Capability.SLEEP_WEIGHTS) and bench.claims(Capability.WEIGHTS_DISK):
+            await engine.sleep({MemoryTag.WEIGHTS})
+            await engine.wake_up({MemoryTag.WEIGHTS})
+            await engine.load_weights_from_disk(str(bench.model), engine.get_weight_version())
+        _assert_made_by(bench, await _answers(bench, prompts, "a"), made)
         _assert_made_by(bench, await _answers(bench, prompts, None), None)
 
 

@@ -206,6 +206,20 @@ class loses_adapters_asleep(SoundBackend):
         return await super().generate(dataclasses.replace(request, lora=None if self.slept else request.lora))
 
 
+@mutant("lora/an_adapter_holds_in_streams_pauses_and_sleeps", says="nats below")
+class loses_adapters_with_the_weights(SoundBackend):
+    """After a sleep of the weights and an update, requests with an adapter are answered by the base model."""
+
+    slept = False
+
+    async def sleep(self, tags: frozenset[MemoryTag]) -> None:
+        self.slept = self.slept or MemoryTag.WEIGHTS in tags
+        await super().sleep(tags)
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        return await super().generate(dataclasses.replace(request, lora=None if self.slept else request.lora))
+
+
 # Beyond a limit ------------------------------------------------------------------------------------------------------
 
 

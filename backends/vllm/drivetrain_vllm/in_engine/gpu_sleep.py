@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,65 +15,46 @@ class DeviceMemory:
     """Memory of vLLM's ``CuMemAllocator``, whose own sleep always covers all tags.
 
     Args:
-        model: The model. Those of its tensors that an update does not bring are kept.
-        updated: Storages that an update brings.
-        cache: Storages of keys and values. Other memory of that tag is kept: the second model runner has its block
-            tables there.
-        keeps_weights: True to copy the weights to the host, and back.
+        refilled: Storages of each tag that are written anew after a sleep, so that their contents may be lost. Whatever
+            else vLLM holds of a tag is copied to the host and back: adapters and buffers among the weights, block
+            tables of the second model runner in the cache.
+        keeps_weights: True to copy the weights too.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        updated: Iterable[torch.UntypedStorage],
-        cache: Iterable[torch.UntypedStorage],
-        *,
-        keeps_weights: bool,
-    ) -> None:
+    def __init__(self, refilled: Mapping[MemoryTag, Iterable[torch.UntypedStorage]], *, keeps_weights: bool) -> None:
         from vllm.device_allocator.cumem import CuMemAllocator
 
         self._allocations: dict[int, Any] = CuMemAllocator.get_instance().pointer_to_data
         self._keeps_weights = keeps_weights
         self._host: dict[int, torch.Tensor] = {}
         """Pinned copies of weights, by address; kept for the next sleep."""
-        brought = {storage.data_ptr() for storage in updated}
-        self._others = [
-            held
-            for held in _tensors_of(model)
-            if held.data_ptr() not in brought and self._is_of_weights(held.data_ptr())
-        ]
-        self._saved: list[torch.Tensor] = []
-        caches = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in cache]
-        of_cache = [
+        # Looked up once: vLLM allocates memory of these tags only while it starts.
+        self._beside = {tag: self._ranges_beside(tag, storages) for tag, storages in refilled.items()}
+        """Ranges of each tag that must be kept."""
+        self._saved: dict[MemoryTag, list[torch.Tensor]] = {}
+        """Saved contents of these ranges, while they are asleep."""
+
+    def _ranges_beside(self, tag: MemoryTag, storages: Iterable[torch.UntypedStorage]) -> list[tuple[int, int]]:
+        held = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
+        of_tag = [
             (pointer, pointer + allocation.handle[1])
             for pointer, allocation in self._allocations.items()
-            if allocation.tag == MemoryTag.KV_CACHE.value
+            if allocation.tag == tag.value
         ]
-        # Looked up once: vLLM allocates memory of that tag only while it starts.
-        self._beside_cache = [
+        return [
             (begin, end)
-            for begin, end in used(torch.cuda.memory_snapshot(), of_cache)  # type: ignore[no-untyped-call]
-            for begin, end in gaps(begin, end, caches)
+            for begin, end in used(torch.cuda.memory_snapshot(), of_tag)  # type: ignore[no-untyped-call]
+            for begin, end in gaps(begin, end, held)
         ]
-        self._saved_beside: list[torch.Tensor] = []
-        """Saved contents of these ranges."""
-
-    def _is_of_weights(self, address: int) -> bool:
-        return any(
-            pointer <= address < pointer + allocation.handle[1]
-            for pointer, allocation in self._allocations.items()
-            if allocation.tag == MemoryTag.WEIGHTS.value
-        )
 
     def sleep(self, tags: frozenset[MemoryTag]) -> None:
         """Free the memory of these tags."""
         from vllm.device_allocator.cumem import unmap_and_release
 
         torch.cuda.synchronize()
-        if MemoryTag.WEIGHTS in tags and not self._keeps_weights:
-            self._saved = [held.cpu() for held in self._others]
-        if MemoryTag.KV_CACHE in tags:
-            self._saved_beside = [_read(begin, end) for begin, end in self._beside_cache]
+        for tag in tags:
+            if not (tag is MemoryTag.WEIGHTS and self._keeps_weights):
+                self._saved[tag] = [_read(begin, end) for begin, end in self._beside[tag]]
         for pointer, allocation in self._of(tags, asleep=False):
             if allocation.tag == MemoryTag.WEIGHTS.value and self._keeps_weights:
                 self._copy_weights(pointer, allocation, wakes=False)
@@ -90,14 +71,9 @@ class DeviceMemory:
             allocation.is_asleep = False
             if allocation.tag == MemoryTag.WEIGHTS.value and self._keeps_weights:
                 self._copy_weights(pointer, allocation, wakes=True)
-        if MemoryTag.WEIGHTS in tags:
-            for held, saved in zip(self._others, self._saved, strict=bool(self._saved)):
-                held.copy_(saved)
-            self._saved = []
-        if MemoryTag.KV_CACHE in tags:
-            for (begin, _), saved in zip(self._beside_cache, self._saved_beside, strict=bool(self._saved_beside)):
+        for tag in tags & self._saved.keys():
+            for (begin, _), saved in zip(self._beside[tag], self._saved.pop(tag), strict=True):
                 _copy(begin, saved.data_ptr(), saved.nbytes)
-            self._saved_beside = []
         torch.cuda.synchronize()
 
     def _of(self, tags: frozenset[MemoryTag], *, asleep: bool) -> list[tuple[int, Any]]:
@@ -158,16 +134,3 @@ def gaps(begin: int, end: int, held: Iterable[tuple[int, int]]) -> list[tuple[in
     if begin < end:
         found.append((begin, end))
     return found
-
-
-def _tensors_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yield parameters, buffers and other tensor attributes of modules, as bytes, each storage once."""
-    seen: set[int] = set()
-    for module in model.modules():
-        held = [*module.parameters(recurse=False), *module.buffers(recurse=False), *vars(module).values()]
-        for tensor in held:
-            if isinstance(tensor, torch.Tensor) and tensor.is_cuda and tensor.numel():
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in seen:
-                    seen.add(storage.data_ptr())
-                    yield torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)

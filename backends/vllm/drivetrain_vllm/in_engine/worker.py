@@ -153,9 +153,10 @@ class Worker(RankWeights):
     @cached_property
     def _memory(self) -> HostMemory | DeviceMemory:
         """Memory that sleeps by tag. First accessed while the weights are awake."""
+        storages = {MemoryTag.WEIGHTS: self.target.storages, MemoryTag.KV_CACHE: self.cache()}
         if next(self.model.parameters()).device.type != "cpu":
-            return DeviceMemory(self.model, self.target.storages, self.cache(), keeps_weights=self._keeps_weights)
-        return HostMemory({MemoryTag.WEIGHTS: self.target.storages, MemoryTag.KV_CACHE: self.cache()})
+            return DeviceMemory(storages, keeps_weights=self._keeps_weights)
+        return HostMemory(storages)
 
     @property
     def _keeps_weights(self) -> bool:
