@@ -371,7 +371,7 @@ async def closing_returns_requests_in_flight(bench: Bench) -> None:
 
 @case(own_engine=True)
 async def closing_never_hangs(bench: Bench) -> None:
-    """Closing ends in time whatever was just requested, and so does each call: answered, or refused by name."""
+    """Closing ends in time whatever was just requested. Every open call ends too, with an answer or a named error."""
     async with bench.open() as engine:
         prompts = bench.prompts(6, engine=engine)
         tasks = [asyncio.create_task(engine.generate(prompt, SamplingParams(max_new_tokens=200))) for prompt in prompts]
