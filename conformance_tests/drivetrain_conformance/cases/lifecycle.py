@@ -546,15 +546,15 @@ async def an_update_waits_for_a_save(bench: Bench) -> None:
     folders = [bench.folder("saved") for _ in range(12)]
     ended: list[str] = []
 
-    async def noted(what: str, work: Coroutine[object, object, None]) -> None:
+    async def recording_its_end(what: str, work: Coroutine[object, object, None]) -> None:
         try:
             await work
         finally:
             ended.append(what)
 
     results = await asyncio.gather(
-        *(noted("save", engine.save_sharded_model(str(folder))) for folder in folders),
-        noted("update", engine.load_weights_from_disk(str(bench.other_weights()), "others")),
+        *(recording_its_end("save", engine.save_sharded_model(str(folder))) for folder in folders),
+        recording_its_end("update", engine.load_weights_from_disk(str(bench.other_weights()), "others")),
         return_exceptions=True,
     )
     for refusal in results:
