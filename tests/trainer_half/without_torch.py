@@ -54,7 +54,13 @@ def test_create_engine_names_the_command_that_installs_the_extra(backend: str, t
 
 
 @pytest.mark.parametrize(
-    ("module", "extra"), [("drivetrain_weight_sync", "weight-sync"), ("drivetrain.testing", "transformers")]
+    ("module", "extra"),
+    [
+        ("drivetrain_weight_sync", "weight-sync"),
+        ("drivetrain_sampling", "weight-sync"),
+        ("drivetrain.testing", "transformers"),
+        ("drivetrain_conformance.pytest_class", "conformance"),
+    ],
 )
 def test_an_import_names_the_command_that_installs_the_extra(module: str, extra: str) -> None:
     with pytest.raises(MissingDependency, match=rf"pip install 'drivetrain\[{extra}\]'"):
