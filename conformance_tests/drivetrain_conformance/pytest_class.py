@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import pytest
+from drivetrain.checks.extras import from_extra
 
-from drivetrain_conformance.cases import all_cases
-from drivetrain_conformance.harness.case import Case
-from drivetrain_conformance.harness.runner import Runner
-from drivetrain_conformance.harness.suite import Suite
-from drivetrain_conformance.harness.verdict import Verdict
+with from_extra("conformance", "the conformance suite"):
+    import hypothesis  # noqa: F401  # cases import these two when they are collected
+    import pytest
+    import scipy  # noqa: F401
+
+    from drivetrain_conformance.cases import all_cases
+    from drivetrain_conformance.harness.case import Case
+    from drivetrain_conformance.harness.runner import Runner
+    from drivetrain_conformance.harness.suite import Suite
+    from drivetrain_conformance.harness.verdict import Verdict
 
 _OURS = ("test_case", "test_every_claim_was_seen_to_work", "pytest_generate_tests", "conformance_runner")
 

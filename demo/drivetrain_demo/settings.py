@@ -96,7 +96,7 @@ class Settings:
     device: str
     """Device of the trainer's model."""
     logprob_tolerance: float | None
-    """In nats; None: by the engine's dtype."""
+    """Largest allowed difference between the engine's and the trainer's logprobs, in nats; None: by the dtype."""
     min_rise: float
     expect_rise: bool
     """True if the run fails unless the reward rises by ``min_rise``."""

@@ -6,18 +6,21 @@ which that sampler differs from :class:`~drivetrain.types.sampling.SamplingParam
 
 from __future__ import annotations
 
-from drivetrain_sampling.sampler import (
-    NO_TOKEN,
-    NOT_FINITE,
-    Choice,
-    Drawn,
-    Row,
-    Sampler,
-    drawable,
-    failures_of,
-    top_logprobs,
-    uniform,
-)
+from drivetrain.checks.extras import from_extra
+
+with from_extra("weight-sync", "drivetrain_sampling"):
+    from drivetrain_sampling.sampler import (
+        NO_TOKEN,
+        NOT_FINITE,
+        Choice,
+        Drawn,
+        Row,
+        Sampler,
+        drawable,
+        failures_of,
+        top_logprobs,
+        uniform,
+    )
 
 __all__ = [
     "NOT_FINITE",

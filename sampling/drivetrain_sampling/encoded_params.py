@@ -29,7 +29,7 @@ class _Drawing(msgspec.Struct, array_like=True, frozen=True):
 _drawings: Final = msgspec.msgpack.Decoder(_Drawing)
 
 
-def carried(request: GenerateRequest) -> str:
+def encode_params(request: GenerateRequest) -> str:
     """Encode a request for :func:`row_of`; a request without a seed gets a random one."""
     params = request.params.model_dump(include=set(_FIELDS))
     seed = request.seed if request.seed is not None else random.getrandbits(63)

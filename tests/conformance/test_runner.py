@@ -177,32 +177,32 @@ def concluded(
     return item.verdict, item.message
 
 
-def noted(verdicts: list[Verdict], *, claimed: bool) -> tuple[Verdict, str]:
+def conclusion_from(verdicts: list[Verdict], *, claimed: bool) -> tuple[Verdict, str]:
     async def body(bench: Bench) -> None: ...
 
     capability_results = CapabilityResults()
     if claimed:
         capability_results.claim({Capability.SEED})
     for index, verdict in enumerate(verdicts):
-        capability_results.note(f"g/{index}", {Capability.SEED}, verdict)
+        capability_results.record(f"g/{index}", {Capability.SEED}, verdict)
     return concluded(capability_results, Capability.SEED)
 
 
 def test_a_claim_that_no_case_saw_working_is_a_failure() -> None:
-    assert noted([], claimed=True) == (Verdict.FAILED, "claimed, but no case of it passed")
-    assert noted([Verdict.REFUSED], claimed=True)[0] is Verdict.FAILED
-    assert noted([Verdict.REFUSED, Verdict.PASSED], claimed=True)[0] is Verdict.PASSED
+    assert conclusion_from([], claimed=True) == (Verdict.FAILED, "claimed, but no case of it passed")
+    assert conclusion_from([Verdict.REFUSED], claimed=True)[0] is Verdict.FAILED
+    assert conclusion_from([Verdict.REFUSED, Verdict.PASSED], claimed=True)[0] is Verdict.PASSED
 
 
 def test_what_was_not_run_is_never_supported() -> None:
-    assert noted([Verdict.NOT_RUN], claimed=True)[0] is Verdict.NOT_RUN
-    assert noted([], claimed=False)[0] is Verdict.NOT_RUN
-    assert noted([Verdict.REFUSED], claimed=False)[0] is Verdict.REFUSED
+    assert conclusion_from([Verdict.NOT_RUN], claimed=True)[0] is Verdict.NOT_RUN
+    assert conclusion_from([], claimed=False)[0] is Verdict.NOT_RUN
+    assert conclusion_from([Verdict.REFUSED], claimed=False)[0] is Verdict.REFUSED
 
 
 def test_one_failed_case_fails_its_capabilities() -> None:
-    assert noted([Verdict.PASSED, Verdict.FAILED], claimed=True) == (Verdict.FAILED, "g/1")
-    assert noted([Verdict.PASSED, Verdict.KNOWN_FAILURE], claimed=True)[0] is Verdict.KNOWN_FAILURE
+    assert conclusion_from([Verdict.PASSED, Verdict.FAILED], claimed=True) == (Verdict.FAILED, "g/1")
+    assert conclusion_from([Verdict.PASSED, Verdict.KNOWN_FAILURE], claimed=True)[0] is Verdict.KNOWN_FAILURE
 
 
 # The cases themselves ------------------------------------------------------------------------------------------------

@@ -192,6 +192,30 @@ def test_doctor_fails_without_an_available_backend_and_names_unknown_disabled_on
     assert checks_of(out)[DISABLE_VARIABLE]["detail"] == "names nothing that is installed: tronsformers"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code", "verdict"),
+    [
+        (["--backend", "transformers"], 0, "ok"),
+        (["--backend", "transformers", "--backend", "tronsformers"], 1, "failed"),
+    ],
+)
+def test_doctor_fails_unless_the_backends_that_are_asked_for_can_run(
+    run: Run, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, verdict: str
+) -> None:
+    monkeypatch.setattr("drivetrain.cli.doctor._torch", list)
+    ended, out, _ = run("doctor", "--json", *arguments)
+    assert (ended, checks_of(out)[f"backend {arguments[-1]}"]["verdict"]) == (code, verdict)
+
+
+def test_doctor_fails_for_a_backend_that_is_asked_for_and_switched_off(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drivetrain.cli.doctor._torch", list)
+    monkeypatch.setenv(DISABLE_VARIABLE, "vllm")
+    code, out, _ = run("doctor", "--json", "--backend", "vllm")
+    assert (code, checks_of(out)["backend vllm"]["verdict"]) == (1, "failed")
+
+
 # drivetrain generate -------------------------------------------------------------------------------------------------
 
 

@@ -202,11 +202,11 @@ async def test_an_image_is_cut_into_patches_once(monkeypatch: pytest.MonkeyPatch
     done: list[bytes] = []
     original = made._made
 
-    def noted(medium: ImageInput, data: bytes, name: str, left: threading.Event) -> Patches:
+    def recorded(medium: ImageInput, data: bytes, name: str, left: threading.Event) -> Patches:
         done.append(data)
         return original(medium, data, name, left)
 
-    monkeypatch.setattr(made, "_made", noted)
+    monkeypatch.setattr(made, "_made", recorded)
     first, second = image(56, 56), image(56, 56, 5)
     for _ in range(2):
         await made.read([first, second])

@@ -81,6 +81,12 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert dead == []
 
 
+def test_the_guide_says_what_each_claim_asks_of_a_backend() -> None:
+    guide = (ROOT / "docs/how-to/write-a-backend.md").read_text(encoding="utf-8")
+    table = guide.partition("### From a claim to a method")[2].partition("\n## ")[0]
+    assert set(re.findall(r"`([A-Z_]+)`", table)) == {capability.name for capability in drivetrain.Capability}
+
+
 def test_every_public_name_has_a_docstring() -> None:
     public = {entry: getattr(drivetrain, entry) for entry in drivetrain.__all__}
     documented = [entry for entry, thing in public.items() if inspect.isclass(thing) or inspect.isfunction(thing)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from drivetrain import GenerateRequest, LogprobsMode, SamplingParams
 from drivetrain.types.sampling import ActionMask
-from drivetrain_sampling.encoded_params import carried, row_of
+from drivetrain_sampling.encoded_params import encode_params, row_of
 
 
 def request(params: SamplingParams, seed: int | None) -> GenerateRequest:
@@ -20,7 +20,7 @@ def test_what_is_drawn_by_us_arrives_whole() -> None:
         logprobs=2,
         logit_processors=(ActionMask(allowed_token_ids=(1, 300)),),
     )
-    row = row_of(carried(request(params, seed=2**62 + 1)), [1, 2, 3], [9], [4])
+    row = row_of(encode_params(request(params, seed=2**62 + 1)), [1, 2, 3], [9], [4])
     assert row.params == params
     assert (row.logprobs_mode, row.seed) == (LogprobsMode.PROCESSED, 2**62 + 1)
     assert (list(row.prompt_token_ids), list(row.generated)) == ([1, 2, 3], [4])
@@ -28,4 +28,4 @@ def test_what_is_drawn_by_us_arrives_whole() -> None:
 
 def test_requests_without_a_seed_have_different_ones() -> None:
     asked = request(SamplingParams(top_k=3, top_p=0.5), seed=None)
-    assert carried(asked) != carried(asked)
+    assert encode_params(asked) != encode_params(asked)

@@ -54,7 +54,13 @@ def test_create_engine_names_the_command_that_installs_the_extra(backend: str, t
 
 
 @pytest.mark.parametrize(
-    ("module", "extra"), [("drivetrain_weight_sync", "weight-sync"), ("drivetrain.testing", "transformers")]
+    ("module", "extra"),
+    [
+        ("drivetrain_weight_sync", "weight-sync"),
+        ("drivetrain_sampling", "weight-sync"),
+        ("drivetrain.testing", "transformers"),
+        ("drivetrain_conformance.pytest_class", "conformance"),
+    ],
 )
 def test_an_import_names_the_command_that_installs_the_extra(module: str, extra: str) -> None:
     with pytest.raises(MissingDependency, match=rf"pip install 'drivetrain\[{extra}\]'"):
@@ -72,12 +78,31 @@ def test_the_command_line_lists_the_backends_and_their_extras() -> None:
         assert f"pip install 'drivetrain[{backend}]'" in listed.stdout + listed.stderr
 
 
-def test_doctor_looks_at_the_machine_and_says_what_is_missing() -> None:
-    answer = run("doctor", "--json")
-    checks = {check["name"]: check for check in json.loads(answer.stdout)["checks"]}
-    assert checks["python"]["verdict"] == "ok"
-    assert checks["torch"]["detail"].startswith("not installed")
-    assert (answer.returncode, checks["backends"]["verdict"]) == (1, "failed")
+def doctor(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
+    answer = run("doctor", "--json", *arguments)
+    return answer.returncode, {check["name"]: check for check in json.loads(answer.stdout)["checks"]}
+
+
+def test_doctor_finds_the_light_install_sound_and_says_what_the_extras_bring() -> None:
+    code, checks = doctor()
+    assert code == 0
+    assert {checks[name]["verdict"] for name in ("python", "drivetrain", "backends")} == {"ok"}
+    assert "python=PATH" in checks["backends"]["detail"]
+    for name, extra in {"torch": "weight-sync", "transformers": "transformers", "backend vllm": "vllm"}.items():
+        assert checks[name]["verdict"] == "warning"
+        assert f"pip install 'drivetrain[{extra}]'" in checks[name]["detail"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_doctor_fails_for_a_backend_that_is_asked_for(backend: str) -> None:
+    code, checks = doctor("--backend", backend)
+    assert (code, checks[f"backend {backend}"]["verdict"]) == (1, "failed")
+    assert f"pip install 'drivetrain[{backend}]'" in checks[f"backend {backend}"]["detail"]
+
+
+def test_doctor_fails_if_an_engine_is_to_run() -> None:
+    code, checks = doctor("--run")
+    assert (code, checks["backends"]["verdict"]) == (1, "failed")
 
 
 @pytest.mark.parametrize(("command", "extra"), [("demo", "demo"), ("conformance", "conformance")])

@@ -21,13 +21,13 @@ from drivetrain_vllm import in_engine
 def test_it_is_loaded_beside_the_plugins_that_are_named(
     monkeypatch: pytest.MonkeyPatch, named: str | None, then: str | None
 ) -> None:
-    monkeypatch.delenv(in_engine.CHANNEL, raising=False)
+    monkeypatch.delenv(in_engine.SOCKET_VARIABLE, raising=False)
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     with monkeypatch.context() as patched:
-        patched.setenv(in_engine.CHANNEL, "before")
+        patched.setenv(in_engine.SOCKET_VARIABLE, "before")
         patched.setenv("VLLM_PLUGINS", named or "")
         if named is None:
             patched.delenv("VLLM_PLUGINS")
-        in_engine.invite("a channel")
-        assert os.environ[in_engine.CHANNEL] == "a channel"
+        in_engine.invite("a socket")
+        assert os.environ[in_engine.SOCKET_VARIABLE] == "a socket"
         assert os.environ.get("VLLM_PLUGINS") == then

@@ -28,7 +28,7 @@ from drivetrain.media.qwen_vision import ENGINE_BOUNDS, ENGINE_FETCHES, ENGINE_P
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.outputs import FinishReason, TopLogprobs
 from drivetrain.types.sampling import EbnfGrammar, JsonSchema, LogprobsMode, RegexGrammar
-from drivetrain_sampling.encoded_params import carried
+from drivetrain_sampling.encoded_params import encode_params
 
 CONFIG_NAMES: Final[Mapping[str, str]] = {
     "revision": "revision",
@@ -219,7 +219,7 @@ def sampling_params(request: GenerateRequest, *, deterministic: bool = False) ->
         native["min_p"] = params.min_p
     else:
         native["temperature"] = 1.0
-        native["custom_params"] = {KEY: carried(request)}
+        native["custom_params"] = {KEY: encode_params(request)}
     return native
 
 

@@ -23,7 +23,7 @@ def choose_factors_by_row(module: PreTrainedModel, short_length: int) -> None:
     """
     found = [part for part in module.modules() if "longrope" in _types(part).values()]
     for rotary in found:
-        # Older releases wrap it twice, in no_grad too.
+        # Older releases of transformers wrap forward in two decorators, one of them torch.no_grad.
         plain = inspect.unwrap(type(rotary).forward)
         if plain is type(rotary).forward:
             found = []

@@ -45,13 +45,13 @@ class SchedulerThread:
         self.scheduler = scheduler
         self._frozen = False
         self._stopping = False
-        self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._closing = threading.Lock()
         """Held to queue a command and to end the thread, so that every queued command is run or given up."""
         self._over: DrivetrainError | None = None
         """Reason for the thread's end; None while it runs."""
         self._death_watchers: list[Callable[[DrivetrainError], None]] = []
-        self._outbox: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
+        self._undelivered: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
         self._deliveries: dict[asyncio.AbstractEventLoop, Deliveries] = {}
         self._submitted: list[tuple[GenerateRequest, Sink, bool]] = []
         self._thread = threading.Thread(target=self._run, name="drivetrain-transformers", daemon=True)
@@ -91,7 +91,7 @@ class SchedulerThread:
         loop = asyncio.get_running_loop()
 
         def sink(item: GenerateResult | TokenDelta | DrivetrainError) -> None:
-            self._outbox.setdefault(loop, []).append(partial(deliver, item))
+            self._undelivered.setdefault(loop, []).append(partial(deliver, item))
 
         # Requests submitted in one turn of the event loop are handed over together: the batch then starts together, and
         # a thousand requests do not wake the thread or contend for the GIL a thousand times.
@@ -115,7 +115,7 @@ class SchedulerThread:
 
         def tell(error: DrivetrainError) -> None:
             if isinstance(error, EngineDied):
-                self._outbox.setdefault(loop, []).append(partial(settle, error))
+                self._undelivered.setdefault(loop, []).append(partial(settle, error))
 
         self._put(_Command(lambda: self._death_watchers.append(tell), tell))
         return await result
@@ -123,8 +123,8 @@ class SchedulerThread:
     def _put(self, command: _Command) -> None:
         with self._closing:
             if self._over is None:
-                self._inbox.put(command)
-            else:  # the thread no longer flushes the outbox
+                self._commands.put(command)
+            else:  # the thread no longer delivers anything
                 command.give_up(self._over)
                 self._flush()
 
@@ -182,12 +182,12 @@ class SchedulerThread:
             try:
                 value = function()
             except Exception as error:
-                self._outbox.setdefault(loop, []).append(partial(settle, None, error))
+                self._undelivered.setdefault(loop, []).append(partial(settle, None, error))
             else:
-                self._outbox.setdefault(loop, []).append(lambda: settle(value, None))
+                self._undelivered.setdefault(loop, []).append(lambda: settle(value, None))
 
         def give_up(error: DrivetrainError) -> None:
-            self._outbox.setdefault(loop, []).append(partial(settle, None, error))
+            self._undelivered.setdefault(loop, []).append(partial(settle, None, error))
 
         self._hand_over()  # keeps the order of earlier submissions
         self._put(_Command(run, give_up))
@@ -205,8 +205,8 @@ class SchedulerThread:
             over.__cause__ = error
         with self._closing:
             self._over = over
-            while not self._inbox.empty():
-                self._inbox.get().give_up(over)
+            while not self._commands.empty():
+                self._commands.get().give_up(over)
             for tell in self._death_watchers:
                 tell(over)
             self.scheduler.fail_all(over)
@@ -215,22 +215,22 @@ class SchedulerThread:
     def _serve(self) -> None:
         while not self._stopping:
             if self._frozen or self.scheduler.idle:
-                self._inbox.get().run()
-            while not self._inbox.empty():
-                self._inbox.get().run()
+                self._commands.get().run()
+            while not self._commands.empty():
+                self._commands.get().run()
             if not self._frozen and not self._stopping and not self.scheduler.idle:
                 self.scheduler.step()
             self._flush()
 
     def _flush(self) -> None:
         """Deliver the results of the last step to the event loops, with one wake-up each."""
-        for loop, deliveries in self._outbox.items():
+        for loop, deliveries in self._undelivered.items():
             try:
                 loop.call_soon_threadsafe(self._deliveries.setdefault(loop, Deliveries(loop)).add, deliveries)
             except RuntimeError:
                 if not loop.is_closed():
                     raise
-        self._outbox = {}
+        self._undelivered = {}
 
 
 class Deliveries:

@@ -22,7 +22,7 @@ from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.outputs import FinishReason, TopLogprobs
 from drivetrain.types.sampling import EbnfGrammar, JsonSchema, LogprobsMode, RegexGrammar
 from drivetrain_sampling import NO_TOKEN, NOT_FINITE
-from drivetrain_sampling.encoded_params import carried
+from drivetrain_sampling.encoded_params import encode_params
 
 BATCH_INVARIANT: Final = "VLLM_BATCH_INVARIANT"
 """Environment variable that makes all of vLLM's processes use kernels whose results do not depend on the batch."""
@@ -269,7 +269,7 @@ def sampling_params(request: GenerateRequest, *, stream: bool, deterministic: bo
         native["min_p"] = params.min_p
     else:
         native["temperature"] = 1.0
-        extra[KEY] = carried(request)
+        extra[KEY] = encode_params(request)
     return SamplingParams(**native, extra_args=extra or None)
 
 

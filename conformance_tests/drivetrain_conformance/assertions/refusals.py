@@ -63,6 +63,6 @@ def refused(
     assert named.startswith(field), f"the error names the field {named!r}, not {field!r}: {error}"
     assert naming in str(error), f"the error does not name {naming!r}: {error}"
     if state:
-        carried = getattr(error, "state", "")
-        assert carried == state, f"the error carries the state {carried!r}, but the engine is {state}: {error}"
+        found = getattr(error, "state", "")
+        assert found == state, f"the error carries the state {found!r}, but the engine is {state}: {error}"
         assert state in str(error), f"the error does not name the state {state!r}: {error}"

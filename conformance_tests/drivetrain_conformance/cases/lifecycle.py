@@ -371,7 +371,7 @@ async def closing_returns_requests_in_flight(bench: Bench) -> None:
 
 @case(own_engine=True)
 async def closing_never_hangs(bench: Bench) -> None:
-    """Closing ends in time whatever was just requested, and so does each call: answered, or refused by name."""
+    """Closing ends in time whatever was just requested. Every open call ends too, with an answer or a named error."""
     async with bench.open() as engine:
         prompts = bench.prompts(6, engine=engine)
         tasks = [asyncio.create_task(engine.generate(prompt, SamplingParams(max_new_tokens=200))) for prompt in prompts]
@@ -546,15 +546,15 @@ async def an_update_waits_for_a_save(bench: Bench) -> None:
     folders = [bench.folder("saved") for _ in range(12)]
     ended: list[str] = []
 
-    async def noted(what: str, work: Coroutine[object, object, None]) -> None:
+    async def recording_its_end(what: str, work: Coroutine[object, object, None]) -> None:
         try:
             await work
         finally:
             ended.append(what)
 
     results = await asyncio.gather(
-        *(noted("save", engine.save_sharded_model(str(folder))) for folder in folders),
-        noted("update", engine.load_weights_from_disk(str(bench.other_weights()), "others")),
+        *(recording_its_end("save", engine.save_sharded_model(str(folder))) for folder in folders),
+        recording_its_end("update", engine.load_weights_from_disk(str(bench.other_weights()), "others")),
         return_exceptions=True,
     )
     for refusal in results:

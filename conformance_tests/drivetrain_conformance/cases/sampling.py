@@ -391,7 +391,7 @@ async def a_seed_fixes_the_output(bench: Bench) -> None:
 
 @case(Capability.SEED)
 async def another_seed_draws_otherwise(bench: Bench) -> None:
-    """Requests that differ only by their seed draw different tokens, and so do the samples of one seed."""
+    """Requests that differ only by their seed draw different tokens. Samples of one seed differ from each other too."""
     prompts = bench.prompts(3)
     params = [SamplingParams(max_new_tokens=24, n=2, seed=seed) for seed in (1, 1001, 2**32 + 1, 2**53, 2**63 - 1)]
     drawn = [await bench.engine.generate(prompts, one) for one in params]

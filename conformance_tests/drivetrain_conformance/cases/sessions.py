@@ -219,7 +219,7 @@ async def a_session_has_the_id_that_it_was_given(bench: Bench) -> None:
 
 @case(Capability.SESSIONS)
 async def an_unknown_session_is_refused(bench: Bench) -> None:
-    """Turns of a session that is unknown or closed are refused, naming it, and so is closing it."""
+    """Turns in an unknown or closed session, and closing such a session, are refused with an error that names it."""
     async with _session(bench) as closed:
         first = await _turn(bench, closed, bench.prompt())
     for session in ("no-such-session", closed):

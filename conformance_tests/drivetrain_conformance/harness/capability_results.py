@@ -27,14 +27,14 @@ class CapabilityResults:
         self._claimed: set[Capability] = set()
         self._verdicts: dict[Capability, list[tuple[str, Verdict]]] = {}
         self.cases: set[str] = set()
-        """Ids of the cases whose verdict was noted."""
+        """Ids of the cases whose verdict was recorded."""
 
     def claim(self, capabilities: Iterable[Capability]) -> None:
-        """Note that an engine of this run claims these capabilities."""
+        """Record that an engine of this run claims these capabilities."""
         self._claimed.update(capabilities)
 
-    def note(self, case: str, needs: Iterable[Capability], verdict: Verdict) -> None:
-        """Note the verdict of a case, by its id."""
+    def record(self, case: str, needs: Iterable[Capability], verdict: Verdict) -> None:
+        """Record the verdict of a case, by its id."""
         self.cases.add(case)
         for capability in needs:
             self._verdicts.setdefault(capability, []).append((case, verdict))
@@ -47,12 +47,12 @@ class CapabilityResults:
         return [self._conclude(capability, complete) for capability in Capability]
 
     def _conclude(self, capability: Capability, complete: bool) -> CapabilityResult:
-        noted = self._verdicts.get(capability, [])
+        recorded = self._verdicts.get(capability, [])
         claimed = capability in self._claimed
-        verdicts = [verdict for _, verdict in noted]
+        verdicts = [verdict for _, verdict in recorded]
         for bad in (Verdict.FAILED, Verdict.KNOWN_FAILURE):
             if bad in verdicts:
-                cases = ", ".join(case for case, verdict in noted if verdict is bad)
+                cases = ", ".join(case for case, verdict in recorded if verdict is bad)
                 return CapabilityResult(capability, claimed, bad, cases)
         if Verdict.PASSED in verdicts:
             return CapabilityResult(capability, claimed, Verdict.PASSED)

@@ -89,7 +89,7 @@ class Runner:
         begun = time.monotonic()
         judgement, error = self._judged(case)
         judgement = apply_known_failures(case.id, judgement, error, self.suite.known_failures)
-        self.capability_results.note(case.id, case.needs, judgement.verdict)
+        self.capability_results.record(case.id, case.needs, judgement.verdict)
         return CaseResult(case, judgement, time.monotonic() - begun, error)
 
     # ---------------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ _STARTS = 10
 _IN_FLIGHT = 100
 """Requests of at least this many tokens are meant to be observed in flight; shorter ones are meant to end."""
 _LASTS = 0.2
-"""Seconds that such a request should last at least, if the context is long enough."""
+"""Minimum duration in seconds of a request that is to be observed in flight, if the context is long enough."""
 
 
 Opener = Callable[[dict[str, object]], InferenceEngine]

@@ -1,8 +1,8 @@
 """The same requests on every backend: :func:`record` asks one engine, :func:`compare` puts two recordings together.
 
-Engines live in environments of their own, so each is recorded by itself, over the same weights, and the recordings are
-compared afterwards. Where two tokens are as likely to within the dtype's tolerance, engines may take either: from there
-on the answers are of different texts, and are not compared.
+Each engine has its own environment, so it is recorded by itself, with the same weights, and the recordings are compared
+afterwards. If the two most likely tokens differ by less than the dtype's tolerance, engines may choose either. The rest
+of the answers then differs, and is not compared.
 """
 
 from __future__ import annotations

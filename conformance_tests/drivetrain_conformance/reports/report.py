@@ -164,7 +164,7 @@ def combine_reports(reports: Sequence[Report]) -> Report:
     for report in reports:
         capability_results.claim(named[entry.capability] for entry in report.capabilities if entry.claimed)
     for entry in cases.values():
-        capability_results.note(entry.case, [named[name] for name in entry.needs], entry.verdict)
+        capability_results.record(entry.case, [named[name] for name in entry.needs], entry.verdict)
     order = {case.id: place for place, case in enumerate(all_cases())}
     complete = order.keys() <= cases.keys()
     return dataclasses.replace(

@@ -16,7 +16,7 @@ hookimpl = pluggy.HookimplMarker("drivetrain")
 def drivetrain_backends() -> Iterable[type[Backend]]:  # type: ignore[empty-body]
     """Return the backend classes of this plugin.
 
-    Called when one of the plugin's backends is asked for by name, and by ``drivetrain backends``. The module that
-    implements the hook must not import the engine: it is imported to describe the backend on machines without the
-    engine.
+    Called when one of the plugin's backends is asked for by name, and by ``drivetrain backends``. Neither the
+    module that implements the hook nor those of the classes may import the engine at their top: they are imported to
+    describe the backend on machines without the engine.
     """

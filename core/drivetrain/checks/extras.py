@@ -13,6 +13,8 @@ from drivetrain.errors import MissingDependency
 def from_extra(extra: str, user: str) -> Iterator[None]:
     """Import packages of ``extra`` inside; a missing one is reported with the command that installs it.
 
+    If blocks are nested, the error names the outermost extra, which brings what the others need.
+
     Args:
         extra: Extra of the distribution, such as ``"weight-sync"``.
         user: The feature that needs the package, such as ``"weight sync"``; begins the message.
@@ -22,7 +24,7 @@ def from_extra(extra: str, user: str) -> Iterator[None]:
     """
     try:
         yield
-    except ModuleNotFoundError as error:
+    except (ModuleNotFoundError, MissingDependency) as error:
         package = (error.name or str(error)).partition(".")[0]
         missing = MissingDependency(
             f"{user} needs the package {package!r}, which is not installed in the environment of {sys.executable}; "

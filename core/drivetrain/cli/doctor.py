@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -11,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated
@@ -42,7 +43,7 @@ class Verdict(Enum):
 
     OK = "ok"
     WARNING = "warning"
-    """A feature will not work, but engines run."""
+    """Something that was not asked for will not work here."""
     FAILED = "failed"
 
 
@@ -62,21 +63,28 @@ def doctor(
     run: Annotated[
         bool, typer.Option("--run", help="Also generate with a tiny model on each available backend.")
     ] = False,
+    backend: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Fail unless this backend can run here; repeatable.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout.")] = False,
 ) -> None:
-    """Check this machine and each backend; exit 1 if a check fails."""
+    """Check this machine and each backend; exit 1 if a check fails.
+
+    An engine or a package that is not installed is a warning, unless --run or --backend asks for it.
+    """
     with progress("doctor") as report:
         report("looking at this machine")
-        checks = [_python(), *_torch(), _memory(), _shared_memory(), _temporary_space()]
+        checks = [_python(), _drivetrain(), *_torch(), _transformers(), _memory(), _shared_memory(), _temporary_space()]
         report("loading the backends")
-        infos = list_backends()
-        checks += [_backend(info) for info in infos]
+        infos, wanted = list_backends(), set(backend or ())
+        checks += [_backend(info, wanted) for info in infos]
+        checks += [_unknown(name) for name in sorted(wanted - {info.name for info in infos})]
         checks += _disabled(infos)
         available = [info.name for info in infos if info.status is BackendStatus.AVAILABLE]
         if not available:
-            checks.append(Check("backends", Verdict.FAILED, "none is available; see the reasons above"))
+            checks.append(_none_available(infos, run))
         if run:
-            checks += [_generation(name, report) for name in available]
+            checks += [_generation(name, report) for name in available if not wanted or name in wanted]
     failed = any(check.verdict is Verdict.FAILED for check in checks)
     if as_json:
         rows = [{"name": check.name, "verdict": check.verdict.value, "detail": check.detail} for check in checks]
@@ -94,9 +102,14 @@ def _python() -> Check:
     return Check("python", Verdict.OK, f"{platform.python_version()} at {sys.executable}")
 
 
+def _drivetrain() -> Check:
+    return Check("drivetrain", Verdict.OK, importlib.metadata.version("drivetrain"))
+
+
 def _torch() -> list[Check]:
     if importlib.util.find_spec("torch") is None:
-        return [Check("torch", Verdict.WARNING, "not installed; weight sync and the transformers backend need it")]
+        detail = "not installed; to push weights from here: pip install 'drivetrain[weight-sync]'"
+        return [Check("torch", Verdict.WARNING, detail)]
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-c", PROBE], capture_output=True, text=True, timeout=PROBE_SECONDS, check=False
@@ -109,6 +122,17 @@ def _torch() -> list[Check]:
     found = json.loads(done.stdout.splitlines()[-1])
     device = ", ".join(found["gpus"]) or f"no GPU; CPU with {found['threads']} threads"
     return [Check("torch", Verdict.OK, found["version"]), Check("device", Verdict.OK, device)]
+
+
+def _transformers() -> Check:
+    try:
+        return Check("transformers", Verdict.OK, importlib.metadata.version("transformers"))
+    except importlib.metadata.PackageNotFoundError:
+        detail = (
+            "not installed; tokenizers are read from tokenizer.json alone. For others, and for the backend of that "
+            "name: pip install 'drivetrain[transformers]'"
+        )
+        return Check("transformers", Verdict.WARNING, detail)
 
 
 def _memory() -> Check:
@@ -144,12 +168,26 @@ def _temporary_space() -> Check:
     return Check("temporary space", verdict, f"{free / GIB:.1f} GiB free in {folder}")
 
 
-def _backend(info: BackendInfo) -> Check:
+def _backend(info: BackendInfo, wanted: Collection[str]) -> Check:
     name = f"backend {info.name}"
     if info.status is BackendStatus.AVAILABLE:
         return Check(name, Verdict.OK, f"{info.engine_distribution} {info.engine_version}")
-    broken = info.status is BackendStatus.BROKEN
-    return Check(name, Verdict.FAILED if broken else Verdict.WARNING, f"{info.status.value}: {info.reason}")
+    failed = info.status is BackendStatus.BROKEN or info.name in wanted
+    return Check(name, Verdict.FAILED if failed else Verdict.WARNING, f"{info.status.value}: {info.reason}")
+
+
+def _unknown(name: str) -> Check:
+    return Check(f"backend {name}", Verdict.FAILED, "no installed package provides it; 'drivetrain backends' lists all")
+
+
+def _none_available(infos: list[BackendInfo], run: bool) -> Check:
+    """Judge an environment without an engine: fine as drivetrain's light install, unless an engine is to run here."""
+    if run:
+        return Check("backends", Verdict.FAILED, "none is available for --run; see the reasons above")
+    if any(info.status is not BackendStatus.ENGINE_MISSING for info in infos):
+        return Check("backends", Verdict.FAILED, "none is available; see the reasons above")
+    detail = "no engine is installed here; use one in another environment: create_engine(NAME, python=PATH, …)"
+    return Check("backends", Verdict.OK, detail)
 
 
 def _disabled(infos: list[BackendInfo]) -> list[Check]:

@@ -102,7 +102,7 @@ class Adapters:
             finally:
                 controller.move_to(before)
                 if surplus is not None:
-                    async with controller.bounded(f"what is not {name!r} any more, or did not become it, to unload"):
+                    async with controller.bounded(f"the surplus adapter of the update of {name!r} to unload"):
                         await self.backend.unload_lora_adapter(surplus.backend_name)
 
     async def _load(self, name: str, path: str, pinned: bool) -> LoadedLora:

@@ -116,7 +116,7 @@ class PauseAndSleep:
         abort_first: bool,
         drain_timeout: float,
     ) -> None:
-        """Give memory back; see ``InferenceEngine.sleep``."""
+        """Free memory; see ``InferenceEngine.sleep``."""
         controller = self.controller
         chosen = self._chosen(tags, "sleep()")
         seconds = check_seconds(timeout, controller.config.timeouts.control)
@@ -158,7 +158,7 @@ class PauseAndSleep:
             ) from None
 
     async def wake_up(self, tags: Iterable[MemoryTag | str] | None, timeout: float | None) -> None:
-        """Take memory again; see ``InferenceEngine.wake_up``."""
+        """Allocate memory again; see ``InferenceEngine.wake_up``."""
         chosen = self._chosen(tags, "wake_up()")
         seconds = check_seconds(timeout, self.controller.config.timeouts.control)
         self.controller.status.wake(chosen)
@@ -189,13 +189,13 @@ class PauseAndSleep:
     # Caches ------------------------------------------------------------------------------------------------------
 
     async def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix."""
+        """Discard every cached prefix."""
         self.controller.require("reset_prefix_cache()", Capability.PREFIX_CACHE)
         async with self.controller.bounded("the prefix cache to be reset"):
             await self.backend.reset_prefix_cache()
 
     async def clear_hicache_storage(self) -> None:
-        """Forget the storage tier of a hierarchical cache."""
+        """Clear the storage tier of a hierarchical cache."""
         self.controller.require("clear_hicache_storage()", Capability.HICACHE_STORAGE)
         async with self.controller.bounded("the cache storage to be cleared"):
             await self.backend.clear_hicache_storage()

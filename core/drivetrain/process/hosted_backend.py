@@ -63,7 +63,7 @@ class HostedBackend(Backend):
         # A class variable on the Backend page, set per instance here: this class stands in for any backend.
         vars(self)["name"] = backend_name
         self._host: HostProcess | None = None
-        self._link: HostConnection | None = None
+        self._connection: HostConnection | None = None
         self._started = False
         self._closing: asyncio.Task[None] | None = None
         self._closed = False
@@ -88,27 +88,27 @@ class HostedBackend(Backend):
         Raises:
             EngineStateError: The engine was not started.
         """
-        self._linked()
+        self._connected()
         return await asyncio.shield(self._died)
 
     # Calls -----------------------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        return cast(GenerateResult, await self._linked().call(_GENERATE, (request,)))
+        return cast(GenerateResult, await self._connected().call(_GENERATE, (request,)))
 
     async def stats(self) -> EngineStats:
-        return cast(EngineStats, await self._linked().call(_STATS, ()))
+        return cast(EngineStats, await self._connected().call(_STATS, ()))
 
     async def apply_weights(self, update: ApplyUpdate) -> WeightReply:
-        return cast(WeightReply, await self._linked().call(_APPLY, (update,)))
+        return cast(WeightReply, await self._connected().call(_APPLY, (update,)))
 
     def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-        return cast(AsyncGenerator[TokenDelta, None], self._linked().stream(_STREAM, (request,)))
+        return cast(AsyncGenerator[TokenDelta, None], self._connected().stream(_STREAM, (request,)))
 
-    def _linked(self) -> HostConnection:
-        if self._link is None:
+    def _connected(self) -> HostConnection:
+        if self._connection is None:
             raise EngineStateError(f"the {self.name} engine was not started", state="starting")
-        return self._link
+        return self._connection
 
     # Start -----------------------------------------------------------------------------------------------------------
 
@@ -127,12 +127,12 @@ class HostedBackend(Backend):
         self._loop = asyncio.get_running_loop()
         self._gone: asyncio.Future[Ending] = self._loop.create_future()
         self._died: asyncio.Future[EngineDied] = self._loop.create_future()
-        self._link = HostConnection(report, self._trouble, self._with_log)
+        self._connection = HostConnection(report, self._trouble, self._with_log)
         self._host = host = HostProcess(self.config.python, self.config.timeouts, self._on_end)
         try:
-            await self._loop.create_unix_connection(self._linked, sock=host.socket)
+            await self._loop.create_unix_connection(self._connected, sock=host.socket)
             async with deadline(self.config.timeouts.start, f"the {self.name} engine to start in its host process"):
-                info = await self._bring_up(host, self._link)
+                info = await self._bring_up(host, self._connection)
         except DrivetrainError as error:
             died = self._gone.done()
             await self.close()
@@ -150,8 +150,8 @@ class HostedBackend(Backend):
         host.started()
         return info
 
-    async def _bring_up(self, host: HostProcess, link: HostConnection) -> ModelInfo:
-        hello = await link.hello
+    async def _bring_up(self, host: HostProcess, connection: HostConnection) -> ModelInfo:
+        hello = await connection.hello
         try:
             check_version(
                 f"the host process ({self.config.python or 'this Python'})", hello.wire_version, hello.drivetrain
@@ -159,11 +159,11 @@ class HostedBackend(Backend):
         except DrivetrainError:
             host.condemn("speaks another version of the wire protocol")
             raise
-        link.open(open_for(self.config, self.name))
-        welcome = await link.welcome
+        connection.open(open_for(self.config, self.name))
+        welcome = await connection.welcome
         vars(self)["native_stops"] = welcome.native_stops
         vars(self)["engine_distribution"] = welcome.engine_distribution
-        return cast(ModelInfo, await link.call(_START, ()))
+        return cast(ModelInfo, await connection.call(_START, ()))
 
     # End -------------------------------------------------------------------------------------------------------------
 
@@ -183,20 +183,20 @@ class HostedBackend(Backend):
             self._closed = True
             return
         if self._closing is None:
-            self._closing = self._loop.create_task(self._close(self._host, self._linked()))
+            self._closing = self._loop.create_task(self._close(self._host, self._connected()))
         try:
             await asyncio.shield(self._closing)
         except asyncio.CancelledError:
             self._host.condemn("was ended because closing it was cancelled")
             raise
 
-    async def _close(self, host: HostProcess, link: HostConnection) -> None:
+    async def _close(self, host: HostProcess, connection: HostConnection) -> None:
         failed: DrivetrainError | None = None
         try:
             async with asyncio.timeout(self.config.timeouts.close):
-                if link.welcome.done() and not self._gone.done():
-                    await link.call(_CLOSE, ())
-                link.close()
+                if connection.welcome.done() and not self._gone.done():
+                    await connection.call(_CLOSE, ())
+                connection.close()
                 await asyncio.shield(self._gone)
         except DrivetrainError as error:
             if self._gone.done():
@@ -246,10 +246,10 @@ class HostedBackend(Backend):
             error = functools.partial(EngineStartError, self._what_happened(ending, " while starting"))
         else:
             error = functools.partial(EngineStateError, f"the {self.name} engine is closed", state="closed")
-        link, host = self._linked(), self._host
+        connection, host = self._connected(), self._host
         assert host is not None
-        link.fail(error)
-        link.abort()
+        connection.fail(error)
+        connection.abort()
         host.join()
         self._gone.set_result(ending)
 
@@ -262,7 +262,7 @@ class HostedBackend(Backend):
 def _remote(method: Method) -> Callable[..., Coroutine[None, None, object]]:
     async def call(self: HostedBackend, *arguments: object, **named: object) -> object:
         bound = method.signature.bind(self, *arguments, **named)
-        return await self._linked().call(method, bound.args[1:])
+        return await self._connected().call(method, bound.args[1:])
 
     call.__name__ = method.name
     call.__qualname__ = f"{HostedBackend.__qualname__}.{method.name}"

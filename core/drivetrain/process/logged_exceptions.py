@@ -23,13 +23,13 @@ _PREFIX: Final = re.compile(
     re.VERBOSE,
 )
 _GROUP_MARGIN: Final = re.compile(r"(?P<indent> +)[|+] (?:Exception Group )?$")
-"""Left of the first line of an exception group's traceback, and of those within it."""
+"""Margin before the first line of a traceback of an exception group, or of a group nested in it."""
 _EXCEPTION: Final = re.compile(r"(?P<path>(?:[A-Za-z_][\w<>]*\.)*)(?P<name>[A-Za-z_]\w*)(?P<message>:.*)?$")
 _UNFINISHED: Final = re.compile(r":$|\d validation errors? for [\w.]+$")
 """Ends the first line of a message whose next line says what is wrong."""
 _LEVEL_NAMES: Final = frozenset({"DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"})
 _HARMLESS: Final = re.compile(r"Exception ignored in|(?:DEBUG|INFO|WARNING)\b")
-"""Begins a line above the traceback of an exception that ended nothing."""
+"""Start of the line above a traceback, if the exception was only logged or ignored and ended nothing."""
 _CRASH: Final = "Fatal Python error: "
 _AFTER_EFFECT_NAMES: Final = frozenset(
     "BaseExceptionGroup BrokenPipeError CancelledError ConnectionResetError EOFError EngineDeadError ExceptionGroup "

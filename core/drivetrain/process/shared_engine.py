@@ -60,17 +60,17 @@ class SharedEngine(ABC):
 
     @abstractmethod
     async def continue_generation(self) -> None:
-        """Let requests go on."""
+        """Let requests continue."""
 
     @abstractmethod
     async def sleep(
         self, tags: frozenset[MemoryTag] | None, timeout: float | None, abort_first: bool, drain_timeout: float
     ) -> None:
-        """Give memory back."""
+        """Free memory."""
 
     @abstractmethod
     async def wake_up(self, tags: frozenset[MemoryTag] | None, timeout: float | None) -> None:
-        """Take memory again."""
+        """Allocate memory again."""
 
     @abstractmethod
     async def reset_prefix_cache(self) -> None:

@@ -154,7 +154,11 @@ def check_plan(specs: Sequence[TensorSpec], manifest: WeightManifest) -> None:
 
 
 def _renamed(missing: Iterable[str], extra: Iterable[str]) -> tuple[list[str], set[str]]:
-    """Find extra names that differ from missing ones only in a prefix; return sentences on them, and these names."""
+    """Find extra names that differ from missing ones only in a prefix.
+
+    Returns:
+        Sentences for the error message, and the names that they explain, extra and missing.
+    """
     by_end: dict[str, list[str]] = {}
     for name in missing:
         for end in _ends(name):

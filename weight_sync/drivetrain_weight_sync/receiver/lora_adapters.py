@@ -80,7 +80,7 @@ class LoraAdapter:
     rank: int
     """Largest rank of its modules."""
     scale: float
-    """Most common scale of its modules; 0 if all are 0."""
+    """Most common scale of the adapter's modules; 0 if all are 0."""
     unusual: Sequence[str]
     """Fields that an engine has to honour, beyond ``r``, ``lora_alpha`` and a list of ``target_modules``."""
 

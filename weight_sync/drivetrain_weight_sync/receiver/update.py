@@ -78,7 +78,7 @@ class Update:
         for brought in reader.bring(indices):
             if reader.place is None:
                 for index in brought:
-                    self._target.load(self._noted(reader.tensors(index)))
+                    self._target.load(self._recording_digests(reader.tensors(index)))
                     self._loaded.add(index)
             else:
                 self._load_in_place(reader, tuple(brought))
@@ -91,13 +91,13 @@ class Update:
         if len(done) < sum(len(self.plan.buckets[index].tensors) for index in indices):
             tensors = itertools.chain.from_iterable(reader.tensors(index) for index in indices)
             rest = ((name, tensor) for name, tensor in tensors if name not in done)
-            self._target.load(self._noted(rest, self._kept.proved), place=None if done else place)
+            self._target.load(self._recording_digests(rest, self._kept.proved), place=None if done else place)
         self._loaded.update(indices)
 
-    def _noted(
+    def _recording_digests(
         self, tensors: Iterator[tuple[str, torch.Tensor | Patch]], proved: Set[str] = frozenset()
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pass tensors on: apply patches, and record digests of partial and converted tensors for :meth:`verify`."""
+        """Yield the tensors with patches applied; record digests of partial and converted ones for :meth:`verify`."""
         for name, tensor in tensors:
             if isinstance(tensor, Patch):
                 yield name, self._patched(name, tensor)

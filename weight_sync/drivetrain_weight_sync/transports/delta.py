@@ -89,7 +89,7 @@ class DeltaSender(Sender):
         self._sent_nbytes = 0
 
     def begin(self, plan: WeightPlan) -> None:
-        """Make the folder."""
+        """Make the folder of this push, and check whether a delta can be sent."""
         self.release()
         self._base = self._known if plan == self._plan else None
         if self._base is None:

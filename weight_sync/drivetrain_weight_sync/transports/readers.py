@@ -23,7 +23,7 @@ READERS: Final[dict[str, Callable[[Groups], Reader]]] = {
     "broadcast": BroadcastReader,
     "disk": lambda _: DiskReader(),
 }
-"""The engine's end by ``WeightSource.kind``; those of plugins are found by name."""
+"""Factory of the engine's reader for each ``WeightSource.kind``; :func:`find_transport` finds those of plugins."""
 
 
 class Readers:

@@ -9,17 +9,17 @@ from __future__ import annotations
 import os
 from typing import Final
 
-CHANNEL: Final = "DRIVETRAIN_SGLANG"
-"""Environment variable, set by the backend for its engine's processes, with the name of the channel to it."""
+SOCKET_VARIABLE: Final = "DRIVETRAIN_SGLANG"
+"""Environment variable that the backend sets for the engine's processes: the name of the socket to connect to."""
 _ALLOWED: Final = "SGLANG_PLUGINS"
 """Environment variable that restricts the plugins that SGLang loads."""
 _NAME: Final = "drivetrain"
 """Name of the entry point."""
 
 
-def invite(channel: str) -> None:
-    """Set environment variables so that the engine's processes load this plugin and connect to ``channel``."""
-    os.environ[CHANNEL] = channel
+def invite(socket_name: str) -> None:
+    """Set environment variables so that the engine's processes load this plugin and connect to ``socket_name``."""
+    os.environ[SOCKET_VARIABLE] = socket_name
     allowed = os.environ.get(_ALLOWED)
     if allowed and _NAME not in allowed.split(","):
         os.environ[_ALLOWED] = f"{allowed},{_NAME}"
@@ -27,7 +27,7 @@ def invite(channel: str) -> None:
 
 def activate() -> None:
     """Register the sampler and the hooks, in engines that drivetrain started."""
-    if CHANNEL not in os.environ:
+    if SOCKET_VARIABLE not in os.environ:
         return
     from drivetrain_sglang.in_engine import failed_requests, multimodal_hooks, sampler, scheduler_calls
 

@@ -1,7 +1,7 @@
 # pyright: reportMissingImports=false
 """Calls of the backend to the worker, run in SGLang's scheduler between two steps of the batch.
 
-A call reaches the first rank through drivetrain's channel. It is then distributed as one of SGLang's own collective
+A call reaches the first rank through drivetrain's socket. It is then distributed as one of SGLang's own collective
 RPCs, which every rank receives at the same step.
 """
 
@@ -16,7 +16,7 @@ from drivetrain.backend.toolkit.translation import eos_token_ids
 from drivetrain.process.wire import Failure, Reply, encode
 from drivetrain.process.worker_calls import WorkerMethods
 from drivetrain.process.worker_socket import WorkerSocket
-from drivetrain_sglang.in_engine import CHANNEL
+from drivetrain_sglang.in_engine import SOCKET_VARIABLE
 from drivetrain_sglang.in_engine.failed_requests import end_failed
 from drivetrain_sglang.in_engine.worker import Worker
 
@@ -69,7 +69,7 @@ class _Process:
 def _listen(_: None, scheduler: Any) -> None:
     if scheduler.ipc_channels.recv_from_rpc is None:  # another rank
         return
-    _Process.host = host = WorkerSocket(os.environ[CHANNEL])
+    _Process.host = host = WorkerSocket(os.environ[SOCKET_VARIABLE])
     if scheduler.idle_sleeper is not None:
         import zmq
 

@@ -88,14 +88,14 @@ def _is_converted(layer: nn.Module) -> bool:
 
     if hasattr(layer, "impl"):  # attention is handled as a derived tensor
         return False
-    noted = get_layerwise_info(layer).restore_metadata[0]
+    as_loaded = get_layerwise_info(layer).restore_metadata[0]
     held = {
         name: parameter
         for name, parameter in layer._parameters.items()
         if parameter is not None and name not in SKIP_TENSORS
     }
     return {name: _form(tensor) for name, tensor in held.items()} != {
-        name: _form(tensor) for name, tensor in noted.items() if name not in SKIP_TENSORS
+        name: _form(tensor) for name, tensor in as_loaded.items() if name not in SKIP_TENSORS
     }
 
 

@@ -21,7 +21,7 @@ from drivetrain.process.worker_calls import WorkerCall, WorkerMethods
 from drivetrain.process.worker_socket import WorkerSocket
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.weights import ApplyUpdate, CommitUpdate, WeightMessage, WeightReply
-from drivetrain_vllm.in_engine import CHANNEL, failed_requests
+from drivetrain_vllm.in_engine import SOCKET_VARIABLE, failed_requests
 from drivetrain_vllm.in_engine.worker import OF_WORKERS
 from drivetrain_weight_sync.receiver.request_arrivals import Arrivals
 
@@ -205,7 +205,7 @@ def _listen(core: Any, host: WorkerSocket) -> None:
 
 
 def register() -> None:
-    """Hook the channel into the engine core, and keep media in scheduler outputs."""
+    """Serve calls from the host's socket in the engine core, and keep media in scheduler outputs."""
     from vllm.v1.core.sched import output
     from vllm.v1.engine import EngineCoreRequestType
     from vllm.v1.engine.core import EngineCoreProc
@@ -214,7 +214,7 @@ def register() -> None:
     handle: Callable[[Any, Any, Any], None] = EngineCoreProc._handle_client_request
 
     def run_busy_loop(core: Any) -> None:
-        core._drivetrain_host = host = WorkerSocket(os.environ[CHANNEL])
+        core._drivetrain_host = host = WorkerSocket(os.environ[SOCKET_VARIABLE])
         threading.Thread(target=_listen, args=(core, host), name="drivetrain-calls", daemon=True).start()
         run(core)
 

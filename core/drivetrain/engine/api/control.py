@@ -37,11 +37,11 @@ class ControlCalls(Page):
         abort_first: bool = False,
         drain_timeout: float = 0.0,
     ) -> None:
-        """Give memory back. The arguments, and nothing else, decide what becomes of requests in flight.
+        """Free memory. Only the arguments decide what happens to requests in flight.
 
         Args:
-            tags: Which memory; if not given, every kind that this engine can free.
-            timeout: Seconds for giving it back.
+            tags: Kinds of memory; if not given, every kind that this engine can free.
+            timeout: Seconds for freeing it.
             abort_first: Abort requests in flight. Requests frozen by ``pause_generation("retract")`` hold no cache
                 and need not be aborted.
             drain_timeout: Seconds to let requests in flight end by themselves.
@@ -53,15 +53,15 @@ class ControlCalls(Page):
 
     @checked
     async def wake_up(self, tags: Iterable[MemoryTag | str] | None = None, *, timeout: float | None = None) -> None:
-        """Take memory again. Weights that were not kept must be updated before the engine serves."""
+        """Allocate memory again. Weights that were not kept must be updated before the engine serves."""
         await self.parts.pauses.wake_up(tags, timeout)
 
     async def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix."""
+        """Discard every cached prefix."""
         await self.parts.pauses.reset_prefix_cache()
 
     async def clear_hicache_storage(self) -> None:
-        """Forget the storage tier of a hierarchical cache."""
+        """Clear the storage tier of a hierarchical cache."""
         await self.parts.pauses.clear_hicache_storage()
 
     @checked
