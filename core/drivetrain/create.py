@@ -9,6 +9,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from drivetrain.attached.remote import REMOTE, remote_engine
 from drivetrain.backend.base import Backend, StopKind
 from drivetrain.backend.registry import load_backend, require_engine
 from drivetrain.backend.toolkit.engine_versions import warn_if_unseen
@@ -19,13 +20,18 @@ from drivetrain.errors import InvalidConfig
 from drivetrain.process.capability_probe import probe
 from drivetrain.process.hosted_backend import HostedBackend
 from drivetrain.types.capability import Capability
-from drivetrain.types.config import EngineConfig, Isolation
+from drivetrain.types.config import EngineConfig, Isolation, read_yaml
 
 
 def create_engine(
     backend: str | os.PathLike[str] | Mapping[str, object] | EngineConfig, **fields: object
 ) -> InferenceEngine:
     """Make an engine from a backend's name, a mapping, a YAML file or an :class:`EngineConfig`. Starts nothing.
+
+    The backend ``"remote"`` is an engine that another process owns, such as ``drivetrain host``. Its fields are
+    ``endpoint`` and ``key``, which ``drivetrain host`` prints. If ``key`` is missing, the environment variable
+    ``DRIVETRAIN_KEY`` is read. Any field of :class:`EngineConfig` beside them must be as in the engine's own
+    configuration, except ``timeouts``, which hold for calls from this process.
 
     Args:
         backend: ``"transformers"``; ``{"backend": "transformers", "model": …}``; ``Path("engine.yaml")`` or a string
@@ -38,8 +44,14 @@ def create_engine(
         BackendUnavailable: The engine that the backend adapts is not installed; the message says how to install it.
         InvalidConfig: A field is wrong, or the backend refuses its value or has no equivalent for it.
         UnsupportedCapability: A field needs a capability that this engine does not have here.
+        EngineStateError: Nothing listens at the ``endpoint`` of a remote engine.
+        WireError: The ``key`` of a remote engine is wrong, or its owner has another version of drivetrain.
+        DeadlineExceeded: The owner of a remote engine does not answer.
     """
-    config = _config(backend, fields)
+    given = _fields(backend, fields)
+    if given.get("backend") == REMOTE:
+        return remote_engine(given)
+    config = EngineConfig.from_mapping(given)
     check_folders(config)
     if config.python is not None and config.isolation is Isolation.INLINE:
         raise InvalidConfig(
@@ -136,9 +148,9 @@ def versions_of(cls: type[Backend]) -> dict[str, str]:
     return versions
 
 
-def _config(
+def _fields(
     backend: str | os.PathLike[str] | Mapping[str, object] | EngineConfig, fields: Mapping[str, object]
-) -> EngineConfig:
+) -> dict[str, object]:
     if isinstance(backend, EngineConfig):
         base: dict[str, object] = backend.model_dump(exclude_unset=True)
     elif isinstance(backend, Mapping):
@@ -150,7 +162,7 @@ def _config(
             field="backend",
         )
     elif isinstance(backend, os.PathLike) or backend.endswith((".yaml", ".yml")):
-        base = EngineConfig.from_yaml(Path(backend)).model_dump(exclude_unset=True)
+        base = read_yaml(Path(backend))
     else:
         base = {"backend": backend}
-    return EngineConfig.from_mapping({**base, **fields})
+    return {**base, **fields}

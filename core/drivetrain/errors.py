@@ -127,6 +127,10 @@ class EngineDied(EngineError):
     """The engine's process ended, stopped answering, or lost a child that it needs."""
 
 
+class ConnectionLost(EngineError):
+    """The connection to an engine's owner broke during a call, and was made again; the call may have taken effect."""
+
+
 class EngineBusy(EngineError):
     """Requests are in flight, and the call's arguments do not say how to handle them."""
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
+
+import torch
 
 from drivetrain import InferenceEngine, SamplingParams
 
@@ -41,3 +43,21 @@ async def _until(engine: InferenceEngine, holds: Callable[[int], bool], wanted: 
     while not holds(running := (await engine.stats()).running):
         assert now() < deadline, f"{running} samples run after {within} s; expected {wanted}"
         await asyncio.sleep(0.005)
+
+
+async def until(condition: Callable[[], bool | Awaitable[bool]]) -> None:
+    """Wait until something holds; fail after :data:`HANGING` seconds."""
+    async with asyncio.timeout(HANGING):
+        while True:
+            held = condition()
+            if held if isinstance(held, bool) else await held:
+                return
+            await asyncio.sleep(0.01)
+
+
+async def tensors_for(engine: InferenceEngine) -> dict[str, torch.Tensor]:
+    """Return random weights for every tensor that an update must bring."""
+    manifest = await engine.weight_manifest()
+    return {
+        spec.name: torch.randn(spec.shape, dtype=getattr(torch, spec.dtype)).mul_(0.05) for spec in manifest.tensors
+    }

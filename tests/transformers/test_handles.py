@@ -15,7 +15,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-import torch
 
 from drivetrain import (
     DiskSource,
@@ -38,21 +37,11 @@ from drivetrain.attached.connection import OwnerConnection
 from drivetrain.engine import listener
 from drivetrain.process.wire import from_host, read
 from drivetrain_weight_sync import WeightSync
-from engines import OpenEngine
+from engines import OpenEngine, tensors_for, until
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, logprobs=0)
 LONG = SamplingParams(max_new_tokens=900, temperature=0.0, ignore_eos=True)
 BOUND = 30.0
-
-
-async def until(condition: Callable[[], bool | Awaitable[bool]]) -> None:
-    """Wait until something holds."""
-    async with asyncio.timeout(BOUND):
-        while True:
-            held = condition()
-            if held if isinstance(held, bool) else await held:
-                return
-            await asyncio.sleep(0.01)
 
 
 @asynccontextmanager
@@ -62,13 +51,6 @@ async def attached(handle: EngineHandle) -> AsyncIterator[InferenceEngine]:
         yield engine
     finally:
         await engine.teardown()
-
-
-async def tensors_for(engine: InferenceEngine) -> dict[str, torch.Tensor]:
-    manifest = await engine.weight_manifest()
-    return {
-        spec.name: torch.randn(spec.shape, dtype=getattr(torch, spec.dtype)).mul_(0.05) for spec in manifest.tensors
-    }
 
 
 def own_threads() -> int:

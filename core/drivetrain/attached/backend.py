@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
 from collections.abc import AsyncGenerator, Callable
 from typing import cast
 
-from drivetrain.attached.connection import OwnerConnection
+from drivetrain.attached.owner import Owner
 from drivetrain.backend.base import (
     Backend,
     EngineStats,
@@ -17,10 +15,8 @@ from drivetrain.backend.base import (
     ReadMedium,
     TokenDelta,
 )
-from drivetrain.engine.shared_state import EngineFacts
-from drivetrain.errors import DrivetrainError, EngineDied, EngineError, EngineStateError
-from drivetrain.process.pulse import Pulse
-from drivetrain.process.rpc_methods import SHARED_METHODS
+from drivetrain.engine.shared_state import EngineFacts, SharedState
+from drivetrain.errors import EngineError
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.handle import EngineHandle
@@ -37,57 +33,54 @@ class AttachedBackend(Backend):
     name = "attached"
     engine_distribution = "drivetrain"
 
-    def __init__(self, handle: EngineHandle, connection: OwnerConnection, facts: EngineFacts, pulse: Pulse) -> None:
+    def __init__(self, handle: EngineHandle, facts: EngineFacts, patience: float) -> None:
         super().__init__(facts.config)
         vars(self)["name"] = facts.config.backend
         vars(self)["native_stops"] = facts.native_stops
-        self.handle = handle
         self.facts = facts
-        self._connection = connection
-        self._pulse = pulse
-        self._loop = asyncio.get_running_loop()
-        self._died: asyncio.Future[EngineError] = self._loop.create_future()
+        self.state: SharedState | None = None
+        """The engine's newest state."""
+        self.on_state: Callable[[SharedState], None] | None = None
+        """Called with each later state; set once the engine has started."""
+        self.owner = Owner(handle, facts, self._take_state)
+        self._patience = patience
 
     @classmethod
     def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
         raise NotImplementedError("an attached engine's capabilities are its owner's")
 
     async def start(self, report: Callable[[str], None]) -> ModelInfo:
+        report("connecting")
+        await self.owner.start(self._patience)
         return self.facts.model
+
+    def _take_state(self, state: SharedState) -> None:
+        self.state = state
+        if self.on_state is not None:
+            self.on_state(state)
 
     async def close(self) -> None:
         """Detach; the engine goes on without this holder."""
-        self._connection.fail(functools.partial(EngineStateError, "this engine was detached", state="closed"))
-        self._connection.close()
-        await asyncio.to_thread(self._pulse.stop)
+        await self.owner.close()
 
     @property
     def pid(self) -> int | None:
         return self.facts.pid
 
     async def died(self) -> EngineError:
-        return await asyncio.shield(self._died)
-
-    def lost(self, reason: str) -> None:
-        """Fail every waiting call: the owner is gone."""
-        if self._died.done():
-            return
-        error = functools.partial(EngineDied, f"the owner of the engine at {self.handle.address} {reason}")
-        self._died.set_result(error())
-        self._connection.fail(cast(Callable[[], DrivetrainError], error))
-        self._connection.abort()
+        return await self.owner.died()
 
     # Calls -----------------------------------------------------------------------------------------------------------
 
     async def call(self, name: str, *arguments: object) -> object:
         """Call a method of :class:`~drivetrain.process.shared_engine.SharedEngine`."""
-        return await self._connection.call(SHARED_METHODS[name], arguments)
+        return await self.owner.call(name, *arguments)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         return cast(GenerateResult, await self.call("generate", request))
 
     def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-        return cast(AsyncGenerator[TokenDelta, None], self._connection.stream(SHARED_METHODS["stream"], (request,)))
+        return cast(AsyncGenerator[TokenDelta, None], self.owner.stream("stream", request))
 
     async def read_media(self, media: tuple[MediaInput, ...]) -> list[ReadMedium]:
         return cast(list[ReadMedium], await self.call("read_media", media))

@@ -7,11 +7,13 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable
-from typing import cast
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar, cast
 
 from drivetrain.backend.toolkit.deadlines import deadline
 from drivetrain.engine.shared_state import FACTS, STATE, EngineFacts, SharedState
-from drivetrain.errors import DrivetrainError, EngineDied, EngineStateError, WireError
+from drivetrain.errors import ConnectionLost, DeadlineExceeded, DrivetrainError, EngineStateError, WireError
 from drivetrain.process.handshake import check_version, drivetrain_version
 from drivetrain.process.proof import new_nonce, proof, proves
 from drivetrain.process.pulse import Pulse
@@ -81,35 +83,61 @@ def attach_message(key: str, their_nonce: bytes, nonce: bytes, pulse_of: int) ->
     return Attach(WIRE_VERSION, drivetrain_version(), nonce, proof_, pulse_of, name)
 
 
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """A connection to an engine's owner, with its pulse."""
+
+    connection: OwnerConnection
+    facts: EngineFacts
+    pulse: Pulse
+
+    async def close(self) -> None:
+        """Close the connection and end the pulse."""
+        self.connection.close()
+        await asyncio.to_thread(self.pulse.stop)
+
+
 async def connect(
     handle: EngineHandle,
     on_state: Callable[[SharedState], None],
     on_lost: Callable[[str], None],
     patience: float,
-) -> tuple[OwnerConnection, EngineFacts, Pulse]:
-    """Connect to an engine's owner; return the connection, what the engine is, and the pulse.
+) -> Connected:
+    """Connect to an engine's owner.
+
+    Args:
+        handle: Where it listens, and its key.
+        on_state: Called with the engine's state, now and at each change.
+        on_lost: Called in the event loop with the reason when the connection breaks or the pulse stops.
+        patience: Seconds to connect within.
 
     Raises:
         EngineStateError: Nothing listens there, or the engine is not open.
         WireError: The key is wrong, or the owner speaks another version.
+        ConnectionLost: The connection broke during the handshake.
         DeadlineExceeded: The owner does not answer within ``patience`` seconds.
     """
     loop = asyncio.get_running_loop()
+    connection: OwnerConnection
+
+    def lost(reason: str) -> None:
+        if not connection.attached.done():
+            connection.fail(partial(ConnectionLost, f"the owner of the engine at {handle.address} {reason}"))
+        on_lost(reason)
 
     def make() -> OwnerConnection:
-        return OwnerConnection(handle.key, on_state, on_lost)
+        nonlocal connection
+        connection = OwnerConnection(handle.key, on_state, lost)
+        return connection
 
     async with deadline(patience, f"the engine at {handle.address} to answer"):
         try:
             if handle.path is not None:
-                _, connection = await loop.create_unix_connection(make, handle.path)
+                await loop.create_unix_connection(make, handle.path)
             else:
-                _, connection = await loop.create_connection(make, *handle.tcp)
+                await loop.create_connection(make, *handle.tcp)
         except (OSError, ValueError) as error:  # ValueError: no path or host name at all
-            raise EngineStateError(
-                f"no engine listens at {handle.address}: {error}; it was closed, or its owner has ended",
-                state="closed",
-            ) from error
+            raise nothing_listens(handle, error) from error
         try:
             attached = await connection.attached
             facts = cast(EngineFacts, FACTS.decode(attached.description))
@@ -118,37 +146,112 @@ async def connect(
             connection.abort()
             raise
 
-    def lost(reason: str) -> None:
+    def pulse_lost(reason: str) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(on_lost, reason)
 
-    pulse = Pulse(pulse_socket, min(1.0, facts.config.timeouts.heartbeat / 4), facts.config.timeouts.heartbeat, lost)
+    heartbeat = facts.config.timeouts.heartbeat
+    pulse = Pulse(pulse_socket, min(1.0, heartbeat / 4), heartbeat, pulse_lost)
     pulse.start()
-    return connection, facts, pulse
+    return Connected(connection, facts, pulse)
+
+
+def nothing_listens(handle: EngineHandle, error: Exception) -> EngineStateError:
+    """Make the error of an address at which no connection was made."""
+    return EngineStateError(
+        f"no engine listens at {handle.address}: {error}; it was closed, or its owner has ended", state="closed"
+    )
+
+
+def fetch_facts(handle: EngineHandle, patience: float) -> EngineFacts:
+    """Ask an engine's owner what the engine is, and disconnect. Blocks.
+
+    Raises:
+        DrivetrainError: as for :func:`connect`.
+    """
+    nonce = new_nonce()
+    try:
+        with _open(handle, patience) as connected:
+            hello = _hello(connected, handle)
+            connected.sendall(b"".join(frame(attach_message(handle.key, hello.nonce, nonce, 0))))
+            attached = _receive(connected, Attached, handle)
+    except TimeoutError:
+        waited = f"waited {patience:g} s for the engine at {handle.address} to answer"
+        hint = "; if its owner runs in this event loop, which waits here, use 'await attach(handle)'" * _in_a_loop()
+        raise DeadlineExceeded(waited + hint) from None
+    except OSError as error:
+        raise _broke(handle, error) from error
+    if not proves(attached.proof, handle.key, "owner", nonce, hello.nonce):
+        raise WireError("what answers at the handle's address does not know its key")
+    return cast(EngineFacts, FACTS.decode(attached.description))
+
+
+def _in_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _open(handle: EngineHandle, patience: float) -> socket.socket:
+    try:
+        if handle.path is None:
+            return socket.create_connection(handle.tcp, timeout=patience)
+        connected = socket.socket(socket.AF_UNIX)
+        try:
+            connected.settimeout(patience)
+            connected.connect(handle.path)
+        except BaseException:
+            connected.close()
+            raise
+    except TimeoutError:
+        raise
+    except (OSError, ValueError) as error:
+        raise nothing_listens(handle, error) from error
+    return connected
+
+
+_M = TypeVar("_M", Hello, Attached)
+
+
+def _hello(connected: socket.socket, handle: EngineHandle) -> Hello:
+    hello = _receive(connected, Hello, handle)
+    check_version("the engine's owner", hello.wire_version, hello.drivetrain)
+    return hello
+
+
+def _receive(connected: socket.socket, expected: type[_M], handle: EngineHandle) -> _M:
+    """Read one message from a blocking socket."""
+    frames = FrameReader(HANDSHAKE_LIMIT)
+    while not (payloads := frames.feed(received := connected.recv(1 << 16))):
+        if not received:
+            raise ConnectionLost(f"the owner of the engine at {handle.address} closed the connection at once")
+    message = read(from_host, payloads[0])
+    if isinstance(message, Failure):
+        raise exception(message)
+    if not isinstance(message, expected):
+        raise WireError(f"a {type(message).__name__} came where a {expected.__name__} is expected")
+    return message
+
+
+def _broke(handle: EngineHandle, error: OSError) -> ConnectionLost:
+    return ConnectionLost(f"the connection to the engine at {handle.address} broke during the handshake: {error}")
 
 
 def _pulse_socket(handle: EngineHandle, holder: int, patience: float) -> socket.socket:
     """Connect a second socket, and let it be this holder's pulse."""
     try:
-        if handle.path is not None:
-            connected = socket.socket(socket.AF_UNIX)
-            connected.settimeout(patience)
-            connected.connect(handle.path)
-        else:
-            connected = socket.create_connection(handle.tcp, timeout=patience)
-        frames = FrameReader()
-        while not (payloads := frames.feed(received := connected.recv(1 << 16))):
-            if not received:
-                raise EngineDied("the engine's owner closed the connection during the handshake")
-        message = read(from_host, payloads[0])
-        if isinstance(message, Failure):
-            raise exception(message)
-        if not isinstance(message, Hello):
-            raise WireError(f"a {type(message).__name__} came where a Hello is expected")
-        connected.sendall(b"".join(frame(attach_message(handle.key, message.nonce, new_nonce(), holder))))
+        connected = _open(handle, patience)
+        try:
+            hello = _hello(connected, handle)
+            connected.sendall(b"".join(frame(attach_message(handle.key, hello.nonce, new_nonce(), holder))))
+        except BaseException:
+            connected.close()
+            raise
     except OSError as error:
-        raise EngineDied(f"the engine's owner was lost during the handshake: {error}") from error
+        raise _broke(handle, error) from error
     return connected
 
 
-__all__ = ["OwnerConnection", "connect"]
+__all__ = ["Connected", "OwnerConnection", "connect", "fetch_facts"]

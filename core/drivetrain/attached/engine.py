@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-from typing import Final, Self
+import asyncio
+from collections.abc import Callable
+from typing import Final
 
 from drivetrain.attached.backend import AttachedBackend
-from drivetrain.attached.connection import connect
+from drivetrain.attached.connection import fetch_facts
 from drivetrain.attached.parts import (
     AttachedAdapters,
     AttachedCommunicators,
     AttachedController,
     AttachedGeneration,
     AttachedLoadedAdapters,
+    AttachedModel,
     AttachedPauses,
     AttachedUpdates,
     AttachedWeights,
@@ -24,13 +26,14 @@ from drivetrain.engine.shared_state import EngineFacts, SharedState, this_machin
 from drivetrain.engine.validation import check_seconds
 from drivetrain.errors import EngineStateError, InvalidRequest
 from drivetrain.types.capability import Capability
-from drivetrain.types.config import Isolation
+from drivetrain.types.config import EngineConfig, Isolation
 from drivetrain.types.handle import EngineHandle
 
-_logger = logging.getLogger("drivetrain.engine")
-_PATIENCE_S: Final = 30.0
+PATIENCE_S: Final = 30.0
+"""Seconds to connect within, if not given."""
 _KINDS: Final = PartKinds(
     controller=AttachedController,
+    model=AttachedModel,
     loaded_adapters=AttachedLoadedAdapters,
     pauses=AttachedPauses,
     weights=AttachedWeights,
@@ -42,26 +45,47 @@ _KINDS: Final = PartKinds(
 
 
 class AttachedEngine(InferenceEngine):
-    """An engine that another process owns: the same page. Made by :func:`attach`.
+    """An engine that another process owns: the same page. Made by :func:`attach`, or by ``create_engine("remote")``.
 
     Prompts are tokenised and texts cut in this process; states, gates and versions are the owner's. ``teardown``
     detaches: the engine goes on. Sessions are this holder's own.
+
+    Args:
+        facts: The engine, as its owner described it.
+        backend: Calls the owner.
+        config: The engine's configuration with this process's deadlines; None: the owner's.
     """
 
-    def __init__(self, facts: EngineFacts, backend: AttachedBackend) -> None:
+    def __init__(self, facts: EngineFacts, backend: AttachedBackend, config: EngineConfig | None = None) -> None:
+        config = config or facts.config
         capabilities = frozenset(one for one in Capability if one.value in facts.capabilities)
         if facts.machine != this_machine():
             capabilities -= {Capability.WEIGHTS_SHARED_MEMORY, Capability.WEIGHTS_CUDA_IPC}
         super().__init__(
-            facts.config,
+            config,
             backend,
             capabilities=capabilities,
             isolation=Isolation.PROCESS,
             versions=dict(facts.versions),
         )
-        self.parts = _KINDS.build(facts.config, backend, capabilities)
+        self.parts = _KINDS.build(config, backend, capabilities)
 
-    def adopt(self, state: SharedState) -> None:
+    async def start(self, progress: Callable[[str], None] | None = None) -> None:
+        """Connect to the engine's owner.
+
+        Raises:
+            EngineStateError: The engine was closed, or its owner has ended.
+            EngineDied: Another engine listens at the handle's address by now.
+            WireError: The key is wrong, or the owner has another version of drivetrain.
+            DeadlineExceeded: The owner does not answer in time.
+        """
+        await super().start(progress)
+        backend = self._backend
+        backend.on_state = self._adopt
+        assert backend.state is not None
+        self._adopt(backend.state)
+
+    def _adopt(self, state: SharedState) -> None:
         """Take the state that the owner reported."""
         parts = self.parts
         assert isinstance(parts.controller, AttachedController)
@@ -70,10 +94,10 @@ class AttachedEngine(InferenceEngine):
         parts.weights.publish(state.version)
         parts.controller.adopt(state.status)
 
-    def lose(self, reason: str) -> None:
-        """Fail every waiting call: the owner is gone."""
+    @property
+    def _backend(self) -> AttachedBackend:
         assert isinstance(self.parts.backend, AttachedBackend)
-        self.parts.backend.lost(reason)
+        return self.parts.backend
 
     async def handle(
         self, listen: str | None = None, *, key: str | None = None, announce: str | None = None
@@ -84,11 +108,7 @@ class AttachedEngine(InferenceEngine):
                 "only the owner of an engine listens for holders; this process is attached to it",
                 state=self.state.value,
             )
-        assert isinstance(self.parts.backend, AttachedBackend)
-        return self.parts.backend.handle
-
-    async def __aenter__(self) -> Self:
-        return self
+        return self._backend.owner.handle
 
 
 async def attach(handle: EngineHandle, *, timeout: float | None = None) -> AttachedEngine:
@@ -106,39 +126,11 @@ async def attach(handle: EngineHandle, *, timeout: float | None = None) -> Attac
     """
     if not isinstance(handle, EngineHandle):
         raise InvalidRequest(f"handle={shown(handle)}: expected what engine.handle() returns", field="handle")
-    patience = check_seconds(timeout, _PATIENCE_S)
-    news = _News()
-    connection, facts, pulse = await connect(handle, news.take_state, news.take_loss, patience)
-    engine = AttachedEngine(facts, AttachedBackend(handle, connection, facts, pulse))
+    patience = check_seconds(timeout, PATIENCE_S)
+    facts = await asyncio.to_thread(fetch_facts, handle, patience)
+    engine = AttachedEngine(facts, AttachedBackend(handle, facts, patience))
     await engine.start()
-    news.pass_to(engine)
     return engine
-
-
-class _News:
-    """Keeps the owner's newest state, and its loss, until there is an engine to pass them to."""
-
-    def __init__(self) -> None:
-        self._engine: AttachedEngine | None = None
-        self._state: SharedState | None = None
-        self._loss = ""
-
-    def take_state(self, state: SharedState) -> None:
-        self._state = state
-        if self._engine is not None:
-            self._engine.adopt(state)
-
-    def take_loss(self, reason: str) -> None:
-        self._loss = reason
-        if self._engine is not None:
-            self._engine.lose(reason)
-
-    def pass_to(self, engine: AttachedEngine) -> None:
-        self._engine = engine
-        if self._state is not None:
-            engine.adopt(self._state)
-        if self._loss:
-            engine.lose(self._loss)
 
 
 __all__ = ["AttachedEngine", "attach"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import cast
 
@@ -14,14 +15,17 @@ from drivetrain.engine.communicators import Communicators
 from drivetrain.engine.controller import Controller
 from drivetrain.engine.generation import Generation
 from drivetrain.engine.loaded_adapters import LoadedAdapters, LoadedLora
+from drivetrain.engine.model import StartedModel
 from drivetrain.engine.pause_and_sleep import PauseAndSleep
 from drivetrain.engine.served_weights import ServedWeights
 from drivetrain.engine.states import EngineState, EngineStatus
 from drivetrain.engine.validation import absolute_path, check_seconds
-from drivetrain.engine.weight_transaction import WeightTransaction
+from drivetrain.engine.weight_transaction import WeightTransaction, as_transfer_error
 from drivetrain.engine.weight_updates import WeightUpdates
 from drivetrain.errors import DrivetrainError
 from drivetrain.process.shared_engine import AppliedUpdate
+from drivetrain.text.tokenizer import Tokenizer
+from drivetrain.text.tokenizer_files import is_here, load_tokenizer
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.weights import (
@@ -36,8 +40,13 @@ from drivetrain.types.weights import (
 
 
 async def ask(part: Controller, backend: object, seconds: float | None, name: str, *arguments: object) -> object:
-    """Call the owner, which keeps the deadline itself and knows more to say; this one is a little later."""
+    """Call the owner, which keeps the deadline itself and knows more to say; this one is a little later.
+
+    Raises:
+        EngineStateError: The engine is not started, failed or closed.
+    """
     assert isinstance(backend, AttachedBackend)
+    part.status.require_open(f"{name}()")
     timeouts = part.config.timeouts
     async with deadline((seconds or timeouts.control) + timeouts.close, f"the engine's owner to answer {name}"):
         return await backend.call(name, *arguments)
@@ -67,6 +76,23 @@ class AttachedController(Controller):
     def holds_requests(self) -> bool:
         self.status.require_open("a waiting request")
         return False
+
+
+class AttachedModel(StartedModel):
+    """Takes the tokenizer's files from the owner where this process does not have them."""
+
+    async def start(self, report: Callable[[str], None]) -> None:
+        assert isinstance(self.backend, AttachedBackend)
+        info = await self.backend.start(report)
+        report("loading the tokenizer")
+        config = self.controller.config
+        if is_here(config):
+            tokenizer = await asyncio.to_thread(Tokenizer.load, config)
+        else:
+            async with deadline(config.timeouts.control, "the engine's owner to send the tokenizer"):
+                files = cast("dict[str, bytes]", await self.backend.call("tokenizer_files"))
+            tokenizer = await asyncio.to_thread(load_tokenizer, config, files)
+        self.take(tokenizer, info)
 
 
 class AttachedLoadedAdapters(LoadedAdapters):
@@ -170,17 +196,24 @@ class AttachedTransaction(WeightTransaction):
 class AttachedUpdates(WeightUpdates):
     """Asks the owner to prepare and run updates."""
 
-    _at_owner: WeightUpdateRequest | None = None
-    """The request that the owner has prepared."""
+    _at_owner: tuple[WeightUpdateRequest, int] | None = None
+    """The request that the owner has prepared, and the number of the connection that it was prepared over."""
+
+    def _has_prepared(self, request: WeightUpdateRequest) -> bool:
+        return self._at_owner is not None and self._at_owner[0] is request and self._at_owner[1] == self._connections()
+
+    def _connections(self) -> int:
+        assert isinstance(self.backend, AttachedBackend)
+        return self.backend.owner.connections
 
     async def prepare(self, request: WeightUpdateRequest) -> None:
         self.require_update_of_all(request.source.kind)
         self._at_owner = None
         await self._ask("prepare_weight_update", _from_here(request))
-        self._at_owner = request
+        self._at_owner = request, self._connections()
 
     async def forget(self, request: WeightUpdateRequest) -> None:
-        if self._at_owner is request:
+        if self._has_prepared(request):
             self._at_owner = None
             await self._ask("forget_weight_update")
 
@@ -193,7 +226,7 @@ class AttachedUpdates(WeightUpdates):
         self, request: WeightUpdateRequest, *, at_once: bool = False
     ) -> AsyncGenerator[WeightTransaction, None]:
         self.require_update_of_all(request.source.kind)
-        given = None if self._at_owner is request else _from_here(request)
+        given = None if self._has_prepared(request) else _from_here(request)
         self._at_owner = None
         transaction = AttachedTransaction(self.controller, self.backend, request)
         if at_once:
@@ -209,6 +242,8 @@ class AttachedUpdates(WeightUpdates):
                 await self._ask("break_off_update", f"{type(error).__name__}: {error}")
             except DrivetrainError as lost:
                 error.add_note(f"the update could not be broken off: {lost}")
+            if isinstance(error, Exception) and not isinstance(error, DrivetrainError):
+                raise as_transfer_error(request.version, error) from error
             raise
 
     async def _ask(self, name: str, *arguments: object) -> object:
@@ -247,6 +282,7 @@ __all__ = [
     "AttachedController",
     "AttachedGeneration",
     "AttachedLoadedAdapters",
+    "AttachedModel",
     "AttachedPauses",
     "AttachedUpdates",
     "AttachedWeights",

@@ -19,10 +19,16 @@ from drivetrain.cli.backends import backends
 from drivetrain.cli.doctor import doctor
 from drivetrain.cli.extensions import add_extensions
 from drivetrain.cli.generate import generate
+from drivetrain.cli.host import host
 from drivetrain.cli.output import err, out, print_error
 from drivetrain.errors import DrivetrainError
 
-BUILT_IN: Final[dict[str, Callable[..., None]]] = {"backends": backends, "doctor": doctor, "generate": generate}
+BUILT_IN: Final[dict[str, Callable[..., None]]] = {
+    "backends": backends,
+    "doctor": doctor,
+    "generate": generate,
+    "host": host,
+}
 
 
 @dataclass

@@ -9,20 +9,17 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-import yaml
 from rich.text import Text
 
-from drivetrain.checks.pydantic_errors import shown_name
+from drivetrain.cli.configuration import DEFAULT_BACKEND, configuration
 from drivetrain.cli.output import out, print_json, progress
 from drivetrain.create import create_engine
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.validation import check_params_supported, check_sampling_params
-from drivetrain.types.config import EngineConfig, Isolation
+from drivetrain.types.config import Isolation
 from drivetrain.types.outputs import Completion
 from drivetrain.types.prompts import ChatPrompt, Message, Prompt, TextPrompt
 from drivetrain.types.sampling import SamplingParams
-
-DEFAULT_BACKEND = "transformers"
 
 
 def generate(
@@ -74,7 +71,7 @@ def generate(
     params |= {"stop": tuple(stop)} if stop else {}
     params |= {"seed": seed} if seed is not None else {}
     params |= {"logprobs": logprobs} if logprobs is not None else {}
-    engine = create_engine(_configuration(config, settings or [], backend, model, isolation))
+    engine = create_engine(configuration(config, settings or [], backend, model, isolation))
     checked = check_sampling_params(params)  # before the model loads, which may take minutes
     check_params_supported(checked, engine.config, engine.capabilities)
     completions = asyncio.run(_run(engine, wanted, checked, stream))
@@ -110,29 +107,6 @@ def _prompts_of_stdin() -> list[str]:
     if not texts:
         raise typer.BadParameter("stdin holds no prompt; pipe one per line", param_hint="PROMPT...")
     return texts
-
-
-def _configuration(
-    file: Path | None, settings: list[str], backend: str | None, model: str | None, isolation: Isolation | None
-) -> EngineConfig:
-    fields: dict[str, object] = EngineConfig.from_yaml(file).model_dump(exclude_unset=True) if file else {}
-    for setting in settings:
-        name, equals, value = setting.partition("=")
-        if not equals or not name:
-            raise typer.BadParameter("a --set is not FIELD=VALUE: it has no '='", param_hint="--set")
-        try:
-            fields[name] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            why = getattr(error, "problem", None) or type(error).__name__
-            raise typer.BadParameter(
-                f"the value of {shown_name(name)!r} is not YAML: {why}", param_hint="--set"
-            ) from None
-    given = {"backend": backend, "model": model, "isolation": isolation}
-    fields |= {name: value for name, value in given.items() if value is not None}
-    fields.setdefault("backend", DEFAULT_BACKEND)
-    if "model" not in fields:
-        raise typer.BadParameter("say which model: --model DIR_OR_ID, or --config FILE", param_hint="--model")
-    return EngineConfig.from_mapping(fields)
 
 
 def _show(texts: list[str], completions: list[Completion]) -> None:

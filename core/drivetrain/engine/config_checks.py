@@ -28,6 +28,16 @@ def check_folders(config: EngineConfig) -> None:
             )
 
 
+def absolute_folders(config: EngineConfig) -> dict[str, str]:
+    """Return the fields that name folders by a relative path, made absolute: for a process with another directory."""
+    named = {"model": config.model, "tokenizer": config.tokenizer}
+    return {
+        field: str(Path(value).expanduser().absolute())
+        for field, value in named.items()
+        if value is not None and _is_folder(field, value)
+    }
+
+
 def _is_folder(field: str, value: str) -> bool:
     try:
         return Path(value).expanduser().is_dir()

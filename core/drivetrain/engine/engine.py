@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
@@ -23,6 +24,7 @@ from drivetrain.engine.api.lora import LoraCalls
 from drivetrain.engine.api.openai_api import OpenAICalls
 from drivetrain.engine.api.sessions import SessionCalls
 from drivetrain.engine.api.sharing import SharingCalls
+from drivetrain.engine.config_checks import absolute_folders
 from drivetrain.engine.death_reports import report_death
 from drivetrain.engine.listener import EngineListener
 from drivetrain.engine.parts import PartKinds
@@ -56,6 +58,7 @@ class InferenceEngine(Conveniences, OpenAICalls, SessionCalls, LoraCalls, Sharin
         self.isolation = isolation
         self.versions = versions
         self.parts = PartKinds().build(config, backend, capabilities)
+        self._instance = secrets.token_hex(8)
         self._backend_closed = False
         self._death_watch: asyncio.Task[None] | None = None
 
@@ -119,13 +122,14 @@ class InferenceEngine(Conveniences, OpenAICalls, SessionCalls, LoraCalls, Sharin
         if self.isolation is Isolation.INLINE:  # memory that this process cannot map, others can
             capabilities |= type(self.parts.backend).capabilities(self.config) & {Capability.WEIGHTS_CUDA_IPC}
         return EngineFacts(
-            config=self.config.model_copy(update={"endpoint_api_key": None}),
+            config=self.config.model_copy(update={"endpoint_api_key": None, **absolute_folders(self.config)}),
             capabilities=frozenset(capability.value for capability in capabilities),
             native_stops=self.parts.backend.native_stops,
             versions=self.versions,
             model=self.model_info,
             pid=self.host_pid or os.getpid(),
             machine=this_machine(),
+            instance=self._instance,
         )
 
     async def _close_backend(self) -> None:

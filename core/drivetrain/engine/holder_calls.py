@@ -14,6 +14,7 @@ from drivetrain.engine.samples import Sample, Samples
 from drivetrain.engine.weight_transaction import WeightTransaction
 from drivetrain.errors import DrivetrainError, EngineBusy, EngineStateError, WeightTransferFailed
 from drivetrain.process.shared_engine import AppliedUpdate, SharedEngine
+from drivetrain.text.tokenizer_files import read_tokenizer_files
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.prompts import MediaInput
@@ -55,6 +56,11 @@ class HolderCalls(SharedEngine):
         self._update: AbstractAsyncContextManager[WeightTransaction] | None = None
         self._transaction: WeightTransaction | None = None
         self._applying: set[asyncio.Task[AppliedUpdate]] = set()
+
+    # Tokenizer ---------------------------------------------------------------------------------------------------
+
+    async def tokenizer_files(self) -> dict[str, bytes]:
+        return await asyncio.to_thread(read_tokenizer_files, self.parts.controller.config)
 
     # Generation --------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,8 @@ from drivetrain.checks.safe_repr import shown
 from drivetrain.engine.holder_calls import Claims, HolderCalls
 from drivetrain.engine.parts import Parts
 from drivetrain.engine.shared_state import FACTS, STATE, EngineFacts, SharedState
-from drivetrain.errors import EngineStateError, InvalidConfig, WireError
+from drivetrain.engine.states import EngineState
+from drivetrain.errors import EngineDied, EngineError, EngineStateError, InvalidConfig, WireError
 from drivetrain.process.handshake import check_version, hello
 from drivetrain.process.proof import LONGEST_KEY, new_nonce, proof, proves
 from drivetrain.process.pulse import PulseWatch
@@ -120,8 +121,11 @@ class EngineListener:
         """Stop listening and disconnect every holder."""
         for server in self._servers:
             server.close()
+        status = self.parts.controller.status
+        failed = status.state is EngineState.FAILED
+        error = EngineDied(status.why) if failed else EngineStateError("the engine's owner closed it", state="closed")
         for connection in (*self.holders.values(), *self.unknown):
-            connection.drop("the engine's owner closed it")
+            connection.drop(error)
         while self.holders:
             await asyncio.wait([holder.undone for holder in self.holders.values()])
         self.parts.controller.unsubscribe(self._changed)
@@ -153,9 +157,9 @@ class HolderConnection(RpcServer):
         self._alarm = self._loop.call_later(UNKNOWN_S, self.lost, "did not prove the key in time")
         self._writes.put(msgspec.structs.replace(hello(), nonce=self._nonce))
 
-    def drop(self, reason: str) -> None:
-        """Disconnect the holder."""
-        self._writes.put(failure(0, EngineStateError(reason, state="closed")))
+    def drop(self, error: EngineError) -> None:
+        """Disconnect the holder, whose calls get ``error``."""
+        self._writes.put(failure(0, error))
         self._writes.flush()
         self._transport.close()
 

@@ -28,8 +28,13 @@ class StartedModel:
     async def start(self, report: Callable[[str], None]) -> None:
         """Load the tokenizer and start the backend."""
         report("loading the tokenizer")
-        self._tokenizer = await asyncio.to_thread(Tokenizer.load, self.controller.config)
-        self._info = self.with_all_eos_ids(await self.backend.start(report))
+        tokenizer = await asyncio.to_thread(Tokenizer.load, self.controller.config)
+        self.take(tokenizer, await self.backend.start(report))
+
+    def take(self, tokenizer: Tokenizer, info: ModelInfo) -> None:
+        """Take the tokenizer and what the backend said of the model."""
+        self._tokenizer = tokenizer
+        self._info = self.with_all_eos_ids(info)
         self._builder = self.new_builder()
 
     def with_all_eos_ids(self, info: ModelInfo) -> ModelInfo:

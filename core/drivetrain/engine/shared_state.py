@@ -25,6 +25,8 @@ class EngineFacts:
     """Process id of the engine's host process."""
     machine: str
     """Identifies the running machine: memory can be shared only within it."""
+    instance: str
+    """Identifies this engine among all: another one may listen at the same address later."""
 
 
 @dataclass(frozen=True, slots=True)

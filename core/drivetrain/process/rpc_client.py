@@ -93,6 +93,11 @@ class RpcClient(asyncio.Protocol):
         for stream in streams.values():
             stream.end(error())
 
+    @property
+    def refusal(self) -> DrivetrainError | None:
+        """Why calls are refused; None while they are not."""
+        return None if self._refusal is None else self._refusal()
+
     def close(self) -> None:
         """Close the socket once what was sent is written."""
         self._on_lost = _ignore

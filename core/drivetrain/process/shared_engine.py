@@ -26,6 +26,12 @@ class AppliedUpdate:
 class SharedEngine(ABC):
     """One engine, as one of its holders calls it. Each method does what the engine page's method of that name does."""
 
+    # Tokenizer ---------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def tokenizer_files(self) -> dict[str, bytes]:
+        """Return the contents of the tokenizer's files by name, for a holder that does not have them."""
+
     # Generation --------------------------------------------------------------------------------------------------
 
     @abstractmethod

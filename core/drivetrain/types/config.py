@@ -287,24 +287,32 @@ class EngineConfig(BaseModel):
         Raises:
             InvalidConfig: The file cannot be read, is not a mapping, or has a wrong field.
         """
-        import yaml
+        return cls.from_mapping(read_yaml(path))
 
-        try:
-            loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError, TypeError, RecursionError) as error:  # not UTF-8; NUL in the path; not a path
-            raise InvalidConfig(f"cannot read the engine configuration {shown(path)}: {error}") from error
-        except yaml.YAMLError as error:
-            # YAML's own message quotes the line, which may hold a key.
-            mark = getattr(error, "problem_mark", None)
-            place = f"line {mark.line + 1}: " if mark is not None else ""
-            why = getattr(error, "problem", None) or type(error).__name__
-            raise InvalidConfig(f"cannot read the engine configuration {os.fspath(path)!r}: {place}{why}") from None
-        if not isinstance(loaded, dict):
-            raise InvalidConfig(
-                f"{os.fspath(path)!r} holds a {type(loaded).__name__}; "
-                "expected a mapping such as 'backend: transformers'"
-            )
-        return cls.from_mapping(loaded)
+
+def read_yaml(path: str | os.PathLike[str]) -> dict[str, object]:
+    """Read the mapping that a YAML file holds.
+
+    Raises:
+        InvalidConfig: The file cannot be read, or is not a mapping.
+    """
+    import yaml
+
+    try:
+        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError, RecursionError) as error:  # not UTF-8; NUL in the path; not a path
+        raise InvalidConfig(f"cannot read the engine configuration {shown(path)}: {error}") from error
+    except yaml.YAMLError as error:
+        # YAML's own message quotes the line, which may hold a key.
+        mark = getattr(error, "problem_mark", None)
+        place = f"line {mark.line + 1}: " if mark is not None else ""
+        why = getattr(error, "problem", None) or type(error).__name__
+        raise InvalidConfig(f"cannot read the engine configuration {os.fspath(path)!r}: {place}{why}") from None
+    if not isinstance(loaded, dict):
+        raise InvalidConfig(
+            f"{os.fspath(path)!r} holds a {type(loaded).__name__}; expected a mapping such as 'backend: transformers'"
+        )
+    return {str(name): value for name, value in loaded.items()}
 
 
 def invalid_config(error: ValidationError, model: type[BaseModel]) -> InvalidConfig:

@@ -1,0 +1,188 @@
+"""The owner of an attached engine, as a holder reaches it: one connection, made again when it breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Final
+
+from drivetrain.attached.connection import Connected, connect
+from drivetrain.engine.shared_state import EngineFacts, SharedState
+from drivetrain.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    DrivetrainError,
+    EngineDied,
+    EngineError,
+    EngineStateError,
+    WireError,
+)
+from drivetrain.process.rpc_methods import SHARED_METHODS
+from drivetrain.types.handle import EngineHandle
+
+_logger = logging.getLogger("drivetrain.engine")
+_FIRST_PAUSE_S: Final = 0.05
+_LONGEST_PAUSE_S: Final = 1.0
+REPEATED: Final = frozenset(
+    {"stats", "tokenizer_files", "weight_manifest", "get_weights_by_name", "validate_weights", "read_media", "embed"}
+    | {"reward_score"}
+)
+"""Calls that change nothing, so that they are sent again when the connection broke."""
+
+
+class Owner:
+    """Calls the owner of one engine. Bound to the event loop that :meth:`start` runs in.
+
+    When the connection breaks, it is made again within ``timeouts.heartbeat``; calls wait meanwhile. Calls that were
+    under way then raise :class:`ConnectionLost`, unless they change nothing: those are sent again. If no connection can
+    be made, or another engine answers, every call raises :class:`EngineDied`.
+
+    Args:
+        handle: Where the owner listens, and its key.
+        facts: The engine that is expected there.
+        on_state: Called with the engine's state at each connection and change.
+    """
+
+    def __init__(self, handle: EngineHandle, facts: EngineFacts, on_state: Callable[[SharedState], None]) -> None:
+        self.handle = handle
+        self.facts = facts
+        self.connections = 0
+        """Number of connections so far. The owner has dropped everything that it held for an earlier one."""
+        self._on_state = on_state
+        self._patience = facts.config.timeouts.heartbeat
+        self._connected: Connected | None = None
+        self._back: asyncio.Future[None] | None = None
+        """While a broken connection is made again: done when it is, or when that has failed."""
+        self._reconnecting: asyncio.Task[None] | None = None
+        self._closing = False
+        self._died: asyncio.Future[EngineError] | None = None
+
+    async def start(self, patience: float) -> None:
+        """Connect within ``patience`` seconds.
+
+        Raises:
+            DrivetrainError: as for :func:`connect`.
+            EngineDied: Another engine listens there by now.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._died = self._loop.create_future()
+        self._connected = await self._connect(patience)
+
+    async def _connect(self, patience: float) -> Connected:
+        number = self.connections + 1
+
+        def lost(reason: str) -> None:
+            if number == self.connections:
+                self._lost(reason)
+
+        self.connections = number
+        connected = await connect(self.handle, self._on_state, lost, patience)
+        if connected.facts.instance != self.facts.instance:
+            await connected.close()
+            raise EngineDied(f"another engine answers at {self.handle.address} now; attach to it")
+        return connected
+
+    async def died(self) -> EngineError:
+        """Wait until the owner is gone, and return the error that says so."""
+        assert self._died is not None
+        return await asyncio.shield(self._died)
+
+    # Calls -----------------------------------------------------------------------------------------------------------
+
+    async def call(self, name: str, *arguments: object) -> object:
+        """Call a method of :class:`~drivetrain.process.shared_engine.SharedEngine`."""
+        while True:
+            connected = await self._usable(name)
+            try:
+                return await connected.connection.call(SHARED_METHODS[name], arguments)
+            except ConnectionLost:
+                if name not in REPEATED:
+                    raise
+
+    async def stream(self, name: str, *arguments: object) -> AsyncGenerator[object, None]:
+        """Call a method that yields."""
+        connected = await self._usable(name)
+        async with aclosing(connected.connection.stream(SHARED_METHODS[name], arguments)) as items:
+            async for item in items:
+                yield item
+
+    async def _usable(self, name: str) -> Connected:
+        if self._back is not None:
+            await asyncio.shield(self._back)
+        if self._connected is None:
+            raise EngineStateError(
+                f"{name}() is refused: the engine is created; await engine.start() first", state="created"
+            )
+        return self._connected
+
+    # Loss ------------------------------------------------------------------------------------------------------------
+
+    def _lost(self, reason: str) -> None:
+        if self._closing or self._back is not None or self._connected is None:
+            return
+        _logger.warning("the owner of the engine at %s %s", self.handle.address, reason)
+        self._connected.connection.abort()
+        self._back = self._loop.create_future()
+        self._reconnecting = self._loop.create_task(self._reconnect(self._connected, reason))
+
+    async def _reconnect(self, before: Connected, reason: str) -> None:
+        await asyncio.to_thread(before.pulse.stop)
+        try:
+            if (said := before.connection.refusal) is not None:  # the owner said farewell, and why
+                raise said
+            self._connected = await self._connect_again()
+        except EngineDied as error:
+            self._end(before, str(error))
+        except DrivetrainError as error:
+            self._end(before, f"the owner of the engine at {self.handle.address} {reason}: {error}")
+        else:
+            again = (
+                f"the connection to the engine at {self.handle.address} broke and was made again: its owner {reason}"
+            )
+            before.connection.fail(functools.partial(ConnectionLost, f"{again}. The call may have taken effect"))
+        back, self._back = self._back, None
+        assert back is not None
+        back.set_result(None)
+
+    def _end(self, last: Connected, why: str) -> None:
+        """Fail every call: the owner is gone."""
+        assert self._died is not None
+        self._died.set_result(EngineDied(why))
+        last.connection.fail(functools.partial(EngineDied, why))
+
+    async def _connect_again(self) -> Connected:
+        ends = self._loop.time() + self._patience
+        pause = _FIRST_PAUSE_S
+        while True:
+            left = ends - self._loop.time()
+            try:
+                return await self._connect(max(left, _FIRST_PAUSE_S))
+            except (WireError, EngineDied, DeadlineExceeded):
+                raise
+            except EngineStateError as error:
+                # Nothing listens: the owner has ended. Anything else, such as an unreachable network, may pass.
+                if isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError) or left < pause:
+                    raise
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    async def close(self) -> None:
+        """Detach; calls that wait raise :class:`EngineStateError`."""
+        self._closing = True
+        if self._reconnecting is not None:
+            self._reconnecting.cancel()
+            await asyncio.gather(self._reconnecting, return_exceptions=True)
+            if self._back is not None:
+                self._back.set_result(None)
+                self._back = None
+        if self._connected is not None:
+            words = "the call is refused: the engine is closed, since this process detached from it"
+            detached = functools.partial(EngineStateError, words, state="closed")
+            self._connected.connection.fail(detached)
+            await self._connected.close()
+
+
+__all__ = ["REPEATED", "Owner"]

@@ -1,0 +1,46 @@
+"""The engine configuration that command-line options give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import typer
+import yaml
+
+from drivetrain.checks.pydantic_errors import shown_name
+from drivetrain.types.config import EngineConfig, Isolation
+
+DEFAULT_BACKEND: Final = "transformers"
+
+
+def configuration(
+    file: Path | None, settings: list[str], backend: str | None, model: str | None, isolation: Isolation | None
+) -> EngineConfig:
+    """Return the configuration of a YAML file, changed by each ``FIELD=VALUE``, and then by the other options.
+
+    Raises:
+        BadParameter: a setting is not ``FIELD=VALUE``, or no option names a model.
+        InvalidConfig: a field is wrong.
+    """
+    fields: dict[str, object] = EngineConfig.from_yaml(file).model_dump(exclude_unset=True) if file else {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals or not name:
+            raise typer.BadParameter("a --set is not FIELD=VALUE: it has no '='", param_hint="--set")
+        try:
+            fields[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            why = getattr(error, "problem", None) or type(error).__name__
+            raise typer.BadParameter(
+                f"the value of {shown_name(name)!r} is not YAML: {why}", param_hint="--set"
+            ) from None
+    given = {"backend": backend, "model": model, "isolation": isolation}
+    fields |= {name: value for name, value in given.items() if value is not None}
+    fields.setdefault("backend", DEFAULT_BACKEND)
+    if "model" not in fields:
+        raise typer.BadParameter("say which model: --model DIR_OR_ID, or --config FILE", param_hint="--model")
+    return EngineConfig.from_mapping(fields)
+
+
+__all__ = ["DEFAULT_BACKEND", "configuration"]

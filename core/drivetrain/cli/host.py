@@ -1,0 +1,124 @@
+"""``drivetrain host``: an engine that serves other processes until it is told to end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from drivetrain.attached.remote import KEY_VARIABLE
+from drivetrain.cli.configuration import DEFAULT_BACKEND, configuration
+from drivetrain.cli.output import progress
+from drivetrain.create import create_engine
+from drivetrain.engine.engine import InferenceEngine
+from drivetrain.engine.states import EngineState
+from drivetrain.errors import EngineDied, InvalidConfig
+from drivetrain.types.config import Isolation
+from drivetrain.types.handle import EngineHandle
+
+
+def host(
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Address to listen on; port 0: any free one. Without it: a Unix socket that only this user can open.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Folder or hub id of the model.", show_default=False)] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(help=f"Backend; default: that of --config, else {DEFAULT_BACKEND}.", show_default=False),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file with the engine's configuration.", show_default=False)
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="FIELD=VALUE", help="Set a configuration field; the value is YAML. Repeatable."),
+    ] = None,
+    isolation: Annotated[Isolation | None, typer.Option(help="Where the engine runs.", show_default=False)] = None,
+    announce: Annotated[
+        str | None,
+        typer.Option(metavar="HOST", help="Host name to print in place of the one listened on.", show_default=False),
+    ] = None,
+    key_file: Annotated[
+        Path | None,
+        typer.Option(
+            help=f"File with the key, of at least 16 characters. Without it: {KEY_VARIABLE} of the environment, or a "
+            "random key, which is printed.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Start an engine that other processes use: create_engine("remote", endpoint=..., key=...).
+
+    Prints the endpoint and the key once the engine is ready. Ends at SIGTERM or Ctrl-C; then the engine ends too.
+    """
+    key = _key(key_file)
+    engine = create_engine(configuration(config, settings or [], backend, model, isolation))
+    asyncio.run(_serve(engine, listen, key, announce))
+
+
+def _key(file: Path | None) -> str | None:
+    if file is None:
+        return os.environ.get(KEY_VARIABLE) or None
+    try:
+        return file.read_text(encoding="ascii").strip()
+    except (OSError, ValueError) as error:
+        raise InvalidConfig(f"cannot read the key of --key-file {str(file)!r}: {error}", field="key") from error
+
+
+async def _serve(engine: InferenceEngine, listen: str | None, key: str | None, announce: str | None) -> None:
+    loop = asyncio.get_running_loop()
+    told_to_end = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told_to_end.set)
+    try:
+        with progress(f"starting {engine.config.backend}") as report:
+            await _unless(told_to_end, engine.start(report))
+        if told_to_end.is_set():
+            return
+        _print(await engine.handle(listen, key=key, announce=announce), shows_key=key is None)
+        await _unless(told_to_end, _failed(engine))
+    finally:
+        await engine.teardown()
+
+
+async def _unless(told_to_end: asyncio.Event, work: Coroutine[object, object, None]) -> None:
+    """Run ``work``, and cancel it when this process is told to end."""
+    working = asyncio.ensure_future(work)
+    ending = asyncio.ensure_future(told_to_end.wait())
+    await asyncio.wait([working, ending], return_when=asyncio.FIRST_COMPLETED)
+    for task in (working, ending):
+        task.cancel()
+    done = await asyncio.gather(working, ending, return_exceptions=True)
+    if isinstance(done[0], Exception):
+        raise done[0]
+
+
+async def _failed(engine: InferenceEngine) -> None:
+    """Wait until the engine has failed.
+
+    Raises:
+        EngineDied: it has.
+    """
+    changed = asyncio.Event()
+    engine.parts.controller.subscribe(changed.set)
+    while engine.state is not EngineState.FAILED:
+        await changed.wait()
+        changed.clear()
+    raise EngineDied(engine.status.describe())
+
+
+def _print(handle: EngineHandle, *, shows_key: bool) -> None:
+    lines = [f"endpoint: {handle.address}", *[f"key: {handle.key}"] * shows_key]
+    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.flush()
