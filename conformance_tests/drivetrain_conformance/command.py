@@ -79,6 +79,10 @@ def conformance(
         bool,
         typer.Option("--fork-hosts", help="Fork hosts from one process that has imported the engine; needs no GPU."),
     ] = False,
+    remote: Annotated[
+        bool,
+        typer.Option("--remote", help="Use each engine through create_engine('remote'), in a 'drivetrain host'."),
+    ] = False,
     require_complete: Annotated[
         bool, typer.Option("--require-complete", help="Fail if any case could not be run here.")
     ] = False,
@@ -110,7 +114,7 @@ def conformance(
     else:
         models = (model, moe_model, vision_model)
         runner = _runner(backend, isolation, engine_fields or [], profile, seed, models, dtype)
-        with _hosts(runner, forked=fork_hosts):
+        with _remote_hosts(runner, forked=fork_hosts) if remote else _hosts(runner, forked=fork_hosts):
             made = _run(runner, _chosen(group, case), complete=not (group or case), file=report)
         passed = _tell(made, as_json=json, require_complete=require_complete)
     if not passed:
@@ -290,6 +294,20 @@ def _hosts(runner: Runner, *, forked: bool) -> AbstractContextManager[object]:
     return ForkServer(runner.suite.backend, None if python is None else str(python))
 
 
+@contextmanager
+def _remote_hosts(runner: Runner, *, forked: bool) -> Iterator[None]:
+    """Put a ``drivetrain host`` between the run and each of its engines."""
+    from drivetrain_conformance.harness.fork_server import ForkServer
+    from drivetrain_conformance.harness.remote_suite import RemoteSuite
+
+    with ForkServer(runner.suite.backend, program="command") if forked else nullcontext() as server:
+        runner.suite = suite = RemoteSuite(runner.suite, server)
+        try:
+            yield
+        finally:
+            suite.close()
+
+
 def _run(runner: Runner, cases: list[Case], *, complete: bool, file: Path | None) -> Report:
     from drivetrain_conformance.assets.served_models import ModelKind
     from drivetrain_conformance.reports.report import make_report, write_report
@@ -298,7 +316,7 @@ def _run(runner: Runner, cases: list[Case], *, complete: bool, file: Path | None
     with runner:
         model = runner.models.path(ModelKind.TEXT)
         # Start with an engine, so that a wrong name or a broken plugin is one usage error instead of 200 failures.
-        isolation = runner.suite.open_engine({"model": str(model)}).isolation.value
+        isolation = runner.suite.isolation_of({"model": str(model)})
 
         def made(results: Sequence[CaseResult]) -> Report:
             return make_report(

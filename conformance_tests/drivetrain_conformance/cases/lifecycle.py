@@ -365,7 +365,9 @@ async def closing_returns_requests_in_flight(bench: Bench) -> None:
                 await asyncio.gather(engine.teardown(), engine.teardown())
             completions = (await asyncio.wait_for(task, BOUND)).completions
     assert [completion.finish_reason for completion in completions] == [FinishReason.ABORT] * 4
-    assert all(0 < len(completion.token_ids) < 800 for completion in completions)
+    lengths = [len(completion.token_ids) for completion in completions]
+    assert max(lengths) < 800, f"aborted, and whole: {lengths} of 800 tokens"
+    assert any(lengths), "none has a token, though at least one was being generated"  # others may have waited
     await _everything_is_refused(engine, "closed")
 
 

@@ -38,16 +38,18 @@ class ForkServer:
     Args:
         backend: Name of the backend that the hosts will serve; its ``preload`` runs once.
         python: Python executable of the environment; None: this one.
+        program: Program of a forked process: ``host``, a host process, or ``command``, the ``drivetrain`` command line.
 
     Raises:
         EngineStartError: The server does not start, or its imports start threads, which a fork would lose.
     """
 
-    def __init__(self, backend: str, python: str | None = None) -> None:
+    def __init__(self, backend: str, python: str | None = None, program: str = "host") -> None:
         self._python = python or sys.executable
+        self._program = program
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # As a script: the suite need not be importable where the engine is, and costs no import there.
-        arguments = [self._python, "-u", "-P", "-X", "faulthandler", __file__, str(theirs.fileno()), backend]
+        arguments = [self._python, "-u", "-P", "-X", "faulthandler", __file__, str(theirs.fileno()), backend, program]
         try:
             self._process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),))
         except OSError as error:
@@ -64,7 +66,8 @@ class ForkServer:
         if said != "ready":
             self.close()
             raise EngineStartError(f"no fork server: {said or f'exit code {self._process.returncode}'}")
-        self._replacing.enter_context(hosts_launched_by(self.start, self._python))
+        if self._program == "host":
+            self._replacing.enter_context(hosts_launched_by(self.start, self._python))
         return self
 
     def __exit__(
@@ -211,12 +214,13 @@ def _be_host(message: bytes, stdout: int, fds: list[int], main: Callable[[list[s
 
 
 def main() -> int:
-    """Be the fork server of a socket's file descriptor and a backend's name."""
+    """Be the fork server of a socket's file descriptor, a backend's name, and a program."""
     from drivetrain.backend.registry import load_backend
-    from drivetrain.process.__main__ import main as be_host
+    from drivetrain.cli import main as command
+    from drivetrain.process.__main__ import main as host
 
-    fd, backend = sys.argv[1:]
-    return serve_forks(int(fd), lambda: load_backend(backend).preload(), be_host)
+    fd, backend, program = sys.argv[1:]
+    return serve_forks(int(fd), lambda: load_backend(backend).preload(), {"host": host, "command": command}[program])
 
 
 if __name__ == "__main__":

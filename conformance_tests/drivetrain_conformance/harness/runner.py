@@ -160,7 +160,9 @@ class Runner:
 
     def _claimed_with(self, kind: ModelKind, fields: Mapping[str, object]) -> frozenset[Capability]:
         """Return the capabilities that an engine of this model and configuration claims, without starting it."""
-        return self._open({"model": str(self.models.path(kind)), **fields}).capabilities
+        claimed = self.suite.claims({"model": str(self.models.path(kind)), **fields})
+        self.capability_results.claim(claimed)
+        return claimed
 
     def _bench(self, case: Case, model: Path, wanted: Mapping[str, object], engine: InferenceEngine | None) -> Bench:
         return Bench(
@@ -211,7 +213,7 @@ class Runner:
         """Fail a case that passed or was refused if it left processes behind or changed the shared engine."""
         fine = judged.verdict in (Verdict.PASSED, Verdict.REFUSED)
         if case.own_engine:
-            left = _children() - children
+            left = _children() - children - self.suite.own_processes()
             for pid in left:
                 _kill(pid)
             found = f"processes {sorted(left)} are left behind" if left else ""

@@ -11,6 +11,7 @@ from typing import ClassVar, Final
 from drivetrain.create import create_engine
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import BackendLoadError
+from drivetrain.types.capability import Capability
 from drivetrain.types.config import Isolation
 from drivetrain_conformance.harness.verdict import KnownFailure
 from drivetrain_conformance.references.oracle import Oracle, TransformersOracle
@@ -49,6 +50,18 @@ class Suite:
         if self.isolation is not None:
             own["isolation"] = self.isolation
         return create_engine({**own, **fields})
+
+    def claims(self, fields: Mapping[str, object]) -> frozenset[Capability]:
+        """Return the capabilities that :meth:`open_engine` would claim with these fields."""
+        return self.open_engine(fields).capabilities
+
+    def isolation_of(self, fields: Mapping[str, object]) -> str:
+        """Return where engines with these fields run, for the report."""
+        return self.open_engine(fields).isolation.value
+
+    def own_processes(self) -> frozenset[int]:
+        """Return the pids of processes that belong to the suite, such as servers; an engine must leave no others."""
+        return frozenset()
 
     def oracle(self, model: Path) -> Oracle | None:
         """Return the oracle for a model folder, or None: then cases that compare with an oracle are not run."""

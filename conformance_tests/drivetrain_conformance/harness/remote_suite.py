@@ -1,0 +1,232 @@
+"""The suite of any backend through ``create_engine("remote")``: each engine runs in a ``drivetrain host``."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import yaml
+
+from drivetrain.create import create_engine
+from drivetrain.engine.engine import InferenceEngine
+from drivetrain.engine.states import EngineState
+from drivetrain.errors import DrivetrainError, EngineStartError, from_wire
+from drivetrain.process.host_launcher import LaunchedHost
+from drivetrain.process.host_log import with_end_of_log
+from drivetrain.types.capability import Capability
+from drivetrain.types.config import EngineConfig, Isolation
+from drivetrain_conformance.harness.fork_server import ForkServer
+from drivetrain_conformance.harness.suite import Suite
+from drivetrain_conformance.harness.verdict import KnownFailure
+from drivetrain_conformance.references.oracle import Oracle
+
+_READY: Final = "endpoint: "
+_END_S: Final = 20.0
+_MOST_WAITING: Final = 2
+"""Hosts that wait for their engine to be started, or for an equal one."""
+_ENDED: Final = frozenset({EngineState.FAILED, EngineState.CLOSED})
+
+
+class Host:
+    """One ``drivetrain host``, started and ready.
+
+    Raises:
+        DrivetrainError: The error that it printed before it ended.
+    """
+
+    def __init__(self, fields: Mapping[str, object], server: ForkServer | None) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="drivetrain-host-")
+        self.key = secrets.token_hex(16)
+        file = Path(self._folder.name, "engine.yaml")
+        file.write_text(yaml.safe_dump(dict(fields)), encoding="utf-8")
+        arguments = ["host", "--config", str(file), "--listen", "127.0.0.1:0"]
+        environment = os.environ | {"DRIVETRAIN_KEY": self.key, "COLUMNS": "10000", "PYTHONUNBUFFERED": "1"}
+        self._process = _launch(arguments, environment, server)
+        self._stopping = threading.Lock()
+        self._log: deque[str] = deque(maxlen=200)
+        self.endpoint = self._read_endpoint()
+        threading.Thread(target=self._drain, name="drivetrain-host-log", daemon=True).start()
+
+    def _read_endpoint(self) -> str:
+        output = self._process.stdout
+        assert output is not None
+        while line := _readline(output.fileno()):
+            if line.startswith(_READY):
+                return line.removeprefix(_READY).strip()
+            self._log.append(line.rstrip("\n"))
+        self._process.wait(_END_S)
+        self._folder.cleanup()
+        for at, line in enumerate(self._log):
+            kind, colon, message = line.partition(": ")
+            if colon and kind.isidentifier() and kind[0].isupper():
+                raise from_wire(kind, "\n".join([message, *list(self._log)[at + 1 :]]), {})
+        raise EngineStartError(with_end_of_log("the host did not start", list(self._log)))
+
+    def _drain(self) -> None:
+        output = self._process.stdout
+        assert output is not None
+        while os.read(output.fileno(), 1 << 16):
+            pass
+        output.close()
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """True while the process runs."""
+        return self._process.poll() is None
+
+    def stop(self) -> None:
+        """End the process, and its engine with it; idempotent."""
+        with self._stopping:
+            if self.is_alive:
+                for number in (signal.SIGCONT, signal.SIGTERM):  # a case may have frozen it
+                    os.kill(self._process.pid, number)
+                try:
+                    self._process.wait(_END_S)
+                except subprocess.TimeoutExpired:
+                    os.kill(self._process.pid, signal.SIGKILL)
+                    self._process.wait(_END_S)
+            self._folder.cleanup()
+
+
+async def _raise(error: Exception, report: object) -> None:
+    """Be the start of a backend whose host did not start."""
+    raise error
+
+
+def _launch(arguments: Sequence[str], environment: Mapping[str, str], server: ForkServer | None) -> LaunchedHost:
+    if server is not None:
+        return server.start(arguments, environment, ())
+    return subprocess.Popen(
+        [sys.executable, "-m", "drivetrain", *arguments],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        bufsize=0,
+        start_new_session=True,
+    )
+
+
+def _readline(fd: int) -> str:
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(fd, 1)
+        if not byte:
+            break
+        line += byte
+    return line.decode(errors="replace")
+
+
+_STARTS_BEFORE: Final = KnownFailure(
+    "faults/a_host_killed_while_it_starts",
+    reason="a remote engine was started before its page is made",
+    issue="docs/how-to/handles.md",
+    error="AssertionError",
+    message="it started, though its host was killed",
+)
+
+
+class RemoteSuite(Suite):
+    """Another suite's backend, used from this process through a host.
+
+    Args:
+        inner: The suite of the backend.
+        server: Forks hosts; None: each is started anew.
+    """
+
+    def __init__(self, inner: Suite, server: ForkServer | None) -> None:
+        self._inner = inner
+        self._server = server
+        self._opened: list[tuple[dict[str, object], Host, InferenceEngine]] = []
+        """Hosts with their engines. One whose engine was never started serves the next engine with its fields."""
+        vars(self).update(
+            backend=inner.backend,
+            profile=inner.profile,
+            seed=inner.seed,
+            layers=inner.layers,
+            known_failures=(*inner.known_failures, _STARTS_BEFORE),
+            elsewhere=inner.elsewhere,
+        )
+
+    def open_engine(self, fields: Mapping[str, object]) -> InferenceEngine:
+        """Start a host with these fields, and make the page of its engine; the host ends with the page."""
+        checked = self._checked(fields)
+        own: dict[str, object] = {"backend": self.backend, **self._inner.fields, **fields}
+        if self._inner.isolation is not None:
+            own.setdefault("isolation", self._inner.isolation.value)
+        plain = EngineConfig.from_mapping(own).model_dump(mode="json", exclude_unset=True)
+        try:
+            host = self._reusable(plain) or Host(plain, self._server)
+        except DrivetrainError as error:  # refused by the start, which is the host's
+            vars(checked.parts.backend)["start"] = partial(_raise, error)
+            return checked
+        engine = create_engine("remote", endpoint=host.endpoint, key=host.key)
+        self._opened.append((plain, host, engine))
+        detach = engine.teardown
+
+        async def teardown() -> None:
+            await detach()
+            await asyncio.to_thread(host.stop)
+
+        vars(engine)["teardown"] = teardown
+        return engine
+
+    def _checked(self, fields: Mapping[str, object]) -> InferenceEngine:
+        """Make the engine here without starting it: a wrong field is refused without a host."""
+        return self._inner.open_engine(fields)
+
+    def _reusable(self, plain: Mapping[str, object]) -> Host | None:
+        self._opened = [opened for opened in self._opened if opened[2].state not in _ENDED]
+        waiting = [opened for opened in self._opened if opened[2].state is EngineState.CREATED]
+        for opened in waiting:
+            if opened[0] == plain and opened[1].is_alive:
+                self._opened.remove(opened)
+                return opened[1]
+        for opened in waiting[: max(0, len(waiting) - _MOST_WAITING)]:
+            self._opened.remove(opened)
+            opened[1].stop()
+        return None
+
+    def claims(self, fields: Mapping[str, object]) -> frozenset[Capability]:
+        """Return what the engine claims for other processes."""
+        engine = self._checked(fields)
+        claimed = engine.capabilities - {Capability.WEIGHTS_IN_PROCESS}
+        if engine.isolation is Isolation.INLINE:
+            claimed |= type(engine.parts.backend).capabilities(engine.config) & {Capability.WEIGHTS_CUDA_IPC}
+        return claimed
+
+    def isolation_of(self, fields: Mapping[str, object]) -> str:
+        """Return "remote"."""
+        return "remote"
+
+    def own_processes(self) -> frozenset[int]:
+        """Return the pids of hosts whose engines were never started."""
+        return frozenset(host.pid for _, host, engine in self._opened if engine.state is EngineState.CREATED)
+
+    def oracle(self, model: Path) -> Oracle | None:
+        """Return the backend's oracle."""
+        return self._inner.oracle(model)
+
+    def close(self) -> None:
+        """End every host that still runs."""
+        while self._opened:
+            self._opened.pop()[1].stop()
+
+
+__all__ = ["Host", "RemoteSuite"]
