@@ -175,6 +175,7 @@ class RemoteSuite(Suite):
             host = self._reusable(plain) or Host(plain, self._server)
         except DrivetrainError as error:  # refused by the start, which is the host's
             vars(checked.parts.backend)["start"] = partial(_raise, error)
+            checked.capabilities = self.claims(fields)
             return checked
         engine = create_engine("remote", endpoint=host.endpoint, key=host.key)
         self._opened.append((plain, host, engine))
