@@ -823,7 +823,7 @@ async def requests_outlive_an_update_that_breaks_off(bench: Bench) -> None:
     version = engine.get_weight_version()
     await same_weights_again(bench)
     await same_label_again(engine)
-    async with bench.in_flight(bench.prompts(2), bench.long(TOKENS)) as running, Late(bench) as late:
+    async with bench.in_flight(bench.prompts(2), bench.long()) as running, Late(bench) as late:
         with raises(WeightTransferFailed, "an update that broke off"):
             async with engine.weight_update(from_disk(other)):
                 late.arrive()
