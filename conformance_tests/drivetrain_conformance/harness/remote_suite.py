@@ -13,9 +13,11 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
+import psutil
 import yaml
 
 from drivetrain.create import create_engine
@@ -142,6 +144,14 @@ _STARTS_BEFORE: Final = KnownFailure(
 )
 
 
+def _family(pid: int) -> list[int]:
+    try:
+        process = psutil.Process(pid)
+        return [pid, *(child.pid for child in process.children(recursive=True))]
+    except psutil.NoSuchProcess:
+        return []
+
+
 class RemoteSuite(Suite):
     """Another suite's backend, used from this process through a host.
 
@@ -217,8 +227,9 @@ class RemoteSuite(Suite):
         return "remote"
 
     def own_processes(self) -> frozenset[int]:
-        """Return the pids of hosts whose engines were never started."""
-        return frozenset(host.pid for _, host, engine in self._opened if engine.state is EngineState.CREATED)
+        """Return the pids of hosts whose engines were never started, and of their children."""
+        waiting = (host.pid for _, host, engine in self._opened if engine.state is EngineState.CREATED)
+        return frozenset(chain.from_iterable(_family(pid) for pid in waiting))
 
     def oracle(self, model: Path) -> Oracle | None:
         """Return the backend's oracle."""
