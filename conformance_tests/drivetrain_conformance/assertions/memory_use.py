@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from statistics import median
 from typing import Final
 
@@ -102,11 +103,14 @@ def _count(number: Callable[[], int]) -> int:
 
 
 def _private_bytes(process: psutil.Process) -> int:
-    """Return the memory that would be free if the process ended (USS).
+    """Return the memory of a process that no other has, without pages that the kernel may drop at any time.
 
-    PSS would not do: a process's share of a common page grows when another process that maps it ends.
+    Unlike the USS, it leaves out unmodified pages of files: the kernel takes those back when it likes, which would look
+    like memory that the engine gave back.
     """
     try:
-        return int(process.memory_full_info().uss)
-    except psutil.NoSuchProcess:
+        lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
+    except (FileNotFoundError, ProcessLookupError):
         return 0
+    fields = dict(line.split(":", 1) for line in lines[1:])
+    return sum(1024 * int(fields.get(name, "0").split()[0]) for name in ("Private_Dirty", "Swap"))
