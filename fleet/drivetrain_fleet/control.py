@@ -1,0 +1,175 @@
+"""Pause, sleep and adapters of all engines of a fleet: all follow, or the call is undone and says who did not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+
+from drivetrain.types.modes import MemoryTag, PauseMode
+from drivetrain_fleet.members import Member, Members, Outcomes, named, on_each, require_some
+
+logger = logging.getLogger("drivetrain.fleet")
+
+_UNDONE = "The others were put back"
+
+
+@dataclass(frozen=True, slots=True)
+class FleetAdapter:
+    """A LoRA adapter that the fleet's engines have loaded."""
+
+    path: str
+    pinned: bool
+
+
+class FleetControl:
+    """Changes what the engines of a fleet do, all together.
+
+    Args:
+        members: The fleet's.
+        evict: Ends the samples of a member that is left behind.
+        cache_dropped: Called for each member whose prefix cache was dropped.
+    """
+
+    def __init__(
+        self, members: Members, *, evict: Callable[[Member, str], None], cache_dropped: Callable[[str], None]
+    ) -> None:
+        self.members = members
+        self.frozen: PauseMode | None = None
+        """How the fleet has frozen its requests."""
+        self.asleep: frozenset[MemoryTag] = frozenset()
+        self.adapters: dict[str, FleetAdapter] = {}
+        self._evict = evict
+        self._cache_dropped = cache_dropped
+
+    def _with_requests(self) -> list[Member]:
+        """Return the members that may have requests of the fleet."""
+        return [member for member in self.members.serving if member.status.synced or member.load.samples]
+
+    async def _undo(self, members: Iterable[Member], action: str, call: Callable[[Member], Awaitable[None]]) -> None:
+        """Put members back; one that cannot be put back is stale."""
+        outcomes = await on_each(members, call)
+        for member, error in outcomes.refused.items():
+            self._leave_behind(member, f"{action} could not be undone: {error}")
+
+    def _leave_behind(self, member: Member, why: str) -> None:
+        member.left_behind(why)
+        self._evict(member, why)
+
+    def _require(self, outcomes: Outcomes[None], action: str, after: str) -> None:
+        require_some(self.members)
+        if outcomes.refused:
+            raise named(outcomes.refused, action, after)
+
+    # Pause -------------------------------------------------------------------------------------------------------
+
+    async def freeze(self, mode: PauseMode) -> None:
+        """Freeze the requests of all members; if one refuses, let all go on."""
+        outcomes = await on_each(self._with_requests(), lambda member: member.calls.pause_generation(mode, None))
+        if outcomes.refused and self.frozen is None:
+            await self._undo(outcomes.done, "a pause", lambda member: member.calls.continue_generation())
+        self._require(outcomes, f"pause_generation({mode.value!r})", _UNDONE if self.frozen is None else "")
+        self.frozen = mode
+
+    async def unfreeze(self) -> None:
+        """Let the requests of all members go on; if one refuses, freeze all again."""
+        outcomes = await on_each(self.members.synced, lambda member: member.calls.continue_generation())
+        frozen = self.frozen
+        if outcomes.refused and frozen is not None:
+            await self._undo(outcomes.done, "continuing", lambda member: member.calls.pause_generation(frozen, None))
+        self._require(outcomes, "continue_generation()", _UNDONE)
+        self.frozen = None
+        for member in self._with_requests():
+            if not member.status.synced:
+                self._evict(member, member.status.describe())
+
+    async def release(self, members: Iterable[Member]) -> None:
+        """Let the requests of members go on after a committed update; one that does not is left behind."""
+        self.frozen = None
+        outcomes = await on_each(members, lambda member: member.calls.continue_generation())
+        for member, error in outcomes.refused.items():
+            self._leave_behind(member, f"it did not go on after an update: {error}")
+        require_some(self.members)
+
+    # Memory ------------------------------------------------------------------------------------------------------
+
+    async def sleep(self, tags: frozenset[MemoryTag]) -> None:
+        """Let all members give memory back; if one refuses, wake the others up."""
+        before, self.asleep = self.asleep, self.asleep | tags
+        outcomes = await on_each(self.members.serving, lambda member: member.calls.sleep(tags, None, False, 0.0))
+        if outcomes.refused:
+            await self._undo(outcomes.done, "sleep", lambda member: member.calls.wake_up(tags, None))
+            self.asleep = before
+        self._require(outcomes, "sleep()", "The others were woken up")
+
+    async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
+        """Let all members take memory again; call it again if one refuses."""
+        outcomes = await on_each(self.members.serving, lambda member: member.calls.wake_up(tags, None))
+        self._require(outcomes, "wake_up()", "The others are awake; call wake_up() again")
+        self.asleep -= tags
+
+    async def reset_prefix_cache(self) -> None:
+        """Let all members forget every cached prefix."""
+        outcomes = await on_each(self.members.serving, lambda member: member.calls.reset_prefix_cache())
+        for member in outcomes.done:
+            self._cache_dropped(member.name)
+        self._require(outcomes, "reset_prefix_cache()", "The others have reset theirs; call it again")
+
+    async def clear_hicache_storage(self) -> None:
+        """Let all members forget the storage tier of their caches."""
+        outcomes = await on_each(self.members.serving, lambda member: member.calls.clear_hicache_storage())
+        self._require(outcomes, "clear_hicache_storage()", "The others have cleared theirs; call it again")
+
+    # Version -----------------------------------------------------------------------------------------------------
+
+    async def relabel(self, version: str) -> None:
+        """Give the weights of all members another version; one that refuses is stale, if not all do."""
+
+        async def relabel(member: Member) -> None:
+            with member.changing():
+                await member.calls.update_weight_version(version)
+                member.move_to(member.status.relabel(version))
+
+        outcomes = await on_each(self.members.synced, relabel)
+        if not outcomes.done:
+            self._require(outcomes, "update_weight_version()", "No version was changed")
+        for member, error in outcomes.refused.items():
+            self._leave_behind(member, f"it did not take the version {version!r}: {error}")
+
+    # Adapters ----------------------------------------------------------------------------------------------------
+
+    async def load_adapter(self, name: str, adapter: FleetAdapter) -> None:
+        """Load an adapter on all members; if one refuses, unload it from the others."""
+
+        async def load(member: Member) -> None:
+            await member.calls.load_lora_adapter(name, adapter.path, adapter.pinned)
+
+        outcomes = await on_each(self.members.synced, load)
+        if outcomes.refused:
+            await self._undo(outcomes.done, f"loading {name!r}", lambda member: member.calls.unload_lora_adapter(name))
+        self._require(outcomes, f"load_lora_adapter({name!r})", "No engine has it loaded")
+        self.adapters[name] = adapter
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload an adapter from all members; if one refuses, load it again on the others."""
+        adapter = self.adapters.get(name)
+        outcomes = await on_each(self.members.synced, lambda member: member.calls.unload_lora_adapter(name))
+        if outcomes.refused and adapter is not None:
+            path, pinned = adapter.path, adapter.pinned
+            await self._undo(
+                outcomes.done,
+                f"unloading {name!r}",
+                lambda member: member.calls.load_lora_adapter(name, path, pinned),
+            )
+        self._require(outcomes, f"unload_lora_adapter({name!r})", "The others have it loaded again")
+        self.adapters.pop(name, None)
+
+    async def align(self, member: Member) -> None:
+        """Give a member exactly the fleet's adapters; one of the same name may be another adapter."""
+        for name in member.engine.parts.loaded_adapters.names:
+            await member.calls.unload_lora_adapter(name)
+        for name, adapter in self.adapters.items():
+            await member.calls.load_lora_adapter(name, adapter.path, adapter.pinned)
+
+
+__all__ = ["FleetAdapter", "FleetControl"]
