@@ -95,8 +95,7 @@ class FleetBackend(Backend):
         self.updates = FleetUpdates(
             self.members,
             min_engines,
-            align=self.control.align,
-            release=self.control.release,
+            control=self.control,
             evict=self._evict,
             cache_dropped=self.router.cache_dropped,
         )
@@ -179,22 +178,25 @@ class FleetBackend(Backend):
         member.move_to(member.status.start(version, stale=stale))
         member.watch()
 
-    async def add(self, name: str, engine: InferenceEngine, report: Callable[[str], None]) -> None:
-        """Start an engine and let it join."""
+    async def start_member(self, name: str, engine: InferenceEngine, report: Callable[[str], None]) -> Member:
+        """Start an engine that is to join, and compare it; until it has joined it gets nothing."""
         assert self._model is not None
-        await self._start_engine(engine, name, report)
-        self._facts[name] = await self._facts_of(engine)
+        member = Member(name, engine, self._changed)
+        self.members.put(member)
         try:
+            await self._start_engine(engine, name, report)
+            self._facts[name] = await self._facts_of(engine)
             require_agreement(self._facts)
             require_context(name, engine.model_info, self._model)
-            member = Member(name, engine, self._changed)
-            await self.control.align(member)
         except BaseException:
-            del self._facts[name]
+            self.forget(member)
             raise
-        self.members.put(member)
+        return member
+
+    async def join(self, member: Member) -> None:
+        """Let a started engine join."""
+        await self.control.align(member)
         self._enter(member)
-        self.sending.changed()
 
     async def drain(self, member: Member) -> None:
         """Wait until a member has no sample of the fleet; it gets no new one."""
@@ -202,13 +204,13 @@ class FleetBackend(Backend):
             member.move_to(member.status.drain())
         await self.sending.drained(member)
 
-    def leave(self, member: Member) -> InferenceEngine:
-        """Let a drained member leave."""
+    def forget(self, member: Member) -> None:
+        """Let a member leave that has no samples."""
         member.unwatch()
         self.members.pop(member.name)
         self._facts.pop(member.name, None)
         self.router.forget(member.name)
-        return member.engine
+        self.sending.changed()
 
     async def close(self) -> None:
         for member in self.members:
@@ -371,10 +373,14 @@ class FleetBackend(Backend):
     # LoRA --------------------------------------------------------------------------------------------------------
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
-        await self.control.load_adapter(lora_name, FleetAdapter(lora_path, pinned))
+        await self.control.load_adapter(lora_name, FleetAdapter(_absolute(lora_path), pinned))
 
     async def unload_lora_adapter(self, lora_name: str) -> None:
         await self.control.unload_adapter(lora_name)
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(path)
 
 
 def _source_of(engine: InferenceEngine) -> str | None:

@@ -107,14 +107,22 @@ class InferenceEngineClient(InferenceEngine):
         require_capabilities(name, engine, self.capabilities)
         controller = self.parts.controller
         controller.status.require_open("add()")
-        async with controller.owning_weights("add()"), controller.controlling("add()"):
-            controller.status.require_open("add()")
-            if controller.status.asleep:
-                raise EngineStateError(
-                    "add() is refused: the fleet is asleep; wake it up first", state=self.state.value
-                )
-            await self._fleet.add(name, engine, lambda stage: logger.info("%s", stage))
+        self._refuse_asleep()
+        member = await self._fleet.start_member(name, engine, lambda stage: logger.info("%s", stage))
+        try:
+            async with controller.owning_weights("add()"), controller.controlling("add()"):
+                controller.status.require_open("add()")
+                self._refuse_asleep()
+                await self._fleet.join(member)
+        except BaseException:
+            if not member.status.started:
+                self._fleet.forget(member)
+            raise
         return name
+
+    def _refuse_asleep(self) -> None:
+        if self.status.asleep:
+            raise EngineStateError("add() is refused: the fleet is asleep; wake it up first", state=self.state.value)
 
     @checked
     async def remove(self, name: str, *, timeout: float | None = None) -> InferenceEngine:
@@ -133,7 +141,7 @@ class InferenceEngineClient(InferenceEngine):
         self.status.require_open("remove()")
         seconds = check_seconds(timeout, self.config.timeouts.generate)
         member = self._member(name)
-        if len([one for one in self._fleet.members if not one.status.draining]) - (not member.status.draining) < 1:
+        if all(one is member or one.status.draining for one in self._fleet.members):
             raise EngineStateError(
                 f"remove({name!r}) is refused: no other engine stays; add one first, or tear the fleet down",
                 state=self.state.value,
@@ -142,7 +150,8 @@ class InferenceEngineClient(InferenceEngine):
             await self._fleet.drain(member)
         controller = self.parts.controller
         async with controller.owning_weights("remove()"), controller.controlling("remove()"):
-            return self._fleet.leave(self._member(name))
+            self._fleet.forget(self._member(name))
+        return member.engine
 
     def _member(self, name: str) -> Member:
         member = self._fleet.members.find(name)

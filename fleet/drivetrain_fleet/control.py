@@ -48,9 +48,11 @@ class FleetControl:
 
     async def _undo(self, members: Iterable[Member], action: str, call: Callable[[Member], Awaitable[None]]) -> None:
         """Put members back; one that cannot be put back is stale."""
-        outcomes = await on_each(members, call)
+        self._left_over(await on_each(members, call), f"{action} could not be undone")
+
+    def _left_over(self, outcomes: Outcomes[None], why: str) -> None:
         for member, error in outcomes.refused.items():
-            self._leave_behind(member, f"{action} could not be undone: {error}")
+            self._leave_behind(member, f"{why}: {error}")
 
     def _leave_behind(self, member: Member, why: str) -> None:
         member.left_behind(why)
@@ -63,20 +65,38 @@ class FleetControl:
 
     # Pause -------------------------------------------------------------------------------------------------------
 
+    async def hold(self, members: Iterable[Member], mode: PauseMode) -> Outcomes[None]:
+        """Pause members."""
+
+        async def pause(member: Member) -> None:
+            member.held = True  # also if the answer is lost
+            await member.calls.pause_generation(mode, None)
+
+        return await on_each(members, pause)
+
+    async def let_go(self, members: Iterable[Member]) -> Outcomes[None]:
+        """Let members go on."""
+
+        async def go_on(member: Member) -> None:
+            await member.calls.continue_generation()
+            member.held = False
+
+        return await on_each(members, go_on)
+
     async def freeze(self, mode: PauseMode) -> None:
         """Freeze the requests of all members; if one refuses, let all go on."""
-        outcomes = await on_each(self._with_requests(), lambda member: member.calls.pause_generation(mode, None))
+        outcomes = await self.hold(self._with_requests(), mode)
         if outcomes.refused and self.frozen is None:
-            await self._undo(outcomes.done, "a pause", lambda member: member.calls.continue_generation())
+            held = [member for member in self.members.serving if member.held]
+            self._left_over(await self.let_go(held), "a pause could not be undone")
         self._require(outcomes, f"pause_generation({mode.value!r})", _UNDONE if self.frozen is None else "")
         self.frozen = mode
 
     async def unfreeze(self) -> None:
         """Let the requests of all members go on; if one refuses, freeze all again."""
-        outcomes = await on_each(self.members.synced, lambda member: member.calls.continue_generation())
-        frozen = self.frozen
-        if outcomes.refused and frozen is not None:
-            await self._undo(outcomes.done, "continuing", lambda member: member.calls.pause_generation(frozen, None))
+        outcomes = await self.let_go(self.members.synced)
+        if outcomes.refused and self.frozen is not None:
+            self._left_over(await self.hold(outcomes.done, self.frozen), "going on could not be undone")
         self._require(outcomes, "continue_generation()", _UNDONE)
         self.frozen = None
         for member in self._with_requests():
@@ -85,10 +105,7 @@ class FleetControl:
 
     async def release(self, members: Iterable[Member]) -> None:
         """Let the requests of members go on after a committed update; one that does not is left behind."""
-        self.frozen = None
-        outcomes = await on_each(members, lambda member: member.calls.continue_generation())
-        for member, error in outcomes.refused.items():
-            self._leave_behind(member, f"it did not go on after an update: {error}")
+        self._left_over(await self.let_go(members), "it did not go on after an update")
         require_some(self.members)
 
     # Memory ------------------------------------------------------------------------------------------------------
@@ -133,8 +150,7 @@ class FleetControl:
         outcomes = await on_each(self.members.synced, relabel)
         if not outcomes.done:
             self._require(outcomes, "update_weight_version()", "No version was changed")
-        for member, error in outcomes.refused.items():
-            self._leave_behind(member, f"it did not take the version {version!r}: {error}")
+        self._left_over(outcomes, f"it did not take the version {version!r}")
 
     # Adapters ----------------------------------------------------------------------------------------------------
 

@@ -59,8 +59,7 @@ class Failover:
                     async with aclosing(_streamed(member, request) if exact else _whole(member, ticket)) as deltas:
                         async for delta in deltas:
                             sending.progress(ticket, len(delta.token_ids))
-                            if delta.result is not None:
-                                self._check(ticket, member, delta.result)
+                            self._check(ticket, member, delta.result)
                             yield delta
                     return
                 except (EngineDied, EngineStateError, WireError, Evicted) as error:
@@ -70,15 +69,17 @@ class Failover:
         finally:
             sending.close(ticket)
 
-    def _check(self, ticket: Ticket, member: Member, result: GenerateResult) -> None:
-        """Raise unless the result may be handed out."""
-        if ticket.evicted and not ticket.aborted and result.finish_reason is FinishReason.ABORT:
+    def _check(self, ticket: Ticket, member: Member, result: GenerateResult | None) -> None:
+        """Raise unless a step may be handed out; ``result`` is the last one's."""
+        if result is not None:
             ticket.made = max(ticket.made, len(result.token_ids))
+        if ticket.evicted and not ticket.aborted:
             raise Evicted(ticket.evicted)
+        if result is None:
+            return
         for span in result.weight_versions:
             if not self._known_version(span.version):
                 why = f"it generated with the version {span.version!r}, which the fleet has not committed"
-                ticket.made = max(ticket.made, len(result.token_ids))
                 member.left_behind(why)
                 raise Evicted(why)
         self.sending.router.answered(ticket.work, result.token_ids, member.name)
@@ -96,9 +97,10 @@ class Failover:
                 "engines serve on; send the request again if a repetition is right",
                 member=member.name,
             ) from error
-        ticket.lost_by[member] = MemberLost(
-            f"request {ticket.request.request_id} was lost with {member.name}: {error}", member=member.name
-        )
+        if not isinstance(error, Evicted):  # its member may serve again, once it is synced
+            ticket.lost_by[member] = MemberLost(
+                f"request {ticket.request.request_id} was lost with {member.name}: {error}", member=member.name
+            )
         logger.info("request %s goes from %s to another engine: %s", ticket.request.request_id, member.name, error)
 
     # Ending early ------------------------------------------------------------------------------------------------

@@ -61,6 +61,8 @@ class Member:
         self.calls: SharedEngine = HolderCalls("the fleet", engine.parts, Claims())
         self.status = MemberStatus()
         self.load = Load()
+        self.held = False
+        """True if the fleet has paused it and not let it go on since."""
         self._changed = changed
         self._watching = False
         self._ours = 0
@@ -223,7 +225,8 @@ class Outcomes(Generic[_T]):
 
 
 async def on_each(members: Iterable[Member], call: Callable[[Member], Awaitable[_T]]) -> Outcomes[_T]:
-    """Call all members at once and wait for all; a member that died is failed."""
+    """Call all members at once and wait for all; a member that died is failed. Outcomes are in the given order."""
+    members = list(members)
     outcomes: Outcomes[_T] = Outcomes()
 
     async def one(member: Member) -> None:
@@ -234,13 +237,21 @@ async def on_each(members: Iterable[Member], call: Callable[[Member], Awaitable[
             outcomes.failed[member] = error
         except DrivetrainError as error:
             outcomes.failed[member] = error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            outcomes.failed[member] = EngineInternalError("its call was cancelled")
         except Exception as error:
             outcomes.failed[member] = EngineInternalError(f"{type(error).__name__}: {error}")
 
     async with asyncio.TaskGroup() as group:
         for member in members:
             group.create_task(one(member))
-    return outcomes
+    return Outcomes(
+        {member: outcomes.done[member] for member in members if member in outcomes.done},
+        {member: outcomes.failed[member] for member in members if member in outcomes.failed},
+    )
 
 
 def named(failed: dict[Member, DrivetrainError], action: str, after: str = "") -> DrivetrainError:

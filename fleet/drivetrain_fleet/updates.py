@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from drivetrain.errors import (
@@ -27,6 +27,7 @@ from drivetrain.errors import (
 from drivetrain.process.shared_engine import AppliedUpdate
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.weights import DiskSource, WeightReply, WeightUpdateRequest
+from drivetrain_fleet.control import FleetControl
 from drivetrain_fleet.members import Member, Members, described, named, on_each, require_some
 
 logger = logging.getLogger("drivetrain.fleet")
@@ -72,8 +73,7 @@ class FleetUpdates:
         members: The fleet's.
         min_engines: How many must commit.
         weights: What the fleet serves at first.
-        align: Gives a member that was stale the fleet's adapters.
-        release: Lets the frozen requests of members go on.
+        control: Pauses members, lets them go on, and gives them the fleet's adapters.
         evict: Ends the samples of a member that is left behind.
         cache_dropped: Called for each member whose prefix cache was dropped.
     """
@@ -83,8 +83,7 @@ class FleetUpdates:
         members: Members,
         min_engines: int,
         *,
-        align: Callable[[Member], Awaitable[None]],
-        release: Callable[[Iterable[Member]], Awaitable[None]],
+        control: FleetControl,
         evict: Callable[[Member, str], None],
         cache_dropped: Callable[[str], None],
     ) -> None:
@@ -94,8 +93,7 @@ class FleetUpdates:
         self.failed = False
         """True from a failed update until one is committed: no engine may serve."""
         self._known: set[str] = set()
-        self._align = align
-        self._release = release
+        self._control = control
         self._evict = evict
         self._cache_dropped = cache_dropped
         self._update: _Update | None = None
@@ -126,7 +124,9 @@ class FleetUpdates:
             await on_each(outcomes.done, lambda member: member.calls.forget_weight_update())
             if refusals:
                 raise named(refusals, f"the check of the update to {request.version!r}", "Nothing was changed")
-            raise self._too_few(request.version, outcomes.failed, len(outcomes.done), "Nothing was changed")
+            raise self._too_few(
+                request.version, outcomes.failed, len(outcomes.done), "Nothing was changed", WeightSyncError
+            )
         self._update = _Update(request, list(outcomes.done), outcomes.failed)
         plan = request.plan
         return WeightReply(buckets=0 if plan is None else len(plan.buckets))
@@ -154,18 +154,15 @@ class FleetUpdates:
 
         try:
             if freeze is not None:
-                paused = await on_each(update.members, lambda member: member.calls.pause_generation(freeze, None))
-                update.drop(paused.failed)
+                update.drop((await self._control.hold(update.members, freeze)).failed)
                 self._require_enough(update)
             outcomes = await on_each(update.members, apply)
             update.drop(outcomes.failed)
-            self._require_enough(update)
+            self._decide(update)
         except BaseException:
             self._all_stale(update)
             raise
         await self._commit(update, version)
-        if freeze is not None:
-            await self._release(update.members)
         seconds = time.monotonic() - began if freeze is not None else 0.0
         done = outcomes.done.values()
         return WeightReply(
@@ -212,6 +209,7 @@ class FleetUpdates:
 
         outcomes = await on_each(update.members, commit)
         await self._without(update, outcomes.failed)
+        self._decide(update)
         await self._commit(update, version)
         return WeightReply(seconds=max(applied.paused_seconds for applied in outcomes.done.values()))
 
@@ -243,7 +241,6 @@ class FleetUpdates:
         if update is None:
             raise WeightSyncError("no update was prepared on the fleet's engines; prepare it again")
         update.begun = True
-        update.drop({m: WeightTransferFailed(m.status.describe()) for m in update.members if m.status.failed})
         return update
 
     def _enter(self, update: _Update, member: Member) -> None:
@@ -254,7 +251,7 @@ class FleetUpdates:
     async def _finish(self, update: _Update, member: Member) -> None:
         """Give a member that was stale what else the fleet has."""
         if member in update.stale:
-            await self._align(member)
+            await self._control.align(member)
 
     def _begun(self) -> _Update:
         if self._update is None or not self._update.begun:
@@ -268,6 +265,11 @@ class FleetUpdates:
         await on_each(alive, lambda member: member.calls.break_off_update(str(failed[member])))
         self._require_enough(update)
 
+    def _decide(self, update: _Update) -> None:
+        """Raise unless enough engines have committed and live."""
+        update.drop({m: WeightTransferFailed(m.status.describe()) for m in update.members if m.status.failed})
+        self._require_enough(update)
+
     def _require_enough(self, update: _Update) -> None:
         require_some(self.members)
         if len(update.members) < self.min_engines:
@@ -278,9 +280,17 @@ class FleetUpdates:
                 "No engine serves until a complete update is committed",
             )
 
-    def _too_few(self, version: str, failed: dict[Member, DrivetrainError], left: int, after: str) -> DrivetrainError:
+    def _too_few(
+        self,
+        version: str,
+        failed: dict[Member, DrivetrainError],
+        left: int,
+        after: str,
+        otherwise: type[WeightSyncError] = WeightTransferFailed,
+    ) -> DrivetrainError:
+        """Make the error of an update that too few engines take, of their class or ``otherwise``."""
         if not failed:
-            return WeightTransferFailed(
+            return otherwise(
                 f"the update to {version!r} reaches {left} engines, and min_engines={self.min_engines}; "
                 f"{described(self.members)}. {after}"
             )
@@ -288,12 +298,12 @@ class FleetUpdates:
         error = named(failed, f"the update to {version!r}", after)
         if isinstance(error, WeightSyncError):
             return error
-        wrapped = WeightTransferFailed(str(error))
+        wrapped = otherwise(str(error))
         wrapped.__cause__ = error
         return wrapped
 
     async def _commit(self, update: _Update, version: str) -> None:
-        """Make the version the fleet's; who has not committed it is left behind."""
+        """Make the version the fleet's; who has not committed it is left behind, and the others go on."""
         self._update = None
         self.serve(FleetWeights(version, _folder(update.request)))
         self.failed = False
@@ -308,6 +318,8 @@ class FleetUpdates:
                 why = f"it did not commit {version!r}: {why}"
                 member.left_behind(why)
                 self._evict(member, why)
+        if self._control.frozen is None:  # else the engine page lets them go on when it is free to
+            await self._control.release([member for member in update.members if member.held])
 
     def _all_stale(self, update: _Update) -> None:
         self.failed = True

@@ -206,7 +206,7 @@ def test_tokens_are_spread_more_evenly_than_by_random_or_round_robin() -> None:
 def test_the_same_calls_give_the_same_answers(calls: list[tuple[int, int]]) -> None:
     def play() -> list[str | None]:
         router, found = Router(), {name: Load() for name in "abc"}
-        answers = []
+        answers: list[str | None] = []
         for seed, length in calls:
             work = Work(Blocks.of(prompt(seed, length)), session=str(seed) if seed % 2 else None)
             name = router.choose(work, found)
