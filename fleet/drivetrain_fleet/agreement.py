@@ -152,7 +152,7 @@ def fleet_config(configs: Sequence[EngineConfig]) -> EngineConfig:
     first = configs[0]
     return first.model_copy(
         update={
-            "backend": "fleet",
+            "backend": "+".join(dict.fromkeys(config.backend for config in configs)),
             "endpoint": None,
             "endpoint_api_key": None,
             "python": None,

@@ -31,6 +31,7 @@ from drivetrain.types.weights import (
     BeginUpdate,
     CommitUpdate,
     LoadBuckets,
+    LoraSource,
     PrepareUpdate,
     ReleaseSources,
     TensorData,
@@ -39,6 +40,7 @@ from drivetrain.types.weights import (
     WeightMessage,
     WeightReply,
     WeightReport,
+    WeightUpdateRequest,
 )
 from drivetrain_fleet.agreement import (
     Facts,
@@ -88,6 +90,7 @@ class FleetBackend(Backend):
         exact_failover: bool,
     ) -> None:
         super().__init__(fleet_config([engine.config for engine in engines.values()]))
+        vars(self)["name"] = self.config.backend
         vars(self)["native_stops"] = native_stops(engines.values())
         self.members = Members()
         self.router = Router(routing)
@@ -344,10 +347,20 @@ class FleetBackend(Backend):
         )
 
     async def set_weight_version(self, version: str) -> None:
+        await self._as_version(version, self.control.relabel(version))
+
+    async def update_adapter(self, request: WeightUpdateRequest, source: LoraSource, pinned: bool) -> None:
+        """Update an adapter on all members: each loads the new one beside its old one."""
+        source = source.model_copy(update={"path": _absolute(source.path)})
+        request = request.model_copy(update={"source": source})
+        await self._as_version(request.version, self.control.update_adapter(request, source, pinned))
+
+    async def _as_version(self, version: str, change: Awaitable[None]) -> None:
+        """Serve the weights as another version if a change of the engines succeeds."""
         before = self.updates.weights
         self.updates.serve(FleetWeights(version, before.source))
         try:
-            await self.control.relabel(version)
+            await change
         except BaseException:
             self.updates.serve(before)
             raise

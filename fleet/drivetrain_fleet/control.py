@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 from drivetrain.types.modes import MemoryTag, PauseMode
-from drivetrain_fleet.members import Member, Members, Outcomes, named, on_each, require_some
+from drivetrain.types.weights import LoraSource, WeightUpdateRequest
+from drivetrain_fleet.members import Member, Members, Outcomes, named, no_member, on_each, require_some
 
 logger = logging.getLogger("drivetrain.fleet")
 
@@ -150,6 +151,7 @@ class FleetControl:
         outcomes = await on_each(self.members.synced, relabel)
         if not outcomes.done:
             self._require(outcomes, "update_weight_version()", "No version was changed")
+            raise no_member("update_weight_version()", self.members)
         self._left_over(outcomes, f"it did not take the version {version!r}")
 
     # Adapters ----------------------------------------------------------------------------------------------------
@@ -179,6 +181,21 @@ class FleetControl:
             )
         self._require(outcomes, f"unload_lora_adapter({name!r})", "The others have it loaded again")
         self.adapters.pop(name, None)
+
+    async def update_adapter(self, request: WeightUpdateRequest, source: LoraSource, pinned: bool) -> None:
+        """Replace an adapter on all members; one that keeps the old one is stale, if not all do."""
+
+        async def update(member: Member) -> None:
+            with member.changing():
+                await member.calls.update_adapter(request)
+                member.move_to(member.status.relabel(request.version))
+
+        outcomes = await on_each(self.members.synced, update)
+        if not outcomes.done:
+            self._require(outcomes, f"the update of the adapter {source.lora_name!r}", "No engine has it")
+            raise no_member(f"the update of the adapter {source.lora_name!r}", self.members)
+        self._left_over(outcomes, f"it did not take the adapter {source.lora_name!r} of {request.version!r}")
+        self.adapters[source.lora_name] = FleetAdapter(source.path, pinned)
 
     async def align(self, member: Member) -> None:
         """Give a member exactly the fleet's adapters; one of the same name may be another adapter."""

@@ -510,7 +510,7 @@ async def test_names_of_a_fleet_are_given_or_made(model: Path) -> None:
     fleet = Fleet({"big": local(model), "small": local(model)})
     assert [one.name for one in fleet.members] == ["big", "small"]
     assert [one.health for one in fleet.members] == [Health.STARTING, Health.STARTING]
-    assert fleet.describe().backend == "fleet"
+    assert fleet.describe().backend == "transformers"
     async with fleet:
         with pytest.raises(InvalidRequest, match="unknown"):
             await fleet.remove("unknown")
