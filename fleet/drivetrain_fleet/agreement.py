@@ -170,11 +170,8 @@ def _least(values: Iterable[int | None]) -> int | None:
 
 
 def _timeouts(timeouts: Sequence[Timeouts]) -> Timeouts:
-    """Return the longest of each; waits on engines end later than theirs, whose errors name what was waited for."""
-    longest = {name: max(getattr(one, name) for one in timeouts) for name in Timeouts.model_fields}
-    for name in ("start", "control", "weight_update"):
-        longest[name] += longest["close"]
-    return Timeouts(**longest)
+    """Return the longest of each."""
+    return Timeouts(**{name: max(getattr(one, name) for one in timeouts) for name in Timeouts.model_fields})
 
 
 __all__ = [

@@ -22,7 +22,7 @@ from drivetrain.engine.states import EngineState, WeightState
 from drivetrain.engine.tasks import gather_or_cancel
 from drivetrain.errors import DrivetrainError, EngineDied, EngineError, EngineInternalError, EngineStateError
 from drivetrain.types.capability import Capability
-from drivetrain.types.config import EngineConfig
+from drivetrain.types.config import EngineConfig, Isolation
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.prompts import MediaInput
 from drivetrain.types.weights import (
@@ -53,7 +53,7 @@ from drivetrain_fleet.agreement import (
 )
 from drivetrain_fleet.control import FleetAdapter, FleetControl
 from drivetrain_fleet.failover import Failover
-from drivetrain_fleet.members import Member, Members, described, named, no_member, on_each, require_some
+from drivetrain_fleet.members import PATIENCE, Member, Members, described, named, no_member, on_each, require_some
 from drivetrain_fleet.routing import Router, RoutingPolicy
 from drivetrain_fleet.sending import Sending
 from drivetrain_fleet.updates import FleetUpdates, FleetWeights
@@ -94,10 +94,17 @@ class FleetBackend(Backend):
         vars(self)["native_stops"] = native_stops(engines.values())
         self.members = Members()
         self.router = Router(routing)
-        self.control = FleetControl(self.members, evict=self._evict, cache_dropped=self.router.cache_dropped)
+        timeouts = self.config.timeouts
+        self.control = FleetControl(
+            self.members,
+            PATIENCE * timeouts.control,
+            evict=self._evict,
+            cache_dropped=self.router.cache_dropped,
+        )
         self.updates = FleetUpdates(
             self.members,
             min_engines,
+            PATIENCE * timeouts.weight_update,
             control=self.control,
             evict=self._evict,
             cache_dropped=self.router.cache_dropped,
@@ -106,6 +113,8 @@ class FleetBackend(Backend):
         self.failover = Failover(self.sending, exact_failover, self.updates.knows)
         self._facts: dict[str, Facts] = {}
         self._model: ModelInfo | None = None
+        self._loading = asyncio.Lock()
+        """Loading a model changes what is global in its process, so engines of this one start one after another."""
         self._died: asyncio.Future[EngineError] | None = None
         for name, engine in engines.items():
             self.members.put(Member(name, engine, self._changed))
@@ -154,10 +163,16 @@ class FleetBackend(Backend):
         self._model = fleet_model([member.engine.model_info for member in members])
         return self._model
 
-    @staticmethod
-    async def _start_engine(engine: InferenceEngine, name: str, report: Callable[[str], None]) -> None:
+    async def _start_engine(self, engine: InferenceEngine, name: str, report: Callable[[str], None]) -> None:
+        def tell(stage: str) -> None:
+            report(f"{name}: {stage}")
+
         if engine.state is EngineState.CREATED:
-            await engine.start(lambda stage: report(f"{name}: {stage}"))
+            if engine.isolation is Isolation.INLINE:
+                async with self._loading:
+                    await engine.start(tell)
+            else:
+                await engine.start(tell)
         elif engine.state in (EngineState.FAILED, EngineState.CLOSED, EngineState.STARTING):
             raise EngineStateError(
                 f"{name} is {engine.status.describe()}; a fleet takes engines that are open or were not started",

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Awaitable, Callable, Iterable
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.weights import LoraSource, WeightUpdateRequest
 from drivetrain_fleet.members import Member, Members, Outcomes, named, no_member, on_each, require_some
-
-logger = logging.getLogger("drivetrain.fleet")
 
 _UNDONE = "The others were put back"
 
@@ -28,20 +27,50 @@ class FleetControl:
 
     Args:
         members: The fleet's.
+        seconds: For each call of a member.
         evict: Ends the samples of a member that is left behind.
         cache_dropped: Called for each member whose prefix cache was dropped.
     """
 
     def __init__(
-        self, members: Members, *, evict: Callable[[Member, str], None], cache_dropped: Callable[[str], None]
+        self,
+        members: Members,
+        seconds: float,
+        *,
+        evict: Callable[[Member, str], None],
+        cache_dropped: Callable[[str], None],
     ) -> None:
         self.members = members
+        self._seconds = seconds
         self.frozen: PauseMode | None = None
         """How the fleet has frozen its requests."""
         self.asleep: frozenset[MemoryTag] = frozenset()
         self.adapters: dict[str, FleetAdapter] = {}
         self._evict = evict
         self._cache_dropped = cache_dropped
+        self._putting_back: set[asyncio.Task[None]] = set()
+        """What a call that was given up leaves to be done."""
+
+    async def _on_each(self, members: Iterable[Member], call: Callable[[Member], Awaitable[None]]) -> Outcomes[None]:
+        return await on_each(members, call, self._seconds)
+
+    @asynccontextmanager
+    async def _put_back_if_given_up(self, back: Callable[[], Awaitable[None]] | None) -> AsyncGenerator[None, None]:
+        """Call ``back`` in the background if the work within is cancelled; the next change waits for it."""
+        await self.settled()
+        try:
+            yield
+        except asyncio.CancelledError:
+            if back is not None:
+                task = asyncio.ensure_future(_awaited(back))
+                self._putting_back.add(task)
+                task.add_done_callback(self._putting_back.discard)
+            raise
+
+    async def settled(self) -> None:
+        """Wait until what earlier calls have left is done."""
+        while self._putting_back:
+            await asyncio.wait(self._putting_back)
 
     def _with_requests(self) -> list[Member]:
         """Return the members that may have requests of the fleet."""
@@ -49,7 +78,7 @@ class FleetControl:
 
     async def _undo(self, members: Iterable[Member], action: str, call: Callable[[Member], Awaitable[None]]) -> None:
         """Put members back; one that cannot be put back is stale."""
-        self._left_over(await on_each(members, call), f"{action} could not be undone")
+        self._left_over(await self._on_each(members, call), f"{action} could not be undone")
 
     def _left_over(self, outcomes: Outcomes[None], why: str) -> None:
         for member, error in outcomes.refused.items():
@@ -73,7 +102,7 @@ class FleetControl:
             member.held = True  # also if the answer is lost
             await member.calls.pause_generation(mode, None)
 
-        return await on_each(members, pause)
+        return await self._on_each(members, pause)
 
     async def let_go(self, members: Iterable[Member]) -> Outcomes[None]:
         """Let members go on."""
@@ -82,22 +111,33 @@ class FleetControl:
             await member.calls.continue_generation()
             member.held = False
 
-        return await on_each(members, go_on)
+        return await self._on_each(members, go_on)
+
+    async def _let_all_go(self) -> None:
+        held = [member for member in self.members.serving if member.held]
+        self._left_over(await self.let_go(held), "a pause could not be undone")
+
+    async def _hold_again(self) -> None:
+        if self.frozen is not None:
+            going = [member for member in self.members.synced if not member.held]
+            self._left_over(await self.hold(going, self.frozen), "going on could not be undone")
 
     async def freeze(self, mode: PauseMode) -> None:
         """Freeze the requests of all members; if one refuses, let all go on."""
-        outcomes = await self.hold(self._with_requests(), mode)
-        if outcomes.refused and self.frozen is None:
-            held = [member for member in self.members.serving if member.held]
-            self._left_over(await self.let_go(held), "a pause could not be undone")
-        self._require(outcomes, f"pause_generation({mode.value!r})", _UNDONE if self.frozen is None else "")
+        back = self._let_all_go if self.frozen is None else None
+        async with self._put_back_if_given_up(back):
+            outcomes = await self.hold(self._with_requests(), mode)
+            if outcomes.refused and back is not None:
+                await back()
+        self._require(outcomes, f"pause_generation({mode.value!r})", _UNDONE if back is not None else "")
         self.frozen = mode
 
     async def unfreeze(self) -> None:
         """Let the requests of all members go on; if one refuses, freeze all again."""
-        outcomes = await self.let_go(self.members.synced)
-        if outcomes.refused and self.frozen is not None:
-            self._left_over(await self.hold(outcomes.done, self.frozen), "going on could not be undone")
+        async with self._put_back_if_given_up(self._hold_again):
+            outcomes = await self.let_go(self.members.synced)
+            if outcomes.refused:
+                await self._hold_again()
         self._require(outcomes, "continue_generation()", _UNDONE)
         self.frozen = None
         for member in self._with_requests():
@@ -113,29 +153,37 @@ class FleetControl:
 
     async def sleep(self, tags: frozenset[MemoryTag]) -> None:
         """Let all members give memory back; if one refuses, wake the others up."""
-        before, self.asleep = self.asleep, self.asleep | tags
-        outcomes = await on_each(self.members.serving, lambda member: member.calls.sleep(tags, None, False, 0.0))
-        if outcomes.refused:
-            await self._undo(outcomes.done, "sleep", lambda member: member.calls.wake_up(tags, None))
+        before = self.asleep
+
+        async def back() -> None:
+            await self._undo(self.members.serving, "sleep", lambda member: member.calls.wake_up(tags, None))
             self.asleep = before
+
+        async with self._put_back_if_given_up(back):
+            self.asleep |= tags
+            outcomes = await self._on_each(
+                self.members.serving, lambda member: member.calls.sleep(tags, None, False, 0.0)
+            )
+            if outcomes.refused:
+                await back()
         self._require(outcomes, "sleep()", "The others were woken up")
 
     async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
         """Let all members take memory again; call it again if one refuses."""
-        outcomes = await on_each(self.members.serving, lambda member: member.calls.wake_up(tags, None))
+        outcomes = await self._on_each(self.members.serving, lambda member: member.calls.wake_up(tags, None))
         self._require(outcomes, "wake_up()", "The others are awake; call wake_up() again")
         self.asleep -= tags
 
     async def reset_prefix_cache(self) -> None:
         """Let all members forget every cached prefix."""
-        outcomes = await on_each(self.members.serving, lambda member: member.calls.reset_prefix_cache())
+        outcomes = await self._on_each(self.members.serving, lambda member: member.calls.reset_prefix_cache())
         for member in outcomes.done:
             self._cache_dropped(member.name)
         self._require(outcomes, "reset_prefix_cache()", "The others have reset theirs; call it again")
 
     async def clear_hicache_storage(self) -> None:
         """Let all members forget the storage tier of their caches."""
-        outcomes = await on_each(self.members.serving, lambda member: member.calls.clear_hicache_storage())
+        outcomes = await self._on_each(self.members.serving, lambda member: member.calls.clear_hicache_storage())
         self._require(outcomes, "clear_hicache_storage()", "The others have cleared theirs; call it again")
 
     # Version -----------------------------------------------------------------------------------------------------
@@ -148,7 +196,7 @@ class FleetControl:
                 await member.calls.update_weight_version(version)
                 member.move_to(member.status.relabel(version))
 
-        outcomes = await on_each(self.members.synced, relabel)
+        outcomes = await self._on_each(self.members.synced, relabel)
         if not outcomes.done:
             self._require(outcomes, "update_weight_version()", "No version was changed")
             raise no_member("update_weight_version()", self.members)
@@ -162,23 +210,33 @@ class FleetControl:
         async def load(member: Member) -> None:
             await member.calls.load_lora_adapter(name, adapter.path, adapter.pinned)
 
-        outcomes = await on_each(self.members.synced, load)
-        if outcomes.refused:
-            await self._undo(outcomes.done, f"loading {name!r}", lambda member: member.calls.unload_lora_adapter(name))
+        async def back() -> None:
+            has = [member for member in self.members.synced if name in member.engine.parts.loaded_adapters.names]
+            await self._undo(has, f"loading {name!r}", lambda member: member.calls.unload_lora_adapter(name))
+
+        async with self._put_back_if_given_up(back):
+            outcomes = await self._on_each(self.members.synced, load)
+            if outcomes.refused:
+                await back()
         self._require(outcomes, f"load_lora_adapter({name!r})", "No engine has it loaded")
         self.adapters[name] = adapter
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter from all members; if one refuses, load it again on the others."""
         adapter = self.adapters.get(name)
-        outcomes = await on_each(self.members.synced, lambda member: member.calls.unload_lora_adapter(name))
-        if outcomes.refused and adapter is not None:
-            path, pinned = adapter.path, adapter.pinned
-            await self._undo(
-                outcomes.done,
-                f"unloading {name!r}",
-                lambda member: member.calls.load_lora_adapter(name, path, pinned),
-            )
+
+        async def back() -> None:
+            if adapter is not None:
+                path, pinned = adapter.path, adapter.pinned
+                lacks = [one for one in self.members.synced if name not in one.engine.parts.loaded_adapters.names]
+                await self._undo(
+                    lacks, f"unloading {name!r}", lambda member: member.calls.load_lora_adapter(name, path, pinned)
+                )
+
+        async with self._put_back_if_given_up(back):
+            outcomes = await self._on_each(self.members.synced, lambda member: member.calls.unload_lora_adapter(name))
+            if outcomes.refused:
+                await back()
         self._require(outcomes, f"unload_lora_adapter({name!r})", "The others have it loaded again")
         self.adapters.pop(name, None)
 
@@ -190,7 +248,7 @@ class FleetControl:
                 await member.calls.update_adapter(request)
                 member.move_to(member.status.relabel(request.version))
 
-        outcomes = await on_each(self.members.synced, update)
+        outcomes = await self._on_each(self.members.synced, update)
         if not outcomes.done:
             self._require(outcomes, f"the update of the adapter {source.lora_name!r}", "No engine has it")
             raise no_member(f"the update of the adapter {source.lora_name!r}", self.members)
@@ -203,6 +261,10 @@ class FleetControl:
             await member.calls.unload_lora_adapter(name)
         for name, adapter in self.adapters.items():
             await member.calls.load_lora_adapter(name, adapter.path, adapter.pinned)
+
+
+async def _awaited(call: Callable[[], Awaitable[None]]) -> None:
+    await call()
 
 
 __all__ = ["FleetAdapter", "FleetControl"]

@@ -7,8 +7,9 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
+from drivetrain.backend.toolkit.deadlines import deadline
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.holder_calls import Claims, HolderCalls
 from drivetrain.engine.states import EngineState, WeightState
@@ -28,6 +29,9 @@ from drivetrain_fleet.routing import Load
 logger = logging.getLogger("drivetrain.fleet")
 
 _T = TypeVar("_T")
+
+PATIENCE: Final = 0.95
+"""Share of a timeout of the fleet's that each engine has, so that the error names the engine that did not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,14 +228,20 @@ class Outcomes(Generic[_T]):
         return {member: error for member, error in self.failed.items() if not member.status.failed}
 
 
-async def on_each(members: Iterable[Member], call: Callable[[Member], Awaitable[_T]]) -> Outcomes[_T]:
-    """Call all members at once and wait for all; a member that died is failed. Outcomes are in the given order."""
+async def on_each(
+    members: Iterable[Member], call: Callable[[Member], Awaitable[_T]], seconds: float | None = None
+) -> Outcomes[_T]:
+    """Call all members at once and wait for all, each for at most ``seconds``; a member that died is failed.
+
+    Outcomes are in the order of ``members``.
+    """
     members = list(members)
     outcomes: Outcomes[_T] = Outcomes()
 
     async def one(member: Member) -> None:
         try:
-            outcomes.done[member] = await call(member)
+            async with deadline(seconds, f"{member.name} to answer"):
+                outcomes.done[member] = await call(member)
         except EngineDied as error:
             member.fail(str(error))
             outcomes.failed[member] = error
@@ -280,6 +290,7 @@ def require_some(members: Members) -> None:
 
 
 __all__ = [
+    "PATIENCE",
     "Member",
     "MemberReport",
     "Members",

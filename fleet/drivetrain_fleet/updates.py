@@ -8,13 +8,14 @@ fleet does not commit.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from drivetrain.errors import (
+    DeadlineExceeded,
     DrivetrainError,
     InvalidRequest,
     InvalidWeights,
@@ -28,9 +29,9 @@ from drivetrain.process.shared_engine import AppliedUpdate
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.weights import DiskSource, WeightReply, WeightUpdateRequest
 from drivetrain_fleet.control import FleetControl
-from drivetrain_fleet.members import Member, Members, described, named, on_each, require_some
+from drivetrain_fleet.members import Member, Members, Outcomes, described, named, on_each, require_some
 
-logger = logging.getLogger("drivetrain.fleet")
+_T = TypeVar("_T")
 
 _REFUSALS = (InvalidRequest, InvalidWeights, UnsupportedCapability, WeightBaseMismatch, WeightPlanMismatch)
 """Errors that say that the update itself is wrong: no engine takes it then."""
@@ -72,7 +73,7 @@ class FleetUpdates:
     Args:
         members: The fleet's.
         min_engines: How many must commit.
-        weights: What the fleet serves at first.
+        seconds: For each step of a member.
         control: Pauses members, lets them go on, and gives them the fleet's adapters.
         evict: Ends the samples of a member that is left behind.
         cache_dropped: Called for each member whose prefix cache was dropped.
@@ -82,6 +83,7 @@ class FleetUpdates:
         self,
         members: Members,
         min_engines: int,
+        seconds: float,
         *,
         control: FleetControl,
         evict: Callable[[Member, str], None],
@@ -89,6 +91,7 @@ class FleetUpdates:
     ) -> None:
         self.members = members
         self.min_engines = min_engines
+        self._seconds = seconds
         self.weights = FleetWeights("", None)
         self.failed = False
         """True from a failed update until one is committed: no engine may serve."""
@@ -97,6 +100,9 @@ class FleetUpdates:
         self._evict = evict
         self._cache_dropped = cache_dropped
         self._update: _Update | None = None
+
+    async def _on_each(self, members: Iterable[Member], call: Callable[[Member], Awaitable[_T]]) -> Outcomes[_T]:
+        return await on_each(members, call, self._seconds)
 
     def knows(self, version: str) -> bool:
         """Return True for a version that the fleet has committed."""
@@ -117,11 +123,11 @@ class FleetUpdates:
             DrivetrainError: A member refuses the update itself; nothing was changed.
         """
         self._update = None
-        outcomes = await on_each(self.members.serving, lambda member: member.calls.prepare_weight_update(request))
+        outcomes = await self._on_each(self.members.serving, lambda member: member.calls.prepare_weight_update(request))
         require_some(self.members)
         refusals = _refusals(outcomes.failed)
         if refusals or len(outcomes.done) < self.min_engines:
-            await on_each(outcomes.done, lambda member: member.calls.forget_weight_update())
+            await self._on_each(outcomes.done, lambda member: member.calls.forget_weight_update())
             if refusals:
                 raise named(refusals, f"the check of the update to {request.version!r}", "Nothing was changed")
             raise self._too_few(
@@ -134,7 +140,7 @@ class FleetUpdates:
     async def release_sources(self) -> WeightReply:
         """Let every member unmap the memory that trainers share."""
         self._update = None
-        outcomes = await on_each(self.members.serving, lambda member: member.calls.release_weight_sources())
+        outcomes = await self._on_each(self.members.serving, lambda member: member.calls.release_weight_sources())
         if outcomes.refused:
             raise named(outcomes.refused, "release_weight_sources()")
         return WeightReply()
@@ -153,10 +159,11 @@ class FleetUpdates:
             return applied
 
         try:
+            await self._control.settled()
             if freeze is not None:
                 update.drop((await self._control.hold(update.members, freeze)).failed)
                 self._require_enough(update)
-            outcomes = await on_each(update.members, apply)
+            outcomes = await self._on_each(update.members, apply)
             update.drop(outcomes.failed)
             self._decide(update)
         except BaseException:
@@ -180,7 +187,7 @@ class FleetUpdates:
             self._enter(update, member)
             return await member.calls.begin_update(None)
 
-        outcomes = await on_each(update.members, begin)
+        outcomes = await self._on_each(update.members, begin)
         await self._without(update, outcomes.failed)
         if len(set(outcomes.done.values())) > 1:
             shown = ", ".join(f"{member.name}: {buckets}" for member, buckets in outcomes.done.items())
@@ -192,7 +199,7 @@ class FleetUpdates:
     async def load(self, indices: tuple[int, ...]) -> WeightReply:
         """Let every member load these buckets."""
         update = self._begun()
-        outcomes = await on_each(update.members, lambda member: member.calls.load_buckets(list(indices)))
+        outcomes = await self._on_each(update.members, lambda member: member.calls.load_buckets(list(indices)))
         await self._without(update, outcomes.failed)
         total = max(outcomes.done.values())
         loaded, update.nbytes = total - update.nbytes, total
@@ -207,7 +214,7 @@ class FleetUpdates:
             await self._finish(update, member)
             return applied
 
-        outcomes = await on_each(update.members, commit)
+        outcomes = await self._on_each(update.members, commit)
         await self._without(update, outcomes.failed)
         self._decide(update)
         await self._commit(update, version)
@@ -226,7 +233,7 @@ class FleetUpdates:
 
         if update.begun:
             self._all_stale(update)
-        await on_each([*update.members, *update.lost], drop)
+        await self._on_each([*update.members, *update.lost], drop)
         return WeightReply()
 
     # The decision ------------------------------------------------------------------------------------------------
@@ -262,7 +269,7 @@ class FleetUpdates:
         """Go on without members that failed a step, if enough are left."""
         update.drop(failed)
         alive = [member for member in failed if not member.status.failed]
-        await on_each(alive, lambda member: member.calls.break_off_update(str(failed[member])))
+        await self._on_each(alive, lambda member: member.calls.break_off_update(str(failed[member])))
         self._require_enough(update)
 
     def _decide(self, update: _Update) -> None:
@@ -296,7 +303,7 @@ class FleetUpdates:
             )
         after = f"{left} are left, and min_engines={self.min_engines}. {after}"
         error = named(failed, f"the update to {version!r}", after)
-        if isinstance(error, WeightSyncError):
+        if isinstance(error, WeightSyncError | DeadlineExceeded):
             return error
         wrapped = otherwise(str(error))
         wrapped.__cause__ = error

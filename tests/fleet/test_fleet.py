@@ -17,11 +17,13 @@ from drivetrain import (
     InferenceEngine,
     InvalidConfig,
     InvalidRequest,
+    LoraSource,
     MemberLost,
     MemoryTag,
     PauseMode,
     PromptLike,
     SamplingParams,
+    WeightUpdateRequest,
     attach,
     create_engine,
 )
@@ -514,3 +516,48 @@ async def test_names_of_a_fleet_are_given_or_made(model: Path) -> None:
     async with fleet:
         with pytest.raises(InvalidRequest, match="unknown"):
             await fleet.remove("unknown")
+
+
+async def test_a_pause_that_takes_too_long_is_undone(model: Path) -> None:
+    async with fleet_of(2, model) as fleet:
+        task = asyncio.create_task(fleet.generate([[1], [2]], LONG))
+        await until(lambda: fleet.begun("engine-0") == fleet.begun("engine-1") == 1)
+        with spoiled(fleet.member("engine-1")) as calls:
+
+            async def hang(*arguments: object) -> object:
+                await asyncio.sleep(600)
+                return None
+
+            calls.instead["pause_generation"] = hang
+            with pytest.raises(DeadlineExceeded):
+                await fleet.pause_generation("retract", timeout=0.2)
+        assert fleet.state.value == "ready"
+        assert {completion.finish_reason.value for completion in (await task).completions} == {"length"}
+        await fleet.pause_generation("retract")
+        assert fleet.health() == ["paused", "paused"]
+        await fleet.continue_generation()
+        assert fleet.health() == ["ready", "ready"]
+
+
+async def test_an_adapter_is_replaced_on_engines_that_have_room_for_no_other(model: Path, tmp_path: Path) -> None:
+    from drivetrain_conformance.assets.made_adapters import make_adapter
+
+    for seed in (1, 2):
+        (tmp_path / str(seed)).mkdir()
+        make_adapter(model, tmp_path / str(seed), seed=seed)
+    engines = [local(model, enable_lora=True, max_loras=1) for _ in range(2)]
+    async with fleet_of(engines, model) as fleet:
+        await fleet.load_lora_adapter("a", str(tmp_path / "1"))
+        before = (await fleet.generate([[1, 2, 3]], GREEDY, lora="a")).completions[0]
+        request = WeightUpdateRequest(
+            version="second", source=LoraSource(lora_name="a", path=str(tmp_path / "2")), mode=PauseMode.WAIT
+        )
+        await fleet.update_named_weights(request)
+        after = (await fleet.generate([[1, 2, 3]] * 2, GREEDY, lora="a")).completions
+        assert after[0].logprobs != before.logprobs
+        assert {completion.weight_version for completion in after} == {"second"}
+        assert fleet.health() == ["ready", "ready"]
+        with spoiled(fleet.member("engine-0"), update_adapter=BROKEN):
+            await fleet.update_named_weights(request.model_copy(update={"version": "third"}))
+        assert fleet.health() == ["stale", "ready"]
+        assert (await fleet.generate([[1, 2, 3]], GREEDY, lora="a")).completions[0].weight_version == "third"
