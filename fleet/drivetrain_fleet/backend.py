@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TypeVar
 
 from drivetrain.backend.base import (
@@ -73,7 +74,7 @@ class FleetBackend(Backend):
         routing: How samples are spread.
         max_waiting: Samples that may wait for an engine.
         max_samples_per_engine: Samples that one engine may have; None: any number.
-        exact_failover: Stream tokens from the engines, to know which samples have none.
+        exact_failover: Stream tokens from the engines if all can, to know which samples have none.
     """
 
     name = "fleet"
@@ -110,7 +111,8 @@ class FleetBackend(Backend):
             cache_dropped=self.router.cache_dropped,
         )
         self.sending = Sending(self.members, self.router, max_waiting, max_samples_per_engine, self._held)
-        self.failover = Failover(self.sending, exact_failover, self.updates.knows)
+        streams = all(Capability.STREAMING in engine.capabilities for engine in engines.values())
+        self.failover = Failover(self.sending, exact_failover and streams, self.updates.knows)
         self._facts: dict[str, Facts] = {}
         self._model: ModelInfo | None = None
         self._loading = asyncio.Lock()
@@ -161,7 +163,7 @@ class FleetBackend(Backend):
         for member in members:
             self._enter(member, known=member is members[0])
         self._model = fleet_model([member.engine.model_info for member in members])
-        return self._model
+        return replace(self._model, weight_version=self.updates.weights.version)
 
     async def _start_engine(self, engine: InferenceEngine, name: str, report: Callable[[str], None]) -> None:
         def tell(stage: str) -> None:

@@ -7,6 +7,7 @@ import heapq
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
 
 from drivetrain.backend.base import GenerateRequest
 from drivetrain.checks.limits import SAMPLES_AT_ONCE
@@ -15,6 +16,8 @@ from drivetrain_fleet.health import Health
 from drivetrain_fleet.members import Member, Members, described, no_member
 from drivetrain_fleet.prefix_index import Blocks
 from drivetrain_fleet.routing import Router, Work
+
+NO_BLOCKS: Final = Blocks((), ())
 
 
 @dataclass(slots=True, eq=False)
@@ -69,16 +72,27 @@ class Sending:
         self._scheduled = False
         self._left = asyncio.Event()
         """Set when a sample has left its member."""
+        self._hashed: tuple[list[int] | None, str | None, Blocks] = (None, None, NO_BLOCKS)
+        """The prompt that was hashed last, its adapter, and its blocks."""
         self._tickets: dict[str, Ticket] = {}
 
     # Tickets -----------------------------------------------------------------------------------------------------
 
     def open(self, request: GenerateRequest, session: str | None) -> Ticket:
         """Take note of a sample."""
-        blocks = Blocks.of(request.prompt_token_ids if self.router.policy.prefix_affinity else (), request.lora)
-        ticket = Ticket(request, Work(blocks, session))
+        ticket = Ticket(request, Work(self._blocks(request), session))
         self._tickets[request.request_id] = ticket
         return ticket
+
+    def _blocks(self, request: GenerateRequest) -> Blocks:
+        """Return the blocks of a prompt; the samples of one prompt share its list, which is hashed once."""
+        if not self.router.policy.prefix_affinity:
+            return NO_BLOCKS
+        ids, adapter, blocks = self._hashed
+        if ids is not request.prompt_token_ids or adapter != request.lora:
+            blocks = Blocks.of(request.prompt_token_ids, request.lora)
+            self._hashed = request.prompt_token_ids, request.lora, blocks
+        return blocks
 
     def close(self, ticket: Ticket) -> None:
         """Forget a sample that has ended."""

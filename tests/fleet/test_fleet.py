@@ -561,3 +561,15 @@ async def test_an_adapter_is_replaced_on_engines_that_have_room_for_no_other(mod
             await fleet.update_named_weights(request.model_copy(update={"version": "third"}))
         assert fleet.health() == ["stale", "ready"]
         assert (await fleet.generate([[1, 2, 3]], GREEDY, lora="a")).completions[0].weight_version == "third"
+
+
+async def test_the_first_engine_names_the_version(model: Path) -> None:
+    async with local(model) as engine:
+        await engine.update_weight_version("theirs")
+        other = await attach(await engine.handle())
+        async with fleet_of([other, local(model)], model) as fleet:
+            assert fleet.get_weight_version() == "theirs"
+            assert fleet.health() == ["ready", "stale"]
+            output = await fleet.generate([[1], [2]], GREEDY)
+            assert {completion.weight_version for completion in output.completions} == {"theirs"}
+        assert engine.state.value == "ready"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,18 @@ from drivetrain import (
     DiskSource,
     EngineInternalError,
     EngineStateError,
+    GenerateRequest,
     InvalidWeights,
     MemberLost,
     PauseMode,
+    TokenDelta,
     UnsupportedCapability,
     WeightSyncError,
     WeightTransferFailed,
     WeightUpdateRequest,
     WeightVerifyFailed,
 )
+from drivetrain_conformance.assets.made_adapters import make_adapter
 from drivetrain_fleet import Health
 from drivetrain_fleet.members import Member
 from drivetrain_weight_sync import WeightSync
@@ -328,3 +332,46 @@ async def test_an_engine_that_dies_after_its_commit_does_not_count(model: Path) 
                     with pytest.raises(WeightTransferFailed, match="min_engines=2"):
                         await pushed(fleet, "one")
                     assert fleet.state.value == "dirty"
+
+
+async def test_an_engine_that_is_relabelled_by_another_holder_is_stale(model: Path) -> None:
+    async with fleet_of(2, model) as fleet:
+        await fleet.member("engine-0").engine.update_weight_version("theirs")
+        assert fleet.health() == ["stale", "ready"]
+        assert "theirs" in fleet.report("engine-0").why
+        assert versions((await fleet.generate([[1], [2]], GREEDY)).completions) == {"initial"}
+
+
+async def test_a_completion_of_a_version_that_was_not_committed_is_not_handed_out(model: Path) -> None:
+    async with fleet_of(2, model) as fleet:
+        member = fleet.member("engine-0")
+        stream = member.calls.stream
+
+        async def other_version(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+            async for delta in stream(request):
+                if delta.result is not None:
+                    spans = [replace(span, version="never") for span in delta.result.weight_versions]
+                    delta = replace(delta, result=replace(delta.result, weight_versions=spans))
+                yield delta
+
+        with spoiled(member) as calls:
+            calls.instead["stream"] = other_version  # type: ignore[assignment]
+            with pytest.raises(MemberLost, match="never"):
+                await fleet.generate([1], GREEDY)
+        assert fleet.health() == ["stale", "ready"]
+
+
+async def test_an_engine_that_is_synced_gets_the_adapters_that_it_missed(model: Path, tmp_path: Path) -> None:
+    for seed in (1, 2):
+        (tmp_path / str(seed)).mkdir()
+        make_adapter(model, tmp_path / str(seed), seed=seed)
+    engines = [local(model, enable_lora=True) for _ in range(2)]
+    async with fleet_of(engines, model) as fleet:
+        await fleet.load_lora_adapter("a", str(tmp_path / "1"))
+        fleet.member("engine-1").left_behind("for the test")
+        await fleet.unload_lora_adapter("a")
+        await fleet.load_lora_adapter("a", str(tmp_path / "2"))  # engine-1 has another one of this name
+        await pushed(fleet, "one")
+        assert fleet.health() == ["ready", "ready"]
+        answers = [(await engine.generate([1, 2, 3], GREEDY, lora="a")).completions[0].logprobs for engine in engines]
+        assert answers[0] == pytest.approx(answers[1], abs=1e-4)
