@@ -14,6 +14,7 @@
     │   ├── EngineStateError        the request is not possible in the engine's state; carries the state
     │   ├── EngineStartError        the engine did not start; carries the last log lines
     │   ├── EngineDied              the engine's process ended, froze or lost a child
+    │   ├── MemberLost              one engine of a fleet was lost with a request; the others serve on
     │   ├── EngineBusy              requests are in flight, and the arguments do not say how to handle them
     │   ├── EngineOutOfMemory       out of memory, also after retries; carries the batch size
     │   ├── NonFiniteLogits         the model gave NaN or infinite logits, and the request ended
@@ -131,8 +132,19 @@ class ConnectionLost(EngineError):
     """The connection to an engine's owner broke during a call, and was made again; the call may have taken effect."""
 
 
+class MemberLost(EngineError):
+    """One engine of a fleet was lost, or left behind by an update, with a request; the others serve on.
+
+    ``member`` is the engine's name in the fleet.
+    """
+
+    def __init__(self, message: str, *, member: str = "") -> None:
+        super().__init__(message)
+        self.member = member
+
+
 class EngineBusy(EngineError):
-    """Requests are in flight, and the call's arguments do not say how to handle them."""
+    """Requests are in flight, and the call's arguments do not say how to handle them; or a fleet's queue is full."""
 
 
 class EngineOutOfMemory(EngineError):
@@ -238,7 +250,18 @@ def _tree(root: type[DrivetrainError]) -> Iterable[type[DrivetrainError]]:
         yield from _tree(child)
 
 
-_FIELDS: Final = ("field", "capability", "state", "batch_size", "missing", "extra", "mismatched", "tensors", "gap")
+_FIELDS: Final = (
+    "field",
+    "capability",
+    "state",
+    "member",
+    "batch_size",
+    "missing",
+    "extra",
+    "mismatched",
+    "tensors",
+    "gap",
+)
 
 
 def to_wire(error: DrivetrainError) -> tuple[str, str, dict[str, object]]:

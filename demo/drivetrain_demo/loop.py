@@ -31,6 +31,7 @@ from drivetrain_demo.result import Check, DemoResult, StepRecord, Training
 from drivetrain_demo.reward import grade, is_right
 from drivetrain_demo.settings import LOGPROB_TOLERANCE, MIN_STEPS_TO_JUDGE, Settings, tiny_policy
 from drivetrain_demo.trainer import Recipe, Sample, Trainer
+from drivetrain_fleet import InferenceEngineClient
 from drivetrain_weight_sync import WeightSync
 
 KV_CACHE: Final = (MemoryTag.KV_CACHE,)
@@ -64,7 +65,8 @@ async def run(settings: Settings, *, report: Callable[[str], None], watch: Calla
     fields = {**settings.engine_fields, "model": model}
     if settings.isolation is not None:
         fields["isolation"] = settings.isolation.value
-    engine = create_engine(settings.backend, **fields)
+    engines = [create_engine(settings.backend, **fields) for _ in range(settings.engines)]
+    engine = engines[0] if len(engines) == 1 else InferenceEngineClient(engines)
     try:
         await engine.start(report)
         trainer = await asyncio.to_thread(_load_trainer, settings, model, engine.model_info.dtype)

@@ -81,7 +81,8 @@ class WeightTransaction:
 
     async def begin(self) -> None:
         """Begin to overwrite the weights: until commit they are neither the old nor the new ones."""
-        await self._send(BeginUpdate(), "the receiver to begin the update")
+        reply = await self._send(BeginUpdate(), "the receiver to begin the update")
+        self.buckets = reply.buckets or self.buckets
 
     @checked
     async def load(self, indices: Sequence[int]) -> None:

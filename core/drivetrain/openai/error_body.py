@@ -12,6 +12,7 @@ from drivetrain.errors import (
     EngineOutOfMemory,
     EngineStateError,
     InvalidRequest,
+    MemberLost,
     UnsupportedCapability,
 )
 from drivetrain.openai.responses import ErrorBody
@@ -26,6 +27,7 @@ _TABLE: Final[tuple[tuple[type[DrivetrainError], int, str, str | None], ...]] = 
     (EngineStateError, 503, _SERVER, "engine_state"),
     (EngineOutOfMemory, 503, _SERVER, "out_of_memory"),
     (EngineDied, 500, _SERVER, "engine_died"),
+    (MemberLost, 500, _SERVER, "engine_lost"),
     (DeadlineExceeded, 504, _SERVER, "timeout"),
 )
 

@@ -257,7 +257,7 @@ class WeightReply:
     """Result of one step of an update."""
 
     buckets: int = 0
-    """After PrepareUpdate: number of buckets to load."""
+    """After PrepareUpdate: number of buckets to load. A fleet's engines say so only after BeginUpdate."""
     nbytes: int = 0
     """Bytes copied by this step."""
     keeps_plan: bool = False

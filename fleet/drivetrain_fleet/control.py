@@ -1,0 +1,270 @@
+"""Pause, sleep and adapters of all engines of a fleet: all follow, or the call is undone and says who did not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from drivetrain.types.modes import MemoryTag, PauseMode
+from drivetrain.types.weights import LoraSource, WeightUpdateRequest
+from drivetrain_fleet.members import Member, Members, Outcomes, named, no_member, on_each, require_some
+
+_UNDONE = "The others were put back"
+
+
+@dataclass(frozen=True, slots=True)
+class FleetAdapter:
+    """A LoRA adapter that the fleet's engines have loaded."""
+
+    path: str
+    pinned: bool
+
+
+class FleetControl:
+    """Changes what the engines of a fleet do, all together.
+
+    Args:
+        members: The fleet's.
+        seconds: For each call of a member.
+        evict: Ends the samples of a member that is left behind.
+        cache_dropped: Called for each member whose prefix cache was dropped.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        seconds: float,
+        *,
+        evict: Callable[[Member, str], None],
+        cache_dropped: Callable[[str], None],
+    ) -> None:
+        self.members = members
+        self._seconds = seconds
+        self.frozen: PauseMode | None = None
+        """How the fleet has frozen its requests."""
+        self.asleep: frozenset[MemoryTag] = frozenset()
+        self.adapters: dict[str, FleetAdapter] = {}
+        self._evict = evict
+        self._cache_dropped = cache_dropped
+        self._putting_back: set[asyncio.Task[None]] = set()
+        """What a call that was given up leaves to be done."""
+
+    async def _on_each(self, members: Iterable[Member], call: Callable[[Member], Awaitable[None]]) -> Outcomes[None]:
+        return await on_each(members, call, self._seconds)
+
+    @asynccontextmanager
+    async def _put_back_if_given_up(self, back: Callable[[], Awaitable[None]] | None) -> AsyncGenerator[None, None]:
+        """Call ``back`` in the background if the work within is cancelled; the next change waits for it."""
+        await self.settled()
+        try:
+            yield
+        except asyncio.CancelledError:
+            if back is not None:
+                task = asyncio.ensure_future(_awaited(back))
+                self._putting_back.add(task)
+                task.add_done_callback(self._putting_back.discard)
+            raise
+
+    async def settled(self) -> None:
+        """Wait until what earlier calls have left is done."""
+        while self._putting_back:
+            await asyncio.wait(self._putting_back)
+
+    def _with_requests(self) -> list[Member]:
+        """Return the members that may have requests of the fleet."""
+        return [member for member in self.members.serving if member.status.synced or member.load.samples]
+
+    async def _undo(self, members: Iterable[Member], action: str, call: Callable[[Member], Awaitable[None]]) -> None:
+        """Put members back; one that cannot be put back is stale."""
+        self._left_over(await self._on_each(members, call), f"{action} could not be undone")
+
+    def _left_over(self, outcomes: Outcomes[None], why: str) -> None:
+        for member, error in outcomes.refused.items():
+            self._leave_behind(member, f"{why}: {error}")
+
+    def _leave_behind(self, member: Member, why: str) -> None:
+        member.left_behind(why)
+        self._evict(member, why)
+
+    def _require(self, outcomes: Outcomes[None], action: str, after: str) -> None:
+        require_some(self.members)
+        if outcomes.refused:
+            raise named(outcomes.refused, action, after)
+
+    # Pause -------------------------------------------------------------------------------------------------------
+
+    async def hold(self, members: Iterable[Member], mode: PauseMode) -> Outcomes[None]:
+        """Pause members."""
+
+        async def pause(member: Member) -> None:
+            member.held = True  # also if the answer is lost
+            await member.calls.pause_generation(mode, None)
+
+        return await self._on_each(members, pause)
+
+    async def let_go(self, members: Iterable[Member]) -> Outcomes[None]:
+        """Let members go on."""
+
+        async def go_on(member: Member) -> None:
+            await member.calls.continue_generation()
+            member.held = False
+
+        return await self._on_each(members, go_on)
+
+    async def _let_all_go(self) -> None:
+        held = [member for member in self.members.serving if member.held]
+        self._left_over(await self.let_go(held), "a pause could not be undone")
+
+    async def _hold_again(self) -> None:
+        if self.frozen is not None:
+            going = [member for member in self.members.synced if not member.held]
+            self._left_over(await self.hold(going, self.frozen), "going on could not be undone")
+
+    async def freeze(self, mode: PauseMode) -> None:
+        """Freeze the requests of all members; if one refuses, let all go on."""
+        back = self._let_all_go if self.frozen is None else None
+        async with self._put_back_if_given_up(back):
+            outcomes = await self.hold(self._with_requests(), mode)
+            if outcomes.refused and back is not None:
+                await back()
+        self._require(outcomes, f"pause_generation({mode.value!r})", _UNDONE if back is not None else "")
+        self.frozen = mode
+
+    async def unfreeze(self) -> None:
+        """Let the requests of all members go on; if one refuses, freeze all again."""
+        async with self._put_back_if_given_up(self._hold_again):
+            outcomes = await self.let_go(self.members.synced)
+            if outcomes.refused:
+                await self._hold_again()
+        self._require(outcomes, "continue_generation()", _UNDONE)
+        self.frozen = None
+        for member in self._with_requests():
+            if not member.status.synced:
+                self._evict(member, member.status.describe())
+
+    async def release(self, members: Iterable[Member]) -> None:
+        """Let the requests of members go on after a committed update; one that does not is left behind."""
+        self._left_over(await self.let_go(members), "it did not go on after an update")
+        require_some(self.members)
+
+    # Memory ------------------------------------------------------------------------------------------------------
+
+    async def sleep(self, tags: frozenset[MemoryTag]) -> None:
+        """Let all members give memory back; if one refuses, wake the others up."""
+        before = self.asleep
+
+        async def back() -> None:
+            await self._undo(self.members.serving, "sleep", lambda member: member.calls.wake_up(tags, None))
+            self.asleep = before
+
+        async with self._put_back_if_given_up(back):
+            self.asleep |= tags
+            outcomes = await self._on_each(
+                self.members.serving, lambda member: member.calls.sleep(tags, None, False, 0.0)
+            )
+            if outcomes.refused:
+                await back()
+        self._require(outcomes, "sleep()", "The others were woken up")
+
+    async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
+        """Let all members take memory again; call it again if one refuses."""
+        outcomes = await self._on_each(self.members.serving, lambda member: member.calls.wake_up(tags, None))
+        self._require(outcomes, "wake_up()", "The others are awake; call wake_up() again")
+        self.asleep -= tags
+
+    async def reset_prefix_cache(self) -> None:
+        """Let all members forget every cached prefix."""
+        outcomes = await self._on_each(self.members.serving, lambda member: member.calls.reset_prefix_cache())
+        for member in outcomes.done:
+            self._cache_dropped(member.name)
+        self._require(outcomes, "reset_prefix_cache()", "The others have reset theirs; call it again")
+
+    async def clear_hicache_storage(self) -> None:
+        """Let all members forget the storage tier of their caches."""
+        outcomes = await self._on_each(self.members.serving, lambda member: member.calls.clear_hicache_storage())
+        self._require(outcomes, "clear_hicache_storage()", "The others have cleared theirs; call it again")
+
+    # Version -----------------------------------------------------------------------------------------------------
+
+    async def relabel(self, version: str) -> None:
+        """Give the weights of all members another version; one that refuses is stale, if not all do."""
+
+        async def relabel(member: Member) -> None:
+            with member.changing():
+                await member.calls.update_weight_version(version)
+                member.move_to(member.status.relabel(version))
+
+        outcomes = await self._on_each(self.members.synced, relabel)
+        if not outcomes.done:
+            self._require(outcomes, "update_weight_version()", "No version was changed")
+            raise no_member("update_weight_version()", self.members)
+        self._left_over(outcomes, f"it did not take the version {version!r}")
+
+    # Adapters ----------------------------------------------------------------------------------------------------
+
+    async def load_adapter(self, name: str, adapter: FleetAdapter) -> None:
+        """Load an adapter on all members; if one refuses, unload it from the others."""
+
+        async def load(member: Member) -> None:
+            await member.calls.load_lora_adapter(name, adapter.path, adapter.pinned)
+
+        async def back() -> None:
+            has = [member for member in self.members.synced if name in member.engine.parts.loaded_adapters.names]
+            await self._undo(has, f"loading {name!r}", lambda member: member.calls.unload_lora_adapter(name))
+
+        async with self._put_back_if_given_up(back):
+            outcomes = await self._on_each(self.members.synced, load)
+            if outcomes.refused:
+                await back()
+        self._require(outcomes, f"load_lora_adapter({name!r})", "No engine has it loaded")
+        self.adapters[name] = adapter
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload an adapter from all members; if one refuses, load it again on the others."""
+        adapter = self.adapters.get(name)
+
+        async def back() -> None:
+            if adapter is not None:
+                path, pinned = adapter.path, adapter.pinned
+                lacks = [one for one in self.members.synced if name not in one.engine.parts.loaded_adapters.names]
+                await self._undo(
+                    lacks, f"unloading {name!r}", lambda member: member.calls.load_lora_adapter(name, path, pinned)
+                )
+
+        async with self._put_back_if_given_up(back):
+            outcomes = await self._on_each(self.members.synced, lambda member: member.calls.unload_lora_adapter(name))
+            if outcomes.refused:
+                await back()
+        self._require(outcomes, f"unload_lora_adapter({name!r})", "The others have it loaded again")
+        self.adapters.pop(name, None)
+
+    async def update_adapter(self, request: WeightUpdateRequest, source: LoraSource, pinned: bool) -> None:
+        """Replace an adapter on all members; one that keeps the old one is stale, if not all do."""
+
+        async def update(member: Member) -> None:
+            with member.changing():
+                await member.calls.update_adapter(request)
+                member.move_to(member.status.relabel(request.version))
+
+        outcomes = await self._on_each(self.members.synced, update)
+        if not outcomes.done:
+            self._require(outcomes, f"the update of the adapter {source.lora_name!r}", "No engine has it")
+            raise no_member(f"the update of the adapter {source.lora_name!r}", self.members)
+        self._left_over(outcomes, f"it did not take the adapter {source.lora_name!r} of {request.version!r}")
+        self.adapters[source.lora_name] = FleetAdapter(source.path, pinned)
+
+    async def align(self, member: Member) -> None:
+        """Give a member exactly the fleet's adapters; one of the same name may be another adapter."""
+        for name in member.engine.parts.loaded_adapters.names:
+            await member.calls.unload_lora_adapter(name)
+        for name, adapter in self.adapters.items():
+            await member.calls.load_lora_adapter(name, adapter.path, adapter.pinned)
+
+
+async def _awaited(call: Callable[[], Awaitable[None]]) -> None:
+    await call()
+
+
+__all__ = ["FleetAdapter", "FleetControl"]

@@ -1,0 +1,163 @@
+"""One sample on its way through a fleet: to a member, to another one if that is lost, and to its result."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
+from contextvars import ContextVar
+
+from drivetrain.backend.base import GenerateRequest, GenerateResult, TokenDelta
+from drivetrain.errors import ConnectionLost, DrivetrainError, EngineDied, EngineStateError, MemberLost, WireError
+from drivetrain.types.outputs import FinishReason
+from drivetrain_fleet.members import Member, named, on_each
+from drivetrain_fleet.sending import Sending, Ticket
+
+logger = logging.getLogger("drivetrain.fleet")
+
+SESSION: ContextVar[str | None] = ContextVar("drivetrain_fleet_session", default=None)
+"""The session that the samples of this context belong to."""
+_REFUSED_AT_THE_GATE = ("asleep", "dirty")
+"""States of an engine that refuses a sample before it begins."""
+
+
+class Evicted(DrivetrainError):
+    """A member may not go on with a sample. Never leaves the fleet."""
+
+
+class Failover:
+    """Runs samples on members.
+
+    A sample that has no token yet goes to another member when its own is lost. One that has tokens fails: to repeat it
+    would show its reader two beginnings, and favour short completions among those that a trainer gets.
+
+    Args:
+        sending: Gives samples to members.
+        exact: True: tokens are streamed from members, so it is known which samples have none. False: a sample that a
+            member had counts as begun.
+        known_version: Returns True for a weight version that the fleet has committed.
+    """
+
+    def __init__(self, sending: Sending, exact: bool, known_version: Callable[[str], bool]) -> None:
+        self.sending = sending
+        self.exact = exact
+        self._known_version = known_version
+        self._aborting: set[asyncio.Task[None]] = set()
+
+    async def steps(self, request: GenerateRequest, *, exact: bool = True) -> AsyncGenerator[TokenDelta, None]:
+        """Yield the steps of one sample; without ``exact`` only one, with the whole result."""
+        sending = self.sending
+        ticket = sending.open(request, SESSION.get())
+        try:
+            while True:
+                member = await sending.enter(ticket)
+                if member is None:
+                    yield TokenDelta([], result=_aborted(request))
+                    return
+                try:
+                    async with aclosing(_streamed(member, request) if exact else _whole(member, ticket)) as deltas:
+                        async for delta in deltas:
+                            sending.progress(ticket, len(delta.token_ids))
+                            self._check(ticket, member, delta.result)
+                            yield delta
+                    return
+                except (ConnectionLost, EngineDied, EngineStateError, WireError, Evicted) as error:
+                    self._require_another(ticket, member, error)
+                finally:
+                    sending.leave(ticket)
+        finally:
+            sending.close(ticket)
+
+    def _check(self, ticket: Ticket, member: Member, result: GenerateResult | None) -> None:
+        """Raise unless a step may be handed out; ``result`` is the last one's."""
+        if result is not None:
+            ticket.made = max(ticket.made, len(result.token_ids))
+        if ticket.evicted and not ticket.aborted:
+            raise Evicted(ticket.evicted)
+        if result is None:
+            return
+        for span in result.weight_versions:
+            if not self._known_version(span.version):
+                why = f"it generated with the version {span.version!r}, which the fleet has not committed"
+                member.left_behind(why)
+                raise Evicted(why)
+        self.sending.router.answered(ticket.work, result.token_ids, member.name)
+
+    def _require_another(self, ticket: Ticket, member: Member, error: DrivetrainError) -> None:
+        """Let the sample go to another member, or raise."""
+        if isinstance(error, EngineDied):
+            member.fail(str(error))
+        if isinstance(error, EngineStateError) and error.state in _REFUSED_AT_THE_GATE:
+            ticket.made = 0
+        if ticket.made:
+            what = "may have begun" if not self.exact else f"had {ticket.made} tokens"
+            raise MemberLost(
+                f"request {ticket.request.request_id} {what} when {member.name} was lost: {error}. The fleet's other "
+                "engines serve on; send the request again if a repetition is right",
+                member=member.name,
+            ) from error
+        if not isinstance(error, Evicted):  # its member may serve again, once it is synced
+            ticket.lost_by[member] = MemberLost(
+                f"request {ticket.request.request_id} was lost with {member.name}: {error}", member=member.name
+            )
+        logger.info("request %s goes from %s to another engine: %s", ticket.request.request_id, member.name, error)
+
+    # Ending early ------------------------------------------------------------------------------------------------
+
+    async def abort(self, request_ids: Iterable[str]) -> None:
+        """Ask for an early end of these samples, wherever they are."""
+        at: dict[Member, list[str]] = {}
+        for request_id in request_ids:
+            ticket = self.sending.find(request_id)
+            if ticket is None:
+                continue
+            ticket.aborted = True
+            if ticket.member is not None:
+                at.setdefault(ticket.member, []).append(request_id)
+            else:
+                self.sending.abort_waiting(ticket)
+        outcomes = await on_each(at, lambda member: member.calls.abort_samples(at[member]))
+        if outcomes.refused:
+            raise named(outcomes.refused, "abort()")
+
+    def evict(self, member: Member, why: str) -> None:
+        """End the samples of a member that may not go on with them; those without a token go to another one."""
+        tickets = self.sending.of(member)
+        for ticket in tickets:
+            ticket.evicted = why
+        if tickets and not member.status.failed:
+            task = asyncio.ensure_future(self._abort_evicted(member, [one.request.request_id for one in tickets]))
+            self._aborting.add(task)
+            task.add_done_callback(self._aborting.discard)
+
+    async def _abort_evicted(self, member: Member, request_ids: list[str]) -> None:
+        try:
+            await member.calls.abort_samples(request_ids)
+        except DrivetrainError as error:
+            logger.warning("%d samples could not be taken from %s: %s", len(request_ids), member.name, error)
+
+
+def _streamed(member: Member, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+    return member.calls.stream(request)
+
+
+async def _whole(member: Member, ticket: Ticket) -> AsyncGenerator[TokenDelta, None]:
+    ticket.made = 1  # that is not known, so it counts as begun
+    result = await member.calls.generate(ticket.request)
+    ticket.made = 0
+    yield TokenDelta([], result=result)
+
+
+def _aborted(request: GenerateRequest) -> GenerateResult:
+    wanted = request.params.logprobs
+    return GenerateResult(
+        token_ids=[],
+        finish_reason=FinishReason.ABORT,
+        weight_versions=[],
+        logprobs=[] if wanted is not None else None,
+        top_logprobs=[] if wanted else None,
+    )
+
+
+__all__ = ["SESSION", "Failover"]

@@ -1,0 +1,347 @@
+"""One weight update over all engines of a fleet.
+
+Prepare on all, then apply at once on all. Then it is decided: if at least ``min_engines`` have committed, the version
+is the fleet's, and every other engine is STALE. If fewer have, none serves: those that have committed have a version
+that is not the fleet's. Requests in flight stay frozen until that decision, so no token is made with weights that the
+fleet does not commit.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from drivetrain.errors import (
+    DeadlineExceeded,
+    DrivetrainError,
+    InvalidRequest,
+    InvalidWeights,
+    UnsupportedCapability,
+    WeightBaseMismatch,
+    WeightPlanMismatch,
+    WeightSyncError,
+    WeightTransferFailed,
+)
+from drivetrain.process.shared_engine import AppliedUpdate
+from drivetrain.types.modes import PauseMode
+from drivetrain.types.weights import DiskSource, WeightReply, WeightUpdateRequest
+from drivetrain_fleet.control import FleetControl
+from drivetrain_fleet.members import Member, Members, Outcomes, described, named, on_each, require_some
+
+_T = TypeVar("_T")
+
+_REFUSALS = (InvalidRequest, InvalidWeights, UnsupportedCapability, WeightBaseMismatch, WeightPlanMismatch)
+"""Errors that say that the update itself is wrong: no engine takes it then."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetWeights:
+    """The weights that a fleet serves."""
+
+    version: str
+    source: str | None
+    """The folder or hub id that holds them; None: they were pushed from memory."""
+
+
+@dataclass(slots=True)
+class _Update:
+    """An update that members have prepared."""
+
+    request: WeightUpdateRequest
+    members: list[Member]
+    """Those that are still part of it."""
+    lost: dict[Member, DrivetrainError] = field(default_factory=dict)
+    """Those that are not any more."""
+    begun: bool = False
+    stale: set[Member] = field(default_factory=set)
+    """Members that were stale before."""
+    nbytes: int = 0
+    """Bytes loaded so far, bucket by bucket."""
+
+    def drop(self, failed: dict[Member, DrivetrainError]) -> None:
+        """Take members out of the update."""
+        self.lost.update(failed)
+        self.members = [member for member in self.members if member not in failed]
+
+
+class FleetUpdates:
+    """Runs the updates of a fleet, one at a time; the engine page sees to that.
+
+    Args:
+        members: The fleet's.
+        min_engines: How many must commit.
+        seconds: For each step of a member.
+        control: Pauses members, lets them go on, and gives them the fleet's adapters.
+        evict: Ends the samples of a member that is left behind.
+        cache_dropped: Called for each member whose prefix cache was dropped.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        min_engines: int,
+        seconds: float,
+        *,
+        control: FleetControl,
+        evict: Callable[[Member, str], None],
+        cache_dropped: Callable[[str], None],
+    ) -> None:
+        self.members = members
+        self.min_engines = min_engines
+        self._seconds = seconds
+        self.weights = FleetWeights("", None)
+        self.failed = False
+        """True from a failed update until one is committed: no engine may serve."""
+        self._known: set[str] = set()
+        self._control = control
+        self._evict = evict
+        self._cache_dropped = cache_dropped
+        self._update: _Update | None = None
+
+    async def _on_each(self, members: Iterable[Member], call: Callable[[Member], Awaitable[_T]]) -> Outcomes[_T]:
+        return await on_each(members, call, self._seconds)
+
+    def knows(self, version: str) -> bool:
+        """Return True for a version that the fleet has committed."""
+        return version in self._known
+
+    def serve(self, weights: FleetWeights) -> None:
+        """Name the weights that the fleet serves from now on."""
+        self.weights = weights
+        self._known.add(weights.version)
+
+    # Prepare -----------------------------------------------------------------------------------------------------
+
+    async def prepare(self, request: WeightUpdateRequest) -> WeightReply:
+        """Let every member check and stage the update, while it serves on.
+
+        Raises:
+            WeightSyncError: Fewer than ``min_engines`` could; nothing was changed.
+            DrivetrainError: A member refuses the update itself; nothing was changed.
+        """
+        self._update = None
+        outcomes = await self._on_each(self.members.serving, lambda member: member.calls.prepare_weight_update(request))
+        require_some(self.members)
+        refusals = _refusals(outcomes.failed)
+        if refusals or len(outcomes.done) < self.min_engines:
+            await self._on_each(outcomes.done, lambda member: member.calls.forget_weight_update())
+            if refusals:
+                raise named(refusals, f"the check of the update to {request.version!r}", "Nothing was changed")
+            raise self._too_few(
+                request.version, outcomes.failed, len(outcomes.done), "Nothing was changed", WeightSyncError
+            )
+        self._update = _Update(request, list(outcomes.done), outcomes.failed)
+        plan = request.plan
+        return WeightReply(buckets=0 if plan is None else len(plan.buckets))
+
+    async def release_sources(self) -> WeightReply:
+        """Let every member unmap the memory that trainers share."""
+        self._update = None
+        outcomes = await self._on_each(self.members.serving, lambda member: member.calls.release_weight_sources())
+        if outcomes.refused:
+            raise named(outcomes.refused, "release_weight_sources()")
+        return WeightReply()
+
+    # Apply at once -----------------------------------------------------------------------------------------------
+
+    async def apply(self, version: str, freeze: PauseMode | None) -> WeightReply:
+        """Apply the prepared update on all members at the same time, and decide."""
+        update = self._begin()
+        began = time.monotonic()
+
+        async def apply(member: Member) -> AppliedUpdate:
+            self._enter(update, member)
+            applied = await member.calls.apply_update(None)
+            await self._finish(update, member)
+            return applied
+
+        try:
+            await self._control.settled()
+            if freeze is not None:
+                update.drop((await self._control.hold(update.members, freeze)).failed)
+                self._require_enough(update)
+            outcomes = await self._on_each(update.members, apply)
+            update.drop(outcomes.failed)
+            self._decide(update)
+        except BaseException:
+            self._all_stale(update)
+            raise
+        await self._commit(update, version)
+        seconds = time.monotonic() - began if freeze is not None else 0.0
+        done = outcomes.done.values()
+        return WeightReply(
+            nbytes=max(applied.nbytes for applied in done),
+            seconds=max(seconds, *(applied.paused_seconds for applied in done)),
+        )
+
+    # Bucket by bucket --------------------------------------------------------------------------------------------
+
+    async def begin(self) -> WeightReply:
+        """Let every member begin to overwrite its weights."""
+        update = self._begin()
+
+        async def begin(member: Member) -> int:
+            self._enter(update, member)
+            return await member.calls.begin_update(None)
+
+        outcomes = await self._on_each(update.members, begin)
+        await self._without(update, outcomes.failed)
+        if len(set(outcomes.done.values())) > 1:
+            shown = ", ".join(f"{member.name}: {buckets}" for member, buckets in outcomes.done.items())
+            raise WeightTransferFailed(
+                f"the fleet's engines expect different numbers of buckets ({shown}); give the update a plan"
+            )
+        return WeightReply(buckets=next(iter(outcomes.done.values())))
+
+    async def load(self, indices: tuple[int, ...]) -> WeightReply:
+        """Let every member load these buckets."""
+        update = self._begun()
+        outcomes = await self._on_each(update.members, lambda member: member.calls.load_buckets(list(indices)))
+        await self._without(update, outcomes.failed)
+        total = max(outcomes.done.values())
+        loaded, update.nbytes = total - update.nbytes, total
+        return WeightReply(nbytes=loaded)
+
+    async def commit(self, version: str) -> WeightReply:
+        """Let every member verify and commit, and decide."""
+        update = self._begun()
+
+        async def commit(member: Member) -> AppliedUpdate:
+            applied = await member.calls.commit_update()
+            await self._finish(update, member)
+            return applied
+
+        outcomes = await self._on_each(update.members, commit)
+        await self._without(update, outcomes.failed)
+        self._decide(update)
+        await self._commit(update, version)
+        return WeightReply(seconds=max(applied.paused_seconds for applied in outcomes.done.values()))
+
+    async def abort(self) -> WeightReply:
+        """Drop the update; if it has begun, every engine is stale, and requests stay frozen."""
+        update, self._update = self._update, None
+        if update is None:
+            return WeightReply()
+        reason = f"the fleet's update to {update.request.version!r} was broken off"
+
+        async def drop(member: Member) -> None:
+            await member.calls.break_off_update(reason)
+            await member.calls.forget_weight_update()
+
+        if update.begun:
+            self._all_stale(update)
+        await self._on_each([*update.members, *update.lost], drop)
+        return WeightReply()
+
+    # The decision ------------------------------------------------------------------------------------------------
+
+    @property
+    def under_way(self) -> bool:
+        """True from begin to commit."""
+        return self._update is not None and self._update.begun
+
+    def _begin(self) -> _Update:
+        update = self._update
+        if update is None:
+            raise WeightSyncError("no update was prepared on the fleet's engines; prepare it again")
+        update.begun = True
+        return update
+
+    def _enter(self, update: _Update, member: Member) -> None:
+        if not member.status.synced:
+            update.stale.add(member)
+        member.move_to(member.status.begin_update())
+
+    async def _finish(self, update: _Update, member: Member) -> None:
+        """Give a member that was stale what else the fleet has."""
+        if member in update.stale:
+            await self._control.align(member)
+
+    def _begun(self) -> _Update:
+        if self._update is None or not self._update.begun:
+            raise WeightSyncError("no update was begun on the fleet's engines; begin one first")
+        return self._update
+
+    async def _without(self, update: _Update, failed: dict[Member, DrivetrainError]) -> None:
+        """Go on without members that failed a step, if enough are left."""
+        update.drop(failed)
+        alive = [member for member in failed if not member.status.failed]
+        await self._on_each(alive, lambda member: member.calls.break_off_update(str(failed[member])))
+        self._require_enough(update)
+
+    def _decide(self, update: _Update) -> None:
+        """Raise unless enough engines have committed and live."""
+        update.drop({m: WeightTransferFailed(m.status.describe()) for m in update.members if m.status.failed})
+        self._require_enough(update)
+
+    def _require_enough(self, update: _Update) -> None:
+        require_some(self.members)
+        if len(update.members) < self.min_engines:
+            raise self._too_few(
+                update.request.version,
+                update.lost,
+                len(update.members),
+                "No engine serves until a complete update is committed",
+            )
+
+    def _too_few(
+        self,
+        version: str,
+        failed: dict[Member, DrivetrainError],
+        left: int,
+        after: str,
+        otherwise: type[WeightSyncError] = WeightTransferFailed,
+    ) -> DrivetrainError:
+        """Make the error of an update that too few engines take, of their class or ``otherwise``."""
+        if not failed:
+            return otherwise(
+                f"the update to {version!r} reaches {left} engines, and min_engines={self.min_engines}; "
+                f"{described(self.members)}. {after}"
+            )
+        after = f"{left} are left, and min_engines={self.min_engines}. {after}"
+        error = named(failed, f"the update to {version!r}", after)
+        if isinstance(error, WeightSyncError | DeadlineExceeded):
+            return error
+        wrapped = otherwise(str(error))
+        wrapped.__cause__ = error
+        return wrapped
+
+    async def _commit(self, update: _Update, version: str) -> None:
+        """Make the version the fleet's; who has not committed it is left behind, and the others go on."""
+        self._update = None
+        self.serve(FleetWeights(version, _folder(update.request)))
+        self.failed = False
+        for member in update.members:
+            member.move_to(member.status.commit(version))
+            if not update.request.keep_prefix_cache:
+                self._cache_dropped(member.name)
+        for member in self.members.serving:
+            if member not in update.members:
+                error = update.lost.get(member)
+                why = "it was not part of it" if error is None else f"{type(error).__name__}: {error}"
+                why = f"it did not commit {version!r}: {why}"
+                member.left_behind(why)
+                self._evict(member, why)
+        if self._control.frozen is None:  # else the engine page lets them go on when it is free to
+            await self._control.release([member for member in update.members if member.held])
+
+    def _all_stale(self, update: _Update) -> None:
+        self.failed = True
+        for member in self.members.serving:
+            member.left_behind(f"the fleet's update to {update.request.version!r} failed")
+
+
+def _refusals(failed: dict[Member, DrivetrainError]) -> dict[Member, DrivetrainError]:
+    """Return the errors that say that the update itself is wrong."""
+    return {member: error for member, error in failed.items() if isinstance(error, _REFUSALS)}
+
+
+def _folder(request: WeightUpdateRequest) -> str | None:
+    """Return the folder that an update was read from; None if it came from memory."""
+    return os.path.realpath(request.source.path) if isinstance(request.source, DiskSource) else None
+
+
+__all__ = ["FleetUpdates", "FleetWeights"]

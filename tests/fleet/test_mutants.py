@@ -1,0 +1,192 @@
+"""Fleets that are wrong in one place: a test of the transaction, of failover or of control must catch each.
+
+A mutant is a copy of the package with one piece of text replaced. Its test runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import drivetrain_fleet
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = Path(drivetrain_fleet.__file__).parent
+SECONDS = 60
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str
+    text: str
+    instead: str
+    test: str
+    """The test that must fail, in a file of this folder."""
+
+
+UPDATES = "test_updates.py::"
+MUTANTS = [
+    Mutant(
+        "one commit is enough",
+        "updates.py",
+        "if len(update.members) < self.min_engines:",
+        "if not update.members:",
+        UPDATES + "test_too_few_engines_fail_the_whole_update[apply_update]",
+    ),
+    Mutant(
+        "who does not commit stays in sync",
+        "updates.py",
+        "                member.left_behind(why)\n",
+        "",
+        UPDATES + "test_an_engine_that_does_not_commit_is_stale_and_gets_nothing[prepare_weight_update]",
+    ),
+    Mutant(
+        "who does not commit keeps its requests",
+        "failover.py",
+        "if tickets and not member.status.failed:",
+        "if False:",
+        UPDATES + "test_requests_of_an_engine_that_is_left_behind_end_or_move",
+    ),
+    Mutant(
+        "engines go on before all have answered",
+        "updates.py",
+        "if freeze is not None:\n                update.drop",
+        "if False:\n                update.drop",
+        UPDATES + "test_no_token_is_made_with_weights_that_the_fleet_does_not_commit",
+    ),
+    Mutant(
+        "a failed update leaves who committed in sync",
+        "updates.py",
+        '            member.left_behind(f"the fleet\'s update to {update.request.version!r} failed")',
+        "            pass",
+        UPDATES + "test_too_few_engines_fail_the_whole_update[apply_update]",
+    ),
+    Mutant(
+        "who fails a step goes on, bucket by bucket",
+        "updates.py",
+        "        update.drop(failed)\n        alive",
+        "        alive",
+        UPDATES + "test_an_engine_that_is_left_behind_bucket_by_bucket_is_stale[load_buckets]",
+    ),
+    Mutant(
+        "a refused update stays prepared",
+        "updates.py",
+        "            await self._on_each(outcomes.done, lambda member: member.calls.forget_weight_update())\n",
+        "",
+        UPDATES + "test_a_source_that_is_wrong_is_refused_by_all_and_changes_nothing",
+    ),
+    Mutant(
+        "a refusal of one engine counts as its loss",
+        "updates.py",
+        "if isinstance(error, _REFUSALS)}",
+        "if False}",
+        UPDATES + "test_a_source_that_is_wrong_is_refused_by_all_and_changes_nothing",
+    ),
+    Mutant(
+        "an engine that has died counts",
+        "updates.py",
+        "for m in update.members if m.status.failed})",
+        "for m in ()})",
+        UPDATES + "test_an_engine_that_dies_after_its_commit_does_not_count",
+    ),
+    Mutant(
+        "an engine that is synced keeps its old adapters",
+        "updates.py",
+        "if member in update.stale:",
+        "if False:",
+        UPDATES + "test_an_engine_that_is_synced_gets_the_adapters_that_it_missed",
+    ),
+    Mutant(
+        "an engine that was left frozen stays so",
+        "updates.py",
+        "if self._control.frozen is None:",
+        "if False:",
+        UPDATES + "test_an_engine_that_was_left_frozen_goes_on_once_it_is_synced",
+    ),
+    Mutant(
+        "stale engines get requests",
+        "health.py",
+        "return self.health is Health.READY",
+        "return self.health in (Health.READY, Health.STALE)",
+        UPDATES + "test_an_engine_that_does_not_commit_is_stale_and_gets_nothing[apply_update]",
+    ),
+    Mutant(
+        "another holder's version is not seen",
+        "members.py",
+        "elif version != self.status.version:",
+        "elif False:",
+        UPDATES + "test_an_engine_that_is_relabelled_by_another_holder_is_stale",
+    ),
+    Mutant(
+        "completions of any version are handed out",
+        "failover.py",
+        "if not self._known_version(span.version):",
+        "if False:",
+        UPDATES + "test_a_completion_of_a_version_that_was_not_committed_is_not_handed_out",
+    ),
+    Mutant(
+        "requests of an engine that is left behind look aborted",
+        "failover.py",
+        "if ticket.evicted and not ticket.aborted:",
+        "if False:",
+        UPDATES + "test_requests_of_an_engine_that_is_left_behind_end_or_move",
+    ),
+    Mutant(
+        "requests that have begun are repeated",
+        "failover.py",
+        "if ticket.made:",
+        "if False:",
+        "test_fleet.py::test_a_sample_with_tokens_fails_by_name_and_is_not_repeated",
+    ),
+    Mutant(
+        "a pause that one refuses is not undone",
+        "control.py",
+        "if outcomes.refused and back is not None:",
+        "if False:",
+        "test_fleet.py::test_a_pause_that_one_engine_refuses_is_undone_and_says_who",
+    ),
+    Mutant(
+        "a pause that is given up is not undone",
+        "control.py",
+        "            if back is not None:\n                task",
+        "            if False:\n                task",
+        "test_fleet.py::test_a_pause_that_takes_too_long_is_undone",
+    ),
+    Mutant(
+        "who joins is in sync",
+        "backend.py",
+        "if not known and",
+        "if False and",
+        "test_fleet.py::test_an_engine_that_joins_is_stale_unless_it_is_shown_to_serve_the_same",
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.name for mutant in MUTANTS])
+def test_a_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
+    copy = tmp_path / "drivetrain_fleet"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    source = (copy / mutant.file).read_text(encoding="utf-8")
+    assert source.count(mutant.text) == 1, f"{mutant.file} holds the text {source.count(mutant.text)} times"
+    (copy / mutant.file).write_text(source.replace(mutant.text, mutant.instead), encoding="utf-8")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [*PYTEST, f"--timeout={SECONDS}", f"tests/fleet/{mutant.test}"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=4 * SECONDS,
+        check=False,
+    )
+    assert done.returncode == 1, f"the mutant was not caught:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+    assert "1 failed" in done.stdout or "Timeout" in done.stdout + done.stderr, done.stdout[-2000:]
