@@ -53,6 +53,9 @@ def demo(
             rich_help_panel=POLICY,
         ),
     ] = None,
+    engines: Annotated[
+        int, typer.Option(min=1, help="Number of engines; more than one are a fleet.", rich_help_panel=POLICY)
+    ] = 1,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -205,6 +208,7 @@ def demo(
         backend=backend,
         isolation=isolation,
         engine_fields=_fields(engine_fields or []),
+        engines=engines,
         model=model,
         prompts=prompts,
         chat=chat,

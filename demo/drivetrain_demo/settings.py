@@ -76,6 +76,8 @@ class Settings:
     isolation: Isolation | None
     engine_fields: Mapping[str, JsonValue]
     """Further fields of the engine's configuration."""
+    engines: int
+    """Number of engines; more than one are a fleet."""
     model: str | None
     """Folder or hub id; None: a tiny policy with random weights."""
     prompts: Path | None
