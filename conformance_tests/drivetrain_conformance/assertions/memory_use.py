@@ -10,6 +10,7 @@ from typing import Final
 import psutil
 
 from drivetrain.engine.engine import InferenceEngine
+from drivetrain_conformance.harness.testbench import until_idle
 from drivetrain_weight_sync.receiver.cpu_sleep import trim_heap
 
 SERIES: Final = 6
@@ -68,6 +69,17 @@ async def check_steady(
             return
         message = f"{between} took, series after series, {', '.join(leaks)}; in brackets, the last series"
     raise AssertionError(message)
+
+
+async def held_by(engine: InferenceEngine) -> dict[str, int]:
+    """Measure the memory, threads and descriptors of an engine's processes, once it is idle."""
+    await until_idle(engine)
+    return {
+        "bytes of memory": held_bytes(engine),
+        "bytes of KV cache": (await engine.stats()).kv_cache_bytes,
+        "threads": threads_of(engine),
+        "descriptors": descriptors_of(engine),
+    }
 
 
 def parameter_bytes(engine: InferenceEngine) -> int:
