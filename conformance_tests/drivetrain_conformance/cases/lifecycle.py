@@ -85,6 +85,7 @@ async def a_life(bench: Bench) -> None:
         dtype = engine.config.dtype
         assert dtype in ("auto", engine.model_info.dtype), f"dtype={dtype} was asked for: {engine.model_info.dtype}"
         await _check_context_length(bench, engine)
+        await _check_long_prompt(bench, engine)
         await _check_requests_at_once(bench, engine)
     finally:
         async with asyncio.timeout(BOUND):
@@ -97,10 +98,11 @@ async def a_life(bench: Bench) -> None:
             await engine.teardown()
 
 
+_CONTEXT: Final = 701
+"""Not a multiple of any engine's block size, and above the cap that some would apply."""
 _SETTINGS: Final[Mapping[str, object]] = {
     "weight_version": "of-the-configuration",
-    # Not a multiple of any engine's block size, and above the cap that some would apply.
-    "context_length": 701,
+    "context_length": _CONTEXT,
     "max_num_batched_tokens": 128,
     "max_num_seqs": 2,
     "dtype": "bfloat16",
@@ -115,7 +117,7 @@ def _settings_that_are_taken(bench: Bench) -> dict[str, object]:
             bench.create(**{name: value})
             taken[name] = value
     own = json.loads((bench.model / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
-    if isinstance(own, int) and own < 701:
+    if isinstance(own, int) and own < _CONTEXT:
         taken.pop("context_length", None)
     return taken
 
@@ -149,6 +151,14 @@ async def _check_context_length(bench: Bench, engine: InferenceEngine) -> None:
         assert worst <= bench.tolerance(engine), f"a logprob of a long prompt is {worst:.3g} nats off"
     with refused(InvalidRequest, field="prompts[0]", naming=f"{length} tokens"):
         await engine.generate(bench.prompt(length, engine))
+
+
+async def _check_long_prompt(bench: Bench, engine: InferenceEngine) -> None:
+    """Check the answer to a prompt of several steps. Without prompt logprobs, engines take other ways through it."""
+    prompt = bench.prompt(min(_CONTEXT, engine.model_info.context_length) - 8, engine)
+    for completion in await bench.greedy([prompt], 8, engine):
+        with suppress(NoOracle):
+            check_greedy(bench, completion, engine)
 
 
 async def _check_requests_at_once(bench: Bench, engine: InferenceEngine) -> None:

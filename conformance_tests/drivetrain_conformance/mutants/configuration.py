@@ -50,6 +50,17 @@ class reads_the_last_chunk_of_a_prompt(SoundBackend):
         return await super().generate(request)
 
 
+@mutant("lifecycle/a_life", says="nats below the most likely one")
+class reads_long_prompts_whole_only_to_score(SoundBackend):
+    """Without prompt logprobs, the model sees only the end of a prompt longer than max_num_batched_tokens."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        step = self.config.max_num_batched_tokens
+        if step is not None and request.params.prompt_logprobs is None:
+            request = dataclasses.replace(request, prompt_token_ids=request.prompt_token_ids[-step:])
+        return await super().generate(request)
+
+
 @config_mutant("lifecycle/a_life", says="requests ran at once, where max_num_seqs is 2")
 def drops_max_num_seqs(_: EngineConfig) -> Mapping[str, object]:
     """max_num_seqs does not limit concurrent requests."""
