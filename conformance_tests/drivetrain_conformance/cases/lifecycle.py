@@ -672,7 +672,9 @@ async def _saved_and_loaded_again(
 
 
 async def _check_saved(engine: InferenceEngine, folder: Path, model: Path) -> None:
-    """Raise unless ``folder`` holds each tensor that the engine names, once, with the values of ``model``."""
+    """Raise unless ``folder`` is a whole model: with each tensor that the engine names, once, as in ``model``."""
+    lacking = _beside_the_weights(model) - _beside_the_weights(folder)
+    assert not lacking, f"{', '.join(sorted(lacking))} of the model's folder was not saved"
     manifest, saved, expected = await engine.weight_manifest(), tensors_of(folder), tensors_of(model)
     stored = [manifest.aliases.get(name, name) for name in saved]
     assert sorted(stored) == sorted(spec.name for spec in manifest.tensors)
@@ -682,3 +684,9 @@ async def _check_saved(engine: InferenceEngine, folder: Path, model: Path) -> No
         own = expected[name].to(tensor.dtype)
         assert raw_bytes(tensor) == raw_bytes(own), f"what was saved as {name} is not what was served"
     assert json.loads((folder / "config.json").read_text())["dtype"] == engine.model_info.dtype
+
+
+def _beside_the_weights(folder: Path) -> set[str]:
+    """Return the names of the files that configure a model and its tokenizer."""
+    kinds = (".json", ".jinja", ".txt", ".model")
+    return {file.name for file in folder.iterdir() if file.suffix in kinds and not file.name.endswith(".index.json")}

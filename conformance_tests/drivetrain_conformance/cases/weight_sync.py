@@ -1254,9 +1254,11 @@ async def weights_asleep_are_not_read(bench: Bench) -> None:
     """Reading a tensor that is asleep raises a typed error, and the engine lives on."""
     engine, other = bench.engine, bench.other_weights()
     await same_weights_again(bench)
-    name = a_matrix(await engine.weight_manifest())
+    manifest = await engine.weight_manifest()
+    name = a_matrix(manifest)
     await engine.get_weights_by_name(name)
     await engine.sleep([MemoryTag.WEIGHTS])
+    assert await engine.weight_manifest() == manifest, "asleep, it holds other tensors"
     with raises(EngineStateError, "reading a tensor that has no memory"):
         await engine.get_weights_by_name(name)
     with raises(EngineStateError, "validating tensors that have no memory"):
