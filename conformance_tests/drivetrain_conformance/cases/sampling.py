@@ -571,3 +571,9 @@ async def processors_act_together(bench: Bench) -> None:
         TemperatureSchedule(start=2.0, end=0.5, steps=2),
     )
     await _check_first_tokens(bench, SamplingParams(max_new_tokens=1, logit_processors=processors))
+    if bench.claims(Capability.LOGIT_BIAS):
+        # No bias brings back a token that a processor rules out.
+        other = next(token for token in ordinary_ids(bench.engine) if token not in allowed)
+        for one, token in zip(processors, (other, allowed[0]), strict=False):
+            params = SamplingParams(temperature=0, max_new_tokens=6, logit_processors=(one,), logit_bias={token: 300.0})
+            await _check_takes_the_best(bench, params)

@@ -13,7 +13,7 @@ from drivetrain.backend.base import Backend, EngineStats, GenerateRequest, Gener
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import FinishReason, VersionSpan
-from drivetrain.types.sampling import LogprobsMode
+from drivetrain.types.sampling import DisallowedTokens, LogprobsMode
 from drivetrain_conformance.mutants.registry import backend_mutants, mixed, mutant
 from drivetrain_conformance.mutants.spoil import (
     KnowingEos,
@@ -340,6 +340,15 @@ def gives_a_prompt_the_alternatives_of_its_output(request: GenerateRequest) -> M
     """Where output tokens have alternatives, a prompt's tokens have as many."""
     params = request.params
     return {"prompt_logprobs": params.logprobs} if params.logprobs and params.prompt_logprobs is not None else {}
+
+
+@params_mutant("sampling/processors_act_together", says="below the best after penalties and bias")
+def disallows_tokens_by_a_bias(request: GenerateRequest) -> Mapping[str, object]:
+    """Disallowed tokens have a bias of -100 instead, so a larger one of the request allows them again."""
+    ruled_out, bias = request.params.disallowed_token_ids, request.params.logit_bias
+    others = tuple(one for one in request.params.logit_processors if not isinstance(one, DisallowedTokens))
+    lowered = {token: bias.get(token, 0.0) - 100.0 for token in ruled_out}
+    return {"logit_processors": others, "logit_bias": {**bias, **lowered}}
 
 
 # Version boundaries --------------------------------------------------------------------------------------------------
