@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from statistics import median
 from typing import Final
 
@@ -100,6 +101,11 @@ def descriptors_of(engine: InferenceEngine) -> int:
     return sum(_count(process.num_fds) for process in processes_of(engine))
 
 
+def mappings_of(engine: InferenceEngine, name: str) -> int:
+    """Return how many mappings of files of this name an engine's processes hold; 0 where the system does not say."""
+    return sum(_lines_with(process.pid, name) for process in processes_of(engine))
+
+
 def processes_of(engine: InferenceEngine) -> list[psutil.Process]:
     """Return the host process and its descendants, or this process if the engine runs in it."""
     host = psutil.Process(engine.host_pid)
@@ -110,6 +116,13 @@ def _count(number: Callable[[], int]) -> int:
     try:
         return number()
     except psutil.NoSuchProcess:
+        return 0
+
+
+def _lines_with(pid: int, name: str) -> int:
+    try:
+        return Path(f"/proc/{pid}/maps").read_text(errors="replace").count(name)
+    except OSError:
         return 0
 
 

@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -63,11 +64,18 @@ async def a_life(bench: Bench) -> None:
     Meanwhile it obeys its configuration: dtype, context length, concurrent requests and first version.
     """
     stages: list[tuple[str, str]] = []
+    threads: set[int] = set()
     engine = bench.create(**_settings_that_are_taken(bench))
+
+    def note(stage: str) -> None:
+        stages.append((stage, engine.describe().state))
+        threads.add(threading.get_ident())
+
     _check_state(engine, EngineState.CREATED)
     await _everything_is_refused(engine, "created")
-    await engine.start(lambda stage: stages.append((stage, engine.describe().state)))
+    await engine.start(note)
     try:
+        assert threads <= {threading.get_ident()}, "the progress callback was called in another thread"
         assert stages, "the progress callback was never called"
         assert all(stage for stage, _ in stages)
         assert {state for _, state in stages} == {"starting"}

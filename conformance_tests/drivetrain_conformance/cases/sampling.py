@@ -28,7 +28,7 @@ _PROMPTS: Final = 4
 _AT_ONCE: Final = 1024
 """Maximum number of samples of one prompt in one call."""
 _FAR_BACK: Final = 160
-"""Length of a sample whose first tokens must still count for the penalties of its last ones."""
+"""Length of a prompt or sample whose first tokens must still count for the penalties of the last ones."""
 _SEQUENCES: Final = 256
 """Sampled sequences in a check of a token other than the first."""
 
@@ -314,6 +314,8 @@ async def greedy_follows_the_repetition_penalty(bench: Bench) -> None:
     """At temperature 0 the token with the largest penalised logit is taken; prompt and output tokens count once."""
     await _check_takes_the_best(bench, bench.long(_FAR_BACK, repetition_penalty=1.4))
     await _check_takes_the_best(bench, bench.long(_FAR_BACK, repetition_penalty=9.0))
+    params = SamplingParams(temperature=0, max_new_tokens=24, repetition_penalty=1.4)
+    await _check_takes_the_best(bench, params, bench.prompts(3, _FAR_BACK))
 
 
 @case(Capability.FREQUENCY_PENALTY)

@@ -48,7 +48,7 @@ from drivetrain.types.weights import (
 )
 from drivetrain_conformance.assertions.event_loop_stalls import check_it_runs
 from drivetrain_conformance.assertions.leftovers import Holdings, check_nothing_left, temporary_folder
-from drivetrain_conformance.assertions.memory_use import check_steady, held_bytes
+from drivetrain_conformance.assertions.memory_use import check_steady, held_bytes, mappings_of
 from drivetrain_conformance.assertions.refusals import raises, refused
 from drivetrain_conformance.assertions.same_answers import check_same
 from drivetrain_conformance.assertions.weight_checks import (
@@ -1404,6 +1404,8 @@ async def many_pushes_through_gpu_memory_leave_nothing_behind(bench: Bench) -> N
     await _push_many(bench, [Strategy.CUDA_IPC], device="cuda")
 
 
+ARENA: Final = "memfd:drivetrain-weights"
+"""Name under which the system shows a trainer's memory that an engine maps."""
 GROWTH: Final = 16 * 1024
 """Bytes by which memory may grow per push: allocator overhead."""
 
@@ -1435,6 +1437,8 @@ async def _push_many(bench: Bench, strategies: Sequence[Strategy], device: str =
                     )
                     await check_nothing_left(held)
                     assert (await engine.stats()).weight_bytes == weights
+                mapped = mappings_of(engine, ARENA)
+                assert not mapped, f"the trainer's memory is still mapped {mapped} times once it is done"
         await check_nothing_left(at_first)
 
 

@@ -269,6 +269,16 @@ def caps_the_repetition_penalty(request: GenerateRequest) -> Mapping[str, object
     return {"repetition_penalty": min(request.params.repetition_penalty, 2.0)}
 
 
+@params_mutant("sampling/greedy_follows_the_repetition_penalty", says="below the best after penalties and bias")
+def penalises_the_end_of_a_prompt(request: GenerateRequest) -> Mapping[str, object]:
+    """Of a long prompt, a repetition penalty hardly sees the tokens that only its beginning holds."""
+    penalty, prompt = request.params.repetition_penalty, request.prompt_token_ids
+    if penalty == 1:
+        return {}
+    forgotten = set(prompt[:-64]) - set(prompt[-64:])
+    return {"logit_bias": {**request.params.logit_bias, **dict.fromkeys(forgotten, penalty - 1)}}
+
+
 @request_mutant("generate/higher_priority_starts_sooner", says="assert ended == sorted(priorities, reverse=True)")
 def takes_negative_priorities_for_none(request: GenerateRequest) -> GenerateRequest:
     """A priority below 0 is taken for 0."""

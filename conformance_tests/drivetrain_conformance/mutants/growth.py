@@ -16,7 +16,7 @@ from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import FinishReason, GenerationOutput
 from drivetrain.types.prompts import TextPrompt
-from drivetrain.types.weights import PrepareUpdate, WeightMessage, WeightReply
+from drivetrain.types.weights import PrepareUpdate, ReleaseSources, WeightMessage, WeightReply
 from drivetrain_conformance.mutants.registry import mutant
 from drivetrain_conformance.mutants.spoil import SoundBackend, arguments_mutant
 
@@ -89,6 +89,14 @@ class leaves_a_thread_to_each_pause(SoundBackend):
     async def freeze(self, mode: PauseMode) -> None:
         threading.Thread(target=threading.Event().wait, daemon=True).start()
         await super().freeze(mode)
+
+
+@mutant("weight_sync/many_pushes_on_one_host_leave_nothing_behind", says="the trainer's memory is still mapped")
+class keeps_the_trainers_memory_mapped(SoundBackend):
+    """The memory that a trainer shared stays mapped when the trainer is done."""
+
+    async def receive_weights(self, message: WeightMessage) -> WeightReply:
+        return WeightReply() if isinstance(message, ReleaseSources) else await super().receive_weights(message)
 
 
 @mutant("lora/a_name_may_come_back_as_another_adapter", says="more bytes of memory")
