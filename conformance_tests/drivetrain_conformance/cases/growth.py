@@ -76,12 +76,7 @@ async def _requests_of_every_kind(bench: Bench, prompts: Sequence[list[int]]) ->
         async with bench.in_flight([prompts[2]], bench.long(), after=0.0, request_ids=["aborted"]) as aborted:
             await engine.abort("aborted")
             await aborted
-    async with bench.in_flight([prompts[3]], bench.long(), after=0.0):
-        for capability, mode in _FREEZES:
-            if bench.claims(capability):
-                await engine.pause_generation(mode)
-                await engine.continue_generation()
-    if bench.claims(Capability.SESSIONS):
-        session = await engine.open_session(capacity=64)
-        await engine.generate_with_session(session, prompts[0], SamplingParams(max_new_tokens=3))
-        await engine.close_session(session)
+    for capability, mode in _FREEZES:
+        if bench.claims(capability):
+            await engine.pause_generation(mode)
+            await engine.continue_generation()

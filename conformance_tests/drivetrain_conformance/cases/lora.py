@@ -410,6 +410,7 @@ async def a_name_may_come_back_as_another_adapter(bench: Bench) -> None:
                 pass
         return await held_by(bench.engine)
 
+    await held_after_some()  # the first ones fill caches
     async with check_it_runs():
         room = {"bytes of memory": 4 * ROOM, "threads": 1, "descriptors": 1}
         await check_steady(held_after_some, room, "four adapters that were loaded and unloaded")
