@@ -11,6 +11,7 @@ from typing import Final
 import psutil
 
 from drivetrain.engine.engine import InferenceEngine
+from drivetrain_conformance.harness.testbench import until_idle
 from drivetrain_weight_sync.receiver.cpu_sleep import trim_heap
 
 SERIES: Final = 6
@@ -71,6 +72,17 @@ async def check_steady(
     raise AssertionError(message)
 
 
+async def held_by(engine: InferenceEngine) -> dict[str, int]:
+    """Measure the memory, threads and descriptors of an engine's processes, once it is idle."""
+    await until_idle(engine)
+    return {
+        "bytes of memory": held_bytes(engine),
+        "bytes of KV cache": (await engine.stats()).kv_cache_bytes,
+        "threads": threads_of(engine),
+        "descriptors": descriptors_of(engine),
+    }
+
+
 def parameter_bytes(engine: InferenceEngine) -> int:
     """Return the size of the model's parameters."""
     import torch
@@ -89,6 +101,11 @@ def descriptors_of(engine: InferenceEngine) -> int:
     return sum(_count(process.num_fds) for process in processes_of(engine))
 
 
+def mappings_of(engine: InferenceEngine, name: str) -> int:
+    """Return how many mappings of files of this name an engine's processes hold; 0 where the system does not say."""
+    return sum(_lines_with(process.pid, name) for process in processes_of(engine))
+
+
 def processes_of(engine: InferenceEngine) -> list[psutil.Process]:
     """Return the host process and its descendants, or this process if the engine runs in it."""
     host = psutil.Process(engine.host_pid)
@@ -99,6 +116,13 @@ def _count(number: Callable[[], int]) -> int:
     try:
         return number()
     except psutil.NoSuchProcess:
+        return 0
+
+
+def _lines_with(pid: int, name: str) -> int:
+    try:
+        return Path(f"/proc/{pid}/maps").read_text(errors="replace").count(name)
+    except OSError:
         return 0
 
 

@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -63,11 +64,18 @@ async def a_life(bench: Bench) -> None:
     Meanwhile it obeys its configuration: dtype, context length, concurrent requests and first version.
     """
     stages: list[tuple[str, str]] = []
+    threads: set[int] = set()
     engine = bench.create(**_settings_that_are_taken(bench))
+
+    def note(stage: str) -> None:
+        stages.append((stage, engine.describe().state))
+        threads.add(threading.get_ident())
+
     _check_state(engine, EngineState.CREATED)
     await _everything_is_refused(engine, "created")
-    await engine.start(lambda stage: stages.append((stage, engine.describe().state)))
+    await engine.start(note)
     try:
+        assert threads <= {threading.get_ident()}, "the progress callback was called in another thread"
         assert stages, "the progress callback was never called"
         assert all(stage for stage, _ in stages)
         assert {state for _, state in stages} == {"starting"}
@@ -85,6 +93,7 @@ async def a_life(bench: Bench) -> None:
         dtype = engine.config.dtype
         assert dtype in ("auto", engine.model_info.dtype), f"dtype={dtype} was asked for: {engine.model_info.dtype}"
         await _check_context_length(bench, engine)
+        await _check_long_prompt(bench, engine)
         await _check_requests_at_once(bench, engine)
     finally:
         async with asyncio.timeout(BOUND):
@@ -97,10 +106,11 @@ async def a_life(bench: Bench) -> None:
             await engine.teardown()
 
 
+_CONTEXT: Final = 701
+"""Not a multiple of any engine's block size, and above the cap that some would apply."""
 _SETTINGS: Final[Mapping[str, object]] = {
     "weight_version": "of-the-configuration",
-    # Not a multiple of any engine's block size, and above the cap that some would apply.
-    "context_length": 701,
+    "context_length": _CONTEXT,
     "max_num_batched_tokens": 128,
     "max_num_seqs": 2,
     "dtype": "bfloat16",
@@ -115,7 +125,7 @@ def _settings_that_are_taken(bench: Bench) -> dict[str, object]:
             bench.create(**{name: value})
             taken[name] = value
     own = json.loads((bench.model / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
-    if isinstance(own, int) and own < 701:
+    if isinstance(own, int) and own < _CONTEXT:
         taken.pop("context_length", None)
     return taken
 
@@ -149,6 +159,14 @@ async def _check_context_length(bench: Bench, engine: InferenceEngine) -> None:
         assert worst <= bench.tolerance(engine), f"a logprob of a long prompt is {worst:.3g} nats off"
     with refused(InvalidRequest, field="prompts[0]", naming=f"{length} tokens"):
         await engine.generate(bench.prompt(length, engine))
+
+
+async def _check_long_prompt(bench: Bench, engine: InferenceEngine) -> None:
+    """Check the answer to a prompt of several steps. Without prompt logprobs, engines take other ways through it."""
+    prompt = bench.prompt(min(_CONTEXT, engine.model_info.context_length) - 8, engine)
+    for completion in await bench.greedy([prompt], 8, engine):
+        with suppress(NoOracle):
+            check_greedy(bench, completion, engine)
 
 
 async def _check_requests_at_once(bench: Bench, engine: InferenceEngine) -> None:
@@ -664,7 +682,9 @@ async def _saved_and_loaded_again(
 
 
 async def _check_saved(engine: InferenceEngine, folder: Path, model: Path) -> None:
-    """Raise unless ``folder`` holds each tensor that the engine names, once, with the values of ``model``."""
+    """Raise unless ``folder`` is a whole model: with each tensor that the engine names, once, as in ``model``."""
+    lacking = _beside_the_weights(model) - _beside_the_weights(folder)
+    assert not lacking, f"{', '.join(sorted(lacking))} of the model's folder was not saved"
     manifest, saved, expected = await engine.weight_manifest(), tensors_of(folder), tensors_of(model)
     stored = [manifest.aliases.get(name, name) for name in saved]
     assert sorted(stored) == sorted(spec.name for spec in manifest.tensors)
@@ -674,3 +694,9 @@ async def _check_saved(engine: InferenceEngine, folder: Path, model: Path) -> No
         own = expected[name].to(tensor.dtype)
         assert raw_bytes(tensor) == raw_bytes(own), f"what was saved as {name} is not what was served"
     assert json.loads((folder / "config.json").read_text())["dtype"] == engine.model_info.dtype
+
+
+def _beside_the_weights(folder: Path) -> set[str]:
+    """Return the names of the files that configure a model and its tokenizer."""
+    kinds = (".json", ".jinja", ".txt", ".model")
+    return {file.name for file in folder.iterdir() if file.suffix in kinds and not file.name.endswith(".index.json")}

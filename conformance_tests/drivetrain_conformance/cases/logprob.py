@@ -18,7 +18,7 @@ from drivetrain_conformance.harness.testbench import Bench
 from drivetrain_conformance.references.oracle import Logits, log_softmax
 from drivetrain_conformance.references.reference_sampling import steps
 
-_TEMPERATURES: Final = (0.0, 0.5, 1.0, 1.7)
+_TEMPERATURES: Final = (0.0, 0.5, 1.0, 1.7, 0.03)
 _TRANSFORMS: Final[Mapping[str, tuple[Capability, object]]] = {
     "top_k": (Capability.TOP_K, 5),
     "top_p": (Capability.TOP_P, 0.6),
@@ -289,7 +289,7 @@ async def tokens_that_cannot_be_drawn_are_not_among_the_likely(bench: Bench) -> 
 async def _check_top(bench: Bench, mode: LogprobsMode) -> None:
     params = [
         SamplingParams(temperature=temperature, max_new_tokens=8, logprobs=count, logprobs_mode=mode)
-        for temperature, count in zip(_TEMPERATURES, (4, 1, 5, 2), strict=True)
+        for temperature, count in zip(_TEMPERATURES, (4, 1, 5, 2, 3), strict=True)
     ]
     output = await bench.engine.generate(bench.prompts(len(params)), params)
     for completion, one in zip(output.completions, params, strict=True):
@@ -325,7 +325,7 @@ async def _check_top(bench: Bench, mode: LogprobsMode) -> None:
 @case(Capability.PROMPT_LOGPROBS)
 async def prompt_logprobs_are_raw(bench: Bench) -> None:
     """A prompt's logprobs are the model's own whatever the temperature, one per token; the first token has none."""
-    prompts = [bench.prompt(length) for length in (1, 2, 7, 40)]
+    prompts = [bench.prompt(length) for length in (1, 2, 7, 9, 40)]
     params = [
         SamplingParams(temperature=temperature, max_new_tokens=2, prompt_logprobs=0) for temperature in _TEMPERATURES
     ]
@@ -338,9 +338,12 @@ async def prompt_logprobs_are_raw(bench: Bench) -> None:
 @case(Capability.PROMPT_LOGPROBS)
 async def prompt_logprobs_name_the_likely_tokens(bench: Bench) -> None:
     """With prompt_logprobs=3 each prompt token but the first comes with the three most likely tokens."""
-    params = SamplingParams(temperature=0.5, max_new_tokens=2, prompt_logprobs=3)
+    # The output's tokens have their own number of alternatives.
+    own = 1 if bench.claims(Capability.TOP_LOGPROBS) and bench.claims(Capability.LOGPROBS_TEMPERATURE) else None
+    params = SamplingParams(temperature=0.5, max_new_tokens=2, prompt_logprobs=3, logprobs=own)
     output = await bench.engine.generate([bench.prompt(9), bench.prompt(20)], params)
     for completion in output.completions:
+        assert own is None or [len(found) for found in completion.top_logprobs or ()] == [1] * len(completion.token_ids)
         _assert_prompt_logprobs(bench, completion)
         top = completion.prompt_top_logprobs
         assert top is not None

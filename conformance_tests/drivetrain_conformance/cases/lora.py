@@ -17,7 +17,8 @@ from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import Completion
 from drivetrain.types.sampling import ActionMask, LogprobsMode, SamplingParams
 from drivetrain.types.weights import LoraSource, WeightUpdateRequest
-from drivetrain_conformance.assertions.memory_use import descriptors_of, threads_of
+from drivetrain_conformance.assertions.event_loop_stalls import check_it_runs
+from drivetrain_conformance.assertions.memory_use import check_steady, descriptors_of, held_by, threads_of
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_greedy, check_same
 from drivetrain_conformance.assets.made_adapters import Adapter, change_adapter, has_layers, make_adapter, merge
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     import torch
 
 _CONFIG: Final = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+ROOM: Final = 128 * 1024
+"""Bytes by which memory may grow with an adapter that is loaded and unloaded: allocator overhead."""
 _GREEDY: Final = SamplingParams(max_new_tokens=12, temperature=0)
 
 
@@ -392,7 +395,10 @@ async def a_name_is_given_once(bench: Bench) -> None:
 
 @case(Capability.LORA, config=_CONFIG)
 async def a_name_may_come_back_as_another_adapter(bench: Bench) -> None:
-    """A name that is loaded again with another path serves the other adapter, also for a cached prompt."""
+    """A name that is loaded again with another path serves the other adapter, also for a cached prompt.
+
+    Adapters that are loaded and unloaded leave nothing behind, and do not block the trainer's event loop.
+    """
     made, other = _make(bench, seed=1), _make(bench, seed=2)
     prompts = [bench.prompt(), bench.prompt(min(400, bench.engine.model_info.context_length // 2))]
     async with _loaded(bench, a=made):
@@ -402,6 +408,17 @@ async def a_name_may_come_back_as_another_adapter(bench: Bench) -> None:
     _assert_made_by(bench, first, made)
     _assert_made_by(bench, second, other)
     assert [one.token_ids for one in first] != [one.token_ids for one in second], "the first adapter is still served"
+
+    async def held_after_some() -> dict[str, int]:
+        for one in (made, other) * 2:
+            async with _loaded(bench, a=one):
+                pass
+        return await held_by(bench.engine)
+
+    await held_after_some()  # the first ones fill caches
+    async with check_it_runs():
+        room = {"bytes of memory": 4 * ROOM, "threads": 1, "descriptors": 1}
+        await check_steady(held_after_some, room, "four adapters that were loaded and unloaded")
 
 
 # What cannot be loaded --------------------------------------------------------------------------------------------

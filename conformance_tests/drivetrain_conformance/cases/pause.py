@@ -223,6 +223,7 @@ async def one_freeze_can_follow_the_other(bench: Bench) -> None:
     await _can_pause(engine, PauseMode.IN_PLACE, PauseMode.RETRACT)
     prompts, params = bench.prompts(2), _long(bench)
     whole = await engine.generate(prompts, params)
+    counted: list[tuple[int, int]] = []
     for modes in ((PauseMode.IN_PLACE, PauseMode.RETRACT), (PauseMode.RETRACT, PauseMode.IN_PLACE)):
         async with bench.in_flight(prompts, params) as task:
             for mode in modes:
@@ -230,9 +231,12 @@ async def one_freeze_can_follow_the_other(bench: Bench) -> None:
             _check_paused(engine, PauseMode.RETRACT)  # a cache that was released does not come back
             await asyncio.sleep(QUIET)
             assert not task.done()
+            stats = await engine.stats()
+            counted.append((stats.running, stats.waiting))
             await engine.continue_generation()
             resumed = await _result(task)
         check_same(bench, resumed.completions, whole.completions)
+    assert counted[0] == counted[1], f"running and waiting are {counted[0]} if retracted last, {counted[1]} if first"
 
 
 @case(Capability.PAUSE_IN_PLACE, Capability.PAUSE_RETRACT)

@@ -28,7 +28,7 @@ _PROMPTS: Final = 4
 _AT_ONCE: Final = 1024
 """Maximum number of samples of one prompt in one call."""
 _FAR_BACK: Final = 160
-"""Length of a sample whose first tokens must still count for the penalties of its last ones."""
+"""Length of a prompt or sample whose first tokens must still count for the penalties of the last ones."""
 _SEQUENCES: Final = 256
 """Sampled sequences in a check of a token other than the first."""
 
@@ -46,6 +46,14 @@ async def temperature_one_draws_from_the_model(bench: Bench) -> None:
 async def a_low_temperature_sharpens(bench: Bench) -> None:
     """First tokens at temperature 0.5 follow softmax(logits / 0.5)."""
     await _check_first_tokens(bench, SamplingParams(max_new_tokens=1, temperature=0.5))
+    if bench.claims(Capability.LOGIT_BIAS):
+        # Only tokens that are almost equally likely show that a very low temperature is not greedy.
+        prompt, pair = bench.prompt(), bench.rng.sample(ordinary_ids(bench.engine), 2)
+        row = bench.oracle().logits(prompt)[-1]
+        bias = {token: float(row.max() - row[token]) + 8.0 for token in pair}
+        bias[pair[0]] += 0.04
+        params = SamplingParams(max_new_tokens=1, temperature=0.02, logit_bias=bias)
+        await _check_first_tokens(bench, params, prompts=[prompt], marked=pair[:1])
 
 
 @case()
@@ -305,6 +313,9 @@ async def min_p_of_one_is_greedy(bench: Bench) -> None:
 async def greedy_follows_the_repetition_penalty(bench: Bench) -> None:
     """At temperature 0 the token with the largest penalised logit is taken; prompt and output tokens count once."""
     await _check_takes_the_best(bench, bench.long(_FAR_BACK, repetition_penalty=1.4))
+    await _check_takes_the_best(bench, bench.long(_FAR_BACK, repetition_penalty=9.0))
+    params = SamplingParams(temperature=0, max_new_tokens=24, repetition_penalty=1.4)
+    await _check_takes_the_best(bench, params, bench.prompts(3, _FAR_BACK))
 
 
 @case(Capability.FREQUENCY_PENALTY)
@@ -324,12 +335,17 @@ async def greedy_follows_the_presence_penalty(bench: Bench) -> None:
 async def greedy_follows_the_logit_bias(bench: Bench) -> None:
     """At temperature 0 a large logit bias forces a token or rules it out."""
     free = await bench.greedy(bench.prompts(3))
-    banned, forced = free[0].token_ids[0], bench.prompt(1)[0]
+    likely = {completion.token_ids[0] for completion in free}
+    banned, forced = free[0].token_ids[0], next(token for token in bench.prompt(12) if token not in likely)
     params = SamplingParams(temperature=0, max_new_tokens=12, logit_bias={banned: -100.0})
     for completion in await _check_takes_the_best(bench, params, [free[0].prompt_token_ids]):
         assert banned not in completion.token_ids
     params = SamplingParams(temperature=0, max_new_tokens=5, logit_bias={forced: 100.0})
     for completion in await _check_takes_the_best(bench, params):
+        assert completion.token_ids == [forced] * 5
+    # Larger biases than the OpenAI API takes are not equal to its largest.
+    larger = SamplingParams(temperature=0, max_new_tokens=5, logit_bias={forced: 300.0, **dict.fromkeys(likely, 200.0)})
+    for completion in await _check_takes_the_best(bench, larger):
         assert completion.token_ids == [forced] * 5
     # Engines may support only a few dozen biases.
     many = {token: -100.0 for token in ordinary_ids(bench.engine)[: bench.engine.model_info.vocab_size // 2]}
@@ -557,3 +573,9 @@ async def processors_act_together(bench: Bench) -> None:
         TemperatureSchedule(start=2.0, end=0.5, steps=2),
     )
     await _check_first_tokens(bench, SamplingParams(max_new_tokens=1, logit_processors=processors))
+    if bench.claims(Capability.LOGIT_BIAS):
+        # No bias brings back a token that a processor rules out.
+        other = next(token for token in ordinary_ids(bench.engine) if token not in allowed)
+        for one, token in zip(processors, (other, allowed[0]), strict=False):
+            params = SamplingParams(temperature=0, max_new_tokens=6, logit_processors=(one,), logit_bias={token: 300.0})
+            await _check_takes_the_best(bench, params)

@@ -236,8 +236,13 @@ async def half_awake_can_sleep_again(bench: Bench) -> None:
     before = await bench.greedy(prompts)
     for first in (WEIGHTS, KV_CACHE):
         await engine.sleep([WEIGHTS, KV_CACHE])
+        asleep = await engine.stats()
         await engine.wake_up([first])
         _check_asleep(engine, {WEIGHTS, KV_CACHE} - {first})
+        half = await engine.stats()
+        assert first is WEIGHTS or half.weight_bytes <= asleep.weight_bytes, (
+            f"the cache woke, and {half.weight_bytes} bytes of weights with it"
+        )
         await engine.sleep([WEIGHTS, KV_CACHE])
         _check_asleep(engine, {WEIGHTS, KV_CACHE})
         await engine.wake_up([WEIGHTS, KV_CACHE])

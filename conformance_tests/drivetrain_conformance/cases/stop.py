@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -287,8 +288,9 @@ async def no_stop_token_id_before_min_new_tokens(bench: Bench) -> None:
     """A stop token id is not drawn before min_new_tokens, and ends generation after it."""
     for run in await free_samples(bench, 4):
         stop = run.token_ids[0]
-        for least in (1, 6):
-            fields: dict[str, object] = {"stop_token_ids": [stop], "min_new_tokens": least, "max_new_tokens": 12}
+        beside = [{}, *[{"ignore_eos": True}] * bench.claims(Capability.IGNORE_EOS)]
+        for least, further in itertools.product((1, 6), beside):
+            fields = {"stop_token_ids": [stop], "min_new_tokens": least, "max_new_tokens": 12, **further}
             output = await bench.engine.generate([run.prompt_token_ids], {"temperature": 0, **fields})
             (completion,) = output.completions
             assert len(completion.token_ids) >= least, f"{fields}: it ended after {completion.token_ids}"

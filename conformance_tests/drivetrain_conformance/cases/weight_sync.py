@@ -46,8 +46,9 @@ from drivetrain.types.weights import (
     WeightSource,
     WeightUpdateRequest,
 )
+from drivetrain_conformance.assertions.event_loop_stalls import check_it_runs
 from drivetrain_conformance.assertions.leftovers import Holdings, check_nothing_left, temporary_folder
-from drivetrain_conformance.assertions.memory_use import check_steady, held_bytes
+from drivetrain_conformance.assertions.memory_use import check_steady, held_bytes, mappings_of
 from drivetrain_conformance.assertions.refusals import raises, refused
 from drivetrain_conformance.assertions.same_answers import check_same
 from drivetrain_conformance.assertions.weight_checks import (
@@ -394,7 +395,8 @@ async def going_back_to_earlier_weights_gives_their_answers(bench: Bench) -> Non
     requests = (engine.generate(prompt, SamplingParams(max_new_tokens=4)) for prompt in prompts)
     ends = await asyncio.gather(*requests, return_exceptions=True)
     assert {type(end) for end in ends} == {NonFiniteLogits}, f"requests of diverged weights ended as {ends}"
-    await engine.load_weights_from_disk(str(bench.model), "back")
+    async with check_it_runs():
+        await engine.load_weights_from_disk(str(bench.model), "back")
     check_same(bench, await one_by_one(bench, prompts), before)
     await check_serves(bench, bench.model, "back")
 
@@ -1252,9 +1254,11 @@ async def weights_asleep_are_not_read(bench: Bench) -> None:
     """Reading a tensor that is asleep raises a typed error, and the engine lives on."""
     engine, other = bench.engine, bench.other_weights()
     await same_weights_again(bench)
-    name = a_matrix(await engine.weight_manifest())
+    manifest = await engine.weight_manifest()
+    name = a_matrix(manifest)
     await engine.get_weights_by_name(name)
     await engine.sleep([MemoryTag.WEIGHTS])
+    assert await engine.weight_manifest() == manifest, "asleep, it holds other tensors"
     with raises(EngineStateError, "reading a tensor that has no memory"):
         await engine.get_weights_by_name(name)
     with raises(EngineStateError, "validating tensors that have no memory"):
@@ -1400,6 +1404,8 @@ async def many_pushes_through_gpu_memory_leave_nothing_behind(bench: Bench) -> N
     await _push_many(bench, [Strategy.CUDA_IPC], device="cuda")
 
 
+ARENA: Final = "memfd:drivetrain-weights"
+"""Name under which the system shows a trainer's memory that an engine maps."""
 GROWTH: Final = 16 * 1024
 """Bytes by which memory may grow per push: allocator overhead."""
 
@@ -1431,6 +1437,8 @@ async def _push_many(bench: Bench, strategies: Sequence[Strategy], device: str =
                     )
                     await check_nothing_left(held)
                     assert (await engine.stats()).weight_bytes == weights
+                mapped = mappings_of(engine, ARENA)
+                assert not mapped, f"the trainer's memory is still mapped {mapped} times once it is done"
         await check_nothing_left(at_first)
 
 

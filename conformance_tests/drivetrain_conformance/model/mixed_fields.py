@@ -76,6 +76,7 @@ def _check_prompt(bench: Bench, prompt: Prompt, params: SamplingParams, completi
             assert (top is None) is (value is None)
             if top is not None and value is not None:
                 _check_top(top, params.prompt_logprobs, token, value)
+                assert len(top) == params.prompt_logprobs, f"prompt token {token} has {len(top)} alternatives"
 
 
 def _check_ids(bench: Bench, params: SamplingParams, completion: Completion) -> None:
@@ -156,6 +157,9 @@ def _check_logprobs(params: SamplingParams, completion: Completion) -> None:
     assert completion.top_logprobs is not None
     for top, token, value in zip(completion.top_logprobs, ids, found, strict=True):
         _check_top(top, params.logprobs, token, value)
+        # Of the processed distribution, tokens of probability zero are left out.
+        few = params.logprobs_mode is LogprobsMode.PROCESSED
+        assert few or len(top) == params.logprobs, f"token {token} has {len(top)} alternatives"
 
 
 def _check_top(top: TopLogprobs, count: int, token: int, value: float) -> None:

@@ -13,7 +13,7 @@ from drivetrain.backend.base import Backend, EngineStats, GenerateRequest, Gener
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import FinishReason, VersionSpan
-from drivetrain.types.sampling import LogprobsMode
+from drivetrain.types.sampling import DisallowedTokens, LogprobsMode
 from drivetrain_conformance.mutants.registry import backend_mutants, mixed, mutant
 from drivetrain_conformance.mutants.spoil import (
     KnowingEos,
@@ -259,6 +259,46 @@ def caps_the_temperature(request: GenerateRequest) -> Mapping[str, object]:
     return {"temperature": min(request.params.temperature, 2.0)}
 
 
+@params_mutant("logprob/temperature_is_what_a_trainer_recomputes", says="in mode temperature at temperature 0.03 is")
+def takes_low_temperatures_for_greedy(request: GenerateRequest) -> Mapping[str, object]:
+    """A temperature below 0.05 is greedy."""
+    return {"temperature": request.params.temperature if request.params.temperature >= 0.05 else 0.0}
+
+
+@params_mutant("sampling/a_low_temperature_sharpens", says="the draws do not follow")
+def raises_low_temperatures(request: GenerateRequest) -> Mapping[str, object]:
+    """A temperature below 0.05 is raised to 0.05."""
+    return {"temperature": request.params.temperature and max(request.params.temperature, 0.05)}
+
+
+@params_mutant("sampling/greedy_follows_the_logit_bias", says="below the best after penalties and bias")
+def caps_biases(request: GenerateRequest) -> Mapping[str, object]:
+    """Biases are cut to 100 and -100, the largest that the OpenAI API takes."""
+    return {"logit_bias": {token: max(-100.0, min(100.0, bias)) for token, bias in request.params.logit_bias.items()}}
+
+
+@params_mutant("sampling/greedy_follows_the_repetition_penalty", says="below the best after penalties and bias")
+def caps_the_repetition_penalty(request: GenerateRequest) -> Mapping[str, object]:
+    """A repetition penalty above 2 is reduced to 2."""
+    return {"repetition_penalty": min(request.params.repetition_penalty, 2.0)}
+
+
+@params_mutant("sampling/greedy_follows_the_repetition_penalty", says="below the best after penalties and bias")
+def penalises_the_end_of_a_prompt(request: GenerateRequest) -> Mapping[str, object]:
+    """Of a long prompt, a repetition penalty hardly sees the tokens that only its beginning holds."""
+    penalty, prompt = request.params.repetition_penalty, request.prompt_token_ids
+    if penalty == 1:
+        return {}
+    forgotten = set(prompt[:-64]) - set(prompt[-64:])
+    return {"logit_bias": {**request.params.logit_bias, **dict.fromkeys(forgotten, penalty - 1)}}
+
+
+@request_mutant("generate/higher_priority_starts_sooner", says="assert ended == sorted(priorities, reverse=True)")
+def takes_negative_priorities_for_none(request: GenerateRequest) -> GenerateRequest:
+    """A priority below 0 is taken for 0."""
+    return dataclasses.replace(request, priority=max(0, request.priority))
+
+
 # With another field, or a file ---------------------------------------------------------------------------------------
 
 
@@ -311,6 +351,28 @@ def holds_back_before_it_counts(request: GenerateRequest) -> GenerateRequest:
     """Before min_new_tokens, logprobs in mode temperature are those of the distribution without EOS."""
     masks = request.params.min_new_tokens and request.logprobs_mode is LogprobsMode.TEMPERATURE
     return dataclasses.replace(request, logprobs_mode=LogprobsMode.PROCESSED) if masks else request
+
+
+@params_mutant("stop/no_stop_token_id_before_min_new_tokens", says="assert len(completion.token_ids) > least")
+def holds_back_eos_alone(request: GenerateRequest) -> Mapping[str, object]:
+    """min_new_tokens has an effect only where EOS ends a request."""
+    return {"min_new_tokens": 0} if request.params.ignore_eos else {}
+
+
+@params_mutant("logprob/prompt_logprobs_name_the_likely_tokens", says="expected 3 tokens, got 1")
+def gives_a_prompt_the_alternatives_of_its_output(request: GenerateRequest) -> Mapping[str, object]:
+    """Where output tokens have alternatives, a prompt's tokens have as many."""
+    params = request.params
+    return {"prompt_logprobs": params.logprobs} if params.logprobs and params.prompt_logprobs is not None else {}
+
+
+@params_mutant("sampling/processors_act_together", says="below the best after penalties and bias")
+def disallows_tokens_by_a_bias(request: GenerateRequest) -> Mapping[str, object]:
+    """Disallowed tokens have a bias of -100 instead, so a larger one of the request allows them again."""
+    ruled_out, bias = request.params.disallowed_token_ids, request.params.logit_bias
+    others = tuple(one for one in request.params.logit_processors if not isinstance(one, DisallowedTokens))
+    lowered = {token: bias.get(token, 0.0) - 100.0 for token in ruled_out}
+    return {"logit_processors": others, "logit_bias": {**bias, **lowered}}
 
 
 # Version boundaries --------------------------------------------------------------------------------------------------

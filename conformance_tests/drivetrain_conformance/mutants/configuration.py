@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from drivetrain.backend.base import Backend, EngineStats, GenerateRequest, GenerateResult
+from drivetrain.backend.base import Backend, EngineStats, GenerateRequest, GenerateResult, ModelInfo
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.weights import CommitUpdate, WeightMessage, WeightReply
@@ -48,6 +48,30 @@ class reads_the_last_chunk_of_a_prompt(SoundBackend):
             rest = [prompt[0]] * (len(prompt) - len(seen))
             request = dataclasses.replace(request, prompt_token_ids=rest + seen)
         return await super().generate(request)
+
+
+@mutant("lifecycle/a_life", says="nats below the most likely one")
+class reads_long_prompts_whole_only_to_score(SoundBackend):
+    """Without prompt logprobs, the model sees only the end of a prompt longer than max_num_batched_tokens."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        step = self.config.max_num_batched_tokens
+        if step is not None and request.params.prompt_logprobs is None:
+            request = dataclasses.replace(request, prompt_token_ids=request.prompt_token_ids[-step:])
+        return await super().generate(request)
+
+
+@mutant("lifecycle/a_life", says="the progress callback was called in another thread")
+class reports_from_another_thread(SoundBackend):
+    """Inline, the stages of a start are reported from a thread."""
+
+    async def start(self, report: Callable[[str], None]) -> ModelInfo:
+        def elsewhere(words: str) -> None:
+            thread = threading.Thread(target=report, args=(words,))
+            thread.start()
+            thread.join()
+
+        return await super().start(elsewhere)
 
 
 @config_mutant("lifecycle/a_life", says="requests ran at once, where max_num_seqs is 2")

@@ -154,6 +154,22 @@ class goes_on_generating_in_place(SoundBackend):
             await super().freeze(mode)
 
 
+@mutant("pause/one_freeze_can_follow_the_other", says="if retracted last")
+class retracts_nothing_that_is_frozen(SoundBackend):
+    """A retraction of requests that are frozen in place changes nothing."""
+
+    frozen = False
+
+    async def freeze(self, mode: PauseMode) -> None:
+        if not self.frozen:
+            self.frozen = True
+            await super().freeze(mode)
+
+    async def unfreeze(self) -> None:
+        self.frozen = False
+        await super().unfreeze()
+
+
 @mutant(
     "weight_sync/retracted_requests_go_on_with_the_new_weights",
     says="a token of the second span was not made by the new weights",
@@ -268,6 +284,22 @@ class gives_half_of_the_memory_back(SoundBackend):
     async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
         self._kept = b""
         await super().wake_up(tags)
+
+
+@mutant("sleep/half_awake_can_sleep_again", says="bytes of weights with it")
+class wakes_weights_with_the_cache(SoundBackend):
+    """Waking the cache takes the memory of weights that are asleep too."""
+
+    asleep = False
+
+    async def sleep(self, tags: frozenset[MemoryTag]) -> None:
+        await super().sleep(tags)
+        self.asleep |= MemoryTag.WEIGHTS in tags
+
+    async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
+        woken = tags | ({MemoryTag.WEIGHTS} if self.asleep else set())
+        await super().wake_up(woken if self.asleep else tags - {MemoryTag.WEIGHTS})
+        self.asleep = False
 
 
 @mutant("sleep/many_cycles_of_the_cache_hold_no_more_memory", says="MiB more were held in the end")

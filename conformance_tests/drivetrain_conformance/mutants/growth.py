@@ -13,8 +13,10 @@ from drivetrain.backend.base import GenerateRequest, GenerateResult, TokenDelta
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import InvalidRequest
 from drivetrain.types.config import EngineConfig
+from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import FinishReason, GenerationOutput
 from drivetrain.types.prompts import TextPrompt
+from drivetrain.types.weights import PrepareUpdate, ReleaseSources, WeightMessage, WeightReply
 from drivetrain_conformance.mutants.registry import mutant
 from drivetrain_conformance.mutants.spoil import SoundBackend, arguments_mutant
 
@@ -78,6 +80,51 @@ class leaves_a_descriptor_to_each_abort(SoundBackend):
     async def abort(self, request_ids: list[str]) -> None:
         os.open(os.devnull, os.O_RDONLY)
         await super().abort(request_ids)
+
+
+@mutant(_LEAVES, says="more threads")
+class leaves_a_thread_to_each_pause(SoundBackend):
+    """The thread that freezes requests survives."""
+
+    async def freeze(self, mode: PauseMode) -> None:
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        await super().freeze(mode)
+
+
+@mutant("weight_sync/many_pushes_on_one_host_leave_nothing_behind", says="the trainer's memory is still mapped")
+class keeps_the_trainers_memory_mapped(SoundBackend):
+    """The memory that a trainer shared stays mapped when the trainer is done."""
+
+    async def receive_weights(self, message: WeightMessage) -> WeightReply:
+        return WeightReply() if isinstance(message, ReleaseSources) else await super().receive_weights(message)
+
+
+@mutant("lora/a_name_may_come_back_as_another_adapter", says="more bytes of memory")
+class keeps_unloaded_adapters(_Keeping):
+    """An adapter stays in memory after it was unloaded."""
+
+    async def unload_lora_adapter(self, lora_name: str) -> None:
+        await super().unload_lora_adapter(lora_name)
+        self.kept.append(os.urandom(1024 * 1024))
+
+
+@mutant("weight_sync/going_back_to_earlier_weights_gives_their_answers", says="the event loop stood still")
+class opens_checkpoints_in_the_event_loop(SoundBackend):
+    """An update blocks the event loop while its source is opened."""
+
+    async def receive_weights(self, message: WeightMessage) -> WeightReply:
+        if isinstance(message, PrepareUpdate):
+            time.sleep(0.7)  # noqa: ASYNC251 - the mutant's fault
+        return await super().receive_weights(message)
+
+
+@mutant("lora/a_name_may_come_back_as_another_adapter", says="the event loop stood still")
+class reads_adapters_in_the_event_loop(SoundBackend):
+    """The event loop is blocked while an adapter's files are read."""
+
+    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
+        time.sleep(0.7)  # noqa: ASYNC251 - the mutant's fault
+        await super().load_lora_adapter(lora_name, lora_path, pinned)
 
 
 @mutant("growth/requests_do_not_hold_the_event_loop", says="the event loop stood still")

@@ -16,7 +16,7 @@ from drivetrain.engine.served_weights import ServedWeights
 from drivetrain.engine.states import WeightState
 from drivetrain.engine.weight_transaction import WeightTransaction
 from drivetrain.engine.weight_updates import WeightUpdates
-from drivetrain.errors import DrivetrainError, InvalidWeights, NonFiniteLogits, WeightPlanMismatch
+from drivetrain.errors import DrivetrainError, EngineStateError, InvalidWeights, NonFiniteLogits, WeightPlanMismatch
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import FinishReason, VersionSpan
@@ -28,6 +28,7 @@ from drivetrain.types.weights import (
     PrepareUpdate,
     TensorData,
     VerifyUpdate,
+    WeightManifest,
     WeightMessage,
     WeightReply,
     WeightUpdateRequest,
@@ -302,6 +303,26 @@ class aborts_requests_to_update(WeightUpdates):
         return await super().quiesce(PauseMode.ABORT)
 
 
+@mutant("weight_sync/weights_asleep_are_not_read", says="knows no tensors")
+class knows_no_tensors_asleep(SoundBackend):
+    """While the weights sleep, their manifest is refused."""
+
+    asleep = False
+
+    async def sleep(self, tags: frozenset[MemoryTag]) -> None:
+        await super().sleep(tags)
+        self.asleep |= MemoryTag.WEIGHTS in tags
+
+    async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
+        await super().wake_up(tags)
+        self.asleep &= MemoryTag.WEIGHTS not in tags
+
+    async def weight_manifest(self) -> WeightManifest:
+        if self.asleep:
+            raise EngineStateError("asleep, it knows no tensors", state="asleep")
+        return await super().weight_manifest()
+
+
 # Saving --------------------------------------------------------------------------------------------------------------
 
 
@@ -311,6 +332,15 @@ class saves_the_folder_it_was_loaded_from(SoundBackend):
 
     async def save_sharded(self, path: str) -> None:
         await asyncio.to_thread(shutil.copytree, self.config.model, path, dirs_exist_ok=True)
+
+
+@mutant("lifecycle/what_is_saved_is_what_is_served", says="generation_config.json of the model's folder was not saved")
+class saves_the_weights_and_a_configuration(SoundBackend):
+    """A saved folder lacks the generation config, which may name a further EOS."""
+
+    async def save_sharded(self, path: str) -> None:
+        await super().save_sharded(path)
+        await asyncio.to_thread(Path(path, "generation_config.json").unlink)
 
 
 @mutant("lifecycle/nothing_is_saved_where_something_is", says="a folder with a file in it was saved to")
