@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -172,7 +173,8 @@ def engine_arguments(
         relied_on["enable_sleep_mode"] = True
         if config.sleep_keeps_weights:
             relied_on["additional_config"] = {KEEPS_WEIGHTS: True}
-    defaults = _ON_A_CPU if device == "cpu" else {}
+    # VLLM's own default is 0: requests without a seed would draw the same in every engine.
+    defaults = {"seed": secrets.randbits(31), **(_ON_A_CPU if device == "cpu" else {})}
     if config.tensor_parallel_size > 1:
         defaults = {name: value for name, value in defaults.items() if name != "distributed_executor_backend"}
     return with_engine_kwargs(config, relied_on, defaults, WITHOUT_EFFECT)

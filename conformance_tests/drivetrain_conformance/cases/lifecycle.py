@@ -352,12 +352,14 @@ async def two_in_a_row_leave_nothing(bench: Bench) -> None:
     A child process that is not the engine's lives on.
     """
     answers: list[list[Completion]] = []
+    draws: list[list[Completion]] = []
     prompts: list[list[int]] = []
 
     async def live() -> None:
         async with bench.open() as engine:
             prompts.extend(() if prompts else bench.prompts(3, engine=engine))
             answers.append(await bench.greedy(prompts, engine=engine))
+            draws.append((await engine.generate(prompts, SamplingParams(max_new_tokens=12))).completions)
 
     bystander = await asyncio.create_subprocess_exec(sys.executable, "-c", "import time; time.sleep(600)")
     try:
@@ -368,6 +370,8 @@ async def two_in_a_row_leave_nothing(bench: Bench) -> None:
             bystander.kill()
         await bystander.wait()
     assert [c.token_ids for c in answers[0]] == [c.token_ids for c in answers[1]]
+    same = [c.token_ids for c in draws[0]] == [c.token_ids for c in draws[1]]
+    assert not same, "two engines drew the same tokens, though neither request nor configuration gives a seed"
 
 
 @case(Capability.ABORT, own_engine=True)

@@ -223,6 +223,12 @@ class loses_adapters_with_the_weights(SoundBackend):
 # Beyond a limit ------------------------------------------------------------------------------------------------------
 
 
+@request_mutant("lifecycle/two_in_a_row_leave_nothing", says="drew the same tokens")
+def draws_alike_in_every_engine(request: GenerateRequest) -> GenerateRequest:
+    """A request without a seed gets one that follows from its prompt."""
+    return dataclasses.replace(request, seed=sum(request.prompt_token_ids) if request.seed is None else request.seed)
+
+
 @request_mutant("sampling/another_seed_draws_otherwise", says="alike")
 def takes_seeds_modulo_32_bits(request: GenerateRequest) -> GenerateRequest:
     """Only the lower 32 bits of a seed are passed on."""

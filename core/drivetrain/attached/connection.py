@@ -118,24 +118,19 @@ async def connect(
         DeadlineExceeded: The owner does not answer within ``patience`` seconds.
     """
     loop = asyncio.get_running_loop()
-    connection: OwnerConnection
 
     def lost(reason: str) -> None:
         if not connection.attached.done():
             connection.fail(partial(ConnectionLost, f"the owner of the engine at {handle.address} {reason}"))
         on_lost(reason)
 
-    def make() -> OwnerConnection:
-        nonlocal connection
-        connection = OwnerConnection(handle.key, on_state, lost)
-        return connection
-
+    connection = OwnerConnection(handle.key, on_state, lost)
     async with deadline(patience, f"the engine at {handle.address} to answer"):
         try:
             if handle.path is not None:
-                await loop.create_unix_connection(make, handle.path)
+                await loop.create_unix_connection(lambda: connection, handle.path)
             else:
-                await loop.create_connection(make, *handle.tcp)
+                await loop.create_connection(lambda: connection, *handle.tcp)
         except (OSError, ValueError) as error:  # ValueError: no path or host name at all
             raise nothing_listens(handle, error) from error
         try:
