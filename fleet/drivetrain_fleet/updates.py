@@ -8,6 +8,7 @@ fleet does not commit.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -100,6 +101,7 @@ class FleetUpdates:
         self._evict = evict
         self._cache_dropped = cache_dropped
         self._update: _Update | None = None
+        self._breaking_off: set[asyncio.Task[None]] = set()
 
     async def _on_each(self, members: Iterable[Member], call: Callable[[Member], Awaitable[_T]]) -> Outcomes[_T]:
         return await on_each(members, call, self._seconds)
@@ -188,7 +190,7 @@ class FleetUpdates:
             return await member.calls.begin_update(None)
 
         outcomes = await self._on_each(update.members, begin)
-        await self._without(update, outcomes.failed)
+        self._without(update, outcomes.failed)
         if len(set(outcomes.done.values())) > 1:
             shown = ", ".join(f"{member.name}: {buckets}" for member, buckets in outcomes.done.items())
             raise WeightTransferFailed(
@@ -200,7 +202,7 @@ class FleetUpdates:
         """Let every member load these buckets."""
         update = self._begun()
         outcomes = await self._on_each(update.members, lambda member: member.calls.load_buckets(list(indices)))
-        await self._without(update, outcomes.failed)
+        self._without(update, outcomes.failed)
         total = max(outcomes.done.values())
         loaded, update.nbytes = total - update.nbytes, total
         return WeightReply(nbytes=loaded)
@@ -215,7 +217,7 @@ class FleetUpdates:
             return applied
 
         outcomes = await self._on_each(update.members, commit)
-        await self._without(update, outcomes.failed)
+        self._without(update, outcomes.failed)
         self._decide(update)
         await self._commit(update, version)
         return WeightReply(seconds=max(applied.paused_seconds for applied in outcomes.done.values()))
@@ -227,13 +229,11 @@ class FleetUpdates:
             return WeightReply()
         reason = f"the fleet's update to {update.request.version!r} was broken off"
 
-        async def drop(member: Member) -> None:
-            await member.calls.break_off_update(reason)
-            await member.calls.forget_weight_update()
-
         if update.begun:
             self._all_stale(update)
-        await self._on_each([*update.members, *update.lost], drop)
+        await _break_off([*update.members, *update.lost], reason)
+        while self._breaking_off:
+            await asyncio.wait(self._breaking_off)
         return WeightReply()
 
     # The decision ------------------------------------------------------------------------------------------------
@@ -265,11 +265,14 @@ class FleetUpdates:
             raise WeightSyncError("no update was begun on the fleet's engines; begin one first")
         return self._update
 
-    async def _without(self, update: _Update, failed: dict[Member, DrivetrainError]) -> None:
+    def _without(self, update: _Update, failed: dict[Member, DrivetrainError]) -> None:
         """Go on without members that failed a step, if enough are left."""
         update.drop(failed)
-        alive = [member for member in failed if not member.status.failed]
-        await self._on_each(alive, lambda member: member.calls.break_off_update(str(failed[member])))
+        if failed:  # in the background: the others have no time to lose
+            reason = "; ".join(str(error) for error in failed.values())
+            task = asyncio.ensure_future(_break_off(failed, reason))
+            self._breaking_off.add(task)
+            task.add_done_callback(self._breaking_off.discard)
         self._require_enough(update)
 
     def _decide(self, update: _Update) -> None:
@@ -332,6 +335,16 @@ class FleetUpdates:
         self.failed = True
         for member in self.members.serving:
             member.left_behind(f"the fleet's update to {update.request.version!r} failed")
+
+
+async def _break_off(members: Iterable[Member], reason: str) -> None:
+    """Let members drop an update; each is done once its receiver has let go of it."""
+
+    async def drop(member: Member) -> None:
+        await member.calls.break_off_update(reason)
+        await member.calls.forget_weight_update()
+
+    await on_each([member for member in members if not member.status.failed], drop)
 
 
 def _refusals(failed: dict[Member, DrivetrainError]) -> dict[Member, DrivetrainError]:

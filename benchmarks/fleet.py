@@ -1,0 +1,332 @@
+"""Measure what a fleet adds to its engines: throughput, time per request, cached prefixes, control calls.
+
+    python benchmarks/fleet.py [--engines 1 2 4 8] [--requests 1000] [--ms-per-token 100] [--json]
+
+The engines are simulated in this process: each runs up to 256 requests at once, makes one token per request in a stated
+time, computes 8,000 prompt tokens per second of prompts that it has not seen, and remembers the prefixes of its last
+2,000,000 prompt tokens. So nothing but the fleet, the engine page and the event loop costs CPU time.
+
+- Throughput of a fleet of N, against N engines that are called directly with the same requests, in turn, in one run.
+- Time added per request: the difference of the quantiles of the latencies of these two, with all requests at once.
+- Share of prompt tokens that were cached, in a replay of sessions of 43 turns with a shared system prompt; two of five
+  sessions fork a sub-agent half-way. The same replay routed at random and round robin.
+- Seconds of a pause and of going on with that many requests in flight.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from drivetrain import Capability, InferenceEngine, Isolation, SamplingParams
+from drivetrain.backend.base import Backend, EngineStats, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
+from drivetrain.testing import tiny_model
+from drivetrain.types.config import EngineConfig
+from drivetrain.types.modes import PauseMode
+from drivetrain.types.outputs import FinishReason, VersionSpan
+from drivetrain_fleet import InferenceEngineClient, RoutingPolicy
+from drivetrain_fleet.backend import FleetBackend
+from drivetrain_fleet.prefix_index import BLOCK, Blocks, PrefixIndex
+from drivetrain_fleet.routing import Load, Router, Work
+
+AT_ONCE = 256
+PREFILL_PER_S = 8_000
+CACHED_TOKENS = 2_000_000
+CONTEXT = 200_000
+TOKENS = 32
+CLAIMED = frozenset(
+    {
+        Capability.STREAMING,
+        Capability.ABORT,
+        Capability.IGNORE_EOS,
+        Capability.PAUSE_ABORT,
+        Capability.PAUSE_WAIT,
+        Capability.PAUSE_IN_PLACE,
+        Capability.PAUSE_RETRACT,
+        Capability.PREFIX_CACHE,
+        Capability.SESSIONS,
+        Capability.VERSION_SPANS,
+    }
+)
+
+
+class SimulatedBackend(Backend):
+    """Makes tokens in a stated time."""
+
+    name = "simulated"
+    engine_distribution = "drivetrain"
+
+    def __init__(self, config: EngineConfig, seconds: float) -> None:
+        super().__init__(config)
+        self.seconds = seconds
+        self.cache = PrefixIndex(CACHED_TOKENS // BLOCK)
+        self.room = asyncio.Semaphore(AT_ONCE)
+        self.going = asyncio.Event()
+        self.going.set()
+        self.running = 0
+        self.prompt_tokens = self.cached_tokens = 0
+
+    @classmethod
+    def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
+        return CLAIMED
+
+    async def start(self, report: Callable[[str], None]) -> ModelInfo:
+        return ModelInfo(260, CONTEXT, (), "float32", "Simulated", 0, "cpu")
+
+    async def close(self) -> None:
+        return None
+
+    async def stats(self) -> EngineStats:
+        return EngineStats(self.running, 0, 0, 0)
+
+    async def abort(self, request_ids: list[str]) -> None:
+        return None
+
+    async def freeze(self, mode: PauseMode) -> None:
+        self.going.clear()
+
+    async def unfreeze(self) -> None:
+        self.going.set()
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        async with self.room:
+            self.running += 1
+            try:
+                blocks = Blocks.of(request.prompt_token_ids)
+                cached = self.cache.matched(blocks)
+                self.cache.add(blocks)
+                new = len(request.prompt_token_ids) - cached
+                self.prompt_tokens += len(request.prompt_token_ids)
+                self.cached_tokens += cached
+                made: list[int] = []
+                due = asyncio.get_running_loop().time() + new / PREFILL_PER_S
+                for index in range(request.max_new_tokens):
+                    due += self.seconds
+                    await asyncio.sleep(due - asyncio.get_running_loop().time())
+                    await self.going.wait()
+                    made.append((request.prompt_token_ids[-1] + index) % 250)
+                    yield TokenDelta([made[-1]])
+                self.cache.add(blocks.followed_by(made))
+                spans = [VersionSpan(self.config.weight_version, 0, len(made))]
+                result = GenerateResult(made, FinishReason.LENGTH, spans, cached_tokens=cached)
+                yield TokenDelta([], result=result)
+            finally:
+                self.running -= 1
+
+
+def engine_of(model: Path, seconds: float) -> InferenceEngine:
+    config = EngineConfig(backend="simulated", model=str(model))
+    backend = SimulatedBackend(config, seconds)
+    return InferenceEngine(config, backend, capabilities=CLAIMED, isolation=Isolation.INLINE, versions={})
+
+
+def simulated(engine: InferenceEngine) -> SimulatedBackend:
+    backend = engine.parts.backend
+    assert isinstance(backend, SimulatedBackend)
+    return backend
+
+
+# Throughput and time per request ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Throughput:
+    engines: int
+    requests: int
+    direct_tokens_per_s: float
+    fleet_tokens_per_s: float
+    ratio: float
+    added_p50_ms: float
+    added_p99_ms: float
+
+
+async def load(call: Callable[[int], Awaitable[object]], requests: int) -> tuple[float, list[float]]:
+    """Make all calls at once; return the seconds of all and of each."""
+    latencies: list[float] = []
+
+    async def one(index: int) -> None:
+        begun = time.perf_counter()
+        await call(index)
+        latencies.append(time.perf_counter() - begun)
+
+    begun = time.perf_counter()
+    await asyncio.gather(*(one(index) for index in range(requests)))
+    return time.perf_counter() - begun, latencies
+
+
+async def throughput(model: Path, count: int, requests: int, seconds: float) -> Throughput:
+    params = SamplingParams(max_new_tokens=TOKENS, ignore_eos=True)
+    rng = random.Random(count)
+    prompts = [[rng.randrange(250) for _ in range(64)] for _ in range(requests)]
+
+    async def direct() -> tuple[float, list[float]]:
+        engines = [engine_of(model, seconds) for _ in range(count)]
+        for engine in engines:
+            await engine.start()
+        found = await load(lambda index: engines[index % count].generate([prompts[index]], params), requests)
+        for engine in engines:
+            await engine.teardown()
+        return found
+
+    async def through() -> tuple[float, list[float]]:
+        async with InferenceEngineClient([engine_of(model, seconds) for _ in range(count)]) as fleet:
+            return await load(lambda index: fleet.generate([prompts[index]], params), requests)
+
+    directs, throughs = [], []
+    for _ in range(3):
+        directs.append(await direct())
+        throughs.append(await through())
+    fastest, fleets = min(directs), min(throughs)
+    tokens = requests * TOKENS
+
+    def added(quantile: int) -> float:
+        ours = statistics.quantiles(fleets[1], n=100)[quantile - 1]
+        return 1000 * (ours - statistics.quantiles(fastest[1], n=100)[quantile - 1])
+
+    return Throughput(
+        count,
+        requests,
+        tokens / fastest[0],
+        tokens / fleets[0],
+        fastest[0] / fleets[0],
+        added(50),
+        added(99),
+    )
+
+
+# Cached prefixes --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class AtRandom(Router):
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def choose(self, work: Work, loads: Mapping[str, Load]) -> str | None:
+        return self.rng.choice(sorted(loads)) if loads else None
+
+
+@dataclass
+class InTurn(Router):
+    turn: int = 0
+
+    def choose(self, work: Work, loads: Mapping[str, Load]) -> str | None:
+        self.turn += 1
+        return sorted(loads)[self.turn % len(loads)] if loads else None
+
+
+@dataclass
+class Replay:
+    routing: str
+    engines: int
+    cached: float
+    seconds: float
+
+
+async def replay(model: Path, count: int, name: str, router: Router, seconds: float) -> Replay:
+    """Replay sessions of 43 turns; two of five fork a sub-agent that begins with half of the conversation."""
+    engines = [engine_of(model, seconds) for _ in range(count)]
+    async with InferenceEngineClient(engines) as fleet:
+        backend = fleet.parts.backend
+        assert isinstance(backend, FleetBackend)
+        backend.sending.router = router
+        params = SamplingParams(max_new_tokens=16, ignore_eos=True)
+        system = [7] * 2_000
+
+        async def converse(number: int, text: list[int], turns: int) -> None:
+            rng = random.Random(number)
+            forks = []
+            for turn in range(turns):
+                output = await fleet.generate([text], params)
+                seen = [rng.randrange(250) for _ in range(300)]  # what a tool answers
+                text = text + output.completions[0].token_ids + seen
+                if turns == 43 and turn == 20 and number % 5 < 2:
+                    forks.append(asyncio.create_task(converse(1000 + number, text, 8)))
+            await asyncio.gather(*forks)
+
+        begun = time.perf_counter()
+        firsts = [random.Random(-number - 1) for number in range(40)]
+        prompts = [system + [rng.randrange(250) for _ in range(500)] for rng in firsts]
+        await asyncio.gather(*(converse(number, prompt, 43) for number, prompt in enumerate(prompts)))
+        took = time.perf_counter() - begun
+        found = [simulated(engine) for engine in engines]
+        cached = sum(one.cached_tokens for one in found) / sum(one.prompt_tokens for one in found)
+        return Replay(name, count, cached, took)
+
+
+# Control ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Control:
+    engines: int
+    in_flight: int
+    pause_ms: float
+    continue_ms: float
+
+
+async def control(model: Path, count: int, requests: int, seconds: float) -> Control:
+    async with InferenceEngineClient([engine_of(model, seconds) for _ in range(count)]) as fleet:
+        params = SamplingParams(max_new_tokens=200, ignore_eos=True)
+        task = asyncio.create_task(fleet.generate([[index % 250] for index in range(requests)], params))
+        await asyncio.sleep(1.0)
+        pauses, goes = [], []
+        for _ in range(5):
+            begun = time.perf_counter()
+            await fleet.pause_generation("in_place")
+            paused = time.perf_counter()
+            await fleet.continue_generation()
+            goes.append(time.perf_counter() - paused)
+            pauses.append(paused - begun)
+            await asyncio.sleep(0.1)
+        await task
+    return Control(count, requests, 1000 * statistics.median(pauses), 1000 * statistics.median(goes))
+
+
+# The run ----------------------------------------------------------------------------------------------------------
+
+
+async def run(counts: Sequence[int], requests: int, seconds: float) -> dict[str, list[dict[str, object]]]:
+    model = tiny_model()
+    routings: list[tuple[str, Router]] = [
+        ("fleet", Router(RoutingPolicy())),
+        ("random", AtRandom()),
+        ("round robin", InTurn()),
+    ]
+    found: dict[str, list[dict[str, object]]] = {"throughput": [], "replay": [], "control": []}
+    for count in counts:
+        found["throughput"].append(vars(await throughput(model, count, requests, seconds)))
+    for name, router in routings:
+        found["replay"].append(vars(await replay(model, max(counts), name, router, seconds / 10)))
+    found["control"].append(vars(await control(model, max(counts), requests, seconds)))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--ms-per-token", type=float, default=100.0)
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    found = asyncio.run(run(given.engines, given.requests, given.ms_per_token / 1000))
+    if given.json:
+        print(json.dumps({"arguments": vars(given), **found}, indent=1))
+        return
+    for name, rows in found.items():
+        print(name)
+        for row in rows:
+            shown = [
+                f"{key} {value:,.3f}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()
+            ]
+            print("  " + ", ".join(shown))
+
+
+if __name__ == "__main__":
+    main()

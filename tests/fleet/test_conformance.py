@@ -1,0 +1,58 @@
+"""The conformance suite through a fleet of two transformers engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+from drivetrain import InferenceEngine, create_engine
+from drivetrain_conformance.cases import all_cases
+from drivetrain_conformance.harness.case import Case
+from drivetrain_conformance.harness.run_profile import PROFILES
+from drivetrain_conformance.harness.runner import Runner
+from drivetrain_conformance.harness.suite import Suite
+from drivetrain_conformance.harness.verdict import Verdict
+from drivetrain_fleet import InferenceEngineClient
+
+ABOUT_ONE_ENGINE: Mapping[str, str] = {
+    "generate/higher_priority_starts_sooner": "the second engine takes what is meant to wait for the first",
+    "abort/what_waits_its_turn_can_be_aborted": "the second engine takes what is meant to wait for the first",
+    "sleep/the_memory_of_weights_comes_back": "two engines hold the weights twice",
+    "pause/retract_freezes_requests_in_flight": "a sample that is repeated on the other engine, in another batch, may "
+    "be rounded to another token",
+}
+"""Cases that hold for one engine only, and why."""
+
+
+class FleetSuite(Suite):
+    backend = "transformers"
+
+    def open_engine(self, fields: Mapping[str, object]) -> InferenceEngine:
+        config = {"backend": self.backend, "isolation": "inline", **fields}
+        return InferenceEngineClient([create_engine(config), create_engine(config)], min_engines=2)
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[Runner]:
+    with Runner(FleetSuite(), profile=PROFILES["smoke"]) as runner:
+        yield runner
+
+
+def cases() -> list[Case]:
+    # Those of the group "faults" kill an engine's one host process; test_faults.py has the fleet's.
+    return [case for case in all_cases() if case.id not in ABOUT_ONE_ENGINE and not case.id.startswith("faults/")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", cases(), ids=[case.id for case in cases()])
+def test_a_fleet_is_an_engine(case: Case, runner: Runner) -> None:
+    result = runner.execute(case)
+    if result.verdict is Verdict.NOT_RUN:
+        pytest.skip(f"not run: {result.judgement.message}")
+    if result.verdict.is_failure:
+        raise AssertionError(f"{case.summary}\n{result.judgement.message}") from result.error
+
+
+def test_the_cases_about_one_engine_exist() -> None:
+    assert set(ABOUT_ONE_ENGINE) <= {case.id for case in all_cases()}
