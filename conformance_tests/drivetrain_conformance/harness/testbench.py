@@ -34,7 +34,7 @@ _ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 _STARTS = 10
 _IN_FLIGHT = 100
 """Requests of at least this many tokens are meant to be observed in flight; shorter ones are meant to end."""
-_LASTS = 0.3
+_LASTS = 0.5
 """Minimum duration in seconds of a request that is to be observed in flight, if the context is long enough."""
 
 
