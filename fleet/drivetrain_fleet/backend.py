@@ -302,7 +302,8 @@ class FleetBackend(Backend):
     # Pause and memory --------------------------------------------------------------------------------------------
 
     async def freeze(self, mode: PauseMode) -> None:
-        await self.control.freeze(mode)
+        # After a failed update no engine may go on, also if another one does not freeze.
+        await self.control.freeze(mode, undo=not self.updates.failed)
 
     async def unfreeze(self) -> None:
         await self.control.unfreeze()

@@ -122,13 +122,15 @@ class FleetControl:
             going = [member for member in self.members.synced if not member.held]
             self._left_over(await self.hold(going, self.frozen), "going on could not be undone")
 
-    async def freeze(self, mode: PauseMode) -> None:
-        """Freeze the requests of all members; if one refuses, let all go on."""
-        back = self._let_all_go if self.frozen is None else None
+    async def freeze(self, mode: PauseMode, *, undo: bool = True) -> None:
+        """Freeze the requests of all members; if one refuses, let all go on, unless they must not."""
+        back = self._let_all_go if undo and self.frozen is None else None
         async with self._put_back_if_given_up(back):
             outcomes = await self.hold(self._with_requests(), mode)
             if outcomes.refused and back is not None:
                 await back()
+        if not undo:
+            self.frozen = mode
         self._require(outcomes, f"pause_generation({mode.value!r})", _UNDONE if back is not None else "")
         self.frozen = mode
 

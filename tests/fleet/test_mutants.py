@@ -72,8 +72,8 @@ MUTANTS = [
     Mutant(
         "who fails a step goes on, bucket by bucket",
         "updates.py",
-        "        update.drop(failed)\n        alive",
-        "        alive",
+        "        update.drop(failed)\n        if failed:",
+        "        if failed:",
         UPDATES + "test_an_engine_that_is_left_behind_bucket_by_bucket_is_stale[load_buckets]",
     ),
     Mutant(

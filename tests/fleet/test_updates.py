@@ -375,3 +375,52 @@ async def test_an_engine_that_is_synced_gets_the_adapters_that_it_missed(model: 
         assert fleet.health() == ["ready", "ready"]
         answers = [(await engine.generate([1, 2, 3], GREEDY, lora="a")).completions[0].logprobs for engine in engines]
         assert answers[0] == pytest.approx(answers[1], abs=1e-4)
+
+
+async def test_a_commit_after_which_requests_do_not_go_on_leaves_the_fleet_paused(model: Path) -> None:
+    async with fleet_of(2, model) as fleet:
+        task = asyncio.create_task(fleet.generate([[1], [2]], LONG))
+        await until(lambda: fleet.begun("engine-0") == fleet.begun("engine-1") == 1)
+        with spoiled(fleet.member("engine-1"), apply_update=BROKEN), spoiled(fleet.member("engine-0")) as other:
+            other.instead["apply_update"] = _broken
+            with pytest.raises(WeightTransferFailed):
+                await pushed(fleet, "never")
+        with spoiled(fleet.member("engine-1"), continue_generation=BROKEN), pytest.raises(EngineInternalError):
+            await pushed(fleet, "one")
+        assert (fleet.state.value, fleet.get_weight_version()) == ("paused", "one")
+        await fleet.continue_generation()
+        assert versions((await task).completions) == {"initial", "one"}
+        assert fleet.health() == ["ready", "ready"]
+
+
+async def _broken(*arguments: object) -> object:
+    raise BROKEN
+
+
+async def test_after_a_failed_update_no_engine_goes_on_though_another_does_not_freeze(model: Path) -> None:
+    async with fleet_of(2, model, min_engines=2) as fleet:
+        tasks = [asyncio.create_task(fleet.generate([i, 2], LONG)) for i in range(2)]
+        await until(lambda: fleet.begun("engine-0") == fleet.begun("engine-1") == 1)
+        member = fleet.member("engine-1")
+        held = 0
+        with spoiled(member, apply_update=BROKEN) as calls:
+            pause = calls.calls.pause_generation
+
+            async def once(mode: PauseMode, timeout: float | None) -> object:
+                nonlocal held
+                held += 1
+                if held > 1:
+                    raise BROKEN
+                await pause(mode, timeout)
+                return None
+
+            calls.instead["pause_generation"] = once
+            with pytest.raises(WeightTransferFailed):
+                await pushed(fleet, "never")
+        assert held == 2
+        assert fleet.member("engine-0").engine.get_weight_version() == "never"
+        await asyncio.sleep(0.3)
+        assert not any(task.done() for task in tasks)
+        await pushed(fleet, "two")
+        outputs = await asyncio.gather(*tasks)
+        assert versions(c for output in outputs for c in output.completions) == {"initial", "two"}

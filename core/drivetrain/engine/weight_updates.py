@@ -140,7 +140,12 @@ class WeightUpdates:
             after = controller.status.commit_update()
             if freeze is not None:
                 self.pauses.were_unfrozen()
-            await self.pauses.unfreeze_if_free(after)
+            try:
+                await self.pauses.unfreeze_if_free(after)
+            except BaseException:  # committed, but requests are still frozen: continue_generation() tries again
+                frozen = request.mode if request.mode in FROZEN_CAPABILITY else PauseMode.RETRACT
+                controller.move_to(after.pause(frozen))
+                raise
             controller.move_to(after)
 
     async def update_at_once(self, request: WeightUpdateRequest) -> None:
