@@ -157,7 +157,7 @@ def _check_logprobs(params: SamplingParams, completion: Completion) -> None:
     assert completion.top_logprobs is not None
     for top, token, value in zip(completion.top_logprobs, ids, found, strict=True):
         _check_top(top, params.logprobs, token, value)
-        # Of the processed distribution, tokens of probability zero are left out.
+        # The processed distribution leaves out tokens of probability zero.
         few = params.logprobs_mode is LogprobsMode.PROCESSED
         assert few or len(top) == params.logprobs, f"token {token} has {len(top)} alternatives"
 

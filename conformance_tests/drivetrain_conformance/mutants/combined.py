@@ -291,7 +291,7 @@ def caps_the_repetition_penalty(request: GenerateRequest) -> Mapping[str, object
 
 @params_mutant("sampling/greedy_follows_the_repetition_penalty", says="below the best after penalties and bias")
 def penalises_the_end_of_a_prompt(request: GenerateRequest) -> Mapping[str, object]:
-    """Of a long prompt, a repetition penalty hardly sees the tokens that only its beginning holds."""
+    """A repetition penalty hardly sees the tokens that only the beginning of a long prompt holds."""
     penalty, prompt = request.params.repetition_penalty, request.prompt_token_ids
     if penalty == 1:
         return {}
