@@ -4,10 +4,15 @@
 
 The engines are simulated in this process: each runs up to 256 requests at once, makes one token per request in a stated
 time, computes 8,000 prompt tokens per second of prompts that it has not seen, and remembers the prefixes of its last
-2,000,000 prompt tokens. So nothing but the fleet, the engine page and the event loop costs CPU time.
+2,000,000 prompt tokens. So nothing but the fleet, the engine page and the event loop costs CPU time. The garbage
+collector leaves alone what was imported (``gc.freeze``), as in a host process; a pass over torch's objects takes longer
+than anything that is measured here.
 
 - Throughput of a fleet of N, against N engines that are called directly with the same requests, in turn, in one run.
-- Time added per request: the difference of the quantiles of the latencies of these two, with all requests at once.
+- Time added per request: the difference of the quantiles of the latencies of these two. All requests begin at once, so
+  the last one has waited for the work of all; then as many clients make four requests each, one after another, and do
+  not begin together.
+- CPU time added per request of 32 tokens.
 - Share of prompt tokens that were cached, in a replay of sessions of 43 turns with a shared system prompt; two of five
   sessions fork a sub-agent half-way. The same replay routed at random and round robin.
 - Seconds of a pause and of going on with that many requests in flight.
@@ -17,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import random
 import statistics
@@ -145,6 +151,9 @@ class Throughput:
     ratio: float
     added_p50_ms: float
     added_p99_ms: float
+    steady_added_p50_ms: float
+    steady_added_p99_ms: float
+    added_cpu_us_per_request: float
 
 
 async def load(call: Callable[[int], Awaitable[object]], requests: int) -> tuple[float, list[float]]:
@@ -161,43 +170,77 @@ async def load(call: Callable[[int], Awaitable[object]], requests: int) -> tuple
     return time.perf_counter() - begun, latencies
 
 
+Found = tuple[float, list[float], list[float], float]
+"""Seconds of all requests at once, of each of them, and of each one of clients; CPU seconds of the first."""
+
+
+async def steady(call: Callable[[int], Awaitable[object]], clients: int, seconds: float) -> list[float]:
+    """Let clients that begin within ``seconds`` make four requests each; return the seconds of all but their first."""
+    latencies: list[float] = []
+    rng = random.Random(0)
+    starts = [rng.uniform(0, seconds) for _ in range(clients)]
+
+    async def one(index: int) -> None:
+        await asyncio.sleep(starts[index])
+        await call(index)
+        for _ in range(3):
+            begun = time.perf_counter()
+            await call(index)
+            latencies.append(time.perf_counter() - begun)
+
+    await asyncio.gather(*(one(index) for index in range(clients)))
+    return latencies
+
+
 async def throughput(model: Path, count: int, requests: int, seconds: float) -> Throughput:
     params = SamplingParams(max_new_tokens=TOKENS, ignore_eos=True)
     rng = random.Random(count)
     prompts = [[rng.randrange(250) for _ in range(64)] for _ in range(requests)]
 
-    async def direct() -> tuple[float, list[float]]:
+    async def both(call: Callable[[int], Awaitable[object]]) -> Found:
+        used = time.process_time()
+        took, latencies = await load(call, requests)
+        used = time.process_time() - used
+        return took, latencies, await steady(call, requests, TOKENS * seconds), used
+
+    async def direct() -> Found:
         engines = [engine_of(model, seconds) for _ in range(count)]
         for engine in engines:
             await engine.start()
-        found = await load(lambda index: engines[index % count].generate([prompts[index]], params), requests)
+        found = await both(lambda index: engines[index % count].generate([prompts[index]], params))
         for engine in engines:
             await engine.teardown()
         return found
 
-    async def through() -> tuple[float, list[float]]:
+    async def through() -> Found:
         async with InferenceEngineClient([engine_of(model, seconds) for _ in range(count)]) as fleet:
-            return await load(lambda index: fleet.generate([prompts[index]], params), requests)
+            return await both(lambda index: fleet.generate([prompts[index]], params))
 
     directs, throughs = [], []
     for _ in range(3):
         directs.append(await direct())
         throughs.append(await through())
-    fastest, fleets = min(directs), min(throughs)
+    fastest, fleets = min(one[0] for one in directs), min(one[0] for one in throughs)
     tokens = requests * TOKENS
 
-    def added(quantile: int) -> float:
-        ours = statistics.quantiles(fleets[1], n=100)[quantile - 1]
-        return 1000 * (ours - statistics.quantiles(fastest[1], n=100)[quantile - 1])
+    def added(of: Callable[[Found], float]) -> float:
+        """Return the difference of the medians over the runs."""
+        return statistics.median(map(of, throughs)) - statistics.median(map(of, directs))
+
+    def added_ms(latencies: Callable[[Found], list[float]], quantile: int) -> float:
+        return 1000 * added(lambda one: statistics.quantiles(latencies(one), n=100)[quantile - 1])
 
     return Throughput(
         count,
         requests,
-        tokens / fastest[0],
-        tokens / fleets[0],
-        fastest[0] / fleets[0],
-        added(50),
-        added(99),
+        tokens / fastest,
+        tokens / fleets,
+        fastest / fleets,
+        added_ms(lambda one: one[1], 50),
+        added_ms(lambda one: one[1], 99),
+        added_ms(lambda one: one[2], 50),
+        added_ms(lambda one: one[2], 99),
+        1e6 * added(lambda one: one[3]) / requests,
     )
 
 
@@ -294,6 +337,8 @@ async def control(model: Path, count: int, requests: int, seconds: float) -> Con
 
 async def run(counts: Sequence[int], requests: int, seconds: float) -> dict[str, list[dict[str, object]]]:
     model = tiny_model()
+    gc.collect()
+    gc.freeze()
     routings: list[tuple[str, Router]] = [
         ("fleet", Router(RoutingPolicy())),
         ("random", AtRandom()),
