@@ -288,11 +288,7 @@ class FleetBackend(Backend):
     async def _any(self, action: str, call: Callable[[Member], Awaitable[_T]]) -> _T:
         """Ask the least loaded member that serves, and another one if it dies; nothing is changed by asking twice."""
         while True:
-            members = [member for member in self.members.synced if not member.status.paused] or self.members.synced
-            if not members:
-                require_some(self.members)
-                raise no_member(action, self.members)
-            member = min(members, key=lambda one: (one.load.tokens, one.load.taken))
+            member = self.members.least_loaded(action)
             member.load.taken += 1
             try:
                 return await call(member)
@@ -393,7 +389,7 @@ class FleetBackend(Backend):
         await self._save("save_remote_model()", lambda member: member.calls.save_remote_model(url, None))
 
     async def _save(self, action: str, call: Callable[[Member], Awaitable[None]]) -> None:
-        member = self.members.any_synced(action)
+        member = self.members.least_loaded(action)
         try:
             await call(member)
         except EngineDied as error:

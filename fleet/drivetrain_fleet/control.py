@@ -23,7 +23,7 @@ class FleetAdapter:
 
 
 class FleetControl:
-    """Changes what the engines of a fleet do, all together.
+    """Pauses, puts to sleep and relabels all engines of a fleet together, and loads adapters into all.
 
     Args:
         members: The fleet's.
@@ -49,7 +49,7 @@ class FleetControl:
         self._evict = evict
         self._cache_dropped = cache_dropped
         self._putting_back: set[asyncio.Task[None]] = set()
-        """What a call that was given up leaves to be done."""
+        """Background tasks that undo calls whose caller was cancelled."""
 
     async def _on_each(self, members: Iterable[Member], call: Callable[[Member], Awaitable[None]]) -> Outcomes[None]:
         return await on_each(members, call, self._seconds)
@@ -68,7 +68,7 @@ class FleetControl:
             raise
 
     async def settled(self) -> None:
-        """Wait until what earlier calls have left is done."""
+        """Wait until the calls that were cancelled earlier are undone."""
         while self._putting_back:
             await asyncio.wait(self._putting_back)
 

@@ -122,7 +122,7 @@ class Member:
             self._look()
 
     def _look(self) -> None:
-        """Take over what the engine's state means for the fleet."""
+        """Derive the member's status from the engine's state."""
         engine = self.engine.status
         if engine.state in (EngineState.FAILED, EngineState.CLOSED):
             self.fail(engine.describe())
@@ -186,16 +186,18 @@ class Members:
         """Those of :attr:`serving` whose weights are the fleet's."""
         return [member for member in self.serving if member.status.synced]
 
-    def any_synced(self, action: str) -> Member:
-        """Return a member to ask what each could answer.
+    def least_loaded(self, action: str) -> Member:
+        """Return the member with the fewest tokens among those that serve, for a call that any of them can answer.
 
         Raises:
+            EngineDied: Every engine has failed.
             EngineStateError: No member has the fleet's weights.
         """
-        ready = [member for member in self.synced if not member.status.paused]
-        for member in (*ready, *self.synced):
-            return member
-        raise no_member(action, self)
+        members = [member for member in self.synced if not member.status.paused] or self.synced
+        if not members:
+            require_some(self)
+            raise no_member(action, self)
+        return min(members, key=lambda one: (one.load.tokens, one.load.taken))
 
 
 def no_member(action: str, members: Iterable[Member]) -> EngineStateError:
@@ -217,7 +219,7 @@ def described(members: Iterable[Member]) -> str:
 
 @dataclass(slots=True)
 class Outcomes(Generic[_T]):
-    """What became of a call of several members."""
+    """Results and errors of one call of several members, by member."""
 
     done: dict[Member, _T] = field(default_factory=dict)
     failed: dict[Member, DrivetrainError] = field(default_factory=dict)
@@ -269,8 +271,8 @@ def named(failed: dict[Member, DrivetrainError], action: str, after: str = "") -
 
     Args:
         failed: The errors.
-        action: What they were asked for.
-        after: What became of the fleet, and what to do.
+        action: The call that failed.
+        after: The state of the fleet now, and a remedy.
     """
     first = next(iter(failed.values()))
     said = "; ".join(f"{member.name}: {type(error).__name__}: {error}" for member, error in failed.items())

@@ -13,7 +13,7 @@ from drivetrain.backend.base import GenerateRequest
 from drivetrain.checks.limits import SAMPLES_AT_ONCE
 from drivetrain.errors import DrivetrainError, EngineBusy
 from drivetrain_fleet.health import Health
-from drivetrain_fleet.members import Member, Members, described, no_member
+from drivetrain_fleet.members import Member, Members, no_member
 from drivetrain_fleet.prefix_index import Blocks
 from drivetrain_fleet.routing import Router, Work
 
@@ -31,14 +31,14 @@ class Ticket:
     left: int = 0
     """Its part of that member's load, in tokens."""
     made: int = 0
-    """Tokens that it has; more than none once it may have some, if that cannot be seen."""
+    """Tokens that the sample has; 1 if the fleet does not see them and there may be some."""
     aborted: bool = False
     evicted: str = ""
     """Why its member may not go on with it; empty: it may."""
     lost_by: dict[Member, DrivetrainError] = field(default_factory=dict)
     """Members that were lost with it before it began."""
     waiter: asyncio.Future[None] | None = None
-    """Set while it waits in the queue; done when it has a member, or none because it was aborted."""
+    """Set while the sample waits in the queue; done once it has a member or was aborted."""
 
 
 class Sending:
@@ -237,10 +237,6 @@ class Sending:
         ready = [member for member in soon if member.status.health is Health.READY]
         if ready and all(member in ticket.lost_by for member in ready):
             raise ticket.lost_by[ready[-1]]
-
-    def described(self) -> str:
-        """Name the members with their health."""
-        return described(self.members)
 
 
 __all__ = ["Sending", "Ticket"]

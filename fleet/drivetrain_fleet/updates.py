@@ -256,7 +256,7 @@ class FleetUpdates:
         member.move_to(member.status.begin_update())
 
     async def _finish(self, update: _Update, member: Member) -> None:
-        """Give a member that was stale what else the fleet has."""
+        """Give a member that was stale the fleet's adapters."""
         if member in update.stale:
             await self._control.align(member)
 
@@ -313,7 +313,7 @@ class FleetUpdates:
         return wrapped
 
     async def _commit(self, update: _Update, version: str) -> None:
-        """Make the version the fleet's; who has not committed it is left behind, and the others go on."""
+        """Make the version the fleet's; members that did not commit it are left behind, and the others go on."""
         self._update = None
         self.serve(FleetWeights(version, _folder(update.request)))
         self.failed = False
