@@ -71,6 +71,7 @@ class FleetBackend(Backend):
     Args:
         engines: By name.
         min_engines: How many must commit a weight update.
+        max_staleness: How many versions an engine that missed updates may be behind and serve.
         routing: How samples are spread.
         max_waiting: Samples that may wait for an engine.
         max_samples_per_engine: Samples that one engine may have; None: any number.
@@ -85,6 +86,7 @@ class FleetBackend(Backend):
         engines: Mapping[str, InferenceEngine],
         *,
         min_engines: int,
+        max_staleness: int,
         routing: RoutingPolicy,
         max_waiting: int,
         max_samples_per_engine: int | None,
@@ -105,6 +107,7 @@ class FleetBackend(Backend):
         self.updates = FleetUpdates(
             self.members,
             min_engines,
+            max_staleness,
             PATIENCE * timeouts.weight_update,
             control=self.control,
             evict=self._evict,
@@ -132,7 +135,7 @@ class FleetBackend(Backend):
         status = member.status
         if status.failed:
             self.router.forget(member.name)
-        elif status.started and not status.synced and not status.updating and not self._held():
+        elif status.started and not status.servable and not status.updating and not self._held():
             self._evict(member, status.describe())
         self.sending.changed()
         if self._died is not None and not self._died.done() and all(one.status.failed for one in self.members):
