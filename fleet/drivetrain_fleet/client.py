@@ -16,12 +16,12 @@ from drivetrain.types.arguments import checked
 from drivetrain_fleet.agreement import fleet_capabilities, fleet_isolation, require_capabilities
 from drivetrain_fleet.backend import FleetBackend
 from drivetrain_fleet.members import Member, MemberReport
-from drivetrain_fleet.parts import FleetAdapters, FleetGeneration
+from drivetrain_fleet.parts import FleetAdapters, FleetGeneration, FleetRequests
 from drivetrain_fleet.routing import RoutingPolicy
 
 logger = logging.getLogger("drivetrain.fleet")
 
-_KINDS: Final = PartKinds(generation=FleetGeneration, adapters=FleetAdapters)
+_KINDS: Final = PartKinds(generation=FleetGeneration, in_flight=FleetRequests, adapters=FleetAdapters)
 
 
 class InferenceEngineClient(InferenceEngine):

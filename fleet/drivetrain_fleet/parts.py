@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from drivetrain.backend.base import GenerateRequest
 from drivetrain.engine.adapters import Adapters
 from drivetrain.engine.generation import Generation, Params, Prompts
 from drivetrain.engine.loaded_adapters import LoadedLora
+from drivetrain.engine.requests_in_flight import RequestsInFlight
 from drivetrain.types.modes import TurnMode
 from drivetrain.types.outputs import GenerationOutput
 from drivetrain.types.weights import LoraSource, WeightUpdateRequest
@@ -30,6 +32,7 @@ class FleetGeneration(Generation):
         parent_request_id: str | None,
         turn: TurnMode,
         request_ids: Sequence[str] | None,
+        weight_version: str | None = None,
         timeout: float | None,
     ) -> GenerationOutput:
         token = SESSION.set(session_id)
@@ -41,10 +44,19 @@ class FleetGeneration(Generation):
                 parent_request_id=parent_request_id,
                 turn=turn,
                 request_ids=request_ids,
+                weight_version=weight_version,
                 timeout=timeout,
             )
         finally:
             SESSION.reset(token)
+
+
+class FleetRequests(RequestsInFlight):
+    """Admits requests that are pinned to the version of any engine: a lagging one serves an earlier version."""
+
+    def require_version(self, request: GenerateRequest) -> None:
+        assert isinstance(self.backend, FleetBackend)
+        self.backend.sending.require_version(request)
 
 
 class FleetAdapters(Adapters):
@@ -58,4 +70,4 @@ class FleetAdapters(Adapters):
             self._serve(request.version, source.lora_name, LoadedLora(source.lora_name, pinned))
 
 
-__all__ = ["FleetAdapters", "FleetGeneration"]
+__all__ = ["FleetAdapters", "FleetGeneration", "FleetRequests"]

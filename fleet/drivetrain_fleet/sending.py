@@ -11,7 +11,7 @@ from typing import Final
 
 from drivetrain.backend.base import GenerateRequest
 from drivetrain.checks.limits import SAMPLES_AT_ONCE
-from drivetrain.errors import DrivetrainError, EngineBusy
+from drivetrain.errors import DrivetrainError, EngineBusy, WeightVersionGone
 from drivetrain_fleet.health import Health
 from drivetrain_fleet.members import Member, Members, no_member
 from drivetrain_fleet.prefix_index import Blocks
@@ -118,6 +118,7 @@ class Sending:
 
         Raises:
             EngineBusy: The queue is full.
+            WeightVersionGone: No member serves the version that the sample is pinned to.
             EngineStateError: No member will serve without another push.
             DrivetrainError: Every member that serves has been lost with it: the last error.
         """
@@ -213,6 +214,7 @@ class Sending:
             member.name: member.load
             for member in self.members
             if member.status.takes_requests
+            and ticket.request.weight_version in (None, member.status.version)
             and member not in ticket.lost_by
             and (most is None or member.load.samples < most)
         }
@@ -227,10 +229,23 @@ class Sending:
         member.load.tokens += ticket.left
         self.router.sent(ticket.work, member.name)
 
+    def require_version(self, request: GenerateRequest) -> None:
+        """Raise :class:`WeightVersionGone` if the request is pinned to a version that no member serves."""
+        pinned = request.weight_version
+        servable = self.members.servable
+        if pinned is None or not servable or any(member.status.version == pinned for member in servable):
+            return
+        served = ", ".join(f"{member.name} serves {member.status.version!r}" for member in servable)
+        raise WeightVersionGone(
+            f"weight_version={pinned!r} is not served by an engine of the fleet; {served}. Send the request again for "
+            "one of these versions, or for any"
+        )
+
     def _refuse_hopeless(self, ticket: Ticket) -> None:
         """Raise if waiting is pointless."""
         if self._held():
             return
+        self.require_version(ticket.request)
         soon = [member for member in self.members if member.status.may_serve_soon]
         if not soon:
             raise no_member(f"request {ticket.request.request_id}", self.members)

@@ -189,6 +189,13 @@ MUTANTS = [
         UPDATES + "test_an_engine_that_lags_is_stale_once_it_or_the_fleet_is_relabelled",
     ),
     Mutant(
+        "a pinned request goes to any engine",
+        "sending.py",
+        "and ticket.request.weight_version in (None, member.status.version)",
+        "and True",
+        UPDATES + "test_a_pinned_request_goes_to_an_engine_of_its_version",
+    ),
+    Mutant(
         "who joins is in sync",
         "backend.py",
         "if not known and",

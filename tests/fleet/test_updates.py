@@ -26,6 +26,7 @@ from drivetrain import (
     WeightTransferFailed,
     WeightUpdateRequest,
     WeightVerifyFailed,
+    WeightVersionGone,
 )
 from drivetrain_conformance.assets.made_adapters import make_adapter
 from drivetrain_fleet import Health
@@ -186,6 +187,60 @@ async def test_an_engine_that_lags_is_stale_once_it_or_the_fleet_is_relabelled(m
         assert fleet.health() == ["ready", "stale", "lagging"]
         await fleet.update_weight_version("renamed")
         assert fleet.health() == ["ready", "stale", "stale"]
+
+
+async def test_a_pinned_request_goes_to_an_engine_of_its_version(model: Path) -> None:
+    async with fleet_of(2, model, max_staleness=1) as fleet:
+        prompts = [[i] for i in range(8)]
+        with spoiled(fleet.member("engine-1"), prepare_weight_update=BROKEN):
+            await pushed(fleet, "one")
+        for version in ("one", "initial"):
+            output = await fleet.generate(prompts, GREEDY, weight_version=version)
+            assert versions(output.completions) == {version}
+            chunks = [chunk async for chunk in fleet.generate_stream(prompts, GREEDY, weight_version=version)]
+            assert versions(chunk.completion for chunk in chunks if chunk.completion) == {version}
+        with pytest.raises(WeightVersionGone, match=r"'never' is not served.*engine-0 serves 'one', engine-1 serves"):
+            await fleet.generate(prompts, GREEDY, weight_version="never")
+        await pushed(fleet, "two")
+        with pytest.raises(WeightVersionGone, match="'initial' is not served"):
+            await fleet.generate(prompts, GREEDY, weight_version="initial")
+        assert versions((await fleet.generate(prompts, GREEDY)).completions) == {"two"}
+        assert [one.samples for one in fleet.members] == [0, 0]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("engines", [1, 2])
+async def test_a_pinned_request_that_would_span_an_update_is_refused(model: Path, engines: int, streamed: bool) -> None:
+    async with fleet_of(engines, model) as fleet:
+        one = fleet.member("engine-0").engine if engines == 1 else fleet
+        seen: list[int] = []
+
+        async def run() -> None:
+            if not streamed:
+                await one.generate([[1, 2]], LONG, weight_version="initial")
+                return
+            async for chunk in one.generate_stream([[1, 2]], LONG, weight_version="initial"):
+                seen.extend(chunk.token_ids)
+
+        task = asyncio.create_task(run())
+        await until(lambda: one.parts.in_flight.running == 1)
+        await pushed(fleet, "one")
+        with pytest.raises(WeightVersionGone, match="initial"):
+            await task
+        assert len(seen) < 900
+        assert one.parts.in_flight.running == 0
+        assert versions((await one.generate([[1, 2]], GREEDY, weight_version="one")).completions) == {"one"}
+
+
+async def test_a_pinned_request_that_waits_through_an_update_is_refused(model: Path) -> None:
+    async with fleet_of(2, model) as fleet:
+        await fleet.pause_generation(PauseMode.WAIT)
+        task = asyncio.create_task(fleet.generate([[1, 2]], GREEDY, weight_version="initial"))
+        await until(lambda: fleet.parts.in_flight.waiting == 1)
+        await pushed(fleet, "one")
+        await fleet.continue_generation()
+        with pytest.raises(WeightVersionGone, match="initial"):
+            await task
 
 
 async def test_an_engine_that_commits_but_does_not_say_so_is_stale_too(model: Path) -> None:
