@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         WeightSyncError,
         WeightTransferFailed,
         WeightVerifyFailed,
+        WeightVersionGone,
         WireError,
     )
     from drivetrain.types.capability import Capability
@@ -165,6 +166,7 @@ _EXPORTS = {
         "WeightSyncError",
         "WeightTransferFailed",
         "WeightVerifyFailed",
+        "WeightVersionGone",
         "WireError",
     ),
     "types.capability": ("Capability",),
@@ -326,6 +328,7 @@ __all__ = [
     "WeightTransferFailed",
     "WeightUpdateRequest",
     "WeightVerifyFailed",
+    "WeightVersionGone",
     "WireError",
     "__version__",
     "attach",

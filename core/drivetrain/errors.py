@@ -15,6 +15,7 @@
     │   ├── EngineStartError        the engine did not start; carries the last log lines
     │   ├── EngineDied              the engine's process ended, froze or lost a child
     │   ├── MemberLost              one engine of a fleet was lost with a request; the others serve on
+    │   ├── WeightVersionGone       the request is pinned to a weight version that is not served, or not to its end
     │   ├── EngineBusy              requests are in flight, and the arguments do not say how to handle them
     │   ├── EngineOutOfMemory       out of memory, also after retries; carries the batch size
     │   ├── NonFiniteLogits         the model gave NaN or infinite logits, and the request ended
@@ -141,6 +142,10 @@ class MemberLost(EngineError):
     def __init__(self, message: str, *, member: str = "") -> None:
         super().__init__(message)
         self.member = member
+
+
+class WeightVersionGone(EngineError):
+    """A request is pinned to a weight version that no engine serves, or that an update replaced before its end."""
 
 
 class EngineBusy(EngineError):

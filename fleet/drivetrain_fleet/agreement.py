@@ -1,4 +1,4 @@
-"""What the engines of a fleet must have in common, and what the fleet makes of what they may differ in."""
+"""Compare the engines of a fleet, and derive its capabilities, model and configuration from theirs."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _UNCLAIMED: Final = frozenset(
 )
 """Capabilities that a fleet does not have, whatever its engines have."""
 _AT_ENGINE: Final = frozenset({Capability.STREAMING, Capability.ABORT})
-"""What the engine page needs to look for stops on text itself."""
+"""Capabilities without which the engine page cannot look for stops on text itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What decides whether two engines can serve as one."""
+    """Properties that must be equal in all engines of a fleet."""
 
     task: str
     tokenizer: str
-    """Digest of what decides the ids of a text."""
+    """Digest of the files that map text to token ids."""
     vocabulary: int
     dtype: str
     architecture: str
@@ -84,7 +84,7 @@ def require_context(name: str, model: ModelInfo, fleet: ModelInfo) -> None:
 
 
 def require_capabilities(name: str, engine: InferenceEngine, fleet: frozenset[Capability]) -> None:
-    """Raise :class:`InvalidConfig` if an engine that joins lacks what the fleet claims."""
+    """Raise :class:`InvalidConfig` if an engine that joins lacks a capability that the fleet claims."""
     lacks = sorted(capability.value for capability in fleet - engine.capabilities)
     if lacks:
         raise InvalidConfig(
@@ -111,11 +111,11 @@ def _shown(spec: TensorSpec | None, name: str) -> str:
     return f"no {name}" if spec is None else f"{name} {spec.dtype}{list(spec.shape)}"
 
 
-# What the fleet has ----------------------------------------------------------------------------------------------
+# The fleet's own capabilities, model and configuration -------------------------------------------------------------
 
 
 def fleet_capabilities(engines: Iterable[InferenceEngine]) -> frozenset[Capability]:
-    """Return what every engine claims, less what a fleet cannot do."""
+    """Return the capabilities that every engine claims, less those that no fleet has."""
     engines = list(engines)
     shared = frozenset.intersection(*(engine.capabilities for engine in engines)) - _UNCLAIMED
     native = native_stops(engines)
@@ -148,7 +148,7 @@ def fleet_model(models: Sequence[ModelInfo]) -> ModelInfo:
 
 
 def fleet_config(configs: Sequence[EngineConfig]) -> EngineConfig:
-    """Return the fleet's configuration: the first engine's, and the strictest of what may differ."""
+    """Return the fleet's configuration: the first engine's, with the strictest value of each field that may differ."""
     first = configs[0]
     return first.model_copy(
         update={

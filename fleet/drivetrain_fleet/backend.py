@@ -71,6 +71,7 @@ class FleetBackend(Backend):
     Args:
         engines: By name.
         min_engines: How many must commit a weight update.
+        max_staleness: How many versions an engine that missed updates may be behind and serve.
         routing: How samples are spread.
         max_waiting: Samples that may wait for an engine.
         max_samples_per_engine: Samples that one engine may have; None: any number.
@@ -85,6 +86,7 @@ class FleetBackend(Backend):
         engines: Mapping[str, InferenceEngine],
         *,
         min_engines: int,
+        max_staleness: int,
         routing: RoutingPolicy,
         max_waiting: int,
         max_samples_per_engine: int | None,
@@ -105,6 +107,7 @@ class FleetBackend(Backend):
         self.updates = FleetUpdates(
             self.members,
             min_engines,
+            max_staleness,
             PATIENCE * timeouts.weight_update,
             control=self.control,
             evict=self._evict,
@@ -132,7 +135,7 @@ class FleetBackend(Backend):
         status = member.status
         if status.failed:
             self.router.forget(member.name)
-        elif status.started and not status.synced and not status.updating and not self._held():
+        elif status.started and not status.servable and not status.updating and not self._held():
             self._evict(member, status.describe())
         self.sending.changed()
         if self._died is not None and not self._died.done() and all(one.status.failed for one in self.members):
@@ -288,11 +291,7 @@ class FleetBackend(Backend):
     async def _any(self, action: str, call: Callable[[Member], Awaitable[_T]]) -> _T:
         """Ask the least loaded member that serves, and another one if it dies; nothing is changed by asking twice."""
         while True:
-            members = [member for member in self.members.synced if not member.status.paused] or self.members.synced
-            if not members:
-                require_some(self.members)
-                raise no_member(action, self.members)
-            member = min(members, key=lambda one: (one.load.tokens, one.load.taken))
+            member = self.members.least_loaded(action)
             member.load.taken += 1
             try:
                 return await call(member)
@@ -393,7 +392,7 @@ class FleetBackend(Backend):
         await self._save("save_remote_model()", lambda member: member.calls.save_remote_model(url, None))
 
     async def _save(self, action: str, call: Callable[[Member], Awaitable[None]]) -> None:
-        member = self.members.any_synced(action)
+        member = self.members.least_loaded(action)
         try:
             await call(member)
         except EngineDied as error:

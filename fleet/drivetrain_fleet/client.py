@@ -16,12 +16,12 @@ from drivetrain.types.arguments import checked
 from drivetrain_fleet.agreement import fleet_capabilities, fleet_isolation, require_capabilities
 from drivetrain_fleet.backend import FleetBackend
 from drivetrain_fleet.members import Member, MemberReport
-from drivetrain_fleet.parts import FleetAdapters, FleetGeneration
+from drivetrain_fleet.parts import FleetAdapters, FleetGeneration, FleetRequests
 from drivetrain_fleet.routing import RoutingPolicy
 
 logger = logging.getLogger("drivetrain.fleet")
 
-_KINDS: Final = PartKinds(generation=FleetGeneration, adapters=FleetAdapters)
+_KINDS: Final = PartKinds(generation=FleetGeneration, in_flight=FleetRequests, adapters=FleetAdapters)
 
 
 class InferenceEngineClient(InferenceEngine):
@@ -35,6 +35,8 @@ class InferenceEngineClient(InferenceEngine):
         engines: The engines, in a sequence or by name.
         min_engines: How many engines must commit a weight update. If fewer do, the update fails and none serves until
             one is committed; else those that did not are stale, and get no requests until the next complete update.
+        max_staleness: How many versions an engine may be behind and still serve, if it missed weight updates and its
+            weights are intact. Completions carry the version that made them. 0: such an engine is stale.
         routing: How samples are spread.
         max_waiting: Samples that may wait for an engine; another one is refused with :class:`EngineBusy`.
         max_samples_per_engine: Samples that one engine may have at a time; the others wait in the fleet, and go to
@@ -53,6 +55,7 @@ class InferenceEngineClient(InferenceEngine):
         engines: Sequence[InferenceEngine] | Mapping[str, InferenceEngine],
         *,
         min_engines: int = 1,
+        max_staleness: int = 0,
         routing: RoutingPolicy | None = None,
         max_waiting: int = 1 << 16,
         max_samples_per_engine: int | None = None,
@@ -60,12 +63,15 @@ class InferenceEngineClient(InferenceEngine):
     ) -> None:
         by_name = _named(engines)
         _check_count("min_engines", min_engines, len(by_name))
+        if max_staleness < 0:
+            raise InvalidConfig(f"max_staleness={max_staleness}: expected 0 or more versions", field="max_staleness")
         _check_count("max_waiting", max_waiting)
         if max_samples_per_engine is not None:
             _check_count("max_samples_per_engine", max_samples_per_engine)
         backend = FleetBackend(
             by_name,
             min_engines=min_engines,
+            max_staleness=max_staleness,
             routing=routing or RoutingPolicy(),
             max_waiting=max_waiting,
             max_samples_per_engine=max_samples_per_engine,

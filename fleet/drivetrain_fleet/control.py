@@ -23,7 +23,7 @@ class FleetAdapter:
 
 
 class FleetControl:
-    """Changes what the engines of a fleet do, all together.
+    """Pauses, puts to sleep and relabels all engines of a fleet together, and loads adapters into all.
 
     Args:
         members: The fleet's.
@@ -49,7 +49,7 @@ class FleetControl:
         self._evict = evict
         self._cache_dropped = cache_dropped
         self._putting_back: set[asyncio.Task[None]] = set()
-        """What a call that was given up leaves to be done."""
+        """Background tasks that undo calls whose caller was cancelled."""
 
     async def _on_each(self, members: Iterable[Member], call: Callable[[Member], Awaitable[None]]) -> Outcomes[None]:
         return await on_each(members, call, self._seconds)
@@ -68,13 +68,13 @@ class FleetControl:
             raise
 
     async def settled(self) -> None:
-        """Wait until what earlier calls have left is done."""
+        """Wait until the calls that were cancelled earlier are undone."""
         while self._putting_back:
             await asyncio.wait(self._putting_back)
 
     def _with_requests(self) -> list[Member]:
         """Return the members that may have requests of the fleet."""
-        return [member for member in self.members.serving if member.status.synced or member.load.samples]
+        return [member for member in self.members.serving if member.status.servable or member.load.samples]
 
     async def _undo(self, members: Iterable[Member], action: str, call: Callable[[Member], Awaitable[None]]) -> None:
         """Put members back; one that cannot be put back is stale."""
@@ -87,6 +87,12 @@ class FleetControl:
     def _leave_behind(self, member: Member, why: str) -> None:
         member.left_behind(why)
         self._evict(member, why)
+
+    def _leave_lagging_behind(self, version: str) -> None:
+        """Make lagging members stale: such a version reaches only members that have the fleet's weights."""
+        for member in self.members.servable:
+            if not member.status.synced:
+                self._leave_behind(member, f"it lagged when the fleet's weights became {version!r}")
 
     def _require(self, outcomes: Outcomes[None], action: str, after: str) -> None:
         require_some(self.members)
@@ -119,7 +125,7 @@ class FleetControl:
 
     async def _hold_again(self) -> None:
         if self.frozen is not None:
-            going = [member for member in self.members.synced if not member.held]
+            going = [member for member in self.members.servable if not member.held]
             self._left_over(await self.hold(going, self.frozen), "going on could not be undone")
 
     async def freeze(self, mode: PauseMode, *, undo: bool = True) -> None:
@@ -137,13 +143,13 @@ class FleetControl:
     async def unfreeze(self) -> None:
         """Let the requests of all members go on; if one refuses, freeze all again."""
         async with self._put_back_if_given_up(self._hold_again):
-            outcomes = await self.let_go(self.members.synced)
+            outcomes = await self.let_go(self.members.servable)
             if outcomes.refused:
                 await self._hold_again()
         self._require(outcomes, "continue_generation()", _UNDONE)
         self.frozen = None
         for member in self._with_requests():
-            if not member.status.synced:
+            if not member.status.servable:
                 self._evict(member, member.status.describe())
 
     async def release(self, members: Iterable[Member]) -> None:
@@ -203,6 +209,7 @@ class FleetControl:
             self._require(outcomes, "update_weight_version()", "No version was changed")
             raise no_member("update_weight_version()", self.members)
         self._left_over(outcomes, f"it did not take the version {version!r}")
+        self._leave_lagging_behind(version)
 
     # Adapters ----------------------------------------------------------------------------------------------------
 
@@ -213,11 +220,11 @@ class FleetControl:
             await member.calls.load_lora_adapter(name, adapter.path, adapter.pinned)
 
         async def back() -> None:
-            has = [member for member in self.members.synced if name in member.engine.parts.loaded_adapters.names]
+            has = [member for member in self.members.servable if name in member.engine.parts.loaded_adapters.names]
             await self._undo(has, f"loading {name!r}", lambda member: member.calls.unload_lora_adapter(name))
 
         async with self._put_back_if_given_up(back):
-            outcomes = await self._on_each(self.members.synced, load)
+            outcomes = await self._on_each(self.members.servable, load)
             if outcomes.refused:
                 await back()
         self._require(outcomes, f"load_lora_adapter({name!r})", "No engine has it loaded")
@@ -230,13 +237,13 @@ class FleetControl:
         async def back() -> None:
             if adapter is not None:
                 path, pinned = adapter.path, adapter.pinned
-                lacks = [one for one in self.members.synced if name not in one.engine.parts.loaded_adapters.names]
+                lacks = [one for one in self.members.servable if name not in one.engine.parts.loaded_adapters.names]
                 await self._undo(
                     lacks, f"unloading {name!r}", lambda member: member.calls.load_lora_adapter(name, path, pinned)
                 )
 
         async with self._put_back_if_given_up(back):
-            outcomes = await self._on_each(self.members.synced, lambda member: member.calls.unload_lora_adapter(name))
+            outcomes = await self._on_each(self.members.servable, lambda member: member.calls.unload_lora_adapter(name))
             if outcomes.refused:
                 await back()
         self._require(outcomes, f"unload_lora_adapter({name!r})", "The others have it loaded again")
@@ -255,6 +262,7 @@ class FleetControl:
             self._require(outcomes, f"the update of the adapter {source.lora_name!r}", "No engine has it")
             raise no_member(f"the update of the adapter {source.lora_name!r}", self.members)
         self._left_over(outcomes, f"it did not take the adapter {source.lora_name!r} of {request.version!r}")
+        self._leave_lagging_behind(request.version)
         self.adapters[source.lora_name] = FleetAdapter(source.path, pinned)
 
     async def align(self, member: Member) -> None:

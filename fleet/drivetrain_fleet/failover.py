@@ -9,7 +9,16 @@ from contextlib import aclosing
 from contextvars import ContextVar
 
 from drivetrain.backend.base import GenerateRequest, GenerateResult, TokenDelta
-from drivetrain.errors import ConnectionLost, DrivetrainError, EngineDied, EngineStateError, MemberLost, WireError
+from drivetrain.engine.completions import check_pinned
+from drivetrain.errors import (
+    ConnectionLost,
+    DrivetrainError,
+    EngineDied,
+    EngineStateError,
+    MemberLost,
+    WeightVersionGone,
+    WireError,
+)
 from drivetrain.types.outputs import FinishReason
 from drivetrain_fleet.members import Member, named, on_each
 from drivetrain_fleet.sending import Sending, Ticket
@@ -75,8 +84,15 @@ class Failover:
             ticket.made = max(ticket.made, len(result.token_ids))
         if ticket.evicted and not ticket.aborted:
             raise Evicted(ticket.evicted)
+        pinned = ticket.request.weight_version
+        if pinned is not None and member.status.version != pinned and (result is None or not result.weight_versions):
+            raise WeightVersionGone(
+                f"request {ticket.request.request_id}: an update of {member.name} replaced weight_version={pinned!r} "
+                f"by {member.status.version!r} before its end. Send it again for a version that is served"
+            )
         if result is None:
             return
+        check_pinned(ticket.request, result)
         for span in result.weight_versions:
             if not self._known_version(span.version):
                 why = f"it generated with the version {span.version!r}, which the fleet has not committed"

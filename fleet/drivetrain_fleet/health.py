@@ -1,20 +1,22 @@
 """The health of one engine of a fleet: pure values, no I/O.
 
     STARTING → READY | STALE
-    READY ⇄ PAUSED
-    READY | PAUSED | STALE → UPDATING → (where it was) | STALE
+    READY ⇄ PAUSED       READY | PAUSED | LAGGING → LAGGING
+    READY | PAUSED | LAGGING | STALE → UPDATING → READY | PAUSED | STALE
     any but FAILED → DRAINING        any → FAILED
 
 An engine can be paused, drained and behind with its weights at once, so a status keeps these apart, and ``health``
 names the one that takes precedence. STALE is left only by a committed update, or by weights that are shown to be the
 fleet's: an engine with other weights would answer with tokens of a version that nobody asked for. Nothing leads out of
-FAILED, and DRAINING ends when the engine has left the fleet.
+FAILED, and DRAINING ends when the engine has left the fleet. LAGGING is an engine that missed an update, whose weights
+are still those of a version that the fleet committed; ``max_staleness`` bounds how many versions it may be behind.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Final
 
 from drivetrain.errors import EngineStateError
 
@@ -26,11 +28,17 @@ class Health(Enum):
     READY = "ready"
     PAUSED = "paused"
     UPDATING = "updating"
+    LAGGING = "lagging"
+    """It missed an update, and serves on with the weights of an earlier version of the fleet's."""
     STALE = "stale"
     """Its weights are not the fleet's: it gets no requests until a complete update is committed on it."""
     FAILED = "failed"
     DRAINING = "draining"
     """It is about to leave: it ends the requests that it has, and gets no new ones."""
+
+
+EXPLAINED: Final = (Health.STALE, Health.LAGGING, Health.FAILED)
+"""Healths whose reason is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +50,20 @@ class MemberStatus:
     started: bool = False
     synced: bool = False
     """True if its weights are the fleet's."""
+    behind: int = 0
+    """How many versions of the fleet a lagging engine has missed; 0 if it does not lag."""
     updating: bool = False
     paused: bool = False
     """True while the engine itself holds requests: paused or asleep."""
     draining: bool = False
     failed: bool = False
     why: str = ""
-    """Why it is stale or failed."""
+    """Why it is stale, lagging or failed."""
+
+    @property
+    def servable(self) -> bool:
+        """True if its weights are of a version that may be served: the fleet's, or one that it may lag behind with."""
+        return self.synced or self.behind > 0
 
     @property
     def health(self) -> Health:
@@ -61,14 +76,16 @@ class MemberStatus:
             return Health.DRAINING
         if self.updating:
             return Health.UPDATING
-        if not self.synced:
+        if not self.servable:
             return Health.STALE
-        return Health.PAUSED if self.paused else Health.READY
+        if self.paused:
+            return Health.PAUSED
+        return Health.READY if self.synced else Health.LAGGING
 
     @property
     def takes_requests(self) -> bool:
         """True if new requests may go to it."""
-        return self.health is Health.READY
+        return self.health in (Health.READY, Health.LAGGING)
 
     @property
     def takes_updates(self) -> bool:
@@ -78,12 +95,18 @@ class MemberStatus:
     @property
     def may_serve_soon(self) -> bool:
         """True if requests for it may wait: it serves, or will without another push."""
-        return self.health in (Health.STARTING, Health.READY, Health.PAUSED, Health.UPDATING)
+        return self.health in (
+            Health.STARTING,
+            Health.READY,
+            Health.LAGGING,
+            Health.PAUSED,
+            Health.UPDATING,
+        )
 
     def describe(self) -> str:
         """The health with its reason, such as ``stale (it joined and was not synced)``."""
         name: str = self.health.value
-        return f"{name} ({self.why})" if self.why and self.health in (Health.STALE, Health.FAILED) else name
+        return f"{name} ({self.why})" if self.why and self.health in EXPLAINED else name
 
     # Transitions -------------------------------------------------------------------------------------------------
 
@@ -116,7 +139,7 @@ class MemberStatus:
         self._open("commit")
         if not self.updating:
             raise self._refuse("commit", "no update is under way")
-        return replace(self, updating=False, synced=True, version=version, why="")
+        return replace(self, updating=False, synced=True, behind=0, version=version, why="")
 
     def relabel(self, version: str) -> MemberStatus:
         """Give the same weights another version."""
@@ -124,9 +147,16 @@ class MemberStatus:
         return replace(self, version=version)
 
     def stale(self, why: str) -> MemberStatus:
-        """READY | PAUSED | UPDATING → STALE."""
+        """Any but STARTING and FAILED → STALE."""
         self._open("be left behind")
-        return replace(self, updating=False, synced=False, why=why)
+        return replace(self, updating=False, synced=False, behind=0, why=why)
+
+    def lag(self, why: str) -> MemberStatus:
+        """READY | PAUSED | LAGGING → LAGGING, one version further behind."""
+        self._open("lag")
+        if self.updating or not self.servable:
+            raise self._refuse("lag", "its weights are not known to be of a version that the fleet committed")
+        return replace(self, synced=False, behind=self.behind + 1, why=why)
 
     def drain(self) -> MemberStatus:
         """Any but FAILED → DRAINING; idempotent."""
@@ -135,7 +165,7 @@ class MemberStatus:
 
     def fail(self, why: str) -> MemberStatus:
         """Any → FAILED; the first reason stays."""
-        return self if self.failed else replace(self, failed=True, updating=False, synced=False, why=why)
+        return self if self.failed else replace(self, failed=True, updating=False, synced=False, behind=0, why=why)
 
     def _not_failed(self, action: str) -> None:
         if self.failed:

@@ -23,7 +23,7 @@ from drivetrain.errors import (
     to_wire,
 )
 from drivetrain.process.shared_engine import SharedEngine
-from drivetrain_fleet.health import Health, MemberStatus
+from drivetrain_fleet.health import EXPLAINED, Health, MemberStatus
 from drivetrain_fleet.routing import Load
 
 logger = logging.getLogger("drivetrain.fleet")
@@ -41,7 +41,7 @@ class MemberReport:
     name: str
     health: Health
     why: str
-    """Why it is stale or failed; empty otherwise."""
+    """Why it is stale, lagging or failed; empty otherwise."""
     version: str
     """The weight version that it serves."""
     samples: int
@@ -92,9 +92,25 @@ class Member:
         """Any but FAILED → STALE."""
         if self.status.failed:
             return
-        if self.status.synced or self.status.updating:
+        if self.status.servable or self.status.updating:
             logger.warning("%s is stale: %s", self.name, why)
         self.move_to(self.status.stale(why))
+
+    def missed(self, why: str, most: int) -> bool:
+        """Note that it missed an update of the fleet; return True if it serves on, LAGGING, and False if it is STALE.
+
+        Args:
+            why: Why it missed it.
+            most: How many versions it may be behind. It is stale if its weights may have been touched.
+        """
+        engine, status = self.engine, self.status
+        intact = engine.status.weights is WeightState.CLEAN and engine.get_weight_version() == status.version
+        if status.servable and not status.updating and status.behind < most and intact:
+            logger.warning("%s is %d versions behind and serves on: %s", self.name, status.behind + 1, why)
+            self.move_to(status.lag(why))
+            return True
+        self.left_behind(why)
+        return False
 
     # The engine's own state --------------------------------------------------------------------------------------
 
@@ -122,7 +138,7 @@ class Member:
             self._look()
 
     def _look(self) -> None:
-        """Take over what the engine's state means for the fleet."""
+        """Derive the member's status from the engine's state."""
         engine = self.engine.status
         if engine.state in (EngineState.FAILED, EngineState.CLOSED):
             self.fail(engine.describe())
@@ -131,7 +147,7 @@ class Member:
             return
         held = engine.paused is not None or bool(engine.asleep)
         self.move_to(self.status.pause() if held else self.status.resume())
-        if self._ours or self.status.updating or not self.status.synced:
+        if self._ours or self.status.updating or not self.status.servable:
             return
         version = self.engine.get_weight_version()
         if engine.weights is WeightState.DIRTY:
@@ -146,7 +162,7 @@ class Member:
     def report(self) -> MemberReport:
         """Describe it."""
         status = self.status
-        why = status.why if status.health in (Health.STALE, Health.FAILED) else ""
+        why = status.why if status.health in EXPLAINED else ""
         return MemberReport(
             self.name, status.health, why, self.engine.get_weight_version(), self.load.samples, self.load.tokens
         )
@@ -186,16 +202,23 @@ class Members:
         """Those of :attr:`serving` whose weights are the fleet's."""
         return [member for member in self.serving if member.status.synced]
 
-    def any_synced(self, action: str) -> Member:
-        """Return a member to ask what each could answer.
+    @property
+    def servable(self) -> list[Member]:
+        """Those of :attr:`serving` that may have requests: the synced ones, and the lagging ones."""
+        return [member for member in self.serving if member.status.servable]
+
+    def least_loaded(self, action: str) -> Member:
+        """Return the member with the fewest tokens among those that serve, for a call that any of them can answer.
 
         Raises:
+            EngineDied: Every engine has failed.
             EngineStateError: No member has the fleet's weights.
         """
-        ready = [member for member in self.synced if not member.status.paused]
-        for member in (*ready, *self.synced):
-            return member
-        raise no_member(action, self)
+        members = [member for member in self.synced if not member.status.paused] or self.synced
+        if not members:
+            require_some(self)
+            raise no_member(action, self)
+        return min(members, key=lambda one: (one.load.tokens, one.load.taken))
 
 
 def no_member(action: str, members: Iterable[Member]) -> EngineStateError:
@@ -217,7 +240,7 @@ def described(members: Iterable[Member]) -> str:
 
 @dataclass(slots=True)
 class Outcomes(Generic[_T]):
-    """What became of a call of several members."""
+    """Results and errors of one call of several members, by member."""
 
     done: dict[Member, _T] = field(default_factory=dict)
     failed: dict[Member, DrivetrainError] = field(default_factory=dict)
@@ -269,8 +292,8 @@ def named(failed: dict[Member, DrivetrainError], action: str, after: str = "") -
 
     Args:
         failed: The errors.
-        action: What they were asked for.
-        after: What became of the fleet, and what to do.
+        action: The call that failed.
+        after: The state of the fleet now, and a remedy.
     """
     first = next(iter(failed.values()))
     said = "; ".join(f"{member.name}: {type(error).__name__}: {error}" for member, error in failed.items())

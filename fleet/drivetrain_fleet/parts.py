@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from drivetrain.backend.base import GenerateRequest
 from drivetrain.engine.adapters import Adapters
 from drivetrain.engine.generation import Generation, Params, Prompts
 from drivetrain.engine.loaded_adapters import LoadedLora
+from drivetrain.engine.requests_in_flight import RequestsInFlight
 from drivetrain.types.modes import TurnMode
 from drivetrain.types.outputs import GenerationOutput
 from drivetrain.types.weights import LoraSource, WeightUpdateRequest
@@ -15,7 +17,11 @@ from drivetrain_fleet.failover import SESSION
 
 
 class FleetGeneration(Generation):
-    """Names the session of each turn, so that one engine gets them all."""
+    """Names the session of each turn, so that one engine gets them all.
+
+    A backend's request has no session, so the name goes to the router in a context variable, which the tasks of the
+    turn's samples inherit.
+    """
 
     async def generate_turn(
         self,
@@ -26,6 +32,7 @@ class FleetGeneration(Generation):
         parent_request_id: str | None,
         turn: TurnMode,
         request_ids: Sequence[str] | None,
+        weight_version: str | None = None,
         timeout: float | None,
     ) -> GenerationOutput:
         token = SESSION.set(session_id)
@@ -37,38 +44,30 @@ class FleetGeneration(Generation):
                 parent_request_id=parent_request_id,
                 turn=turn,
                 request_ids=request_ids,
+                weight_version=weight_version,
                 timeout=timeout,
             )
         finally:
             SESSION.reset(token)
 
 
+class FleetRequests(RequestsInFlight):
+    """Admits requests that are pinned to the version of any engine: a lagging one serves an earlier version."""
+
+    def require_version(self, request: GenerateRequest) -> None:
+        assert isinstance(self.backend, FleetBackend)
+        self.backend.sending.require_version(request)
+
+
 class FleetAdapters(Adapters):
     """Lets each engine replace an adapter, which it does beside the old one and under the same name."""
 
     async def update(self, request: WeightUpdateRequest, source: LoraSource) -> None:
-        name, what = source.lora_name, f"an update of the adapter {source.lora_name!r}"
-        controller = self.controller
         assert isinstance(self.backend, FleetBackend)
-        self.updates.require_update_from(source.kind)
-        async with controller.owning_weights(what), controller.controlling(what):
-            controller.status.require_weights(what)
-            old = self.loaded.find(name)
-            if old is None:
-                self.loaded.require_room()
-            self._refuse_users(name, request.mode)
-            self.pauses.refuse_waiting_for_frozen(request.mode)
-            before = controller.status
-            controller.move_to(before.begin_update())
-            try:
-                if self.in_flight.running_with_lora(name):
-                    await self.updates.quiesce(request.mode)
-                pinned = old is not None and old.pinned
-                await self.backend.update_adapter(request, source, pinned)
-                self.loaded.put(name, LoadedLora(name, pinned))
-                self.weights.publish(request.version)
-            finally:
-                controller.move_to(before)
+        async with self._replacing(request, source) as old, self._without_users(request, source.lora_name):
+            pinned = old is not None and old.pinned
+            await self.backend.update_adapter(request, source, pinned)
+            self._serve(request.version, source.lora_name, LoadedLora(source.lora_name, pinned))
 
 
-__all__ = ["FleetAdapters", "FleetGeneration"]
+__all__ = ["FleetAdapters", "FleetGeneration", "FleetRequests"]

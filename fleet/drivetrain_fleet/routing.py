@@ -39,7 +39,7 @@ class Work:
 
 @dataclass(slots=True)
 class Load:
-    """What an engine has to do for the fleet's samples."""
+    """Tokens and samples of the fleet that an engine has."""
 
     tokens: int = 0
     """Tokens of the prompts, and tokens that are still to be generated."""

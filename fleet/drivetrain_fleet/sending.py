@@ -11,9 +11,9 @@ from typing import Final
 
 from drivetrain.backend.base import GenerateRequest
 from drivetrain.checks.limits import SAMPLES_AT_ONCE
-from drivetrain.errors import DrivetrainError, EngineBusy
+from drivetrain.errors import DrivetrainError, EngineBusy, WeightVersionGone
 from drivetrain_fleet.health import Health
-from drivetrain_fleet.members import Member, Members, described, no_member
+from drivetrain_fleet.members import Member, Members, no_member
 from drivetrain_fleet.prefix_index import Blocks
 from drivetrain_fleet.routing import Router, Work
 
@@ -31,14 +31,14 @@ class Ticket:
     left: int = 0
     """Its part of that member's load, in tokens."""
     made: int = 0
-    """Tokens that it has; more than none once it may have some, if that cannot be seen."""
+    """Tokens that the sample has; 1 if the fleet does not see them and there may be some."""
     aborted: bool = False
     evicted: str = ""
     """Why its member may not go on with it; empty: it may."""
     lost_by: dict[Member, DrivetrainError] = field(default_factory=dict)
     """Members that were lost with it before it began."""
     waiter: asyncio.Future[None] | None = None
-    """Set while it waits in the queue; done when it has a member, or none because it was aborted."""
+    """Set while the sample waits in the queue; done once it has a member or was aborted."""
 
 
 class Sending:
@@ -118,6 +118,7 @@ class Sending:
 
         Raises:
             EngineBusy: The queue is full.
+            WeightVersionGone: No member serves the version that the sample is pinned to.
             EngineStateError: No member will serve without another push.
             DrivetrainError: Every member that serves has been lost with it: the last error.
         """
@@ -213,6 +214,7 @@ class Sending:
             member.name: member.load
             for member in self.members
             if member.status.takes_requests
+            and ticket.request.weight_version in (None, member.status.version)
             and member not in ticket.lost_by
             and (most is None or member.load.samples < most)
         }
@@ -227,20 +229,29 @@ class Sending:
         member.load.tokens += ticket.left
         self.router.sent(ticket.work, member.name)
 
+    def require_version(self, request: GenerateRequest) -> None:
+        """Raise :class:`WeightVersionGone` if the request is pinned to a version that no member serves."""
+        pinned = request.weight_version
+        servable = self.members.servable
+        if pinned is None or not servable or any(member.status.version == pinned for member in servable):
+            return
+        served = ", ".join(f"{member.name} serves {member.status.version!r}" for member in servable)
+        raise WeightVersionGone(
+            f"weight_version={pinned!r} is not served by an engine of the fleet; {served}. Send the request again for "
+            "one of these versions, or for any"
+        )
+
     def _refuse_hopeless(self, ticket: Ticket) -> None:
         """Raise if waiting is pointless."""
         if self._held():
             return
+        self.require_version(ticket.request)
         soon = [member for member in self.members if member.status.may_serve_soon]
         if not soon:
             raise no_member(f"request {ticket.request.request_id}", self.members)
         ready = [member for member in soon if member.status.health is Health.READY]
         if ready and all(member in ticket.lost_by for member in ready):
             raise ticket.lost_by[ready[-1]]
-
-    def described(self) -> str:
-        """Name the members with their health."""
-        return described(self.members)
 
 
 __all__ = ["Sending", "Ticket"]

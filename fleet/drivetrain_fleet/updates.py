@@ -74,6 +74,7 @@ class FleetUpdates:
     Args:
         members: The fleet's.
         min_engines: How many must commit.
+        max_staleness: How many versions a member that missed updates may be behind and serve.
         seconds: For each step of a member.
         control: Pauses members, lets them go on, and gives them the fleet's adapters.
         evict: Ends the samples of a member that is left behind.
@@ -84,6 +85,7 @@ class FleetUpdates:
         self,
         members: Members,
         min_engines: int,
+        max_staleness: int,
         seconds: float,
         *,
         control: FleetControl,
@@ -92,6 +94,7 @@ class FleetUpdates:
     ) -> None:
         self.members = members
         self.min_engines = min_engines
+        self._max_staleness = max_staleness
         self._seconds = seconds
         self.weights = FleetWeights("", None)
         self.failed = False
@@ -251,12 +254,12 @@ class FleetUpdates:
         return update
 
     def _enter(self, update: _Update, member: Member) -> None:
-        if not member.status.synced:
+        if not member.status.servable:
             update.stale.add(member)
         member.move_to(member.status.begin_update())
 
     async def _finish(self, update: _Update, member: Member) -> None:
-        """Give a member that was stale what else the fleet has."""
+        """Give a member that was stale the fleet's adapters."""
         if member in update.stale:
             await self._control.align(member)
 
@@ -313,7 +316,7 @@ class FleetUpdates:
         return wrapped
 
     async def _commit(self, update: _Update, version: str) -> None:
-        """Make the version the fleet's; who has not committed it is left behind, and the others go on."""
+        """Make the version the fleet's; members that did not commit it are left behind, and the others go on."""
         self._update = None
         self.serve(FleetWeights(version, _folder(update.request)))
         self.failed = False
@@ -321,15 +324,18 @@ class FleetUpdates:
             member.move_to(member.status.commit(version))
             if not update.request.keep_prefix_cache:
                 self._cache_dropped(member.name)
+        going_on = list(update.members)
         for member in self.members.serving:
             if member not in update.members:
                 error = update.lost.get(member)
                 why = "it was not part of it" if error is None else f"{type(error).__name__}: {error}"
                 why = f"it did not commit {version!r}: {why}"
-                member.left_behind(why)
-                self._evict(member, why)
+                if member.missed(why, self._max_staleness):
+                    going_on.append(member)
+                else:
+                    self._evict(member, why)
         if self._control.frozen is None:  # else the engine page lets them go on when it is free to
-            await self._control.release([member for member in update.members if member.held])
+            await self._control.release([member for member in going_on if member.held])
 
     def _all_stale(self, update: _Update) -> None:
         self.failed = True

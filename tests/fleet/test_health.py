@@ -21,6 +21,7 @@ STEPS: dict[str, Step] = {
     "begin": lambda status: status.begin_update(),
     "commit": lambda status: status.commit("v1"),
     "stale": lambda status: status.stale("left behind"),
+    "lag": lambda status: status.lag("it missed one"),
     "relabel": lambda status: status.relabel("v2"),
     "drain": lambda status: status.drain(),
     "fail": lambda status: status.fail("killed"),
@@ -65,12 +66,12 @@ def test_draining_ends_only_with_failure(names: list[str]) -> None:
 
 
 @given(NAMES)
-def test_requests_go_only_to_a_synced_engine_that_nothing_holds(names: list[str]) -> None:
+def test_requests_go_only_to_a_synced_or_lagging_engine_that_nothing_holds(names: list[str]) -> None:
     for _, _, after in walk(names):
-        clean = after.started and after.synced
+        clean = after.started and (after.synced or after.behind > 0)
         held = after.updating or after.paused or after.draining or after.failed
         assert after.takes_requests == (clean and not held)
-        assert after.takes_requests == (after.health is Health.READY)
+        assert after.takes_requests == (after.health in (Health.READY, Health.LAGGING))
         assert not after.failed or not after.takes_updates
 
 
@@ -79,6 +80,17 @@ def test_an_update_that_was_begun_ends_in_commit_stale_or_failed(names: list[str
     for name, before, after in walk(names):
         if before.updating and not after.updating:
             assert name in ("commit", "stale", "fail")
+
+
+@given(NAMES)
+def test_an_engine_lags_only_from_weights_that_may_be_served(names: list[str]) -> None:
+    for name, before, after in walk(names):
+        assert not (after.synced and after.behind)
+        if after.behind > before.behind:
+            assert name == "lag"
+            assert before.servable
+            assert not before.updating
+            assert after.behind == before.behind + 1
 
 
 @given(NAMES)
@@ -96,10 +108,13 @@ def test_every_health_can_be_reached_and_says_why() -> None:
         ready.pause().health,
         ready.begin_update().health,
         ready.stale("why").health,
+        ready.lag("why").health,
         ready.drain().health,
         ready.fail("why").health,
     }
     assert reached == set(Health)
+    assert ready.lag("late").pause().health is Health.PAUSED
+    assert ready.lag("late").begin_update().commit("v1").health is Health.READY
     assert ready.stale("no commit").describe() == "stale (no commit)"
     assert ready.fail("killed").fail("again").describe() == "failed (killed)"
     assert ready.pause().begin_update().commit("v1").health is Health.PAUSED

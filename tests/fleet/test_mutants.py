@@ -44,8 +44,8 @@ MUTANTS = [
     Mutant(
         "who does not commit stays in sync",
         "updates.py",
-        "                member.left_behind(why)\n",
-        "",
+        "if member.missed(why, self._max_staleness):",
+        "if True:",
         UPDATES + "test_an_engine_that_does_not_commit_is_stale_and_gets_nothing[prepare_weight_update]",
     ),
     Mutant(
@@ -114,8 +114,8 @@ MUTANTS = [
     Mutant(
         "stale engines get requests",
         "health.py",
-        "return self.health is Health.READY",
-        "return self.health in (Health.READY, Health.STALE)",
+        "return self.health in (Health.READY, Health.LAGGING)",
+        "return self.health in (Health.READY, Health.LAGGING, Health.STALE)",
         UPDATES + "test_an_engine_that_does_not_commit_is_stale_and_gets_nothing[apply_update]",
     ),
     Mutant(
@@ -159,6 +159,41 @@ MUTANTS = [
         "            if back is not None:\n                task",
         "            if False:\n                task",
         "test_fleet.py::test_a_pause_that_takes_too_long_is_undone",
+    ),
+    Mutant(
+        "who lags may lag any further",
+        "members.py",
+        "and status.behind < most and intact",
+        "and intact",
+        UPDATES + "test_an_engine_that_misses_an_update_may_lag_and_its_completions_say_so",
+    ),
+    Mutant(
+        "who has begun an update may lag",
+        "members.py",
+        "and not status.updating and status.behind",
+        "and status.behind",
+        UPDATES + "test_an_engine_whose_weights_may_have_been_touched_does_not_lag[apply_update]",
+    ),
+    Mutant(
+        "who lags is not held by a pause",
+        "control.py",
+        "if member.status.servable or member.load.samples",
+        "if member.status.synced",
+        UPDATES + "test_an_engine_that_lags_keeps_its_requests_and_follows_a_pause",
+    ),
+    Mutant(
+        "who lags takes the fleet's new name for other weights",
+        "control.py",
+        """                self._leave_behind(member, f"it lagged""",
+        """                str(f"it lagged""",
+        UPDATES + "test_an_engine_that_lags_is_stale_once_it_or_the_fleet_is_relabelled",
+    ),
+    Mutant(
+        "a pinned request goes to any engine",
+        "sending.py",
+        "and ticket.request.weight_version in (None, member.status.version)",
+        "and True",
+        UPDATES + "test_a_pinned_request_goes_to_an_engine_of_its_version",
     ),
     Mutant(
         "who joins is in sync",

@@ -26,6 +26,7 @@ from drivetrain import (
     WeightTransferFailed,
     WeightUpdateRequest,
     WeightVerifyFailed,
+    WeightVersionGone,
 )
 from drivetrain_conformance.assets.made_adapters import make_adapter
 from drivetrain_fleet import Health
@@ -126,6 +127,120 @@ async def test_an_engine_that_does_not_commit_is_stale_and_gets_nothing(model: P
         assert fleet.health() == ["ready", "ready", "ready"]
         assert versions((await fleet.generate([[i] for i in range(12)], GREEDY)).completions) == {"two"}
         assert fleet.member("engine-1").load.taken > 0
+
+
+async def test_an_engine_that_misses_an_update_may_lag_and_its_completions_say_so(model: Path) -> None:
+    async with fleet_of(2, model, max_staleness=2) as fleet:
+        late = fleet.member("engine-1")
+        with spoiled(late, prepare_weight_update=BROKEN):
+            for behind, version in enumerate(("one", "two"), 1):
+                await pushed(fleet, version)
+                assert fleet.health() == ["ready", "lagging"]
+                assert late.status.behind == behind
+                assert version in fleet.report("engine-1").why
+                output = await fleet.generate([[i] for i in range(8)], GREEDY)
+                assert versions(output.completions) == {"initial", version}
+                assert all(len(one.weight_versions) == 1 for one in output.completions)
+            assert fleet.get_weight_version() == "two"
+            await pushed(fleet, "three")  # now it would be three versions behind
+        assert fleet.health() == ["ready", "stale"]
+        assert versions((await fleet.generate([[i] for i in range(8)], GREEDY)).completions) == {"three"}
+        await pushed(fleet, "four")
+        assert fleet.health() == ["ready", "ready"]
+        assert versions((await fleet.generate([[i] for i in range(8)], GREEDY)).completions) == {"four"}
+
+
+async def test_an_engine_that_lags_keeps_its_requests_and_follows_a_pause(model: Path) -> None:
+    async with fleet_of(2, model, max_staleness=1) as fleet:
+        task = asyncio.create_task(fleet.generate([[1, 2], [3, 4]], LONG))
+        await until(lambda: all(fleet.report(f"engine-{i}").samples == 1 for i in range(2)))
+        with spoiled(fleet.member("engine-1"), prepare_weight_update=BROKEN):
+            await pushed(fleet, "one")
+        await fleet.pause_generation(PauseMode.IN_PLACE)
+        assert fleet.health() == ["paused", "paused"]
+        await fleet.continue_generation()
+        assert fleet.health() == ["ready", "lagging"]
+        spans = sorted([span.version for span in one.weight_versions] for one in (await task).completions)
+        assert spans == [["initial"], ["initial", "one"]]
+
+
+@pytest.mark.parametrize("call", ["apply_update", "commit_update"])
+async def test_an_engine_whose_weights_may_have_been_touched_does_not_lag(model: Path, call: str) -> None:
+    async with fleet_of(2, model, max_staleness=9) as fleet:
+        with spoiled(fleet.member("engine-1"), **{call: BROKEN}):
+            request = WeightUpdateRequest(version="one", source=DiskSource(path=str(model)), mode=PauseMode.RETRACT)
+            async with fleet.weight_update(request, at_once=call == "apply_update") as update:
+                for index in range(0 if call == "apply_update" else update.buckets):
+                    await update.load([index])
+        assert fleet.health() == ["ready", "stale"]
+
+
+async def test_an_engine_that_lags_is_stale_once_it_or_the_fleet_is_relabelled(model: Path) -> None:
+    async with fleet_of(3, model, max_staleness=9) as fleet:
+        with (
+            spoiled(fleet.member("engine-1"), prepare_weight_update=BROKEN),
+            spoiled(fleet.member("engine-2"), prepare_weight_update=BROKEN),
+        ):
+            await pushed(fleet, "one")
+        assert fleet.health() == ["ready", "lagging", "lagging"]
+        await fleet.member("engine-1").engine.update_weight_version("by another")
+        assert fleet.health() == ["ready", "stale", "lagging"]
+        await fleet.update_weight_version("renamed")
+        assert fleet.health() == ["ready", "stale", "stale"]
+
+
+async def test_a_pinned_request_goes_to_an_engine_of_its_version(model: Path) -> None:
+    async with fleet_of(2, model, max_staleness=1) as fleet:
+        prompts = [[i] for i in range(8)]
+        with spoiled(fleet.member("engine-1"), prepare_weight_update=BROKEN):
+            await pushed(fleet, "one")
+        for version in ("one", "initial"):
+            output = await fleet.generate(prompts, GREEDY, weight_version=version)
+            assert versions(output.completions) == {version}
+            chunks = [chunk async for chunk in fleet.generate_stream(prompts, GREEDY, weight_version=version)]
+            assert versions(chunk.completion for chunk in chunks if chunk.completion) == {version}
+        with pytest.raises(WeightVersionGone, match=r"'never' is not served.*engine-0 serves 'one', engine-1 serves"):
+            await fleet.generate(prompts, GREEDY, weight_version="never")
+        await pushed(fleet, "two")
+        with pytest.raises(WeightVersionGone, match="'initial' is not served"):
+            await fleet.generate(prompts, GREEDY, weight_version="initial")
+        assert versions((await fleet.generate(prompts, GREEDY)).completions) == {"two"}
+        assert [one.samples for one in fleet.members] == [0, 0]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("engines", [1, 2])
+async def test_a_pinned_request_that_would_span_an_update_is_refused(model: Path, engines: int, streamed: bool) -> None:
+    async with fleet_of(engines, model) as fleet:
+        one = fleet.member("engine-0").engine if engines == 1 else fleet
+        seen: list[int] = []
+
+        async def run() -> None:
+            if not streamed:
+                await one.generate([[1, 2]], LONG, weight_version="initial")
+                return
+            async for chunk in one.generate_stream([[1, 2]], LONG, weight_version="initial"):
+                seen.extend(chunk.token_ids)
+
+        task = asyncio.create_task(run())
+        await until(lambda: one.parts.in_flight.running == 1)
+        await pushed(fleet, "one")
+        with pytest.raises(WeightVersionGone, match="initial"):
+            await task
+        assert len(seen) < 900
+        assert one.parts.in_flight.running == 0
+        assert versions((await one.generate([[1, 2]], GREEDY, weight_version="one")).completions) == {"one"}
+
+
+async def test_a_pinned_request_that_waits_through_an_update_is_refused(model: Path) -> None:
+    async with fleet_of(2, model) as fleet:
+        await fleet.pause_generation(PauseMode.WAIT)
+        task = asyncio.create_task(fleet.generate([[1, 2]], GREEDY, weight_version="initial"))
+        await until(lambda: fleet.parts.in_flight.waiting == 1)
+        await pushed(fleet, "one")
+        await fleet.continue_generation()
+        with pytest.raises(WeightVersionGone, match="initial"):
+            await task
 
 
 async def test_an_engine_that_commits_but_does_not_say_so_is_stale_too(model: Path) -> None:

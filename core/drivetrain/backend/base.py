@@ -96,6 +96,8 @@ class GenerateRequest:
     """Requests with a higher priority start sooner."""
     media: tuple[MediaInput, ...] = ()
     """Media of the prompt, with their bytes; placeholders stand in the prompt as :meth:`Backend.read_media` said."""
+    weight_version: str | None = None
+    """Weight version that all tokens must come from; None: any. ``InferenceEngine`` sees to it, not the backend."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
 
 from drivetrain.backend.base import Backend
 from drivetrain.checks.safe_repr import shown
@@ -76,6 +77,26 @@ class Adapters:
 
         If loading fails, the old adapter keeps serving.
         """
+        name = source.lora_name
+        async with self._replacing(request, source) as old:
+            async with self.controller.bounded(f"the LoRA adapter {name!r} to load"):
+                new = await self._load(name, source.path, old is not None and old.pinned)
+            surplus: LoadedLora | None = new
+            try:
+                async with self._without_users(request, name):
+                    await self.weights.label(request.version)
+                    self._serve(request.version, name, new)
+                    surplus = old
+            finally:
+                if surplus is not None:
+                    async with self.controller.bounded(f"the surplus adapter of the update of {name!r} to unload"):
+                        await self.backend.unload_lora_adapter(surplus.backend_name)
+
+    @asynccontextmanager
+    async def _replacing(
+        self, request: WeightUpdateRequest, source: LoraSource
+    ) -> AsyncGenerator[LoadedLora | None, None]:
+        """Check that the update is admissible, keep other changes out, and yield the adapter that it replaces."""
         name, what = source.lora_name, f"an update of the adapter {source.lora_name!r}"
         controller = self.controller
         self.updates.require_update_from(source.kind)
@@ -86,24 +107,24 @@ class Adapters:
                 self.loaded.require_room()
             self._refuse_users(name, request.mode)
             self.pauses.refuse_waiting_for_frozen(request.mode)
-            async with controller.bounded(f"the LoRA adapter {name!r} to load"):
-                new = await self._load(name, source.path, old is not None and old.pinned)
-            before = controller.status
-            surplus: LoadedLora | None = new
-            controller.move_to(before.begin_update())
-            try:
-                self._refuse_users(name, request.mode)  # they may have arrived meanwhile
-                if self.in_flight.running_with_lora(name):
-                    await self.updates.quiesce(request.mode)
-                await self.weights.label(request.version)
-                self.loaded.put(name, new)
-                self.weights.publish(request.version)
-                surplus = old
-            finally:
-                controller.move_to(before)
-                if surplus is not None:
-                    async with controller.bounded(f"the surplus adapter of the update of {name!r} to unload"):
-                        await self.backend.unload_lora_adapter(surplus.backend_name)
+            yield old
+
+    @asynccontextmanager
+    async def _without_users(self, request: WeightUpdateRequest, name: str) -> AsyncGenerator[None, None]:
+        """Hold new requests, and deal with those of the adapter as the update's mode says."""
+        before = self.controller.status
+        self.controller.move_to(before.begin_update())
+        try:
+            self._refuse_users(name, request.mode)  # they may have arrived meanwhile
+            if self.in_flight.running_with_lora(name):
+                await self.updates.quiesce(request.mode)
+            yield
+        finally:
+            self.controller.move_to(before)
+
+    def _serve(self, version: str, name: str, adapter: LoadedLora) -> None:
+        self.loaded.put(name, adapter)
+        self.weights.publish(version)
 
     async def _load(self, name: str, path: str, pinned: bool) -> LoadedLora:
         for stray in self.loaded.strays:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from drivetrain.backend.base import GenerateRequest, GenerateResult
 from drivetrain.backend.toolkit.translation import non_finite_logits
 from drivetrain.engine.samples import Sample
-from drivetrain.errors import EngineInternalError
+from drivetrain.errors import EngineInternalError, WeightVersionGone
 from drivetrain.text.stops import StopMatcher
 from drivetrain.text.tokenizer import Tokenizer
 from drivetrain.types.outputs import Completion, FinishReason, MatchedText, VersionSpan, make_text_later
@@ -41,11 +41,13 @@ def to_completion(sample: Sample, result: GenerateResult, tokenizer: Tokenizer) 
         EngineInternalError: the engine returned ids outside the vocabulary, or text, logprobs or versions that do not
             align with its ids.
         NonFiniteLogits: the engine returned NaN logprobs.
+        WeightVersionGone: some tokens come from another version than the one that the request is pinned to.
     """
     request, params = sample.request, sample.request.params
     check_sampled_ids(sample, result.token_ids)
     _check_aligned(request, result)
     _check_numbers(request, result)
+    check_pinned(request, result)
     ids = result.token_ids
     matched: int | str | None = result.matched_stop
     text = ""
@@ -84,6 +86,18 @@ def to_completion(sample: Sample, result: GenerateResult, tokenizer: Tokenizer) 
         return completion
     return make_text_later(
         completion, functools.partial(tokenizer, later, skip_special_tokens=params.skip_special_tokens)
+    )
+
+
+def check_pinned(request: GenerateRequest, result: GenerateResult) -> None:
+    """Raise :class:`WeightVersionGone` if a token is not of the version that the request is pinned to."""
+    pinned = request.weight_version
+    if pinned is None or all(span.version == pinned for span in result.weight_versions):
+        return
+    others = ", ".join(repr(span.version) for span in result.weight_versions if span.version != pinned)
+    raise WeightVersionGone(
+        f"request {request.request_id}: an update replaced weight_version={pinned!r} before its end; later tokens are "
+        f"of {others}. Send it again for a version that is served"
     )
 
 

@@ -59,13 +59,20 @@ class Generation:
         request_ids: Sequence[str] | None = None,
         lora: str | None = None,
         priority: int = 0,
+        weight_version: str | None = None,
         timeout: float | None = None,
         whole: Whole | None = None,
     ) -> GenerationOutput:
         """Generate ``n`` completions of each prompt; see ``InferenceEngine.generate``."""
         seconds = check_seconds(timeout, self.controller.config.timeouts.generate)
         samples = self._build(
-            "generate()", prompts, sampling_params, request_ids=request_ids, lora=lora, priority=priority
+            "generate()",
+            prompts,
+            sampling_params,
+            request_ids=request_ids,
+            lora=lora,
+            priority=priority,
+            weight_version=weight_version,
         )
         async with deadline(seconds, f"{sum(one.count for one in samples)} completions"):
             with self.in_flight.under_way(samples):
@@ -90,13 +97,20 @@ class Generation:
         request_ids: Sequence[str] | None,
         lora: str | None,
         priority: int,
+        weight_version: str | None = None,
         timeout: float | None,
     ) -> AsyncGenerator[CompletionChunk, None]:
         """Yield the chunks of all samples as they come; see ``InferenceEngine.generate_stream``."""
         self.controller.require_claimed("generate_stream()", Capability.STREAMING)
         seconds = check_seconds(timeout, self.controller.config.timeouts.generate)
         samples = self._build(
-            "generate_stream()", prompts, sampling_params, request_ids=request_ids, lora=lora, priority=priority
+            "generate_stream()",
+            prompts,
+            sampling_params,
+            request_ids=request_ids,
+            lora=lora,
+            priority=priority,
+            weight_version=weight_version,
         )
         ends = time.monotonic() + seconds
         queue: asyncio.Queue[CompletionChunk | BaseException] = asyncio.Queue()
@@ -148,6 +162,7 @@ class Generation:
         parent_request_id: str | None,
         turn: TurnMode,
         request_ids: Sequence[str] | None,
+        weight_version: str | None = None,
         timeout: float | None,
     ) -> GenerationOutput:
         """Generate one turn of a session; see ``InferenceEngine.generate_with_session``."""
@@ -157,7 +172,14 @@ class Generation:
         def whole(token_ids: list[int]) -> list[int]:
             return session.prompt(token_ids, parent_request_id, turn)
 
-        output = await self.generate(prompts, sampling_params, request_ids=request_ids, timeout=timeout, whole=whole)
+        output = await self.generate(
+            prompts,
+            sampling_params,
+            request_ids=request_ids,
+            weight_version=weight_version,
+            timeout=timeout,
+            whole=whole,
+        )
         for completion in output.completions:
             session.add(completion, parent_request_id, turn)
         return output
@@ -184,11 +206,22 @@ class Generation:
         request_ids: Sequence[str] | None,
         lora: str | None,
         priority: int,
+        weight_version: str | None,
     ) -> list[Samples]:
         builder = self.model.builder_for(Task.GENERATE, action)
         if lora is not None and Capability.LORA in self.controller.capabilities:
             self.adapters.require(lora, "lora")
-        return builder.build(prompts, sampling_params, request_ids=request_ids, lora=lora, priority=priority)
+        samples = builder.build(
+            prompts,
+            sampling_params,
+            request_ids=request_ids,
+            lora=lora,
+            priority=priority,
+            weight_version=weight_version,
+        )
+        if samples:
+            self.in_flight.require_version(samples[0].request)
+        return samples
 
     async def _read(self, prompts: Sequence[Samples], whole: Whole | None = None) -> None:
         """Turn the prompts into the token ids that the model sees; the backend reads images, videos and sounds."""

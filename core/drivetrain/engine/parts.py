@@ -5,10 +5,10 @@ Each part owns its state and is used through its public methods only. A part is 
     Generation   Adapters   Pooling   Diagnostics   Communicators
         │            │
         │      WeightUpdates
-        │       │         │
-        │  PauseAndSleep  ServedWeights
         │       │
-    RequestsInFlight ── Sessions, LoadedAdapters, StartedModel
+        │  PauseAndSleep
+        │       │
+    RequestsInFlight ── Sessions, LoadedAdapters, StartedModel, ServedWeights
         │
     Controller   Backend
 """
@@ -89,9 +89,9 @@ class PartKinds:
         model = self.model(controller, backend)
         loaded = self.loaded_adapters(controller)
         sessions = self.sessions(controller)
-        in_flight = self.in_flight(controller, backend, model, loaded)
-        pauses = self.pauses(controller, backend, in_flight)
         weights = self.weights(controller, backend)
+        in_flight = self.in_flight(controller, backend, model, loaded, weights)
+        pauses = self.pauses(controller, backend, in_flight)
         updates = self.updates(controller, backend, in_flight, pauses, weights)
         return Parts(
             backend=backend,

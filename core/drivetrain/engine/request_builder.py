@@ -59,6 +59,7 @@ class RequestBuilder:
         request_ids: Sequence[str] | None = None,
         lora: str | None = None,
         priority: int = 0,
+        weight_version: str | None = None,
     ) -> list[Samples]:
         """Validate a call except for its prompts, and return the samples of each; :meth:`read` validates the prompts.
 
@@ -75,6 +76,10 @@ class RequestBuilder:
             raise InvalidRequest(f"priority={shown(priority)}: expected an integer; higher is sooner", field="priority")
         if priority:
             require(self._capabilities, Capability.PRIORITY, f"priority={priority}", self._config.backend)
+        if weight_version is not None:
+            check_name(weight_version, "weight_version")
+            claim = f"weight_version={shown(weight_version)}"
+            require(self._capabilities, Capability.VERSION_SPANS, claim, self._config.backend)
         total = sum(one.n for one in params)
         if total > MOST_SAMPLES_OF_A_CALL:
             raise InvalidRequest(
@@ -83,7 +88,7 @@ class RequestBuilder:
                 field="prompts",
             )
         return [
-            self._samples(index, prompt, one, request_id, lora, priority)
+            self._samples(index, prompt, one, request_id, lora, priority, weight_version)
             for index, (prompt, one, request_id) in enumerate(zip(given, params, ids, strict=True))
         ]
 
@@ -185,6 +190,7 @@ class RequestBuilder:
         request_id: str,
         lora: str | None,
         priority: int,
+        weight_version: str | None,
     ) -> Samples:
         stop_ids = params.stop_token_ids
         # A grammar ends with EOS; past it an engine would generate without the grammar.
@@ -200,6 +206,7 @@ class RequestBuilder:
             logprobs_mode=params.logprobs_mode or self._config.logprobs_mode,
             lora=lora,
             priority=priority,
+            weight_version=weight_version,
         )
         return Samples(request, index, self._seeds_of(params), given, vocab_size=self._model.vocab_size)
 

@@ -15,8 +15,16 @@ from drivetrain.engine.controller import Controller
 from drivetrain.engine.loaded_adapters import LoadedAdapters
 from drivetrain.engine.model import StartedModel
 from drivetrain.engine.samples import Sample, Samples
+from drivetrain.engine.served_weights import ServedWeights
 from drivetrain.engine.streamed_text import StreamedText
-from drivetrain.errors import EngineDied, EngineError, EngineInternalError, EngineOutOfMemory, InvalidRequest
+from drivetrain.errors import (
+    EngineDied,
+    EngineError,
+    EngineInternalError,
+    EngineOutOfMemory,
+    InvalidRequest,
+    WeightVersionGone,
+)
 from drivetrain.text.tokenizer import Tokenizer
 from drivetrain.types.outputs import CompletionChunk, TopLogprobs
 
@@ -29,11 +37,19 @@ OUT_OF_MEMORY_DELAYS = (0.5, 1.0, 2.0)
 class RequestsInFlight:
     """Takes samples from the gate to their result, and knows which are under way."""
 
-    def __init__(self, controller: Controller, backend: Backend, model: StartedModel, adapters: LoadedAdapters) -> None:
+    def __init__(
+        self,
+        controller: Controller,
+        backend: Backend,
+        model: StartedModel,
+        adapters: LoadedAdapters,
+        weights: ServedWeights,
+    ) -> None:
         self.controller = controller
         self.backend = backend
         self.model = model
         self.adapters = adapters
+        self.weights = weights
         self._at_gate: dict[asyncio.Future[None], None] = {}
         """One future per sample that waits there, in order of arrival."""
         self._drained = asyncio.Event()
@@ -156,7 +172,18 @@ class RequestsInFlight:
         """Wait at the gate; return False if the request was aborted there."""
         while not sample.aborted and self.controller.holds_requests():
             await self._change()
+        if not sample.aborted:
+            self.require_version(sample.request)
         return not sample.aborted
+
+    def require_version(self, request: GenerateRequest) -> None:
+        """Raise :class:`WeightVersionGone` if the request is pinned to a version that is not served."""
+        pinned = request.weight_version
+        if pinned is not None and pinned != self.weights.version:
+            raise WeightVersionGone(
+                f"weight_version={pinned!r} is not served; the engine serves {self.weights.version!r}. Send the "
+                "request again for that version, or for any"
+            )
 
     def fail(self, error: EngineError) -> None:
         """End every sample in the backend with this error: the engine is dead and will not answer."""
@@ -262,6 +289,8 @@ class RequestsInFlight:
         try:
             async with aclosing(self.backend.stream(self._for_backend(sample.request))) as deltas:
                 async for delta in deltas:
+                    if delta.token_ids and delta.result is None:
+                        self.require_version(sample.request)
                     yield delta
         except EngineDied as error:
             self.controller.fail(str(error))

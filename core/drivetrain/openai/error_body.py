@@ -14,6 +14,7 @@ from drivetrain.errors import (
     InvalidRequest,
     MemberLost,
     UnsupportedCapability,
+    WeightVersionGone,
 )
 from drivetrain.openai.responses import ErrorBody
 
@@ -28,6 +29,7 @@ _TABLE: Final[tuple[tuple[type[DrivetrainError], int, str, str | None], ...]] = 
     (EngineOutOfMemory, 503, _SERVER, "out_of_memory"),
     (EngineDied, 500, _SERVER, "engine_died"),
     (MemberLost, 500, _SERVER, "engine_lost"),
+    (WeightVersionGone, 409, _SERVER, "weight_version_gone"),
     (DeadlineExceeded, 504, _SERVER, "timeout"),
 )
 

@@ -25,6 +25,7 @@ class GenerationCalls(Page):
         request_ids: Sequence[str] | None = None,
         lora: str | None = None,
         priority: int = 0,
+        weight_version: str | None = None,
         timeout: float | None = None,
     ) -> GenerationOutput:
         """Generate ``n`` completions of each prompt.
@@ -35,6 +36,9 @@ class GenerationCalls(Page):
             request_ids: One id per prompt, by which it can be aborted; made up if not given.
             lora: Name of a loaded LoRA adapter.
             priority: Higher is sooner.
+            weight_version: Weight version that every token must come from. A request that waits or runs while an update
+                replaces it raises :class:`WeightVersionGone`, and its completion is dropped. None: any version;
+                ``completion.weight_versions`` tells which.
             timeout: Seconds until DeadlineExceeded; ``timeouts.generate`` if not given.
 
         Returns:
@@ -44,11 +48,18 @@ class GenerationCalls(Page):
             InvalidRequest: before any work, naming the field, the value and the remedy.
             UnsupportedCapability: before any work, naming the capability.
             EngineStateError: the engine's state cannot serve requests.
+            WeightVersionGone: ``weight_version`` is not served, or was replaced before the end.
             EngineDied: the engine's process ended.
             DeadlineExceeded: it took too long; the requests were aborted.
         """
         return await self.parts.generation.generate(
-            prompts, sampling_params, request_ids=request_ids, lora=lora, priority=priority, timeout=timeout
+            prompts,
+            sampling_params,
+            request_ids=request_ids,
+            lora=lora,
+            priority=priority,
+            weight_version=weight_version,
+            timeout=timeout,
         )
 
     @checked
@@ -60,6 +71,7 @@ class GenerationCalls(Page):
         request_ids: Sequence[str] | None = None,
         lora: str | None = None,
         priority: int = 0,
+        weight_version: str | None = None,
         timeout: float | None = None,
     ) -> AsyncGenerator[CompletionChunk, None]:
         """Generate as :meth:`generate` does, yielding chunks of all samples as they come.
@@ -68,7 +80,13 @@ class GenerationCalls(Page):
         the generator early aborts what is still being generated.
         """
         chunks = self.parts.generation.stream(
-            prompts, sampling_params, request_ids=request_ids, lora=lora, priority=priority, timeout=timeout
+            prompts,
+            sampling_params,
+            request_ids=request_ids,
+            lora=lora,
+            priority=priority,
+            weight_version=weight_version,
+            timeout=timeout,
         )
         async with aclosing(chunks):
             async for chunk in chunks:
@@ -84,6 +102,7 @@ class GenerationCalls(Page):
         parent_request_id: str | None = None,
         turn: TurnMode = TurnMode.CONTINUE,
         request_ids: Sequence[str] | None = None,
+        weight_version: str | None = None,
         timeout: float | None = None,
     ) -> GenerationOutput:
         """Generate one turn of a session that continues, branches from or replaces what followed an earlier turn.
@@ -96,6 +115,7 @@ class GenerationCalls(Page):
             parent_request_id: Request id of the completion that the turn builds on; None begins a new conversation.
             turn: How the turn relates to that completion.
             request_ids: As in :meth:`generate`; later turns name this one by the completion's id.
+            weight_version: As in :meth:`generate`.
             timeout: As in :meth:`generate`.
         """
         return await self.parts.generation.generate_turn(
@@ -105,6 +125,7 @@ class GenerationCalls(Page):
             parent_request_id=parent_request_id,
             turn=turn,
             request_ids=request_ids,
+            weight_version=weight_version,
             timeout=timeout,
         )
 
