@@ -128,6 +128,44 @@ def freezes_without_the_adapter(request: GenerateRequest) -> GenerateRequest | N
     return dataclasses.replace(request, lora=None) if request.lora else None
 
 
+@retracted_mutant("pause/retract_freezes_requests_in_flight", says=("the first are the same", "text"))
+def matches_stop_texts_from_a_retraction_on(request: GenerateRequest) -> GenerateRequest | None:
+    """A stop text that was half written when its request was retracted is not recognised."""
+    return request if request.params.stop_regex else None
+
+
+@mutant("pause/retract_freezes_requests_in_flight", says="prompt tokens were cached")
+class counts_what_a_retraction_recomputed(SoundBackend):
+    """A retracted request counts its own output among the cached tokens of its prompt."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._flying: set[str] = set()
+        self._retracted: set[str] = set()
+
+    async def freeze(self, mode: PauseMode) -> None:
+        await super().freeze(mode)
+        if mode is PauseMode.RETRACT:
+            self._retracted |= self._flying
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        self._flying.add(request.request_id)
+        try:
+            result = await super().generate(request)
+        finally:
+            self._flying.discard(request.request_id)
+        if request.request_id not in self._retracted:
+            return result
+        return dataclasses.replace(result, cached_tokens=len(request.prompt_token_ids) + len(result.token_ids) // 2)
+
+
+@result_mutant("pause/abort_ends_requests_in_flight", says="0 top logprobs")
+def loses_the_alternatives_of_the_aborted(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
+    """An aborted request comes back without the likeliest tokens that were asked for."""
+    aborted = result.finish_reason is FinishReason.ABORT and result.top_logprobs is not None
+    return dataclasses.replace(result, top_logprobs=[]) if aborted else result
+
+
 @mutant("histories/random_histories_keep_the_contract", says="logprobs of its prompt are")
 class scores_prompts_by_the_first_weights(SoundBackend):
     """Prompt logprobs are cached, and stay the same after the weights changed."""
