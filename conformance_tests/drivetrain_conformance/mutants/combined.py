@@ -13,7 +13,7 @@ from drivetrain.backend.base import Backend, EngineStats, GenerateRequest, Gener
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import FinishReason, VersionSpan
-from drivetrain.types.sampling import DisallowedTokens, LogprobsMode
+from drivetrain.types.sampling import DisallowedTokens, LogitProcessor, LogprobsMode, TemperatureSchedule
 from drivetrain_conformance.mutants.registry import backend_mutants, mixed, mutant
 from drivetrain_conformance.mutants.spoil import (
     KnowingEos,
@@ -180,6 +180,20 @@ class scores_prompts_by_the_first_weights(SoundBackend):
             return result
         first = self._known.setdefault(tuple(request.prompt_token_ids), result.prompt_logprobs)
         return dataclasses.replace(result, prompt_logprobs=first)
+
+
+@params_mutant("logprob/processed_follows_everything_at_once", says="in mode processed at temperature")
+def runs_a_schedule_past_its_end(request: GenerateRequest) -> Mapping[str, object]:
+    """A temperature schedule goes on as it began after its last step, until the temperature is almost 0."""
+
+    def prolonged(processor: LogitProcessor) -> LogitProcessor:
+        if not isinstance(processor, TemperatureSchedule) or processor.steps < 2:
+            return processor
+        steps = 4 * processor.steps
+        end = processor.start + (processor.end - processor.start) * (steps - 1) / (processor.steps - 1)
+        return processor.model_copy(update={"end": max(end, 0.05), "steps": steps})
+
+    return {"logit_processors": tuple(map(prolonged, request.params.logit_processors))}
 
 
 # With a stream -------------------------------------------------------------------------------------------------------
