@@ -56,15 +56,14 @@ class LoadedModel:
         try:
             with no_progress_bars():
                 # Tensors of another shape are told by the report below, which names them.
-                arguments = {"ignore_mismatched_sizes": True, **load_arguments(config)}
-                module, loaded = AutoModelForCausalLM.from_pretrained(
-                    config.model, output_loading_info=True, **arguments
-                )
+                arguments = {"ignore_mismatched_sizes": True, **load_arguments(config), "output_loading_info": True}
+                read: Any = AutoModelForCausalLM.from_pretrained(config.model, **arguments)
         except (OSError, ValueError, KeyError, ImportError, TypeError, SafetensorError) as error:
             raise EngineStartError(
                 f"transformers cannot load {config.model!r}: {type(error).__name__}: {error}"
             ) from error
-        _refuse_initialised_weights(config.model, loaded)
+        module: PreTrainedModel = read[0]
+        _refuse_initialised_weights(config.model, read[1])
         # Load on the CPU first: loading straight to a GPU, transformers puts all weights into one block of the
         # allocator, which cannot be freed while anything else lies in it.
         report(f"moving the model to {device_of(config)}")

@@ -50,7 +50,8 @@ def check_prefix(
     assert part.prompt_token_ids == whole.prompt_token_ids, "these are answers to two prompts"
     if part.token_ids != whole.token_ids[: len(part.token_ids)]:
         check_greedy(bench, part, engine, model)
-    check_cached_tokens(part)
+    count, cached = len(part.prompt_token_ids), part.cached_tokens
+    assert 0 <= cached < count, f"{cached} of {count} prompt tokens were cached"
     if part.logprobs is None or whole.logprobs is None or part.logprobs_mode is not whole.logprobs_mode:
         return
     assert len(part.logprobs) == len(part.token_ids), f"{len(part.logprobs)} logprobs of {len(part.token_ids)} tokens"
@@ -66,12 +67,6 @@ def check_prefix(
         # Alternatives that are equally likely may change places, so compare their values.
         off = max((abs(one - other) for (_, one), (_, other) in zip(top, others, strict=False)), default=0.0)
         assert off <= tolerance, f"the alternatives of token {index} are {off:.3g} nats off"
-
-
-def check_cached_tokens(completion: Completion) -> None:
-    """Raise unless the cached tokens are some of the prompt's, without its last one."""
-    count, cached = len(completion.prompt_token_ids), completion.cached_tokens
-    assert 0 <= cached < count, f"{cached} of {count} prompt tokens were cached"
 
 
 def check_greedy(
