@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
@@ -21,6 +23,7 @@ from drivetrain_transformers.longrope import choose_factors_by_row
 from drivetrain_transformers.lora import Adapters
 from drivetrain_transformers.translate import context_length, device_of, load_arguments
 from drivetrain_weight_sync.receiver.cpu_sleep import trim_heap
+from drivetrain_weight_sync.tensors.names import listed
 from drivetrain_weight_sync.transports.device_memory import uuid_of
 
 _TOLERATED = 0.1
@@ -52,11 +55,15 @@ class LoadedModel:
         report(f"loading the model {config.model}")
         try:
             with no_progress_bars():
-                module = AutoModelForCausalLM.from_pretrained(config.model, **load_arguments(config))
-        except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
+                # Tensors of another shape are told by the report below, which names them.
+                arguments = {"ignore_mismatched_sizes": True, **load_arguments(config), "output_loading_info": True}
+                read: Any = AutoModelForCausalLM.from_pretrained(config.model, **arguments)
+        except (OSError, ValueError, KeyError, ImportError, TypeError, SafetensorError) as error:
             raise EngineStartError(
                 f"transformers cannot load {config.model!r}: {type(error).__name__}: {error}"
             ) from error
+        module: PreTrainedModel = read[0]
+        _refuse_initialised_weights(config.model, read[1])
         # Load on the CPU first: loading straight to a GPU, transformers puts all weights into one block of the
         # allocator, which cannot be freed while anything else lies in it.
         report(f"moving the model to {device_of(config)}")
@@ -188,6 +195,21 @@ class LoadedModel:
             torch.cuda.empty_cache()
         else:
             trim_heap()
+
+
+def _refuse_initialised_weights(folder: str, loaded: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint that does not hold every weight: transformers would fill up the rest with random numbers."""
+    missing = sorted(map(str, loaded["missing_keys"]))
+    mismatched = [
+        f"{name} (stored {tuple(stored)}, {tuple(wanted)} in the model)"
+        for name, stored, wanted in loaded["mismatched_keys"]
+    ]
+    if missing or mismatched:
+        problems = [f"lacks {listed(missing)}"] * bool(missing) + [f"has {listed(mismatched)}"] * bool(mismatched)
+        raise EngineStartError(
+            f"the checkpoint of {folder!r} {' and '.join(problems)}; give a folder that holds every weight of the "
+            "model that its config.json describes"
+        )
 
 
 def _refuse_recurrent_state(module: PreTrainedModel) -> None:

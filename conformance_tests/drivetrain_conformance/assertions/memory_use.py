@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 from typing import Final
 
 import psutil
@@ -17,7 +18,7 @@ from drivetrain_conformance.harness.testbench import until_idle
 from drivetrain_weight_sync.receiver.cpu_sleep import trim_heap
 
 SERIES: Final = 6
-"""Maximum series of measurements; growth in every one of them is a leak."""
+"""Maximum series of measurements; growth that none of them ends is a leak."""
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 
@@ -66,28 +67,45 @@ def held_by_ranks(engine: InferenceEngine) -> dict[int, int]:
 async def check_steady(
     measure: Callable[[], Awaitable[Mapping[str, int]]], room: Mapping[str, int], between: str, measurements: int = 6
 ) -> None:
-    """Raise if held memory grows with the work in every series of measurements.
+    """Raise if held memory grows steadily with the work.
 
-    Pools and allocators occasionally take or return a large block, and a series may still be warming up, so one
-    measurement proves nothing. Within a series the median of the first half is compared with the median of the second.
-    If something grew, another series follows: a leak keeps growing, a cache does not.
+    One measurement proves nothing: allocators occasionally take or return a large block, and caches warm up. If
+    something grew, another series continues the last one: a leak keeps growing, a cache does not.
 
     Args:
         measure: Does a piece of work, and returns what is held after it, by name.
         room: Allowed growth per piece of work, by name. Other names are ignored.
         between: The work between two measurements, for the message.
-        measurements: Number in one series; even, and at least 6: a median of fewer than 3 ignores no outlier.
+        measurements: Number in one series; at least 6. The last two series are looked at together.
     """
-    half, message = measurements // 2, ""
+    held: list[Mapping[str, int]] = []
+    message = ""
     for _ in range(SERIES):
-        held = [await measure() for _ in range(measurements)]
-        rows = {name: [one[name] for one in held] for name in room}
-        grew = {name: int(median(row[half:]) - median(row[:half])) // half for name, row in rows.items()}
-        leaks = [f"{grew[name]} more {name} ({rows[name]})" for name in room if grew[name] > room[name]]
+        held += [await measure() for _ in range(measurements)]
+        rows = {name: [one[name] for one in held[-2 * measurements :]] for name in room}
+        grew = {name: steady_growth(rows[name], allowed) for name, allowed in room.items()}
+        leaks = [f"{grew[name]:.0f} more {name} ({rows[name]})" for name in room if grew[name] > room[name]]
         if not leaks:
             return
-        message = f"{between} took, series after series, {', '.join(leaks)}; in brackets, the last series"
+        message = f"{between} took, series after series, {', '.join(leaks)}; in brackets, the last measurements"
     raise AssertionError(message)
+
+
+def steady_growth(held: Sequence[int], room: int) -> float:
+    """Return the growth between two measurements, without the largest rises and falls.
+
+    Memory that is given back at once, such as by a garbage collection, hides a leak from any comparison of earlier with
+    later measurements. So each fall by more than ``room`` is left out, and as many of the largest rises: blocks that
+    were taken and returned cancel out. At least a sixth of the changes is left out at either end.
+
+    Args:
+        held: What was held after each piece of work; at least 6 measurements.
+        room: Falls by more than this are no noise.
+    """
+    changes = sorted(after - before for before, after in pairwise(held))
+    falls = sum(change < -room for change in changes)
+    left_out = min(max(falls, 1, len(changes) // 6), (len(changes) - 1) // 2)
+    return fmean(changes[left_out : len(changes) - left_out])
 
 
 async def held_by(engine: InferenceEngine) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -23,12 +24,15 @@ def check_same(
     """Raise unless these greedy completions have the same tokens and ended alike."""
     for one, other in zip(got, expected, strict=True):
         check_prefix(bench, one, other, engine, model)
-        if one.token_ids == other.token_ids[: len(one.token_ids)]:
+        shared = min(len(one.token_ids), len(other.token_ids))
+        if one.token_ids[:shared] == other.token_ids[:shared]:
             assert len(one.token_ids) == len(other.token_ids), (
                 f"{len(one.token_ids)} tokens ({one.finish_reason.value}) instead of {len(other.token_ids)} "
                 f"({other.finish_reason.value}); the first are the same"
             )
             assert one.finish_reason is other.finish_reason
+            assert one.matched_stop == other.matched_stop
+            assert one.text == other.text
 
 
 def check_prefix(
@@ -38,7 +42,7 @@ def check_prefix(
     engine: InferenceEngine | None = None,
     model: Path | None = None,
 ) -> None:
-    """Raise unless ``part``'s tokens begin ``whole``, with the same logprobs where both have them.
+    """Raise unless ``part``'s tokens begin ``whole``, with the same logprobs and alternatives where both have them.
 
     The same token is rounded differently in another batch, which may decide between two equally likely tokens. If the
     tokens differ, each token of ``part`` must therefore be the oracle's most likely one.
@@ -46,14 +50,23 @@ def check_prefix(
     assert part.prompt_token_ids == whole.prompt_token_ids, "these are answers to two prompts"
     if part.token_ids != whole.token_ids[: len(part.token_ids)]:
         check_greedy(bench, part, engine, model)
+    count, cached = len(part.prompt_token_ids), part.cached_tokens
+    assert 0 <= cached < count, f"{cached} of {count} prompt tokens were cached"
     if part.logprobs is None or whole.logprobs is None or part.logprobs_mode is not whole.logprobs_mode:
         return
     assert len(part.logprobs) == len(part.token_ids), f"{len(part.logprobs)} logprobs of {len(part.token_ids)} tokens"
-    for index, (token, other) in enumerate(zip(part.token_ids, whole.token_ids, strict=False)):
-        if token != other:
-            return
-        gap = abs(part.logprobs[index] - whole.logprobs[index])
-        assert gap <= 2 * bench.tolerance(engine), f"the logprob of token {index} is {gap:.3g} nats off"
+    same = sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(part.token_ids, whole.token_ids, strict=False))
+    )
+    tolerance = 2 * bench.tolerance(engine)
+    for index, (one, other) in enumerate(zip(part.logprobs[:same], whole.logprobs, strict=False)):
+        assert abs(one - other) <= tolerance, f"the logprob of token {index} is {abs(one - other):.3g} nats off"
+    if part.top_logprobs is None or whole.top_logprobs is None:
+        return
+    for index, (top, others) in enumerate(zip(part.top_logprobs[:same], whole.top_logprobs, strict=False)):
+        # Alternatives that are equally likely may change places, so compare their values.
+        off = max((abs(one - other) for (_, one), (_, other) in zip(top, others, strict=False)), default=0.0)
+        assert off <= tolerance, f"the alternatives of token {index} are {off:.3g} nats off"
 
 
 def check_greedy(

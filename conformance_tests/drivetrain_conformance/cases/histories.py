@@ -15,6 +15,7 @@ from drivetrain_conformance.assets.made_adapters import Adapter, make_adapter
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, ordinary_ids
 from drivetrain_conformance.model.actions import (
+    PAUSES,
     Abort,
     AbortAll,
     Action,
@@ -142,7 +143,7 @@ def _with_sleeps(bench: Bench) -> set[Family]:
 
 @case()
 def random_requests_are_honoured(bench: Bench) -> None:
-    """Whichever claimed fields a call's requests combine, each field has its documented effect on all of them.
+    """Whichever claimed fields a call's requests combine, each has its documented effect, also across a pause.
 
     Lengths, ends, stops, text, logprobs, masks, spans and seeds are checked, and each token must be one that an
     independent computation of the distribution could have drawn.
@@ -151,12 +152,13 @@ def random_requests_are_honoured(bench: Bench) -> None:
     ids = ordinary_ids(engine)
     calls = batches(ids, engine.capabilities, chat=bool(engine.tokenizer.inner.chat_template), stops=_letters(bench))
     repeats = Repeats()
+    modes = [None, *(mode for capability, mode in PAUSES.items() if bench.claims(capability))]
 
     @seed(bench.seed)
     @property_settings(bench.profile.examples)
-    @given(calls, st.booleans() if bench.claims(Capability.STREAMING) else st.just(False))
-    def hold(batch: Batch, streamed: bool) -> None:
-        bench.run(check_honoured(bench, batch, repeats, streamed=streamed))
+    @given(calls, st.booleans() if bench.claims(Capability.STREAMING) else st.just(False), st.sampled_from(modes))
+    def hold(batch: Batch, streamed: bool, pause: PauseMode | None) -> None:
+        bench.run(check_honoured(bench, batch, repeats, streamed=streamed, pause=pause))
 
     hold()
     assert repeats.alike >= repeats.total / 2, (

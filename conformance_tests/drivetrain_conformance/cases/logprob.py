@@ -10,7 +10,7 @@ import numpy as np
 from drivetrain.engine.validation import MODE_CAPABILITY
 from drivetrain.types.capability import Capability
 from drivetrain.types.outputs import Completion, FinishReason, TopLogprobs
-from drivetrain.types.sampling import DisallowedTokens, LogprobsMode, SamplingParams
+from drivetrain.types.sampling import DisallowedTokens, LogprobsMode, SamplingParams, TemperatureSchedule
 from drivetrain_conformance.assertions.common_checks import ending_prompt
 from drivetrain_conformance.assertions.same_answers import check_prefix, check_same
 from drivetrain_conformance.harness.case import case
@@ -110,7 +110,10 @@ for _mode in LogprobsMode:
 @case(Capability.LOGPROBS_PROCESSED, *(capability for capability, _ in _TRANSFORMS.values()))
 async def processed_follows_everything_at_once(bench: Bench) -> None:
     """Processed logprobs follow penalties, bias, temperature, top-k, top-p and min-p in the documented order."""
+    schedules = bench.engine.supports(Capability.LOGIT_PROCESSORS)
     params = SamplingParams(
+        # Its end is reached early, and holds for the later tokens.
+        logit_processors=(TemperatureSchedule(start=1.5, end=0.8, steps=4),) if schedules else (),
         temperature=1.4,
         max_new_tokens=12,
         n=2,

@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.states import EngineState
+from drivetrain.engine.validation import MODE_CAPABILITY
 from drivetrain.errors import DeadlineExceeded, EngineStateError, InvalidRequest
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import PauseMode
@@ -593,14 +594,22 @@ async def _freezes(bench: Bench, mode: PauseMode) -> None:
 
 
 def _long(bench: Bench) -> SamplingParams:
-    """Return params of a request that is in flight for a while, with logprobs if the engine has them."""
-    if not bench.claims(Capability.LOGPROBS_RAW):
-        return bench.long(TOKENS)
-    return bench.long(TOKENS, logprobs=0, logprobs_mode=LogprobsMode.RAW)
+    """Return params of a request that is in flight for a while, with all the logprobs that the engine has."""
+    return bench.long(TOKENS, **_every_logprob(bench, LogprobsMode.RAW))
+
+
+def _every_logprob(bench: Bench, mode: LogprobsMode) -> dict[str, Any]:
+    """Return fields that ask for logprobs in this mode, alternatives and prompt logprobs, where they are claimed."""
+    found: dict[str, Any] = {}
+    if bench.claims(MODE_CAPABILITY[mode]):
+        found |= {"logprobs": 2 if bench.claims(Capability.TOP_LOGPROBS) else 0, "logprobs_mode": mode}
+    if bench.claims(Capability.PROMPT_LOGPROBS):
+        found["prompt_logprobs"] = 0
+    return found
 
 
 def _with_a_state(bench: Bench) -> list[SamplingParams]:
-    """Return params under which each token also depends on state beside the tokens: seeds, schedules, counts."""
+    """Return params under which each token also depends on state beside the tokens: seeds, schedules, counts, text."""
     engine = bench.engine
     # With coarser rounding a repeated sample may legitimately differ at any token.
     if engine.model_info.dtype != "float32":
@@ -612,11 +621,15 @@ def _with_a_state(bench: Bench) -> list[SamplingParams]:
         schedule: dict[str, Any] = {}
         if engine.supports(Capability.LOGIT_PROCESSORS):
             schedule["logit_processors"] = (TemperatureSchedule(start=0.5, end=1.5, steps=most),)
-        found.append(bench.long(TOKENS, seed=3, temperature=1.0, **schedule))
+        logprobs = _every_logprob(bench, LogprobsMode.TEMPERATURE)
+        found.append(bench.long(TOKENS, seed=3, temperature=1.0, **schedule, **logprobs))
     if engine.supports(Capability.FREQUENCY_PENALTY):
-        found.append(bench.long(TOKENS, frequency_penalty=1.5))
+        found.append(bench.long(TOKENS, frequency_penalty=1.5, **_every_logprob(bench, LogprobsMode.PROCESSED)))
     if engine.supports(Capability.PRESENCE_PENALTY):
         found.append(bench.long(TOKENS, presence_penalty=1.5))
+    if engine.supports(Capability.STOP_REGEX):
+        # The match begins before any pause, and ends after it.
+        found.append(bench.long(TOKENS, stop_regex=(f"(?s)^.{{{most // 2}}}",), include_stop_str_in_output=True))
     if all(map(engine.supports, _HELD_BACK)):
         (last,) = bench.prompt(1)
         # The last token is forced but also a stop, so it is held back until min_new_tokens, and then ends the sample.

@@ -155,7 +155,7 @@ class Family(Enum):
     UPDATES = "updates"
 
 
-_PAUSES: Final[Mapping[Capability, PauseMode]] = {
+PAUSES: Final[Mapping[Capability, PauseMode]] = {
     Capability.PAUSE_ABORT: PauseMode.ABORT,
     Capability.PAUSE_WAIT: PauseMode.WAIT,
     Capability.PAUSE_IN_PLACE: PauseMode.IN_PLACE,
@@ -236,7 +236,7 @@ class _Steps:
 
     @property
     def modes(self) -> SearchStrategy[PauseMode]:
-        return st.sampled_from([mode for capability, mode in _PAUSES.items() if capability in self.capabilities])
+        return st.sampled_from([mode for capability, mode in PAUSES.items() if capability in self.capabilities])
 
     def requests(self, long: SearchStrategy[bool]) -> SearchStrategy[Action]:
         streamed = st.booleans() if Capability.STREAMING in self.capabilities else st.just(False)

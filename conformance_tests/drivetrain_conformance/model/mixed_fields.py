@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from drivetrain.types.capability import Capability
+from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import Completion, FinishReason, TopLogprobs
 from drivetrain.types.prompts import Prompt
 from drivetrain.types.sampling import (
@@ -20,7 +21,7 @@ from drivetrain.types.sampling import (
     TemperatureSchedule,
 )
 from drivetrain_conformance.harness.testbench import Bench, NoOracle
-from drivetrain_conformance.model.replay import Live
+from drivetrain_conformance.model.replay import Live, proceed, settle
 from drivetrain_conformance.model.strategies import EBNF_AS_REGEX, Batch
 from drivetrain_conformance.references.oracle import log_softmax
 from drivetrain_conformance.references.reference_sampling import steps
@@ -35,11 +36,28 @@ class Repeats:
     total: int = 0
 
 
-async def check_honoured(bench: Bench, batch: Batch, repeats: Repeats, *, streamed: bool) -> None:
-    """Make a call and check everything that comes back; repeat the requests whose outcome is fixed."""
+async def check_honoured(
+    bench: Bench, batch: Batch, repeats: Repeats, *, streamed: bool, pause: PauseMode | None = None
+) -> None:
+    """Make a call and check everything that comes back; repeat the requests whose outcome is fixed.
+
+    Args:
+        bench: The workplace.
+        batch: The prompts, and the params of each.
+        repeats: Counts the repeated requests.
+        streamed: Make the call as a stream.
+        pause: Pause in this mode while the call runs, and continue. No field may lose its effect by that.
+    """
     engine = bench.engine
     call = engine.generate_stream if streamed else engine.generate
-    completions = await Live(call(batch.prompts, batch.params)).result()
+    live = Live(call(batch.prompts, batch.params))
+    if pause is not None:
+        await settle(engine, live)
+        if streamed:
+            await proceed(live, tokens=len(batch.prompts))
+        await engine.pause_generation(pause)
+        await engine.continue_generation()
+    completions = await live.result()
     expected = [(p, s) for p, params in enumerate(batch.params) for s in range(params.n)]
     assert [(c.prompt_index, c.sample_index) for c in completions] == expected, (
         "completions are missing or out of order"
@@ -48,7 +66,7 @@ async def check_honoured(bench: Bench, batch: Batch, repeats: Repeats, *, stream
     for completion in completions:
         prompt, params = batch.prompts[completion.prompt_index], batch.params[completion.prompt_index]
         _check_prompt(bench, prompt, params, completion)
-        _check_ids(bench, params, completion)
+        _check_ids(bench, params, completion, may_be_aborted=pause is PauseMode.ABORT)
         _check_text(bench, params, completion)
         _check_logprobs(params, completion)
         _check_extras(bench, params, completion)
@@ -79,16 +97,19 @@ def _check_prompt(bench: Bench, prompt: Prompt, params: SamplingParams, completi
                 assert len(top) == params.prompt_logprobs, f"prompt token {token} has {len(top)} alternatives"
 
 
-def _check_ids(bench: Bench, params: SamplingParams, completion: Completion) -> None:
+def _check_ids(bench: Bench, params: SamplingParams, completion: Completion, *, may_be_aborted: bool) -> None:
     """Check that the ids could be drawn, and that they end where and for the reason stated."""
     info, ids, reason = bench.engine.model_info, completion.token_ids, completion.finish_reason
     assert params.max_new_tokens is not None
     assert all(0 <= token < info.vocab_size for token in ids), f"ids outside the vocabulary: {ids}"
     assert len(ids) <= params.max_new_tokens
-    assert reason is not FinishReason.ABORT, "it was aborted, and nobody asked for that"
+    aborted = reason is FinishReason.ABORT
+    assert may_be_aborted or not aborted, "it was aborted, and nobody asked for that"
     stops = {*params.stop_token_ids, *(() if params.ignore_eos else info.eos_token_ids)}
     assert not stops.intersection(ids[:-1]), f"it went on past a stop id: {ids}, stops {sorted(stops)}"
     match completion.matched_stop:
+        case None if aborted:
+            assert len(ids) <= params.max_new_tokens
         case None:
             assert reason is FinishReason.LENGTH, "it stopped, and nothing is named that it stopped at"
             assert len(ids) == params.max_new_tokens
@@ -101,7 +122,7 @@ def _check_ids(bench: Bench, params: SamplingParams, completion: Completion) -> 
         assert not stops.intersection(ids), f"the last id is a stop, and is not named: {ids}"
     if completion.matched_stop is not None:
         assert reason is FinishReason.STOP
-    if not isinstance(completion.matched_stop, str):
+    if not aborted and not isinstance(completion.matched_stop, str):
         # A text stop cuts ids off, so fewer may remain.
         assert len(ids) >= params.min_new_tokens
     for processor in params.logit_processors:
@@ -240,6 +261,8 @@ async def _check_repeats(bench: Bench, batch: Batch, completions: Sequence[Compl
         repeats.total += 1
         if second.token_ids[: len(first.token_ids)] == first.token_ids:
             repeats.alike += 1
+            if first.finish_reason is FinishReason.ABORT:
+                continue
             params = batch.params[first.prompt_index]
             expected, got = expected_ending(second, params, bench.engine.tokenizer), Ending.of(first)
             assert got == expected, f"of {second.text!r} ({second.token_ids}) came {got}, where it must be {expected}"

@@ -13,7 +13,7 @@ from drivetrain.backend.base import Backend, EngineStats, GenerateRequest, Gener
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import FinishReason, VersionSpan
-from drivetrain.types.sampling import DisallowedTokens, LogprobsMode
+from drivetrain.types.sampling import DisallowedTokens, LogitProcessor, LogprobsMode, TemperatureSchedule
 from drivetrain_conformance.mutants.registry import backend_mutants, mixed, mutant
 from drivetrain_conformance.mutants.spoil import (
     KnowingEos,
@@ -128,6 +128,44 @@ def freezes_without_the_adapter(request: GenerateRequest) -> GenerateRequest | N
     return dataclasses.replace(request, lora=None) if request.lora else None
 
 
+@retracted_mutant("pause/retract_freezes_requests_in_flight", says=("the first are the same", "text"))
+def matches_stop_texts_from_a_retraction_on(request: GenerateRequest) -> GenerateRequest | None:
+    """A stop text that was half written when its request was retracted is not recognised."""
+    return request if request.params.stop_regex else None
+
+
+@mutant("pause/retract_freezes_requests_in_flight", says="prompt tokens were cached")
+class counts_what_a_retraction_recomputed(SoundBackend):
+    """A retracted request counts its own output among the cached tokens of its prompt."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._flying: set[str] = set()
+        self._retracted: set[str] = set()
+
+    async def freeze(self, mode: PauseMode) -> None:
+        await super().freeze(mode)
+        if mode is PauseMode.RETRACT:
+            self._retracted |= self._flying
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        self._flying.add(request.request_id)
+        try:
+            result = await super().generate(request)
+        finally:
+            self._flying.discard(request.request_id)
+        if request.request_id not in self._retracted:
+            return result
+        return dataclasses.replace(result, cached_tokens=len(request.prompt_token_ids) + len(result.token_ids) // 2)
+
+
+@result_mutant("pause/abort_ends_requests_in_flight", says="0 top logprobs")
+def loses_the_alternatives_of_the_aborted(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
+    """An aborted request comes back without the likeliest tokens that were asked for."""
+    aborted = result.finish_reason is FinishReason.ABORT and result.top_logprobs is not None
+    return dataclasses.replace(result, top_logprobs=[]) if aborted else result
+
+
 @mutant("histories/random_histories_keep_the_contract", says="logprobs of its prompt are")
 class scores_prompts_by_the_first_weights(SoundBackend):
     """Prompt logprobs are cached, and stay the same after the weights changed."""
@@ -142,6 +180,20 @@ class scores_prompts_by_the_first_weights(SoundBackend):
             return result
         first = self._known.setdefault(tuple(request.prompt_token_ids), result.prompt_logprobs)
         return dataclasses.replace(result, prompt_logprobs=first)
+
+
+@params_mutant("logprob/processed_follows_everything_at_once", says="in mode processed at temperature")
+def runs_a_schedule_past_its_end(request: GenerateRequest) -> Mapping[str, object]:
+    """A temperature schedule goes on as it began after its last step, until the temperature is almost 0."""
+
+    def prolonged(processor: LogitProcessor) -> LogitProcessor:
+        if not isinstance(processor, TemperatureSchedule) or processor.steps < 2:
+            return processor
+        steps = 4 * processor.steps
+        end = processor.start + (processor.end - processor.start) * (steps - 1) / (processor.steps - 1)
+        return processor.model_copy(update={"end": max(end, 0.05), "steps": steps})
+
+    return {"logit_processors": tuple(map(prolonged, request.params.logit_processors))}
 
 
 # With a stream -------------------------------------------------------------------------------------------------------

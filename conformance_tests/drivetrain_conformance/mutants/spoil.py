@@ -222,7 +222,15 @@ def after(request: GenerateRequest, made: GenerateResult) -> GenerateRequest:
 
 
 def joined(first: GenerateResult, rest: GenerateResult) -> GenerateResult:
-    """Return the tokens of two results as one result without logprobs, of the last one's weight version."""
+    """Return the tokens of two results as one result of the last one's weight version."""
     ids = first.token_ids + rest.token_ids
-    spans = [VersionSpan(span.version, 0, len(ids)) for span in rest.weight_versions[-1:]]
-    return dataclasses.replace(rest, token_ids=ids, weight_versions=spans, logprobs=None, top_logprobs=None)
+    return dataclasses.replace(
+        rest,
+        token_ids=ids,
+        weight_versions=[VersionSpan(span.version, 0, len(ids)) for span in rest.weight_versions[-1:]],
+        logprobs=None if rest.logprobs is None else [*(first.logprobs or ()), *rest.logprobs],
+        top_logprobs=None if rest.top_logprobs is None else [*(first.top_logprobs or ()), *rest.top_logprobs],
+        prompt_logprobs=first.prompt_logprobs,
+        prompt_top_logprobs=first.prompt_top_logprobs,
+        cached_tokens=first.cached_tokens,
+    )

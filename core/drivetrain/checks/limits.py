@@ -14,6 +14,12 @@ MOST_SAMPLES: Final = 16_384
 MOST_SAMPLES_OF_A_CALL: Final = 1 << 20
 """Maximum completions of one call, over all its prompts."""
 
+MOST_SESSIONS: Final = 1 << 16
+"""Maximum sessions of an engine that are open at once."""
+
+MOST_TURNS: Final = 1 << 16
+"""Maximum turns of a session."""
+
 MOST_MESSAGES: Final = 1 << 16
 """Maximum messages in a chat prompt."""
 

@@ -7,8 +7,11 @@ cheap, so every backend with a prefix cache has sessions.
 from __future__ import annotations
 
 import uuid
+from array import array
 from dataclasses import dataclass, field
+from itertools import chain
 
+from drivetrain.checks.limits import MOST_SESSIONS, MOST_TURNS
 from drivetrain.checks.safe_repr import shown
 from drivetrain.engine.controller import Controller
 from drivetrain.errors import InvalidRequest
@@ -17,12 +20,26 @@ from drivetrain.types.modes import TurnMode
 from drivetrain.types.outputs import Completion
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """The token ids of a turn (prompt and answer), and the turn that it builds on."""
+    """A turn's own token ids (prompt and answer), and the turn that it builds on.
 
-    token_ids: list[int]
+    Only its own: a conversation of many turns would otherwise take memory in proportion to the square of its length.
+    """
+
+    own: array[int]
+    before: Turn | None
     parent: str | None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The token ids of this turn and of all that it builds on."""
+        parts: list[array[int]] = []
+        turn: Turn | None = self
+        while turn is not None:
+            parts.append(turn.own)
+            turn = turn.before
+        return list(chain.from_iterable(reversed(parts)))
 
 
 @dataclass(slots=True)
@@ -38,8 +55,15 @@ class Session:
         """Return the whole prompt of a turn whose own part is ``token_ids``.
 
         Raises:
-            InvalidRequest: there is no such earlier turn, or the whole prompt exceeds the capacity.
+            InvalidRequest: there is no such earlier turn, the session has the most turns that it may have, or the whole
+                prompt exceeds the capacity.
         """
+        if len(self.turns) >= MOST_TURNS:
+            raise InvalidRequest(
+                f"session {self.session_id!r} has {len(self.turns)} turns, the most that a session may have; close it "
+                "and open another one",
+                field="session_id",
+            )
         if parent is None:
             if mode is not TurnMode.CONTINUE:
                 raise InvalidRequest(
@@ -69,7 +93,11 @@ class Session:
         if mode is TurnMode.REPLACE and parent is not None:
             self._forget_after(parent)
         token_ids = completion.prompt_token_ids + completion.token_ids
-        self.turns[completion.request_id] = Turn(token_ids, parent)
+        before = self.turns.get(parent) if parent is not None else None
+        begun = before.token_ids if before is not None else []
+        if token_ids[: len(begun)] != begun:  # its parent was replaced while it was answered
+            before, begun = None, []
+        self.turns[completion.request_id] = Turn(array("q", token_ids[len(begun) :]), before, parent)
 
     def _forget_after(self, parent: str) -> None:
         gone = {parent}
@@ -91,9 +119,15 @@ class Sessions:
         """Open a session and return its id, made up if ``session_id`` is None.
 
         Raises:
-            InvalidRequest: a session of this id is open.
+            InvalidRequest: a session of this id is open, or as many are open as may be.
         """
         self.controller.require("open_session()", Capability.SESSIONS)
+        if len(self._open) >= MOST_SESSIONS:
+            raise InvalidRequest(
+                f"{len(self._open)} sessions are open, the most that an engine keeps; call close_session() for those "
+                "that are done",
+                field="session_id",
+            )
         session_id = session_id or uuid.uuid4().hex
         if session_id in self._open:
             raise InvalidRequest(f"session_id={shown(session_id)} is open already; close it first", field="session_id")
