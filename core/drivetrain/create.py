@@ -9,6 +9,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from drivetrain.attached.engine import AttachedEngine
 from drivetrain.attached.remote import REMOTE, remote_engine
 from drivetrain.backend.base import Backend, StopKind
 from drivetrain.backend.registry import load_backend, require_engine
@@ -50,7 +51,7 @@ def create_engine(
     """
     given = _fields(backend, fields)
     if given.get("backend") == REMOTE:
-        return remote_engine(given)
+        return remote_engine(given, AttachedEngine)
     config = EngineConfig.from_mapping(given)
     check_folders(config)
     if config.python is not None and config.isolation is Isolation.INLINE:

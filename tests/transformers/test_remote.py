@@ -147,6 +147,9 @@ class Wire:
     def __init__(self) -> None:
         self.target = 0
         self.cut_for_good = False
+        self.drop_handshakes = 0
+        """Number of connections that are dropped after the owner's first message."""
+        self.dropped = 0
         self._open: set[asyncio.StreamWriter] = set()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -154,6 +157,13 @@ class Wire:
             writer.transport.abort()
             return
         there_reader, there = await asyncio.open_connection("127.0.0.1", self.target)
+        if self.dropped < self.drop_handshakes:
+            self.dropped += 1
+            writer.write(await there_reader.read(1 << 16))
+            await reader.read(1 << 16)  # the holder's answer
+            writer.close()
+            there.close()
+            return
         self._open |= {writer, there}
         await asyncio.gather(self._copy(reader, there), self._copy(there_reader, writer))
 
@@ -246,6 +256,41 @@ async def test_no_connection_means_that_the_owner_is_gone(open_engine: OpenEngin
             async with asyncio.timeout(BOUND):
                 with pytest.raises(EngineDied):
                     await generating
+            assert remote.state.value == "failed"
+        finally:
+            await remote.teardown()
+
+
+async def test_a_handshake_that_is_dropped_is_tried_again(open_engine: OpenEngine) -> None:
+    async with open_engine() as engine, wired(engine) as (wire, handle):
+        remote = await attach(handle)
+        owner = remote._backend.owner
+        try:
+            wire.drop_handshakes = 2
+            wire.cut()
+            async with asyncio.timeout(BOUND):
+                await remote.stats()
+                assert (await remote.generate([1, 2], GREEDY)).completions[0].token_ids
+            assert wire.dropped == 2
+            assert owner.connections == 2, "attempts that failed are no connections"
+        finally:
+            await remote.teardown()
+
+
+async def test_handshakes_that_are_always_dropped_mean_that_the_owner_is_gone(open_engine: OpenEngine) -> None:
+    async with open_engine(timeouts={"heartbeat": 2}) as engine, wired(engine) as (wire, handle):
+        remote = await attach(handle)
+        try:
+            generating = asyncio.create_task(remote.generate([1, 2], LONG))
+            await until(lambda: bool(engine.parts.in_flight.running))
+            wire.drop_handshakes = sys.maxsize
+            begun = asyncio.get_running_loop().time()
+            wire.cut()
+            async with asyncio.timeout(BOUND):
+                with pytest.raises(EngineDied, match="call socket"):
+                    await generating
+            assert 1 < asyncio.get_running_loop().time() - begun < 10
+            assert wire.dropped > 2
             assert remote.state.value == "failed"
         finally:
             await remote.teardown()

@@ -11,8 +11,7 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Final
@@ -20,14 +19,17 @@ from typing import Final
 import psutil
 import yaml
 
-from drivetrain.create import create_engine
+from drivetrain.attached.engine import AttachedEngine
+from drivetrain.attached.remote import remote_engine
+from drivetrain.backend.base import Backend, EngineStats, ModelInfo
 from drivetrain.engine.engine import InferenceEngine
+from drivetrain.engine.shared_state import shared_capabilities
 from drivetrain.engine.states import EngineState
 from drivetrain.errors import DrivetrainError, EngineStartError, from_wire
 from drivetrain.process.host_launcher import LaunchedHost
 from drivetrain.process.host_log import with_end_of_log
 from drivetrain.types.capability import Capability
-from drivetrain.types.config import EngineConfig, Isolation
+from drivetrain.types.config import EngineConfig
 from drivetrain_conformance.harness.fork_server import ForkServer
 from drivetrain_conformance.harness.suite import Suite
 from drivetrain_conformance.harness.verdict import KnownFailure
@@ -106,9 +108,37 @@ class Host:
             self._folder.cleanup()
 
 
-async def _raise(error: Exception, report: object) -> None:
-    """Be the start of a backend whose host did not start."""
-    raise error
+class HostedPage(AttachedEngine):
+    """The page of a host's engine; ``teardown`` ends the host, too."""
+
+    host: Host
+
+    async def teardown(self) -> None:
+        await super().teardown()
+        await asyncio.to_thread(self.host.stop)
+
+
+class _NotStarted(Backend):
+    """A backend whose host did not start."""
+
+    engine_distribution = "drivetrain"
+
+    def __init__(self, config: EngineConfig, error: DrivetrainError) -> None:
+        super().__init__(config)
+        self._error = error
+
+    @classmethod
+    def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
+        return frozenset()
+
+    async def start(self, report: Callable[[str], None]) -> ModelInfo:
+        raise self._error
+
+    async def close(self) -> None:
+        """Close nothing."""
+
+    async def stats(self) -> EngineStats:
+        raise self._error
 
 
 def _launch(arguments: Sequence[str], environment: Mapping[str, str], server: ForkServer | None) -> LaunchedHost:
@@ -138,7 +168,7 @@ def _readline(fd: int) -> str:
 _STARTS_BEFORE: Final = KnownFailure(
     "faults/a_host_killed_while_it_starts",
     reason="a remote engine was started before its page is made",
-    issue="docs/how-to/handles.md",
+    issue="",  # intended: docs/how-to/handles.md
     error="AssertionError",
     message="it started, though its host was killed",
 )
@@ -184,18 +214,16 @@ class RemoteSuite(Suite):
         try:
             host = self._reusable(plain) or Host(plain, self._server)
         except DrivetrainError as error:  # refused by the start, which is the host's
-            vars(checked.parts.backend)["start"] = partial(_raise, error)
-            checked.capabilities = self.claims(fields)
-            return checked
-        engine = create_engine("remote", endpoint=host.endpoint, key=host.key)
+            return InferenceEngine(
+                checked.config,
+                _NotStarted(checked.config, error),
+                capabilities=self.claims(fields),
+                isolation=checked.isolation,
+                versions=checked.versions,
+            )
+        engine = remote_engine({"endpoint": host.endpoint, "key": host.key}, HostedPage)
+        engine.host = host
         self._opened.append((plain, host, engine))
-        detach = engine.teardown
-
-        async def teardown() -> None:
-            await detach()
-            await asyncio.to_thread(host.stop)
-
-        vars(engine)["teardown"] = teardown
         return engine
 
     def _checked(self, fields: Mapping[str, object]) -> InferenceEngine:
@@ -217,10 +245,7 @@ class RemoteSuite(Suite):
     def claims(self, fields: Mapping[str, object]) -> frozenset[Capability]:
         """Return what the engine claims for other processes."""
         engine = self._checked(fields)
-        claimed = engine.capabilities - {Capability.WEIGHTS_IN_PROCESS}
-        if engine.isolation is Isolation.INLINE:
-            claimed |= type(engine.parts.backend).capabilities(engine.config) & {Capability.WEIGHTS_CUDA_IPC}
-        return claimed
+        return shared_capabilities(type(engine.parts.backend), engine.config, engine.capabilities, engine.isolation)
 
     def isolation_of(self, fields: Mapping[str, object]) -> str:
         """Return "remote"."""

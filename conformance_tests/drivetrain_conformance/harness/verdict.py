@@ -59,11 +59,16 @@ class KnownFailure:
     """``group/name``."""
     reason: str
     issue: str
-    """URL of the issue about it."""
+    """URL of the issue about it; empty for a difference that is intended."""
     error: str
     """Class of the error, such as ``"AssertionError"``."""
     message: str
     """Part of the error's message."""
+
+    @property
+    def why(self) -> str:
+        """The reason, and the issue if there is one."""
+        return f"{self.reason} ({self.issue})" if self.issue else self.reason
 
 
 def judge(needs: Collection[Capability], missing: Collection[Capability], error: BaseException | None) -> Judgement:
@@ -106,12 +111,11 @@ def apply_known_failures(
     if judgement.verdict is not Verdict.FAILED:
         return Judgement(
             Verdict.FAILED,
-            f"is listed as a known failure ({listed.reason}; {listed.issue}), but it is {judgement.verdict.value}: "
-            "take it off the list",
+            f"is listed as a known failure ({listed.why}), but it is {judgement.verdict.value}: take it off the list",
         )
     name = type(error).__name__ if error is not None else ""
     if error is not None and name == listed.error and listed.message in describe(error):
-        return Judgement(Verdict.KNOWN_FAILURE, f"{listed.reason} ({listed.issue})")
+        return Judgement(Verdict.KNOWN_FAILURE, listed.why)
     return Judgement(
         Verdict.FAILED,
         f"is known to fail with {listed.error} ({listed.message!r}), but failed otherwise: {judgement.message}",

@@ -219,9 +219,6 @@ class Player:
         """Check a request that has ended against the contract and its expected answer."""
         asked, request = self._requests[name], self._contract.requests[name]
         end = _end(request)
-        if end is End.ABORTED and asked.samples > 1 and asked.fields.stop:
-            # One sample may have met its stop before a pause froze the other one.
-            end = End.ABORTED_OR_WHOLE
         arguments = [asked.variable, "answers", str(asked.tokens), f"End.{end.name}", str(list(request.versions))]
         stale = sorted(request.stale)
         least = int(name in self._begun)
@@ -241,7 +238,7 @@ class Player:
             least=least,
             by_now=by_now,
         )
-        if request.raced and end is End.ABORTED_OR_WHOLE and asked.tokens == LONG:
+        if end is End.ABORTED_OR_WHOLE and asked.tokens == LONG:
             self.raced += [completion.finish_reason is not FinishReason.ABORT for completion in completions]
 
     async def _look(self) -> None:

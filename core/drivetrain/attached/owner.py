@@ -50,9 +50,11 @@ class Owner:
         self.handle = handle
         self.facts = facts
         self.connections = 0
-        """Number of connections so far. The owner has dropped everything that it held for an earlier one."""
+        """Number of connections made so far. The owner has dropped everything that it held for an earlier one."""
         self._on_state = on_state
         self._patience = facts.config.timeouts.heartbeat
+        self._attempt = object()
+        """Identifies the newest attempt to connect; earlier ones report no loss."""
         self._connected: Connected | None = None
         self._back: asyncio.Future[None] | None = None
         """While a broken connection is made again: done when it is, or when that has failed."""
@@ -72,17 +74,17 @@ class Owner:
         self._connected = await self._connect(patience)
 
     async def _connect(self, patience: float) -> Connected:
-        number = self.connections + 1
+        attempt = self._attempt = object()
 
         def lost(reason: str) -> None:
-            if number == self.connections:
+            if attempt is self._attempt:
                 self._lost(reason)
 
-        self.connections = number
         connected = await connect(self.handle, self._on_state, lost, patience)
         if connected.facts.instance != self.facts.instance:
             await connected.close()
             raise EngineDied(f"another engine answers at {self.handle.address} now; attach to it")
+        self.connections += 1
         return connected
 
     async def died(self) -> EngineError:
@@ -165,6 +167,9 @@ class Owner:
             except EngineStateError as error:
                 # Nothing listens: the owner has ended. Anything else, such as an unreachable network, may pass.
                 if isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError) or left < pause:
+                    raise
+            except ConnectionLost:  # during the handshake; the next one may succeed
+                if left < pause:
                     raise
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)

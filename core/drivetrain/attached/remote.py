@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from drivetrain.attached.backend import AttachedBackend
 from drivetrain.attached.connection import fetch_facts
@@ -26,11 +26,15 @@ _OF_THE_OWNER: Final = frozenset({"isolation", "python"})
 _FOLDERS: Final = frozenset({"model", "tokenizer"})
 
 
-def remote_engine(fields: Mapping[str, object]) -> AttachedEngine:
+_E = TypeVar("_E", bound=AttachedEngine)
+
+
+def remote_engine(fields: Mapping[str, object], page: type[_E]) -> _E:
     """Make the page of the engine at ``endpoint``, to be started; asks its owner what the engine is.
 
     Args:
         fields: ``endpoint``, ``key``, and fields of :class:`EngineConfig` that are compared with the engine's own.
+        page: The page's class.
 
     Raises:
         InvalidConfig: A field is wrong, or differs from the engine's configuration.
@@ -54,7 +58,7 @@ def remote_engine(fields: Mapping[str, object]) -> AttachedEngine:
     for name in asked.model_fields_set - {"timeouts"}:
         _compare(name, getattr(asked, name), facts, handle)
     timeouts = asked.timeouts if "timeouts" in given else own.timeouts
-    return AttachedEngine(facts, AttachedBackend(handle, facts, PATIENCE_S), _with_heartbeat_of(own, timeouts))
+    return page(facts, AttachedBackend(handle, facts, PATIENCE_S), _with_heartbeat_of(own, timeouts))
 
 
 def _handle(fields: Mapping[str, object]) -> EngineHandle:

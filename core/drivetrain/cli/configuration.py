@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final, TypeAlias
 
 import typer
 import yaml
@@ -12,6 +12,23 @@ from drivetrain.checks.pydantic_errors import shown_name
 from drivetrain.types.config import EngineConfig, Isolation
 
 DEFAULT_BACKEND: Final = "transformers"
+
+# Options of every command that starts an engine ----------------------------------------------------------------------
+
+ModelOption: TypeAlias = Annotated[str | None, typer.Option(help="Folder or hub id of the model.", show_default=False)]
+BackendOption: TypeAlias = Annotated[
+    str | None, typer.Option(help=f"Backend; default: that of --config, else {DEFAULT_BACKEND}.", show_default=False)
+]
+ConfigOption: TypeAlias = Annotated[
+    Path | None, typer.Option(help="YAML file with the engine's configuration.", show_default=False)
+]
+SettingsOption: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="FIELD=VALUE", help="Set a configuration field; the value is YAML. Repeatable."),
+]
+IsolationOption: TypeAlias = Annotated[
+    Isolation | None, typer.Option(help="Where the engine runs.", show_default=False)
+]
 
 
 def configuration(
@@ -43,4 +60,12 @@ def configuration(
     return EngineConfig.from_mapping(fields)
 
 
-__all__ = ["DEFAULT_BACKEND", "configuration"]
+__all__ = [
+    "DEFAULT_BACKEND",
+    "BackendOption",
+    "ConfigOption",
+    "IsolationOption",
+    "ModelOption",
+    "SettingsOption",
+    "configuration",
+]

@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import sys
 from contextlib import aclosing
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
-from drivetrain.cli.configuration import DEFAULT_BACKEND, configuration
+from drivetrain.cli.configuration import (
+    BackendOption,
+    ConfigOption,
+    IsolationOption,
+    ModelOption,
+    SettingsOption,
+    configuration,
+)
 from drivetrain.cli.output import out, print_json, progress
 from drivetrain.create import create_engine
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.validation import check_params_supported, check_sampling_params
-from drivetrain.types.config import Isolation
 from drivetrain.types.outputs import Completion
 from drivetrain.types.prompts import ChatPrompt, Message, Prompt, TextPrompt
 from drivetrain.types.sampling import SamplingParams
@@ -26,19 +31,11 @@ def generate(
     prompts: Annotated[
         list[str] | None, typer.Argument(metavar="PROMPT...", help="Prompts; without any, each line of stdin is one.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Folder or hub id of the model.", show_default=False)] = None,
-    backend: Annotated[
-        str | None,
-        typer.Option(help=f"Backend; default: that of --config, else {DEFAULT_BACKEND}.", show_default=False),
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="YAML file with the engine's configuration.", show_default=False)
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="FIELD=VALUE", help="Set a configuration field; the value is YAML. Repeatable."),
-    ] = None,
-    isolation: Annotated[Isolation | None, typer.Option(help="Where the engine runs.", show_default=False)] = None,
+    model: ModelOption = None,
+    backend: BackendOption = None,
+    config: ConfigOption = None,
+    settings: SettingsOption = None,
+    isolation: IsolationOption = None,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum tokens per completion.")] = 128,
     temperature: Annotated[float, typer.Option(help="Temperature; 0 is greedy.")] = 1.0,
     n: Annotated[int, typer.Option("--n", help="Completions per prompt.")] = 1,

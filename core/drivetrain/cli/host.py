@@ -13,13 +13,19 @@ from typing import Annotated
 import typer
 
 from drivetrain.attached.remote import KEY_VARIABLE
-from drivetrain.cli.configuration import DEFAULT_BACKEND, configuration
+from drivetrain.cli.configuration import (
+    BackendOption,
+    ConfigOption,
+    IsolationOption,
+    ModelOption,
+    SettingsOption,
+    configuration,
+)
 from drivetrain.cli.output import progress
 from drivetrain.create import create_engine
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.states import EngineState
 from drivetrain.errors import EngineDied, InvalidConfig
-from drivetrain.types.config import Isolation
 from drivetrain.types.handle import EngineHandle
 
 
@@ -32,19 +38,11 @@ def host(
             show_default=False,
         ),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Folder or hub id of the model.", show_default=False)] = None,
-    backend: Annotated[
-        str | None,
-        typer.Option(help=f"Backend; default: that of --config, else {DEFAULT_BACKEND}.", show_default=False),
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="YAML file with the engine's configuration.", show_default=False)
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="FIELD=VALUE", help="Set a configuration field; the value is YAML. Repeatable."),
-    ] = None,
-    isolation: Annotated[Isolation | None, typer.Option(help="Where the engine runs.", show_default=False)] = None,
+    model: ModelOption = None,
+    backend: BackendOption = None,
+    config: ConfigOption = None,
+    settings: SettingsOption = None,
+    isolation: IsolationOption = None,
     announce: Annotated[
         str | None,
         typer.Option(metavar="HOST", help="Host name to print in place of the one listened on.", show_default=False),

@@ -28,7 +28,7 @@ from drivetrain.engine.config_checks import absolute_folders
 from drivetrain.engine.death_reports import report_death
 from drivetrain.engine.listener import EngineListener
 from drivetrain.engine.parts import PartKinds
-from drivetrain.engine.shared_state import EngineFacts, this_machine
+from drivetrain.engine.shared_state import EngineFacts, shared_capabilities, this_machine
 from drivetrain.engine.states import EngineState
 from drivetrain.errors import DrivetrainError, EngineError, EngineStartError
 from drivetrain.types.arguments import checked
@@ -118,9 +118,8 @@ class InferenceEngine(Conveniences, OpenAICalls, SessionCalls, LoraCalls, Sharin
         await self._close_backend()
 
     def _facts(self) -> EngineFacts:
-        capabilities = self.capabilities - {Capability.WEIGHTS_IN_PROCESS}
-        if self.isolation is Isolation.INLINE:  # memory that this process cannot map, others can
-            capabilities |= type(self.parts.backend).capabilities(self.config) & {Capability.WEIGHTS_CUDA_IPC}
+        backend = type(self.parts.backend)
+        capabilities = shared_capabilities(backend, self.config, self.capabilities, self.isolation)
         return EngineFacts(
             config=self.config.model_copy(update={"endpoint_api_key": None, **absolute_folders(self.config)}),
             capabilities=frozenset(capability.value for capability in capabilities),

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from drivetrain.backend.base import ModelInfo, StopKind
+from drivetrain.backend.base import Backend, ModelInfo, StopKind
 from drivetrain.engine.states import EngineStatus
 from drivetrain.process.codec import codec_for
-from drivetrain.types.config import EngineConfig
+from drivetrain.types.capability import Capability
+from drivetrain.types.config import EngineConfig, Isolation
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,27 @@ FACTS: Final = codec_for(EngineFacts)
 STATE: Final = codec_for(SharedState)
 
 
+def shared_capabilities(
+    backend: type[Backend], config: EngineConfig, capabilities: frozenset[Capability], isolation: Isolation
+) -> frozenset[Capability]:
+    """Return the capabilities that an engine has for other processes.
+
+    Args:
+        backend: The backend's class, for an engine that runs inline.
+        config: The engine's configuration.
+        capabilities: The engine's capabilities for the process that owns it.
+        isolation: Where the engine runs.
+    """
+    shared = capabilities - {Capability.WEIGHTS_IN_PROCESS}
+    if isolation is Isolation.INLINE:  # memory that this process cannot map, others can
+        shared |= backend.capabilities(config) & {Capability.WEIGHTS_CUDA_IPC}
+    return shared
+
+
 def this_machine() -> str:
     """Return an id of this machine since its last boot."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return file.read().strip()
 
 
-__all__ = ["FACTS", "STATE", "EngineFacts", "SharedState", "this_machine"]
+__all__ = ["FACTS", "STATE", "EngineFacts", "SharedState", "shared_capabilities", "this_machine"]
