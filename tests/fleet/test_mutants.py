@@ -196,6 +196,13 @@ MUTANTS = [
         UPDATES + "test_a_pinned_request_goes_to_an_engine_of_its_version",
     ),
     Mutant(
+        "a pushed adapter is not kept for who joins",
+        "control.py",
+        "FleetAdapter(path, pinned)",
+        "FleetAdapter(source.path, pinned)",
+        UPDATES + "test_an_engine_that_joins_gets_an_adapter_whose_folder_was_removed",
+    ),
+    Mutant(
         "who joins is in sync",
         "backend.py",
         "if not known and",
