@@ -13,7 +13,7 @@ from drivetrain_weight_sync import WeightSync
 from fleets import fleet_of, tensors_for
 
 REQUESTS, UPDATES = 1000, 20
-"""Of one piece of work; ten pieces are done."""
+"""One piece of work; the test does ten."""
 WARM_UP, MEASURED = 4, 6
 ROOM = {"bytes of memory": 1 << 18, "threads": 0, "descriptors": 0}
 """Growth per piece of work: 262 bytes per request. An allocator's pages come and go in blocks of that size."""
