@@ -2,11 +2,14 @@
 
     python benchmarks/weight_sync.py [--layers N] [--width N] [--pushes N] [--threads N] [--json]
     python benchmarks/weight_sync.py --counts 300 3000 30000 [--megabytes N]
+    python benchmarks/weight_sync.py --engines 1 2 4 [--layers N] [--width N] [--pushes N]
 
 The engine is the transformers backend with random weights, idle. Figures are medians over the pushes after the first;
 the first, which agrees on the plan and makes the arena, is given by itself. Before each later push by delta, one
 element in a hundred changes. With --counts: what a push through shared memory to a host process costs against the
-number of tensors, of about the same bytes in all: those of the experts of a mixture.
+number of tensors, of about the same bytes in all: those of the experts of a mixture. With --engines: a push through
+shared memory to a fleet of so many host processes, against the first number. Each host copies and verifies all bytes
+with one thread, so more engines than cores take turns.
 """
 
 from __future__ import annotations
@@ -25,11 +28,13 @@ import torch
 
 from drivetrain import create_engine
 from drivetrain.testing import tiny_model
+from drivetrain_fleet import InferenceEngineClient
 from drivetrain_weight_sync import WeightSync, WeightSyncResult, digests
 from drivetrain_weight_sync.tensors.finite import non_finite
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from drivetrain import InferenceEngine
 
@@ -166,14 +171,47 @@ async def measure_counts(arguments: argparse.Namespace) -> list[dict[str, float]
     return rows
 
 
-async def measure(arguments: argparse.Namespace) -> dict[str, object]:
-    path = tiny_model(
+async def measure_engines(arguments: argparse.Namespace) -> list[dict[str, float]]:
+    path = model_of(arguments)
+    rows: list[dict[str, float]] = []
+    tensors: dict[str, torch.Tensor] = {}
+    for count in arguments.engines:
+        engines = [create_engine("transformers", model=str(path), isolation="process") for _ in range(count)]
+        async with InferenceEngineClient(engines) as fleet:
+            tensors = tensors or await random_tensors(fleet)
+            later = (await push_all(fleet, tensors, "shared_memory", arguments.pushes))[1:]
+
+        def median_ms(seconds: Callable[[WeightSyncResult], float], of: list[WeightSyncResult] = later) -> float:
+            return 1e3 * statistics.median(map(seconds, of))
+
+        total = median_ms(lambda result: result.total_seconds)
+        rows.append(
+            {
+                "engines": count,
+                "cores": os.cpu_count() or 0,
+                "megabytes": sum(tensor.nbytes for tensor in tensors.values()) / 1e6,
+                "staged_megabytes": later[-1].nbytes / 1e6,
+                "total_ms": total,
+                "stage_ms": median_ms(lambda result: result.stage_seconds),
+                "update_ms": median_ms(lambda result: result.update_seconds),
+                "times_first": total / rows[0]["total_ms"] if rows else 1.0,
+            }
+        )
+    return rows
+
+
+def model_of(arguments: argparse.Namespace) -> Path:
+    return tiny_model(
         "qwen2",
         hidden_size=arguments.width,
         intermediate_size=4 * arguments.width,
         num_hidden_layers=arguments.layers,
         dtype="bfloat16",
     )
+
+
+async def measure(arguments: argparse.Namespace) -> dict[str, object]:
+    path = model_of(arguments)
     rows: list[Row] = []
     limits: dict[str, object] = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -230,12 +268,13 @@ def main() -> None:
     parser.add_argument("--pushes", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--counts", type=int, nargs="+", help="numbers of tensors")
+    parser.add_argument("--engines", type=int, nargs="+", help="sizes of a fleet to push to")
     parser.add_argument("--megabytes", type=float, default=256, help="with --counts: of all tensors together")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    if arguments.counts:
-        for entry in asyncio.run(measure_counts(arguments)):
+    if arguments.counts or arguments.engines:
+        for entry in asyncio.run((measure_counts if arguments.counts else measure_engines)(arguments)):
             print(json.dumps({name: round(value, 3) for name, value in entry.items()}), flush=True)
         return
     found = asyncio.run(measure(arguments))

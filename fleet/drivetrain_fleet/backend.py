@@ -239,6 +239,7 @@ class FleetBackend(Backend):
         for member in self.members:
             member.unwatch()
         outcomes = await on_each(self.members, lambda member: member.engine.teardown())
+        await asyncio.to_thread(self.control.kept.close)
         if outcomes.failed:
             raise named(outcomes.failed, "teardown()")
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from drivetrain.errors import EngineStateError, InvalidRequest
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.weights import LoraSource, WeightUpdateRequest
+from drivetrain_fleet.kept_adapters import KeptAdapters
 from drivetrain_fleet.members import Member, Members, Outcomes, named, no_member, on_each, require_some
 
 _UNDONE = "The others were put back"
@@ -46,6 +49,7 @@ class FleetControl:
         """How the fleet has frozen its requests."""
         self.asleep: frozenset[MemoryTag] = frozenset()
         self.adapters: dict[str, FleetAdapter] = {}
+        self.kept = KeptAdapters()
         self._evict = evict
         self._cache_dropped = cache_dropped
         self._putting_back: set[asyncio.Task[None]] = set()
@@ -248,6 +252,7 @@ class FleetControl:
                 await back()
         self._require(outcomes, f"unload_lora_adapter({name!r})", "The others have it loaded again")
         self.adapters.pop(name, None)
+        await asyncio.to_thread(self.kept.drop, name)
 
     async def update_adapter(self, request: WeightUpdateRequest, source: LoraSource, pinned: bool) -> None:
         """Replace an adapter on all members; one that keeps the old one is stale, if not all do."""
@@ -263,14 +268,24 @@ class FleetControl:
             raise no_member(f"the update of the adapter {source.lora_name!r}", self.members)
         self._left_over(outcomes, f"it did not take the adapter {source.lora_name!r} of {request.version!r}")
         self._leave_lagging_behind(request.version)
-        self.adapters[source.lora_name] = FleetAdapter(source.path, pinned)
+        path = await asyncio.to_thread(self.kept.keep, source.lora_name, source.path)
+        self.adapters[source.lora_name] = FleetAdapter(path, pinned)
 
     async def align(self, member: Member) -> None:
         """Give a member exactly the fleet's adapters; one of the same name may be another adapter."""
         for name in member.engine.parts.loaded_adapters.names:
             await member.calls.unload_lora_adapter(name)
         for name, adapter in self.adapters.items():
-            await member.calls.load_lora_adapter(name, adapter.path, adapter.pinned)
+            try:
+                await member.calls.load_lora_adapter(name, adapter.path, adapter.pinned)
+            except InvalidRequest as error:
+                if await asyncio.to_thread(os.path.exists, adapter.path):
+                    raise
+                raise EngineStateError(
+                    f"{member.name} cannot get the fleet's adapter {name!r}: its folder {adapter.path} is gone. Unload "
+                    "the adapter, or update it from a folder that exists; then try again",
+                    state=member.status.health.value,
+                ) from error
 
 
 async def _awaited(call: Callable[[], Awaitable[None]]) -> None:

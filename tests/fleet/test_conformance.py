@@ -22,6 +22,12 @@ ABOUT_ONE_ENGINE: Mapping[str, str] = {
 }
 """Cases that hold for one engine only, and why."""
 
+RETRACTED = "pause/retract_freezes_requests_in_flight"
+OTHER_SEED = 1
+"""Seed of the prompts of ``RETRACTED``. With the suite's own and a schedule of 250 tokens, the draw of token 66 of the
+seeded sample lies 3.3e-8 (in float64) from the border between two tokens. The rounding of float32 is as large. It
+differs with the step at which a sample joins its engine's batch, and in a fleet samples join one by one."""
+
 
 class FleetSuite(Suite):
     backend = "transformers"
@@ -39,12 +45,23 @@ def runner() -> Iterator[Runner]:
 
 def cases() -> list[Case]:
     # Those of the group "faults" kill an engine's one host process; test_faults.py has the fleet's.
-    return [case for case in all_cases() if case.id not in ABOUT_ONE_ENGINE and not case.id.startswith("faults/")]
+    left_out = {RETRACTED, *ABOUT_ONE_ENGINE}
+    return [case for case in all_cases() if case.id not in left_out and not case.id.startswith("faults/")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", cases(), ids=[case.id for case in cases()])
 def test_a_fleet_is_an_engine(case: Case, runner: Runner) -> None:
+    check(runner, case)
+
+
+@pytest.mark.slow
+def test_retracted_requests_go_on_as_if_never_paused() -> None:
+    with Runner(FleetSuite(), profile=PROFILES["smoke"], seed=OTHER_SEED) as runner:
+        check(runner, next(case for case in all_cases() if case.id == RETRACTED))
+
+
+def check(runner: Runner, case: Case) -> None:
     result = runner.execute(case)
     if result.verdict.is_failure or result.verdict is Verdict.NOT_RUN:
         raise AssertionError(f"{case.summary}\n{result.judgement.message}") from result.error

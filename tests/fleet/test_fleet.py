@@ -24,6 +24,7 @@ from drivetrain import (
     PromptLike,
     SamplingParams,
     WeightUpdateRequest,
+    WeightVersionGone,
     attach,
     create_engine,
 )
@@ -69,6 +70,10 @@ async def test_a_fleet_is_shared_by_handle(model: Path) -> None:
         other = await attach(await fleet.handle())
         output = await other.generate([[1], [2], [3]], GREEDY)
         assert len(output.completions) == 3
+        pinned = await other.generate([[1], [2]], GREEDY, weight_version="initial")
+        assert {one.weight_version for one in pinned.completions} == {"initial"}
+        with pytest.raises(WeightVersionGone, match="never"):
+            await other.generate([[1]], GREEDY, weight_version="never")
         await other.teardown()
         assert fleet.health() == ["ready", "ready"]
 

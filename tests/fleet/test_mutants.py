@@ -196,6 +196,20 @@ MUTANTS = [
         UPDATES + "test_a_pinned_request_goes_to_an_engine_of_its_version",
     ),
     Mutant(
+        "a pushed adapter is not kept for who joins",
+        "control.py",
+        "FleetAdapter(path, pinned)",
+        "FleetAdapter(source.path, pinned)",
+        UPDATES + "test_an_engine_that_joins_gets_an_adapter_whose_folder_was_removed",
+    ),
+    Mutant(
+        "samples that have ended are remembered",
+        "sending.py",
+        "        self._tickets.pop(ticket.request.request_id, None)",
+        "        pass",
+        "test_flat.py::test_a_fleet_is_flat_over_ten_thousand_requests_and_two_hundred_updates",
+    ),
+    Mutant(
         "who joins is in sync",
         "backend.py",
         "if not known and",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from drivetrain import (
     EngineStateError,
     GenerateRequest,
     InvalidWeights,
+    LoraSource,
     MemberLost,
     PauseMode,
     TokenDelta,
@@ -39,6 +41,10 @@ BROKEN = EngineInternalError("the disk is on fire")
 
 def versions(completions: Iterable[Completion]) -> set[str]:
     return {span.version for completion in completions for span in completion.weight_versions}
+
+
+def names_in(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
 
 
 async def pushed(fleet: Fleet, version: str, strategy: str = "auto") -> None:
@@ -490,6 +496,47 @@ async def test_an_engine_that_is_synced_gets_the_adapters_that_it_missed(model: 
         assert fleet.health() == ["ready", "ready"]
         answers = [(await engine.generate([1, 2, 3], GREEDY, lora="a")).completions[0].logprobs for engine in engines]
         assert answers[0] == pytest.approx(answers[1], abs=1e-4)
+
+
+async def test_an_engine_that_joins_gets_an_adapter_whose_folder_was_removed(model: Path, tmp_path: Path) -> None:
+    engines = [local(model, enable_lora=True, weight_version=f"v{index}") for index in range(2)]
+    async with fleet_of(engines[:1], model) as fleet:
+        for seed in (1, 2):  # as LoraSync: each push removes the folder of the one before it, and its end the last
+            folder = tmp_path / str(seed)
+            folder.mkdir()
+            make_adapter(model, folder, seed=seed)
+            await fleet.update_named_weights(
+                WeightUpdateRequest(
+                    version=f"a{seed}", source=LoraSource(lora_name="a", path=str(folder)), mode=PauseMode.WAIT
+                )
+            )
+            shutil.rmtree(folder)
+        assert len(names_in(tmp_path)) == 1
+        await fleet.add(engines[1])
+        await pushed(fleet, "one")
+        assert fleet.health() == ["ready", "ready"]
+        answers = [(await engine.generate([1, 2, 3], GREEDY, lora="a")).completions[0].logprobs for engine in engines]
+        assert answers[0] == pytest.approx(answers[1], abs=1e-4)
+        await fleet.unload_lora_adapter("a")
+        assert names_in(tmp_path) == []
+
+
+async def test_an_adapter_whose_folder_is_gone_is_refused_by_name_to_an_engine_that_joins(
+    model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    make_adapter(model, folder, seed=1)
+    engines = [local(model, enable_lora=True) for _ in range(2)]
+    async with fleet_of(engines[:1], model) as fleet:
+        await fleet.load_lora_adapter("a", str(folder))
+        shutil.rmtree(folder)
+        with pytest.raises(EngineStateError, match=r"adapter 'a': its folder .*mine is gone\. Unload"):
+            await fleet.add(engines[1])
+        assert fleet.health() == ["ready"]
+        await fleet.unload_lora_adapter("a")
+        await fleet.add(engines[1])
+        assert fleet.health() == ["ready", "ready"]
 
 
 async def test_a_commit_after_which_requests_do_not_go_on_leaves_the_fleet_paused(model: Path) -> None:

@@ -1,0 +1,64 @@
+"""Keep the folders of pushed LoRA adapters, so that an engine that joins later can load them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+logger = logging.getLogger("drivetrain.fleet")
+
+
+class KeptAdapters:
+    """One folder per adapter name: hard links to the pushed files, or copies where the file system has no links.
+
+    The pusher, such as ``LoraSync``, removes its own folder. The kept one lies beside it, so that the same engines can
+    read it.
+    """
+
+    def __init__(self) -> None:
+        self._folders: dict[str, Path] = {}
+
+    def keep(self, name: str, path: str) -> str:
+        """Keep an adapter in place of the earlier one of this name; return its folder, or ``path`` if it is not local.
+
+        Called after the engines have loaded the new adapter, so none needs the earlier folder.
+        """
+        kept: Path | None = None
+        if os.path.isdir(path):
+            try:
+                kept = Path(tempfile.mkdtemp(prefix="drivetrain-adapter-", dir=os.path.dirname(path)))
+                shutil.copytree(path, kept, copy_function=_link, dirs_exist_ok=True)
+            except OSError as error:
+                logger.warning("the adapter %r is not kept for engines that join: %s", name, error)
+                if kept is not None:
+                    shutil.rmtree(kept, ignore_errors=True)
+                    kept = None
+        self.drop(name)
+        if kept is None:
+            return path
+        self._folders[name] = kept
+        return str(kept)
+
+    def drop(self, name: str) -> None:
+        """Remove the folder of an adapter, if it is kept."""
+        folder = self._folders.pop(name, None)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Remove every folder."""
+        for name in list(self._folders):
+            self.drop(name)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+__all__ = ["KeptAdapters"]
