@@ -364,3 +364,18 @@ def free() -> list[float]:
     """Return how many CPUs and GPUs no actor has."""
     resources = ray.available_resources()
     return [resources.get(name, 0.0) for name in ("CPU", "GPU")]
+
+
+@pytest.mark.slow
+def test_the_example_rolls_out_and_pushes(cluster: Cluster) -> None:
+    example = Path(__file__).parents[2] / "examples/ray_rollouts.py"
+    done = subprocess.run(
+        [sys.executable, str(example), "--steps", "2", "--address", cluster.address],
+        capture_output=True,
+        text=True,
+        timeout=STARTED_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "step 2: 4 samples" in done.stdout
+    assert done.stdout.splitlines()[-1].endswith("engine-0: step-2, engine-1: step-2")
