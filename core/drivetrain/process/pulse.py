@@ -13,20 +13,34 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 _BEAT: Final = b"\x01"
 _TICK_S: Final = 0.25
 _MOST: Final = 4096
 
 
+class PulseSocket(Protocol):
+    """A non-blocking socket."""
+
+    def fileno(self) -> int: ...
+
+    def recv(self, most: int, /) -> bytes: ...
+
+    def send(self, data: bytes, /) -> int: ...
+
+    def close(self) -> None: ...
+
+
 @dataclass(slots=True)
 class _Watched:
-    socket: socket.socket
+    socket: PulseSocket
     patience: float
     on_lost: Callable[[str], None]
     silent: float = 0.0
     """Seconds since the last byte."""
+    is_new: bool = True
+    """Nothing was read yet: bytes may wait where a poll does not see them."""
 
 
 class PulseWatch(threading.Thread):
@@ -38,9 +52,8 @@ class PulseWatch(threading.Thread):
         self._watched: dict[int, _Watched] = {}
         self._ended = threading.Event()
 
-    def add(self, pulse: socket.socket, patience: float, on_lost: Callable[[str], None]) -> None:
-        """Watch a socket; ``on_lost`` is called in this thread with the reason, once."""
-        pulse.setblocking(False)
+    def add(self, pulse: PulseSocket, patience: float, on_lost: Callable[[str], None]) -> None:
+        """Watch a non-blocking socket; ``on_lost`` is called in this thread with the reason, once."""
         with self._lock:
             self._watched[pulse.fileno()] = _Watched(pulse, patience, on_lost)
 
@@ -65,7 +78,7 @@ class PulseWatch(threading.Thread):
             before, now = now, time.monotonic()
             passed = min(now - before, 2 * _TICK_S)  # capped: a pause of this whole machine is no silence of the others
             for fd, one in watched.items():
-                reason = self._heard(one) if fd in ready else self._silent(one, passed)
+                reason = self._heard(one) if fd in ready or one.is_new else self._silent(one, passed)
                 if reason:
                     with self._lock:
                         del self._watched[fd]
@@ -73,6 +86,7 @@ class PulseWatch(threading.Thread):
                     one.on_lost(reason)
 
     def _heard(self, one: _Watched) -> str:
+        one.is_new = False
         try:
             data = one.socket.recv(_MOST)
         except BlockingIOError:
@@ -119,7 +133,8 @@ class Pulse(threading.Thread):
         """End the thread."""
         self._ended.set()
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            # Not the shutdown of a TLS socket, which takes its state away from the thread that reads.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
         self.join()
 
     def run(self) -> None:
