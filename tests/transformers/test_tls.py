@@ -21,7 +21,10 @@ from drivetrain import (
     attach,
     create_engine,
 )
+from drivetrain.attached.connection import attach_message, connect
+from drivetrain.process.proof import new_nonce
 from drivetrain.process.tls import server_context
+from drivetrain.process.wire import Hello, frame, from_host, read
 from drivetrain_weight_sync import WeightSync
 from engines import OpenEngine, tensors_for, until
 
@@ -130,6 +133,30 @@ async def test_the_pulse_goes_on_over_tls_and_its_end_is_noticed(open_engine: Op
         await other.teardown()
 
 
+@pytest.mark.parametrize("encrypted", [False, True], ids=["tcp", "tls"])
+async def test_a_beat_that_comes_with_the_attach_is_answered(
+    open_engine: OpenEngine, good: Files, encrypted: bool
+) -> None:
+    """An owner whose event loop was blocked reads both at once."""
+    files = {"ssl_certfile": good.certfile, "ssl_keyfile": good.keyfile} if encrypted else {}
+    async with open_engine() as engine:
+        handle = await engine.handle("127.0.0.1:0", key=KEY, **files)
+        connected = await connect(handle, lambda state: None, lambda reason: None, 10.0)
+        try:
+            context = ssl.create_default_context(cafile=good.ca) if encrypted else None
+            reader, writer = await asyncio.open_connection(*handle.tcp, ssl=context)
+            length = int.from_bytes(await reader.readexactly(4), "little")
+            hello = read(from_host, memoryview(await reader.readexactly(length)))
+            assert isinstance(hello, Hello)
+            number = connected.connection.attached.result().holder
+            writer.write(b"".join(frame(attach_message(KEY, hello.nonce, new_nonce(), number))) + b"\x01")
+            async with asyncio.timeout(5):
+                assert await reader.read(1) == b"\x01"
+            writer.close()
+        finally:
+            await connected.close()
+
+
 async def _remote(handle: EngineHandle, **trust: str) -> None:
     """Use an engine through ``create_engine("remote")``."""
     fields = {"endpoint": handle.address, "key": KEY, **trust}
@@ -167,8 +194,6 @@ async def test_an_authority_vouches_for_the_engines_host(
 
 async def test_a_certificate_that_changes_ends_the_page(open_engine: OpenEngine, good: Files, expired: Files) -> None:
     """The calls' connection, which the event loop makes, checks the pinned certificate before it sends a proof."""
-    from drivetrain.attached.connection import connect
-
     async with open_engine() as engine:
         handle = await engine.handle("127.0.0.1:0", ssl_certfile=good.certfile, ssl_keyfile=good.keyfile)
         pinned = replace(handle, ssl_fingerprint=server_context(expired.certfile, expired.keyfile)[1])

@@ -237,7 +237,8 @@ class HolderConnection(RpcServer):
                 self._loop.call_soon_threadsafe(holder.lost, reason)
 
         holder.got_pulse()
-        self._loop.call_soon(self._listener.pulses.add, pulse, patience, lost)
+        add = partial(self._listener.pulses.add, has_beaten=self._frames.has_more)
+        self._loop.call_soon(add, pulse, patience, lost)
 
     def _target(self, call: Call) -> HolderCalls:
         if self._calls is None:

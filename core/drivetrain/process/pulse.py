@@ -52,8 +52,20 @@ class PulseWatch(threading.Thread):
         self._watched: dict[int, _Watched] = {}
         self._ended = threading.Event()
 
-    def add(self, pulse: PulseSocket, patience: float, on_lost: Callable[[str], None]) -> None:
-        """Watch a non-blocking socket; ``on_lost`` is called in this thread with the reason, once."""
+    def add(
+        self, pulse: PulseSocket, patience: float, on_lost: Callable[[str], None], *, has_beaten: bool = False
+    ) -> None:
+        """Watch a non-blocking socket.
+
+        Args:
+            pulse: The socket.
+            patience: Seconds of silence after which the holder counts as gone.
+            on_lost: Called in this thread with the reason, once.
+            has_beaten: A beat was read already, together with ``Attach``; answer it.
+        """
+        if has_beaten:
+            with contextlib.suppress(OSError):  # the thread will find the socket closed
+                pulse.send(_BEAT)
         with self._lock:
             self._watched[pulse.fileno()] = _Watched(pulse, patience, on_lost)
 
