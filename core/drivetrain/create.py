@@ -31,7 +31,9 @@ def create_engine(
 
     The backend ``"remote"`` is an engine that another process owns, such as ``drivetrain host``. Its fields are
     ``endpoint`` and ``key``, which ``drivetrain host`` prints. If ``key`` is missing, the environment variable
-    ``DRIVETRAIN_KEY`` is read. Any field of :class:`EngineConfig` beside them must be as in the engine's own
+    ``DRIVETRAIN_KEY`` is read. For a ``tls://`` endpoint, ``ssl_fingerprint`` is the SHA-256 of the only certificate
+    that is accepted, or ``ssl_ca_certs`` a PEM file of trusted authorities; without either, the system's are trusted.
+    Any field of :class:`EngineConfig` beside them must be as in the engine's own
     configuration, except ``timeouts``, which hold for calls from this process.
 
     Args:
@@ -47,6 +49,7 @@ def create_engine(
         UnsupportedCapability: A field needs a capability that this engine does not have here.
         EngineStateError: Nothing listens at the ``endpoint`` of a remote engine.
         WireError: The ``key`` of a remote engine is wrong, or its owner has another version of drivetrain.
+        TlsError: The certificate of a remote engine is refused, or only one of the two sides speaks TLS.
         DeadlineExceeded: The owner of a remote engine does not answer.
     """
     given = _fields(backend, fields)

@@ -23,6 +23,7 @@
     │   └── EngineInternalError     any other failure of the engine
     ├── DeadlineExceeded            a wait timed out; the message names what was waited for (also TimeoutError)
     ├── WireError                   bytes on a socket that are not drivetrain's protocol, or another version of it
+    │   └── TlsError                the certificate is refused, or only one of the two sides speaks TLS
     └── WeightSyncError             a weight update
         ├── WeightPlanMismatch      missing, extra, wrong-shaped or wrong-dtype tensors; nothing was changed
         ├── WeightBaseMismatch      a delta against weights that the engine does not hold; nothing was changed
@@ -185,6 +186,10 @@ class DeadlineExceeded(DrivetrainError, TimeoutError):
 
 class WireError(DrivetrainError):
     """Data on a socket is not drivetrain's wire protocol, or is another version of it."""
+
+
+class TlsError(WireError):
+    """A TLS connection to an engine was refused: its certificate, or only one of the two sides speaks TLS."""
 
 
 class WeightSyncError(DrivetrainError):

@@ -82,7 +82,12 @@ async def test_deadlines_are_each_sides_own(open_engine: OpenEngine) -> None:
     ("fields", "error", "field", "words"),
     [
         ({"endpoint": None}, InvalidConfig, "endpoint", "tcp://host:port"),
-        ({"endpoint": "http://127.0.0.1:80"}, InvalidConfig, "endpoint", "expected unix:/path or tcp://host:port"),
+        (
+            {"endpoint": "http://127.0.0.1:80"},
+            InvalidConfig,
+            "endpoint",
+            "expected unix:/path, tcp://host:port or tls://host:port",
+        ),
         ({"endpoint": 5}, InvalidConfig, "endpoint", "expected unix:/path"),
         ({"key": None}, InvalidConfig, "key", "DRIVETRAIN_KEY"),
         ({"key": 7}, InvalidConfig, "key", "a string"),

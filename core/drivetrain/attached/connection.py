@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,11 +14,20 @@ from typing import TypeVar, cast
 
 from drivetrain.backend.toolkit.deadlines import deadline
 from drivetrain.engine.shared_state import FACTS, STATE, EngineFacts, SharedState
-from drivetrain.errors import ConnectionLost, DeadlineExceeded, DrivetrainError, EngineStateError, WireError
+from drivetrain.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    DrivetrainError,
+    EngineStateError,
+    InvalidConfig,
+    TlsError,
+    WireError,
+)
 from drivetrain.process.handshake import check_version, drivetrain_version
 from drivetrain.process.proof import new_nonce, proof, proves
 from drivetrain.process.pulse import Pulse
 from drivetrain.process.rpc_client import RpcClient
+from drivetrain.process.tls import check_fingerprint, client_context, tls_error
 from drivetrain.process.wire import (
     FRAME_LIMIT,
     HANDSHAKE_LIMIT,
@@ -43,11 +53,19 @@ class OwnerConnection(RpcClient):
     Args:
         on_state: Called with each change of the engine's state.
         on_lost: As for :class:`RpcClient`.
+        check: Called with the transport once it is connected; may refuse the other side's certificate.
     """
 
-    def __init__(self, key: str, on_state: Callable[[SharedState], None], on_lost: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        key: str,
+        on_state: Callable[[SharedState], None],
+        on_lost: Callable[[str], None],
+        check: Callable[[asyncio.BaseTransport], None] = lambda transport: None,
+    ) -> None:
         super().__init__(on_lost, HANDSHAKE_LIMIT)
         self._key = key
+        self._check = check
         self._nonce = new_nonce()
         self._their_nonce = b""
         self._on_state = on_state
@@ -57,6 +75,19 @@ class OwnerConnection(RpcClient):
         super().fail(error)
         if not self.attached.done():
             self.attached.set_exception(error())
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        try:
+            self._check(transport)
+        except TlsError as error:
+            message = str(error)
+            self.fail(lambda: TlsError(message))
+            self.abort()
+
+    def data_received(self, data: bytes) -> None:
+        if self.refusal is None:
+            super().data_received(data)
 
     def _take(self, message: FromHost) -> None:
         if isinstance(message, Hello):
@@ -114,6 +145,8 @@ async def connect(
     Raises:
         EngineStateError: Nothing listens there, or the engine is not open.
         WireError: The key is wrong, or the owner speaks another version.
+        TlsError: Its certificate is refused, or only one of the two sides speaks TLS.
+        InvalidConfig: The file of the handle's ``ssl_ca_certs`` cannot be read.
         ConnectionLost: The connection broke during the handshake.
         DeadlineExceeded: The owner does not answer within ``patience`` seconds.
     """
@@ -124,15 +157,23 @@ async def connect(
             connection.fail(partial(ConnectionLost, f"the owner of the engine at {handle.address} {reason}"))
         on_lost(reason)
 
-    connection = OwnerConnection(handle.key, on_state, lost)
+    def check(transport: asyncio.BaseTransport) -> None:
+        if handle.is_tls:
+            peer = transport.get_extra_info("ssl_object")
+            check_fingerprint(handle.ssl_fingerprint, peer.getpeercert(True), handle.address)
+
+    connection = OwnerConnection(handle.key, on_state, lost, check)
     async with deadline(patience, f"the engine at {handle.address} to answer"):
         try:
             if handle.path is not None:
                 await loop.create_unix_connection(lambda: connection, handle.path)
             else:
-                await loop.create_connection(lambda: connection, *handle.tcp)
+                context = await asyncio.to_thread(_context, handle)
+                await loop.create_connection(lambda: connection, *handle.tcp, ssl=context)
+        except InvalidConfig:
+            raise
         except (OSError, ValueError) as error:  # ValueError: no path or host name at all
-            raise nothing_listens(handle, error) from error
+            raise _not_connected(handle, error) from error
         try:
             attached = await connection.attached
             facts = cast(EngineFacts, FACTS.decode(attached.description))
@@ -156,6 +197,18 @@ def nothing_listens(handle: EngineHandle, error: Exception) -> EngineStateError:
     return EngineStateError(
         f"no engine listens at {handle.address}: {error}; it was closed, or its owner has ended", state="closed"
     )
+
+
+def _not_connected(handle: EngineHandle, error: Exception) -> DrivetrainError:
+    if isinstance(error, ssl.SSLEOFError | ConnectionResetError):
+        return _broke(handle, error)
+    if isinstance(error, ssl.SSLError):
+        return tls_error(error, handle.address)
+    return nothing_listens(handle, error)
+
+
+def _context(handle: EngineHandle) -> ssl.SSLContext | None:
+    return client_context(handle.ssl_ca_certs, handle.ssl_fingerprint) if handle.is_tls else None
 
 
 def fetch_facts(handle: EngineHandle, patience: float) -> EngineFacts:
@@ -192,7 +245,7 @@ def _in_a_loop() -> bool:
 def _open(handle: EngineHandle, patience: float) -> socket.socket:
     try:
         if handle.path is None:
-            return socket.create_connection(handle.tcp, timeout=patience)
+            return _encrypted(socket.create_connection(handle.tcp, timeout=patience), handle)
         connected = socket.socket(socket.AF_UNIX)
         try:
             connected.settimeout(patience)
@@ -200,11 +253,28 @@ def _open(handle: EngineHandle, patience: float) -> socket.socket:
         except BaseException:
             connected.close()
             raise
-    except TimeoutError:
+    except (TimeoutError, InvalidConfig):
         raise
     except (OSError, ValueError) as error:
-        raise nothing_listens(handle, error) from error
+        raise _not_connected(handle, error) from error
     return connected
+
+
+def _encrypted(connected: socket.socket, handle: EngineHandle) -> socket.socket:
+    try:
+        context = _context(handle)
+        if context is None:
+            return connected
+        encrypted = context.wrap_socket(connected, server_hostname=handle.tcp[0])
+    except BaseException:
+        connected.close()
+        raise
+    try:
+        check_fingerprint(handle.ssl_fingerprint, encrypted.getpeercert(True), handle.address)
+    except BaseException:
+        encrypted.close()
+        raise
+    return encrypted
 
 
 _M = TypeVar("_M", Hello, Attached)

@@ -77,6 +77,7 @@ class AttachedEngine(InferenceEngine):
             EngineStateError: The engine was closed, or its owner has ended.
             EngineDied: Another engine listens at the handle's address by now.
             WireError: The key is wrong, or the owner has another version of drivetrain.
+            TlsError: Its certificate is refused, or only one of the two sides speaks TLS.
             DeadlineExceeded: The owner does not answer in time.
         """
         await super().start(progress)
@@ -100,10 +101,16 @@ class AttachedEngine(InferenceEngine):
         return self.parts.backend
 
     async def handle(
-        self, listen: str | None = None, *, key: str | None = None, announce: str | None = None
+        self,
+        listen: str | None = None,
+        *,
+        key: str | None = None,
+        announce: str | None = None,
+        ssl_certfile: str | None = None,
+        ssl_keyfile: str | None = None,
     ) -> EngineHandle:
         """Return the handle that this engine was attached by; its owner makes new ones."""
-        if listen is not None or key is not None or announce is not None:
+        if any(given is not None for given in (listen, key, announce, ssl_certfile, ssl_keyfile)):
             raise EngineStateError(
                 "only the owner of an engine listens for holders; this process is attached to it",
                 state=self.state.value,
@@ -122,6 +129,7 @@ async def attach(handle: EngineHandle, *, timeout: float | None = None) -> Attac
         InvalidRequest: It is no handle.
         EngineStateError: The engine was closed, or its owner has ended.
         WireError: The key is wrong, or the owner has another version of drivetrain.
+        TlsError: Its certificate is refused, or only one of the two sides speaks TLS.
         DeadlineExceeded: The owner does not answer in time.
     """
     if not isinstance(handle, EngineHandle):

@@ -20,7 +20,7 @@ REMOTE: Final = "remote"
 """Name of the backend."""
 KEY_VARIABLE: Final = "DRIVETRAIN_KEY"
 """Environment variable with the key of an engine, for owner and holders."""
-_OWN: Final = frozenset({"backend", "endpoint", "key"})
+_OWN: Final = frozenset({"backend", "endpoint", "key", "ssl_fingerprint", "ssl_ca_certs"})
 _OF_THE_OWNER: Final = frozenset({"isolation", "python"})
 """Fields that say where an engine runs. The owner has decided that."""
 _FOLDERS: Final = frozenset({"model", "tokenizer"})
@@ -33,13 +33,15 @@ def remote_engine(fields: Mapping[str, object], page: type[_E]) -> _E:
     """Make the page of the engine at ``endpoint``, to be started; asks its owner what the engine is.
 
     Args:
-        fields: ``endpoint``, ``key``, and fields of :class:`EngineConfig` that are compared with the engine's own.
+        fields: ``endpoint``, ``key``, ``ssl_fingerprint``, ``ssl_ca_certs``, and fields of :class:`EngineConfig` that
+            are compared with the engine's own.
         page: The page's class.
 
     Raises:
         InvalidConfig: A field is wrong, or differs from the engine's configuration.
         EngineStateError: Nothing listens there.
         WireError: The key is wrong, or the owner has another version of drivetrain.
+        TlsError: The certificate is refused, or only one of the two sides speaks TLS.
         DeadlineExceeded: The owner does not answer.
     """
     handle = _handle(fields)
@@ -67,7 +69,8 @@ def _handle(fields: Mapping[str, object]) -> EngineHandle:
     key = os.environ.get(KEY_VARIABLE) if key is None else key
     if endpoint is None:
         raise InvalidConfig(
-            "endpoint: a remote engine needs the address that its owner printed: tcp://host:port or unix:/path",
+            "endpoint: a remote engine needs the address that its owner printed: tcp://host:port, tls://host:port or "
+            "unix:/path",
             field="endpoint",
         )
     if key is None:
@@ -75,9 +78,10 @@ def _handle(fields: Mapping[str, object]) -> EngineHandle:
             f"key: a remote engine needs the key that its owner printed; give it, or set {KEY_VARIABLE}", field="key"
         )
     try:
-        return EngineHandle(endpoint, key)  # type: ignore[arg-type]  # it checks both
+        trust = {name: fields.get(name) for name in ("ssl_fingerprint", "ssl_ca_certs")}
+        return EngineHandle(endpoint, key, **trust)  # type: ignore[arg-type]  # it checks them
     except InvalidRequest as error:
-        field = "endpoint" if error.field == "address" else "key"
+        field = "endpoint" if error.field == "address" else error.field
         raise InvalidConfig(str(error).replace("address=", "endpoint=", 1), field=field) from None
 
 

@@ -24,6 +24,7 @@ from drivetrain.cli.configuration import (
 from drivetrain.cli.output import progress
 from drivetrain.create import create_engine
 from drivetrain.engine.engine import InferenceEngine
+from drivetrain.engine.listener import check_certificate
 from drivetrain.engine.states import EngineState
 from drivetrain.errors import EngineDied, InvalidConfig
 from drivetrain.types.handle import EngineHandle
@@ -55,14 +56,27 @@ def host(
             show_default=False,
         ),
     ] = None,
+    ssl_certfile: Annotated[
+        Path | None,
+        typer.Option(help="PEM file with a certificate: encrypt connections by TLS.", show_default=False),
+    ] = None,
+    ssl_keyfile: Annotated[
+        Path | None,
+        typer.Option(
+            help="PEM file with the certificate's private key, without a password. Without it: --ssl-certfile.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Start an engine that other processes use: create_engine("remote", endpoint=..., key=...).
 
-    Prints the endpoint and the key once the engine is ready. Ends at SIGTERM or Ctrl-C; then the engine ends too.
+    Prints the endpoint, the key and the certificate's fingerprint once the engine is ready. Ends at SIGTERM or Ctrl-C;
+    then the engine ends too.
     """
     key = _key(key_file)
+    certificate = _certificate(listen, ssl_certfile, ssl_keyfile)
     engine = create_engine(configuration(config, settings or [], backend, model, isolation))
-    asyncio.run(_serve(engine, listen, key, announce))
+    asyncio.run(_serve(engine, listen, key, announce, certificate))
 
 
 def _key(file: Path | None) -> str | None:
@@ -74,7 +88,17 @@ def _key(file: Path | None) -> str | None:
         raise InvalidConfig(f"cannot read the key of --key-file {str(file)!r}: {error}", field="key") from error
 
 
-async def _serve(engine: InferenceEngine, listen: str | None, key: str | None, announce: str | None) -> None:
+def _certificate(listen: str | None, certfile: Path | None, keyfile: Path | None) -> dict[str, str]:
+    """Return the files as arguments of ``handle``, once they were read: an engine may take minutes to start."""
+    given = {"ssl_certfile": certfile, "ssl_keyfile": keyfile}
+    files = {name: str(file) for name, file in given.items() if file is not None}
+    check_certificate(listen, files.get("ssl_certfile"), files.get("ssl_keyfile"))
+    return files
+
+
+async def _serve(
+    engine: InferenceEngine, listen: str | None, key: str | None, announce: str | None, certificate: dict[str, str]
+) -> None:
     loop = asyncio.get_running_loop()
     told_to_end = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -84,7 +108,7 @@ async def _serve(engine: InferenceEngine, listen: str | None, key: str | None, a
             await _unless(told_to_end, engine.start(report))
         if told_to_end.is_set():
             return
-        _print(await engine.handle(listen, key=key, announce=announce), shows_key=key is None)
+        _print(await engine.handle(listen, key=key, announce=announce, **certificate), shows_key=key is None)
         await _unless(told_to_end, _failed(engine))
     finally:
         await engine.teardown()
@@ -118,5 +142,7 @@ async def _failed(engine: InferenceEngine) -> None:
 
 def _print(handle: EngineHandle, *, shows_key: bool) -> None:
     lines = [f"endpoint: {handle.address}", *[f"key: {handle.key}"] * shows_key]
+    if handle.ssl_fingerprint is not None:
+        lines.append(f"fingerprint: {handle.ssl_fingerprint}")
     sys.stdout.write("\n".join(lines) + "\n")
     sys.stdout.flush()

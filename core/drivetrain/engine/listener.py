@@ -9,8 +9,10 @@ import logging
 import os
 import shutil
 import socket
+import ssl
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -23,9 +25,11 @@ from drivetrain.engine.states import EngineState
 from drivetrain.errors import EngineDied, EngineError, EngineStateError, InvalidConfig, WireError
 from drivetrain.process.handshake import check_version, hello
 from drivetrain.process.proof import LONGEST_KEY, new_nonce, proof, proves
-from drivetrain.process.pulse import PulseWatch
+from drivetrain.process.pulse import PulseSocket, PulseWatch
 from drivetrain.process.rpc_methods import SHARED_METHODS
 from drivetrain.process.rpc_server import RpcServer
+from drivetrain.process.tls import server_context
+from drivetrain.process.tls_server import TlsServer
 from drivetrain.process.wire import FRAME_LIMIT, Attach, Attached, Call, FromTrainer, State
 from drivetrain.process.wire_errors import failure
 from drivetrain.types.handle import EngineHandle
@@ -63,11 +67,19 @@ class EngineListener:
         parts.controller.subscribe(self._changed)
         self.pulses.start()
 
-    async def listen(self, address: str | None, key: str, announced: str | None) -> EngineHandle:
+    async def listen(
+        self,
+        address: str | None,
+        key: str,
+        announced: str | None,
+        certfile: str | None = None,
+        keyfile: str | None = None,
+    ) -> EngineHandle:
         """Listen on a Unix socket that only this user can open, or on ``HOST:PORT``; return the handle.
 
         Raises:
-            InvalidConfig: the address cannot be listened on, or the key is too short or too long.
+            InvalidConfig: the address cannot be listened on, the key is too short or too long, or the files of the
+                certificate cannot be used.
         """
         if not _SHORTEST_KEY <= len(key) <= LONGEST_KEY or not key.isascii():
             raise InvalidConfig(
@@ -80,6 +92,7 @@ class EngineListener:
         def serve() -> HolderConnection:
             return HolderConnection(self, key)
 
+        tls = check_certificate(address, certfile, keyfile)
         if address is None:
             self._folder = self._folder or tempfile.mkdtemp(prefix="drivetrain-engine-")  # with mode 0700
             path = f"{self._folder}/{len(self._servers)}.sock"
@@ -88,14 +101,18 @@ class EngineListener:
         host, port = _host_and_port(address)
         shown_host = announced or host
         shown_host = f"[{shown_host}]" if ":" in shown_host else shown_host
-        EngineHandle(f"tcp://{shown_host}:{port}", key)  # refuses a host name that is none
+        scheme, fingerprint = ("tcp", None) if tls is None else ("tls", tls[1])
+        EngineHandle(f"{scheme}://{shown_host}:{port}", key)  # refuses a host name that is none
         try:
-            server = await loop.create_server(serve, host, port)
+            if tls is None:
+                server = await loop.create_server(serve, host, port)
+            else:
+                server = await loop.create_server(partial(_serve_tls, tls[0], serve), host, port)
         except (OSError, ValueError) as error:  # ValueError: no host name at all
             raise InvalidConfig(f"listen={shown(address)}: {error}", field="listen") from error
         self._servers.append(server)
         bound = server.sockets[0].getsockname()[1]
-        return EngineHandle(f"tcp://{shown_host}:{bound}", key)
+        return EngineHandle(f"{scheme}://{shown_host}:{bound}", key, fingerprint)
 
     # State -------------------------------------------------------------------------------------------------------
 
@@ -210,10 +227,9 @@ class HolderConnection(RpcServer):
     def _become_pulse(self, number: int) -> None:
         """Hand the socket to the thread that answers pulses."""
         holder = self._listener.holders.get(number)
-        raw = self._transport.get_extra_info("socket")
-        if holder is None or raw is None:
+        if holder is None:
             raise WireError(f"there is no holder {number}")
-        pulse = socket.socket(fileno=os.dup(raw.fileno()))
+        pulse = _taken(self._transport)
         patience = self._listener.parts.controller.config.timeouts.heartbeat
 
         def lost(reason: str) -> None:
@@ -221,9 +237,8 @@ class HolderConnection(RpcServer):
                 self._loop.call_soon_threadsafe(holder.lost, reason)
 
         holder.got_pulse()
-        self._transport.pause_reading()
-        self._transport.abort()  # closes asyncio's descriptor; ours stays
-        self._loop.call_soon(self._listener.pulses.add, pulse, patience, lost)
+        add = partial(self._listener.pulses.add, has_beaten=self._frames.has_more)
+        self._loop.call_soon(add, pulse, patience, lost)
 
     def _target(self, call: Call) -> HolderCalls:
         if self._calls is None:
@@ -253,6 +268,41 @@ class HolderConnection(RpcServer):
             self.undone.set_result(None)
 
 
+def _serve_tls(context: ssl.SSLContext, serve: Callable[[], HolderConnection]) -> TlsServer:
+    return TlsServer(context, serve())
+
+
+def check_certificate(
+    address: str | None, certfile: str | None, keyfile: str | None
+) -> tuple[ssl.SSLContext, str] | None:
+    """Read the files of a certificate; return the TLS context and the fingerprint, or None without a certificate.
+
+    Raises:
+        InvalidConfig: They cannot be used, or there is no address to use them on.
+    """
+    if certfile is None and keyfile is not None:
+        raise InvalidConfig(
+            f"ssl_keyfile={shown(keyfile)} needs ssl_certfile, the certificate of that key", field="ssl_certfile"
+        )
+    if certfile is not None and address is None:
+        raise InvalidConfig(
+            f"ssl_certfile={shown(certfile)}: a Unix socket needs no TLS; give listen='HOST:PORT', too",
+            field="ssl_certfile",
+        )
+    return None if certfile is None else server_context(certfile, keyfile)
+
+
+def _taken(transport: asyncio.Transport) -> PulseSocket:
+    """Take a connection's socket away from the event loop."""
+    if isinstance(transport, TlsServer):
+        return transport.detach()
+    taken = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+    taken.setblocking(False)
+    transport.pause_reading()
+    transport.abort()  # closes asyncio's descriptor; ours stays
+    return taken
+
+
 def _host_and_port(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
@@ -260,4 +310,4 @@ def _host_and_port(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-__all__ = ["EngineListener", "HolderConnection"]
+__all__ = ["EngineListener", "HolderConnection", "check_certificate"]

@@ -13,7 +13,9 @@ from drivetrain.types.handle import EngineHandle
 class Listener(Protocol):
     """Lets holders in: :class:`~drivetrain.engine.listener.EngineListener`."""
 
-    async def listen(self, address: str | None, key: str, announced: str | None) -> EngineHandle: ...
+    async def listen(
+        self, address: str | None, key: str, announced: str | None, certfile: str | None, keyfile: str | None
+    ) -> EngineHandle: ...
 
     async def close(self) -> None: ...
 
@@ -27,13 +29,21 @@ class Sharing:
         """Set by the engine."""
         self._listener: Listener | None = None
 
-    async def handle(self, listen: str | None, key: str | None, announce: str | None) -> EngineHandle:
+    async def handle(
+        self,
+        listen: str | None,
+        key: str | None,
+        announce: str | None,
+        certfile: str | None,
+        keyfile: str | None,
+    ) -> EngineHandle:
         """Listen, and return the handle; see ``InferenceEngine.handle``."""
         self.controller.status.require_open("handle()")
         if self._listener is None:
             assert self.make_listener is not None
             self._listener = self.make_listener()
-        return await self._listener.listen(listen, new_key() if key is None else key, announce)
+        key = new_key() if key is None else key
+        return await self._listener.listen(listen, key, announce, certfile, keyfile)
 
     async def close(self) -> None:
         """Disconnect every holder and stop listening."""

@@ -13,20 +13,34 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 _BEAT: Final = b"\x01"
 _TICK_S: Final = 0.25
 _MOST: Final = 4096
 
 
+class PulseSocket(Protocol):
+    """A non-blocking socket."""
+
+    def fileno(self) -> int: ...
+
+    def recv(self, most: int, /) -> bytes: ...
+
+    def send(self, data: bytes, /) -> int: ...
+
+    def close(self) -> None: ...
+
+
 @dataclass(slots=True)
 class _Watched:
-    socket: socket.socket
+    socket: PulseSocket
     patience: float
     on_lost: Callable[[str], None]
     silent: float = 0.0
     """Seconds since the last byte."""
+    is_new: bool = True
+    """Nothing was read yet: bytes may wait where a poll does not see them."""
 
 
 class PulseWatch(threading.Thread):
@@ -38,9 +52,20 @@ class PulseWatch(threading.Thread):
         self._watched: dict[int, _Watched] = {}
         self._ended = threading.Event()
 
-    def add(self, pulse: socket.socket, patience: float, on_lost: Callable[[str], None]) -> None:
-        """Watch a socket; ``on_lost`` is called in this thread with the reason, once."""
-        pulse.setblocking(False)
+    def add(
+        self, pulse: PulseSocket, patience: float, on_lost: Callable[[str], None], *, has_beaten: bool = False
+    ) -> None:
+        """Watch a non-blocking socket.
+
+        Args:
+            pulse: The socket.
+            patience: Seconds of silence after which the holder counts as gone.
+            on_lost: Called in this thread with the reason, once.
+            has_beaten: A beat was read already, together with ``Attach``; answer it.
+        """
+        if has_beaten:
+            with contextlib.suppress(OSError):  # the thread will find the socket closed
+                pulse.send(_BEAT)
         with self._lock:
             self._watched[pulse.fileno()] = _Watched(pulse, patience, on_lost)
 
@@ -65,7 +90,7 @@ class PulseWatch(threading.Thread):
             before, now = now, time.monotonic()
             passed = min(now - before, 2 * _TICK_S)  # capped: a pause of this whole machine is no silence of the others
             for fd, one in watched.items():
-                reason = self._heard(one) if fd in ready else self._silent(one, passed)
+                reason = self._heard(one) if fd in ready or one.is_new else self._silent(one, passed)
                 if reason:
                     with self._lock:
                         del self._watched[fd]
@@ -73,6 +98,7 @@ class PulseWatch(threading.Thread):
                     one.on_lost(reason)
 
     def _heard(self, one: _Watched) -> str:
+        one.is_new = False
         try:
             data = one.socket.recv(_MOST)
         except BlockingIOError:
@@ -119,7 +145,8 @@ class Pulse(threading.Thread):
         """End the thread."""
         self._ended.set()
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            # Not the shutdown of a TLS socket, which takes its state away from the thread that reads.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
         self.join()
 
     def run(self) -> None:

@@ -224,6 +224,11 @@ class FrameReader:
         self._held = 0
         self._needed = 0
 
+    @property
+    def has_more(self) -> bool:
+        """True if bytes came after the last whole frame."""
+        return bool(self._parts)
+
     def feed(self, data: bytes) -> list[memoryview]:
         """Add received bytes and return every payload that is now complete.
 

@@ -12,7 +12,13 @@ class SharingCalls(Page):
 
     @checked
     async def handle(
-        self, listen: str | None = None, *, key: str | None = None, announce: str | None = None
+        self,
+        listen: str | None = None,
+        *,
+        key: str | None = None,
+        announce: str | None = None,
+        ssl_certfile: str | None = None,
+        ssl_keyfile: str | None = None,
     ) -> EngineHandle:
         """Listen for other processes; return the handle by which one of them can ``attach``.
 
@@ -24,9 +30,13 @@ class SharingCalls(Page):
             listen: None: a Unix socket that only this user can open; or ``HOST:PORT``, for other machines.
             key: At least 16 characters that holders must prove to know; None: a random key.
             announce: Host name to put into the handle in place of the one that is listened on.
+            ssl_certfile: PEM file with a certificate: connections are encrypted by TLS, 1.2 or newer. The handle holds
+                the certificate's fingerprint, and its holders accept no other certificate.
+            ssl_keyfile: PEM file with the certificate's private key, without a password; None: it is in
+                ``ssl_certfile``.
 
         Raises:
             EngineStateError: the engine is not open.
-            InvalidConfig: the address cannot be listened on, or the key is too short.
+            InvalidConfig: the address cannot be listened on, the key is too short, or the certificate cannot be used.
         """
-        return await self.parts.sharing.handle(listen, key, announce)
+        return await self.parts.sharing.handle(listen, key, announce, ssl_certfile, ssl_keyfile)
