@@ -176,4 +176,6 @@ def test_errors_are_told_apart() -> None:
 
 def test_requests_hold_nothing_that_is_not_translated() -> None:
     known = {"request_id", "prompt_token_ids", "params", "max_new_tokens", "stop_token_ids", "logprobs_mode", "seed"}
-    assert {field.name for field in dataclasses.fields(GenerateRequest)} == known | {"lora", "priority", "media"}
+    of_the_page = {"weight_version"}
+    fields = {field.name for field in dataclasses.fields(GenerateRequest)}
+    assert fields == known | {"lora", "priority", "media"} | of_the_page

@@ -142,6 +142,7 @@ class SGLangBackend(WorkerBackend[Collected]):
         # In this thread: SGLang installs signal handlers, which only the main thread can.
         config = self.config
         model = ServedModel.read(config, device_type_of(config), "SGLang")
+        model.require_weights()
         report(f"starting SGLang {version(self.engine_distribution)} on {model.device}")
         arguments = engine_arguments(config, model.device, model.dtype, model.context_length, model.overrides)
         self._engine = _engine_class()(**arguments)

@@ -148,6 +148,7 @@ class VLLMBackend(WorkerBackend[Collected]):
     def _start(self, report: Callable[[str], None]) -> ModelInfo:
         config = self.config
         model = ServedModel.read(config, device_type_of(config), "vLLM")
+        model.require_weights()
         device, context_length, room = model.device, model.context_length, room_of(config)
         longest = context_length + room
         short = short_rope_length(model.fields)

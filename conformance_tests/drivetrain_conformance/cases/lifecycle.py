@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
+import itertools
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 import psutil
+from safetensors.torch import load_file, save_file
 
 from drivetrain.backend.base import EngineStats
 from drivetrain.engine.engine import InferenceEngine
@@ -268,16 +270,17 @@ async def off_the_main_thread(bench: Bench) -> None:
 
 @case(own_engine=True)
 async def a_model_that_is_cut_off_is_not_served(bench: Bench) -> None:
-    """A start from truncated checkpoint files fails with EngineStartError and leaves nothing; they are never served."""
-    broken = _cut_off(bench)
+    """A start from checkpoint files that are truncated or lack weights fails with EngineStartError, leaving nothing."""
+    folders = itertools.cycle([_cut_off(bench), _without_a_weight(bench)])
 
     async def start() -> None:
-        engine = bench.create(model=broken)
+        folder = next(folders)
+        engine = bench.create(model=folder)
         with suppress(EngineStartError):
             await engine.start()
             parameters = engine.model_info.parameters
             await engine.teardown()
-            assert parameters == 0, f"it started, with {parameters} parameters, though two thirds of them are missing"
+            assert parameters == 0, f"it started from {folder}, with {parameters} parameters though some are missing"
             return
         await _is_failed(engine)
 
@@ -653,12 +656,27 @@ async def _leaves_nothing(bench: Bench, attempt: Callable[[], Coroutine[object, 
 
 def _cut_off(bench: Bench) -> Path:
     """Copy the model with every weight file truncated to a third."""
-    folder = bench.folder("cut") / bench.model.name
+    folder = _copied(bench, "cut")
+    for file in folder.glob("*.safetensors"):
+        os.truncate(file, file.stat().st_size // 3)
+    return folder
+
+
+def _without_a_weight(bench: Bench) -> Path:
+    """Copy the model without one of its tensors."""
+    folder = _copied(bench, "lacking")
+    file = min(folder.glob("*.safetensors"))
+    tensors = load_file(file)
+    del tensors[max(tensors)]
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+def _copied(bench: Bench, name: str) -> Path:
+    folder = bench.folder(name) / bench.model.name
     shutil.copytree(bench.model, folder, copy_function=shutil.copyfile)
     for path in (folder, *folder.iterdir()):
         path.chmod(0o755)
-    for file in folder.glob("*.safetensors"):
-        os.truncate(file, file.stat().st_size // 3)
     return folder
 
 

@@ -1,4 +1,4 @@
-"""Check that an engine still holds its checkpoint's values where its loader was seen to copy them."""
+"""Compare a checkpoint's files with the model that they are for, and with what an engine holds after loading them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,54 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from drivetrain.errors import WeightSyncError
+from drivetrain.errors import EngineStartError, WeightSyncError
+from drivetrain.types.weights import WeightManifest
 from drivetrain_weight_sync.receiver.target import WeightTarget
 from drivetrain_weight_sync.tensors.names import listed
 from drivetrain_weight_sync.tracing.quantised_parts import held_by
 from drivetrain_weight_sync.tracing.traced_target import TracedTarget
+from drivetrain_weight_sync.transports.checkpoint_files import require_readable
 
 _ROWS: Final = 2
 """Rows compared at each end of a tensor: packing, transposing or padding would show in these few."""
+
+
+def require_complete(folder: Path, model: WeightManifest) -> None:
+    """Refuse safetensors files that lack tensors of the model, or hold them in another shape.
+
+    Some loaders leave a parameter as it was allocated if no file holds it, and the engine would serve that. A folder
+    that also holds tensors of other names is not judged: an engine may read these in place of the model's.
+
+    Args:
+        folder: The checkpoint.
+        model: Names and shapes of the model's tensors.
+
+    Raises:
+        EngineStartError: Tensors are missing or have another shape, or a file cannot be read.
+    """
+    stored: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            require_readable(file)
+            with safe_open(file, framework="pt") as opened:
+                stored |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}
+        except (OSError, SafetensorError) as error:
+            raise EngineStartError(f"the checkpoint file {str(file)!r} cannot be read: {error}") from error
+    shapes = {spec.name: tuple(spec.shape) for spec in model.tensors}
+    held = {model.aliases.get(name, name): shape for name, shape in stored.items()}
+    if not held or not held.keys() <= shapes.keys():
+        return
+    missing = [name for name in shapes if name not in held]
+    other = [f"{name} {shape}, not {shapes[name]}" for name, shape in held.items() if shape != shapes[name]]
+    if missing or other:
+        problems = [f"lacks {listed(missing)}"] * bool(missing) + [f"has {listed(other)}"] * bool(other)
+        raise EngineStartError(
+            f"the checkpoint of {str(folder)!r} {' and '.join(problems)}; give a folder that holds every weight of the "
+            "model that its config.json describes"
+        )
 
 
 def require_as_stored(target: WeightTarget, folder: Path) -> None:

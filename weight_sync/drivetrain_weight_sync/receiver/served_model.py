@@ -6,12 +6,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from drivetrain.backend.base import ModelInfo
 from drivetrain.backend.toolkit.model_folder import served_context_length
 from drivetrain.backend.toolkit.rope_config import plain_rope
 from drivetrain.types.config import EngineConfig
+from drivetrain.types.weights import WeightManifest
 
 
 @dataclass(frozen=True)
@@ -71,13 +73,25 @@ class ServedModel:
         return plain_rope(self.fields, nested=self.text is not self.model_config)
 
     @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the model's tensors, by checkpoint name."""
+    def tensors(self) -> WeightManifest:
+        """The model's tensors, by checkpoint name."""
         from drivetrain_weight_sync.receiver.checkpoint_manifest import checkpoint_of
 
         config = self.config
-        checkpoint = checkpoint_of(config.model, config.revision, trust_remote_code=config.trust_remote_code)
-        return {spec.name: spec.shape for spec in checkpoint.tensors}
+        return checkpoint_of(config.model, config.revision, trust_remote_code=config.trust_remote_code)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the model's tensors, by checkpoint name."""
+        return {spec.name: spec.shape for spec in self.tensors.tensors}
+
+    def require_weights(self) -> None:
+        """Raise :class:`EngineStartError` if the model's folder lacks weights that the engine is going to load."""
+        from drivetrain_weight_sync.receiver.checkpoint_comparison import require_complete
+
+        folder = Path(self.config.model)
+        if folder.is_dir() and self.config.engine_kwargs.get("load_format") != "dummy":
+            require_complete(folder, self.tensors)
 
     def info(self, *, vocab_size: int, dtype: object, context_length: int) -> ModelInfo:
         """Describe the model, given the vocabulary, dtype and context length that the engine has."""
