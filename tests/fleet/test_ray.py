@@ -194,6 +194,20 @@ async def test_one_engine_takes_the_gpus_of_two_bundles_of_another_node(cluster:
         remove_placement_group(group)
 
 
+@pytest.mark.slow
+async def test_an_engine_of_another_node_joins_the_fleet(pair: RayEngines, model: Path) -> None:
+    there = await start_engines(fields(model), gpus_per_engine=0, resources={"second": 0.1})
+    async with there, await pair.fleet(min_engines=2) as fleet:
+        (engine,) = there
+        assert await fleet.join(engine) == "engine-2"
+        nodes = [(await placement(one))[0] for one in (*pair, engine)]
+        assert nodes[0] == nodes[1] != nodes[2]
+        await push(fleet, "on two nodes")
+        assert [(one.health, one.version) for one in fleet.members] == [(Health.READY, "on two nodes")] * 3
+        await fleet.generate([[i + 1, 2] for i in range(6)], GREEDY)
+        assert all(member_of(fleet, one.name).load.taken > 0 for one in fleet.members)
+
+
 # Actors that die -------------------------------------------------------------------------------------------------
 
 

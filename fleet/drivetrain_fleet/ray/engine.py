@@ -8,12 +8,12 @@ from typing import Final
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorUnavailableError, RayError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from drivetrain.attached.engine import AttachedEngine, attach
 from drivetrain.backend.toolkit.deadlines import deadline
 from drivetrain.engine.validation import check_seconds
-from drivetrain.errors import EngineDied
+from drivetrain.errors import EngineDied, EngineStartError
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.handle import EngineHandle
 from drivetrain_fleet.ray.actor import Refusal
@@ -66,6 +66,8 @@ class RayEngine:
             except ActorUnavailableError:  # Ray makes it anew
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
+            except RayTaskError as error:
+                raise EngineStartError(f"the actor of {self.name} failed: {error.cause!r}") from error
             except RayError as error:
                 raise EngineDied(f"the actor of {self.name} has ended: {error}") from error
 

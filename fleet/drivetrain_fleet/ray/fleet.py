@@ -19,7 +19,9 @@ from drivetrain_fleet.routing import RoutingPolicy
 
 logger = logging.getLogger("drivetrain.fleet")
 
-_PAUSE_S: Final = 0.2
+_FIRST_PAUSE_S: Final = 0.1
+_LONGEST_PAUSE_S: Final = 5.0
+_JOINING_PAUSE_S: Final = 0.2
 _ENDED: Final = frozenset({EngineState.FAILED, EngineState.CLOSED})
 
 
@@ -138,6 +140,7 @@ class RayFleet(InferenceEngineClient):
         Raises:
             EngineDied: Ray does not make it anew.
         """
+        pause = _FIRST_PAUSE_S
         while True:
             handle = None
             try:
@@ -150,7 +153,8 @@ class RayFleet(InferenceEngineClient):
                 if handle is None and isinstance(error, EngineDied):
                     raise
                 logger.info("%s is not back yet: %s", name, error)
-            await asyncio.sleep(_PAUSE_S)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     async def _take_its_place(self, name: str, page: AttachedEngine) -> bool:
         """Let an engine join in the place of the failed one of this name; return False if it was lost meanwhile.
@@ -173,7 +177,7 @@ class RayFleet(InferenceEngineClient):
                 logger.info("%s cannot join yet: %s", name, error)
             else:
                 return True
-            await asyncio.sleep(_PAUSE_S)
+            await asyncio.sleep(_JOINING_PAUSE_S)
 
 
 __all__ = ["RayFleet"]

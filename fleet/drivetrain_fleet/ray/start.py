@@ -15,6 +15,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from drivetrain.attached.engine import AttachedEngine
 from drivetrain.backend.toolkit.deadlines import deadline
 from drivetrain.checks.safe_repr import shown
 from drivetrain.engine.tasks import gather_or_cancel
@@ -76,19 +77,30 @@ class RayEngines:
         The arguments are those of :class:`drivetrain_fleet.InferenceEngineClient`.
 
         Raises:
+            InvalidConfig: A number is out of its range.
             EngineDied: An actor has ended, and Ray does not make it anew.
             DeadlineExceeded: An actor did not answer in time.
         """
-        attached = await gather_or_cancel(engine.attach() for engine in self)
-        return RayFleet(
-            self._engines,
-            attached,
-            min_engines=min_engines,
-            routing=routing,
-            max_waiting=max_waiting,
-            max_samples_per_engine=max_samples_per_engine,
-            exact_failover=exact_failover,
-        )
+        attached: dict[str, AttachedEngine] = {}
+
+        async def attach(engine: RayEngine) -> None:
+            attached[engine.name] = await engine.attach()
+
+        try:
+            await gather_or_cancel(attach(engine) for engine in self)
+            return RayFleet(
+                self._engines,
+                [attached[engine.name] for engine in self],
+                min_engines=min_engines,
+                routing=routing,
+                max_waiting=max_waiting,
+                max_samples_per_engine=max_samples_per_engine,
+                exact_failover=exact_failover,
+            )
+        except BaseException:
+            for page in attached.values():
+                await page.teardown()
+            raise
 
     async def close(self) -> None:
         """Close the engines and end their actors; idempotent."""
