@@ -62,12 +62,15 @@ class InferenceEngineClient(InferenceEngine):
         exact_failover: bool = True,
     ) -> None:
         by_name = _named(engines)
-        _check_count("min_engines", min_engines, len(by_name))
-        if max_staleness < 0:
-            raise InvalidConfig(f"max_staleness={max_staleness}: expected 0 or more versions", field="max_staleness")
+        _check_count("min_engines", min_engines, most=len(by_name))
+        _check_count("max_staleness", max_staleness, least=0)
         _check_count("max_waiting", max_waiting)
         if max_samples_per_engine is not None:
             _check_count("max_samples_per_engine", max_samples_per_engine)
+        if routing is not None and not isinstance(routing, RoutingPolicy):
+            raise InvalidConfig(f"routing={shown(routing)}: expected a RoutingPolicy", field="routing")
+        if not isinstance(exact_failover, bool):
+            raise InvalidConfig(f"exact_failover={shown(exact_failover)}: expected a bool", field="exact_failover")
         backend = FleetBackend(
             by_name,
             min_engines=min_engines,
@@ -175,6 +178,8 @@ class InferenceEngineClient(InferenceEngine):
 
 def _named(engines: Sequence[InferenceEngine] | Mapping[str, InferenceEngine]) -> dict[str, InferenceEngine]:
     """Check the engines, and give names to those of a sequence."""
+    if isinstance(engines, str) or not isinstance(engines, Sequence | Mapping):
+        raise InvalidConfig(f"engines={shown(engines)}: expected a list of engines, or a mapping", field="engines")
     given: Iterable[tuple[object, object]]
     given = engines.items() if isinstance(engines, Mapping) else ((f"engine-{i}", one) for i, one in enumerate(engines))
     by_name: dict[str, InferenceEngine] = {}
@@ -192,10 +197,10 @@ def _named(engines: Sequence[InferenceEngine] | Mapping[str, InferenceEngine]) -
     return by_name
 
 
-def _check_count(field: str, value: int, most: int | None = None) -> None:
-    if value < 1 or (most is not None and value > most):
-        expected = "at least 1" if most is None else f"1 to {most}, the number of engines"
-        raise InvalidConfig(f"{field}={value}: expected {expected}", field=field)
+def _check_count(field: str, value: object, least: int = 1, most: int | None = None) -> None:
+    if type(value) is not int or value < least or (most is not None and value > most):
+        expected = f"an integer from {least}" if most is None else f"{least} to {most}, the number of engines"
+        raise InvalidConfig(f"{field}={shown(value)}: expected {expected}", field=field)
 
 
 def _versions(engines: Mapping[str, InferenceEngine]) -> dict[str, str]:

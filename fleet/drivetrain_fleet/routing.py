@@ -8,13 +8,20 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
+from drivetrain.checks.safe_repr import shown
+from drivetrain.errors import InvalidConfig
 from drivetrain_fleet.prefix_index import Blocks, PrefixIndex
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingPolicy:
-    """How samples are spread over the engines of a fleet."""
+    """How samples are spread over the engines of a fleet.
+
+    Raises:
+        InvalidConfig: A value is wrong.
+    """
 
     prefix_affinity: bool = True
     """Prefer the engine that has seen the longest prefix of the prompt."""
@@ -27,6 +34,21 @@ class RoutingPolicy:
     """Most blocks of 32 tokens that are remembered per engine."""
     sessions: int = 1 << 16
     """Most sessions whose engine is remembered; the one that was not used for longest is forgotten first."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.prefix_affinity, bool):
+            _refuse("prefix_affinity", self.prefix_affinity, "a bool")
+        for name in ("margin_tokens", "prefix_blocks", "sessions"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                _refuse(name, value, "an integer from 0")
+        ratio = self.margin_ratio
+        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not ratio >= 1:
+            _refuse("margin_ratio", ratio, "a number from 1")
+
+
+def _refuse(field: str, value: object, expected: str) -> NoReturn:
+    raise InvalidConfig(f"{field}={shown(value)}: expected {expected}", field=field)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ FOLDERS = (
     "backends",
     "weight_sync",
     "sampling",
+    "fleet",
     "conformance_tests",
     "demo",
     "docs",

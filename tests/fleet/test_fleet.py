@@ -386,11 +386,17 @@ def test_wrong_arguments_are_refused_by_name(model: Path) -> None:
         InferenceEngineClient([])
     with pytest.raises(InvalidConfig, match="one engine"):
         InferenceEngineClient([one, one])
-    for options in ({"min_engines": 2}, {"min_engines": 0}, {"max_waiting": 0}, {"max_samples_per_engine": 0}):
-        with pytest.raises(InvalidConfig, match=next(iter(options))):
-            InferenceEngineClient([one], **options)  # type: ignore[arg-type]
-    with pytest.raises((InvalidConfig, InvalidRequest), match="engines"):
-        InferenceEngineClient(["one"])  # type: ignore[list-item]
+    counts = ("min_engines", "max_staleness", "max_waiting", "max_samples_per_engine")
+    wrong = [(field, value) for field in counts for value in (-1, True, "1", 1.5)]
+    wrong += [("min_engines", 2), ("min_engines", 0), ("max_waiting", 0), ("max_samples_per_engine", 0)]
+    wrong += [("routing", 5), ("exact_failover", "no")]
+    for field, value in wrong:
+        with pytest.raises(InvalidConfig, match=field) as caught:
+            InferenceEngineClient([one], **{field: value})  # type: ignore[arg-type]
+        assert caught.value.field == field
+    for engines in (5, None, "one", ["one"], {1: one}):
+        with pytest.raises(InvalidConfig, match="engines"):
+            InferenceEngineClient(engines)  # type: ignore[arg-type]
 
 
 async def test_an_engine_that_does_not_start_takes_the_fleet_with_it(model: Path, tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drivetrain import InvalidConfig
 from drivetrain_fleet.prefix_index import BLOCK, Blocks, PrefixIndex
 from drivetrain_fleet.routing import Load, Router, RoutingPolicy, Work
 
@@ -218,3 +220,22 @@ def test_the_same_calls_give_the_same_answers(calls: list[tuple[int, int]]) -> N
         return answers
 
     assert play() == play()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("prefix_affinity", 1),
+        ("margin_tokens", -1),
+        ("margin_tokens", True),
+        ("margin_ratio", 0.5),
+        ("margin_ratio", float("nan")),
+        ("margin_ratio", "2"),
+        ("prefix_blocks", 1.5),
+        ("sessions", None),
+    ],
+)
+def test_wrong_values_of_the_policy_are_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(InvalidConfig, match=field) as caught:
+        RoutingPolicy(**{field: value})  # type: ignore[arg-type]
+    assert caught.value.field == field

@@ -99,7 +99,7 @@ def steady_growth(held: Sequence[int], room: int) -> float:
     were taken and returned cancel out. At least a sixth of the changes is left out at either end.
 
     Args:
-        held: What was held after each piece of work; at least 6 measurements.
+        held: Amount held after each piece of work; at least 6 measurements.
         room: Falls by more than this are no noise.
     """
     changes = sorted(after - before for before, after in pairwise(held))

@@ -33,7 +33,7 @@ class Turn:
 
     @property
     def token_ids(self) -> list[int]:
-        """The token ids of this turn and of all that it builds on."""
+        """The token ids of this turn and of the turns that it builds on."""
         parts: list[array[int]] = []
         turn: Turn | None = self
         while turn is not None:

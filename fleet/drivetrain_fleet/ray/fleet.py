@@ -36,6 +36,7 @@ class RayFleet(InferenceEngineClient):
         engines: The engines.
         attached: The page of each.
         min_engines: As of :class:`drivetrain_fleet.InferenceEngineClient`; so are the arguments that follow.
+        max_staleness: Versions that an engine may be behind and still serve.
         routing: How samples are spread.
         max_waiting: Samples that may wait for an engine.
         max_samples_per_engine: Samples that one engine may have at a time.
@@ -48,6 +49,7 @@ class RayFleet(InferenceEngineClient):
         attached: Sequence[AttachedEngine],
         *,
         min_engines: int = 1,
+        max_staleness: int = 0,
         routing: RoutingPolicy | None = None,
         max_waiting: int = 1 << 16,
         max_samples_per_engine: int | None = None,
@@ -56,6 +58,7 @@ class RayFleet(InferenceEngineClient):
         super().__init__(
             {engine.name: page for engine, page in zip(engines, attached, strict=True)},
             min_engines=min_engines,
+            max_staleness=max_staleness,
             routing=routing,
             max_waiting=max_waiting,
             max_samples_per_engine=max_samples_per_engine,

@@ -34,7 +34,8 @@ def gpus_of(config: EngineConfig, given: float | None) -> float:
 
     Args:
         config: The engine's.
-        given: What the caller asks for; None: one for each rank, or none if the engine or the cluster has no GPUs.
+        given: Number that the caller asks for. None: one for each rank, but none if the engine or the cluster has no
+            GPUs.
     """
     ranks = config.tensor_parallel_size * config.pipeline_parallel_size * config.data_parallel_size
     if given is None:
