@@ -38,9 +38,11 @@ class Link(Protocol):
 
     def command(self) -> list[str]:
         """Return what a command must begin with to run at the far end."""
+        ...
 
     async def near(self, endpoint: str) -> str:
         """Return the address at this end of what listens at ``endpoint`` of the far end."""
+        ...
 
     def cut(self) -> None:
         """Let nothing through, in either direction."""
@@ -51,6 +53,7 @@ class Link(Protocol):
     @property
     def far(self) -> str:
         """Host name to listen on at the far end."""
+        ...
 
 
 class Namespace:

@@ -384,7 +384,7 @@ def free() -> list[float]:
 def test_the_example_rolls_out_and_pushes(cluster: Cluster) -> None:
     example = Path(__file__).parents[2] / "examples/ray_rollouts.py"
     done = subprocess.run(
-        [sys.executable, str(example), "--steps", "2", "--address", cluster.address],
+        [sys.executable, str(example), "--steps", "2", "--address", str(cluster.address)],
         capture_output=True,
         text=True,
         timeout=STARTED_S,

@@ -133,6 +133,7 @@ def _checked(count: int, indices: Sequence[int | Sequence[int]], bundles: int) -
 
 def _place(engine: str, bundles: tuple[int, ...], gpus: float, cpus: float, left: list[dict[str, float]]) -> Place:
     """Take an engine's resources from its bundles."""
+    first = bundles[0]
     if not gpus and len(bundles) > 1:
         raise InvalidConfig(
             f"bundle_indices: {engine} takes no GPU, and has {len(bundles)} bundles; give it one",
@@ -153,13 +154,13 @@ def _place(engine: str, bundles: tuple[int, ...], gpus: float, cpus: float, left
             "bundles, or change gpus_per_engine",
             field="bundle_indices",
         )
-    if left[bundles[0]]["CPU"] < cpus - _SLACK:
+    if left[first]["CPU"] < cpus - _SLACK:
         raise InvalidConfig(
-            f"{engine} takes {cpus:g} CPUs of bundle {bundles[0]}, which has {left[bundles[0]]['CPU']:g} for it; make "
+            f"{engine} takes {cpus:g} CPUs of bundle {first}, which has {left[first]['CPU']:g} for it; make "
             "the bundle larger, or change cpus_per_engine",
             field="cpus_per_engine",
         )
-    left[bundles[0]]["CPU"] -= cpus
+    left[first]["CPU"] -= cpus
     return Place(tuple(taken))
 
 
