@@ -21,18 +21,35 @@ def check_same(
     engine: InferenceEngine | None = None,
     model: Path | None = None,
 ) -> None:
-    """Raise unless these greedy completions have the same tokens and ended alike."""
+    """Raise unless these greedy completions have the same tokens, ended alike, and have the same text."""
     for one, other in zip(got, expected, strict=True):
-        check_prefix(bench, one, other, engine, model)
-        shared = min(len(one.token_ids), len(other.token_ids))
-        if one.token_ids[:shared] == other.token_ids[:shared]:
-            assert len(one.token_ids) == len(other.token_ids), (
-                f"{len(one.token_ids)} tokens ({one.finish_reason.value}) instead of {len(other.token_ids)} "
-                f"({other.finish_reason.value}); the first are the same"
-            )
-            assert one.finish_reason is other.finish_reason
+        if check_same_tokens(bench, one, other, engine, model):
             assert one.matched_stop == other.matched_stop
             assert one.text == other.text
+
+
+def check_same_tokens(
+    bench: Bench,
+    one: Completion,
+    other: Completion,
+    engine: InferenceEngine | None = None,
+    model: Path | None = None,
+) -> bool:
+    """Raise unless two greedy completions have the same tokens and ended alike.
+
+    Returns:
+        False if rounding led to different tokens.
+    """
+    check_prefix(bench, one, other, engine, model)
+    shared = min(len(one.token_ids), len(other.token_ids))
+    if one.token_ids[:shared] != other.token_ids[:shared]:
+        return False
+    assert len(one.token_ids) == len(other.token_ids), (
+        f"{len(one.token_ids)} tokens ({one.finish_reason.value}) instead of {len(other.token_ids)} "
+        f"({other.finish_reason.value}); the first are the same"
+    )
+    assert one.finish_reason is other.finish_reason
+    return True
 
 
 def check_prefix(

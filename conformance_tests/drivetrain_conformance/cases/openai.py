@@ -26,7 +26,7 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.outputs import Completion, FinishReason
 from drivetrain.types.prompts import ChatPrompt, Message
 from drivetrain.types.sampling import SamplingParams
-from drivetrain_conformance.assertions.same_answers import check_greedy, check_prefix, check_same
+from drivetrain_conformance.assertions.same_answers import check_greedy, check_prefix, check_same_tokens
 from drivetrain_conformance.assets.served_models import ModelKind
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, ordinary_ids, until_idle
@@ -59,7 +59,7 @@ async def a_chat_completion_is_what_generate_makes(bench: Bench) -> None:
     assert answer["object"] == "chat.completion"
     assert answer["prompt_token_ids"] == expected[0].prompt_token_ids
     assert choice["message"]["role"] == "assistant"
-    check_same(bench, [_of_chat(answer, choice)], expected)
+    check_same_tokens(bench, _of_chat(answer, choice), expected[0])
     assert choice["message"]["content"] == bench.engine.decode(_shown(bench, choice["token_ids"]))
 
 
@@ -92,8 +92,8 @@ async def a_completion_takes_text_and_ids_one_or_several(bench: Bench) -> None:
         answer = await bench.engine.completion(_greedy(prompt=prompt, max_tokens=8))
         assert answer["object"] == "text_completion"
         assert [choice["index"] for choice in answer["choices"]] == list(range(len(expected)))
-        check_same(bench, [_of_text(choice) for choice in answer["choices"]], expected)
-        for choice in answer["choices"]:
+        for choice, completion in zip(answer["choices"], expected, strict=True):
+            check_same_tokens(bench, _of_text(choice), completion)
             assert choice["text"] == bench.engine.decode(_shown(bench, choice["token_ids"]))
 
 
@@ -435,7 +435,7 @@ async def echo_begins_with_the_prompt(bench: Bench) -> None:
     payload = _greedy(prompt=bench.prompts(2), max_tokens=6)
     plain, echoed = await bench.engine.completion(payload), await bench.engine.completion({**payload, "echo": True})
     for one, other in zip(echoed["choices"], plain["choices"], strict=True):
-        check_same(bench, [_of_text(one)], [_of_text(other)])
+        check_same_tokens(bench, _of_text(one), _of_text(other))
         after = bench.engine.decode(_shown(bench, one["token_ids"]))
         assert one["text"] == bench.engine.decode(one["prompt_token_ids"]) + after
     assert echoed["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
@@ -485,7 +485,7 @@ async def a_chat_stream_put_together_is_the_answer(bench: Bench) -> None:
         assert content == bench.engine.decode(_shown(bench, token_ids))
         assert last.get("prompt_token_ids") == whole["prompt_token_ids"]
         streamed = _completion(whole["prompt_token_ids"], token_ids, last["finish_reason"])
-        check_same(bench, [streamed], [_of_chat(whole, expected)])
+        check_same_tokens(bench, streamed, _of_chat(whole, expected))
 
 
 @case(Capability.STREAMING)
@@ -502,7 +502,7 @@ async def a_completion_stream_put_together_is_the_answer(bench: Bench) -> None:
         assert "".join(choice["text"] for choice in own) == bench.engine.decode(_shown(bench, token_ids))
         assert own[-1].get("prompt_token_ids") == expected["prompt_token_ids"]
         streamed = _completion(expected["prompt_token_ids"], token_ids, own[-1]["finish_reason"])
-        check_same(bench, [streamed], [_of_text(expected)])
+        check_same_tokens(bench, streamed, _of_text(expected))
 
 
 @case(Capability.STREAMING)
