@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -108,6 +109,9 @@ async def _serve(
             await _unless(told_to_end, engine.start(report))
         if told_to_end.is_set():
             return
+        # As a host process does: a full collection would scan the objects of the start again and again.
+        gc.collect()
+        gc.freeze()
         _print(await engine.handle(listen, key=key, announce=announce, **certificate), shows_key=key is None)
         await _unless(told_to_end, _failed(engine))
     finally:

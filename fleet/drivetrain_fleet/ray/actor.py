@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from dataclasses import dataclass
 
@@ -76,6 +77,9 @@ class EngineActor:
             await self._require_gpus()
             engine = create_engine(self._config)
             await engine.start()
+            # As a host process does: a full collection would scan the objects of the start again and again.
+            gc.collect()
+            gc.freeze()
             self._engine = engine
             self._ending = asyncio.create_task(_end_with(engine))
         return self._engine
