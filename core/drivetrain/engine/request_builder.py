@@ -77,7 +77,7 @@ class RequestBuilder:
         if priority:
             require(self._capabilities, Capability.PRIORITY, f"priority={priority}", self._config.backend)
         if weight_version is not None:
-            check_name(weight_version, "weight_version")
+            check_name("weight_version", weight_version)
             claim = f"weight_version={shown(weight_version)}"
             require(self._capabilities, Capability.VERSION_SPANS, claim, self._config.backend)
         total = sum(one.n for one in params)
