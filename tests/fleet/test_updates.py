@@ -18,6 +18,7 @@ from drivetrain import (
     EngineInternalError,
     EngineStateError,
     GenerateRequest,
+    InvalidRequest,
     InvalidWeights,
     LoraSource,
     MemberLost,
@@ -207,6 +208,9 @@ async def test_a_pinned_request_goes_to_an_engine_of_its_version(model: Path) ->
             assert versions(chunk.completion for chunk in chunks if chunk.completion) == {version}
         with pytest.raises(WeightVersionGone, match=r"'never' is not served.*engine-0 serves 'one', engine-1 serves"):
             await fleet.generate(prompts, GREEDY, weight_version="never")
+        with pytest.raises(InvalidRequest, match="weight_version") as caught:
+            await fleet.generate(prompts, GREEDY, weight_version="")
+        assert caught.value.field == "weight_version"
         await pushed(fleet, "two")
         with pytest.raises(WeightVersionGone, match="'initial' is not served"):
             await fleet.generate(prompts, GREEDY, weight_version="initial")
