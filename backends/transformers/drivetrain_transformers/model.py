@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,8 +22,8 @@ from drivetrain_transformers.kv_cache import RunningCache, keys_and_values
 from drivetrain_transformers.longrope import choose_factors_by_row
 from drivetrain_transformers.lora import Adapters
 from drivetrain_transformers.translate import context_length, device_of, load_arguments
+from drivetrain_weight_sync.receiver.checkpoint_comparison import refuse_incomplete
 from drivetrain_weight_sync.receiver.cpu_sleep import trim_heap
-from drivetrain_weight_sync.tensors.names import listed
 from drivetrain_weight_sync.transports.device_memory import uuid_of
 
 _TOLERATED = 0.1
@@ -63,7 +63,8 @@ class LoadedModel:
                 f"transformers cannot load {config.model!r}: {type(error).__name__}: {error}"
             ) from error
         module: PreTrainedModel = read[0]
-        _refuse_initialised_weights(config.model, read[1])
+        # transformers would fill up the rest with random numbers.
+        refuse_incomplete(config.model, sorted(map(str, read[1]["missing_keys"])), read[1]["mismatched_keys"])
         # Load on the CPU first: loading straight to a GPU, transformers puts all weights into one block of the
         # allocator, which cannot be freed while anything else lies in it.
         report(f"moving the model to {device_of(config)}")
@@ -195,21 +196,6 @@ class LoadedModel:
             torch.cuda.empty_cache()
         else:
             trim_heap()
-
-
-def _refuse_initialised_weights(folder: str, loaded: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint that does not hold every weight: transformers would fill up the rest with random numbers."""
-    missing = sorted(map(str, loaded["missing_keys"]))
-    mismatched = [
-        f"{name} (stored {tuple(stored)}, {tuple(wanted)} in the model)"
-        for name, stored, wanted in loaded["mismatched_keys"]
-    ]
-    if missing or mismatched:
-        problems = [f"lacks {listed(missing)}"] * bool(missing) + [f"has {listed(mismatched)}"] * bool(mismatched)
-        raise EngineStartError(
-            f"the checkpoint of {folder!r} {' and '.join(problems)}; give a folder that holds every weight of the "
-            "model that its config.json describes"
-        )
 
 
 def _refuse_recurrent_state(module: PreTrainedModel) -> None:

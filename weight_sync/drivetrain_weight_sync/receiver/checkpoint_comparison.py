@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -47,13 +47,29 @@ def require_complete(folder: Path, model: WeightManifest) -> None:
     held = {model.aliases.get(name, name): shape for name, shape in stored.items()}
     if not held or not held.keys() <= shapes.keys():
         return
-    missing = [name for name in shapes if name not in held]
-    other = [f"{name} {shape}, not {shapes[name]}" for name, shape in held.items() if shape != shapes[name]]
-    if missing or other:
-        problems = [f"lacks {listed(missing)}"] * bool(missing) + [f"has {listed(other)}"] * bool(other)
+    refuse_incomplete(
+        str(folder),
+        [name for name in shapes if name not in held],
+        [(name, shape, shapes[name]) for name, shape in held.items() if shape != shapes[name]],
+    )
+
+
+def refuse_incomplete(
+    model: str, missing: Collection[str], mismatched: Iterable[tuple[str, Iterable[int], Iterable[int]]]
+) -> None:
+    """Raise :class:`EngineStartError` if a checkpoint lacks tensors, or holds some in another shape.
+
+    Args:
+        model: Folder or hub id.
+        missing: Names of the tensors that it lacks.
+        mismatched: Name, stored shape and the model's shape of the others.
+    """
+    shapes = [f"{name} {tuple(stored)}, not {tuple(wanted)}" for name, stored, wanted in mismatched]
+    if missing or shapes:
+        problems = [f"lacks {listed(missing)}"] * bool(missing) + [f"has {listed(shapes)}"] * bool(shapes)
         raise EngineStartError(
-            f"the checkpoint of {str(folder)!r} {' and '.join(problems)}; give a folder that holds every weight of the "
-            "model that its config.json describes"
+            f"the checkpoint of {model!r} {' and '.join(problems)}; give a folder that holds every weight of the model "
+            "that its config.json describes"
         )
 
 
