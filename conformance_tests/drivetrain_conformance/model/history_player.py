@@ -194,8 +194,7 @@ class Player:
         done = [name for name in self._contract.under_way() if self._requests[name].live.done]
         for name in done:
             if self._contract.requests[name].fate is Fate.RUNNING:
-                self._contract = self._contract.ended_by_itself(name)
-                await self._take(name, by_now=True)
+                await self._await_end(name)  # it has come back; in a replay it may take longer
             else:
                 await self._look()
 
