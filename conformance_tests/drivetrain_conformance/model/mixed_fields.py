@@ -80,7 +80,9 @@ def _check_prompt(bench: Bench, prompt: Prompt, params: SamplingParams, completi
     assert 0 <= completion.cached_tokens < len(ids), (
         f"{completion.cached_tokens} of {len(ids)} prompt tokens were cached"
     )
-    if params.prompt_logprobs is None:
+    # A request that was aborted before the model read its prompt has no logprobs of it.
+    unread = completion.finish_reason is FinishReason.ABORT and not completion.token_ids
+    if params.prompt_logprobs is None or (unread and completion.prompt_logprobs is None):
         assert completion.prompt_logprobs is None
         assert completion.prompt_top_logprobs is None
         return

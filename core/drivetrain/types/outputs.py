@@ -98,7 +98,7 @@ class Completion(_TextLater):
     top_logprobs: list[TopLogprobs] | None = None
     """One list per token; None when not asked for."""
     prompt_logprobs: list[float | None] | None = None
-    """One per prompt token, raw; the first is None."""
+    """One per prompt token, raw; the first is None. None when not asked for, or aborted before the prompt was read."""
     prompt_top_logprobs: list[TopLogprobs | None] | None = None
     weight_versions: tuple[VersionSpan, ...] = ()
     """Weight version of each token, as spans in order and without gaps over all of ``token_ids``."""
