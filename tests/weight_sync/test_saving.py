@@ -7,6 +7,7 @@ import json
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,28 @@ async def test_nothing_is_there_until_all_is_and_nothing_after_it_was_cancelled(
     assert len(saved(place)) == len(halting.manifest().tensors)
 
 
+async def test_a_save_that_is_cancelled_as_its_folder_appears_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, place, rename = WeightWriter(ModuleTarget(Model(1))), tmp_path / "saved", Path.rename
+    reached, go_on = threading.Event(), threading.Event()
+
+    def slow(self: Path, target: Path) -> Path:
+        if target == place:
+            reached.set()
+            assert go_on.wait(WITHIN_S)
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", slow)
+    saving = asyncio.create_task(save(writer, place))
+    assert await asyncio.to_thread(reached.wait, WITHIN_S)
+    saving.cancel()
+    asyncio.get_running_loop().call_soon(go_on.set)
+    await asyncio.wait([saving], timeout=WITHIN_S)
+    assert saving.cancelled()
+    assert names(tmp_path) == []
+
+
 async def test_a_folder_that_is_filled_meanwhile_is_left_as_it_is(tmp_path: Path, halting: Halting) -> None:
     place = tmp_path / "saved"
     saving = asyncio.create_task(save(WeightWriter(halting), place))
@@ -272,6 +295,40 @@ async def test_the_configuration_goes_last_and_what_failed_is_taken_away() -> No
     assert Failing.names[-1] == "config.json"
     assert {"model.safetensors", INDEX} <= set(Failing.names)
     assert not Failing().find("/bucket")
+
+
+@pytest.mark.parametrize("uploaded", [False, True], ids=["before the last file", "after the last file"])
+async def test_a_save_to_a_url_that_is_cancelled_late_leaves_nothing(
+    uploaded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, reached, go_on = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+    class Slow(MemoryFileSystem):  # type: ignore[misc]
+        protocol = "slow"
+        store: dict[str, object] = {}  # noqa: RUF012 - as in its base class
+
+        def put_file(self, *paths: Any, **more: Any) -> None:
+            if paths[1].endswith("config.json"):
+                loop.call_soon_threadsafe(reached.set)
+                assert go_on.wait(WITHIN_S)
+            super().put_file(*paths, **more)
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    fsspec.register_implementation("slow", Slow, clobber=True)
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        monkeypatch.setattr(loop, "_default_executor", executor)
+        saving = asyncio.create_task(save_to("slow://bucket/saved", WeightWriter(ModuleTarget(Model(1)))))
+        await asyncio.wait_for(reached.wait(), WITHIN_S)
+        if uploaded:  # the loop learns of it only after it has cancelled
+            go_on.set()
+            executor.submit(lambda: None).result()
+        saving.cancel()
+        loop.call_soon(go_on.set)
+        await asyncio.wait([saving], timeout=WITHIN_S)
+        executor.submit(lambda: None).result()
+    assert saving.cancelled()
+    assert not Slow().find("/bucket")
+    assert not any(name.startswith("drivetrain-saving-") for name in names(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from drivetrain.errors import DrivetrainError, EngineBusy, EngineInternalError, 
 from drivetrain.types.capability import Capability
 from drivetrain_weight_sync.receiver.target import WeightTarget
 from drivetrain_weight_sync.tensors.dtypes import nbytes_of
+from drivetrain_weight_sync.transports.threads import in_thread
 
 SHARD_BYTES: Final = 5 * 10**9
 """Largest file in bytes, unless a single tensor is larger. Writing takes as much host memory."""
@@ -197,14 +198,21 @@ async def save_sharded(path: str, files: ModelFiles, write: Write, *, named: str
     """
     folder = await asyncio.to_thread(_new_folder, path, named)
     staged = folder.with_name(f".{folder.name}.saving-{uuid.uuid4().hex[:8]}")
+    appeared = threading.Event()
+
+    def appear() -> None:
+        staged.rename(folder)
+        appeared.set()
+
     try:
-        await asyncio.to_thread(_make, staged, path, named)
+        await in_thread(lambda: _make(staged, path, named))
         with _failing(path):
             await asyncio.to_thread(files.copy_into, staged)
             await _written(write, staged)
-            await asyncio.to_thread(staged.rename, folder)
-    finally:
-        await asyncio.to_thread(_discard, staged)
+            await in_thread(appear)
+    except BaseException:
+        await asyncio.to_thread(_discard, folder if appeared.is_set() else staged)
+        raise
 
 
 async def save_remote(url: str, files: ModelFiles, write: Write) -> None:
@@ -222,16 +230,19 @@ async def save_remote(url: str, files: ModelFiles, write: Write) -> None:
     if path is None:
         await save_sharded(url.partition("://")[2], files, write, named="url")
         return
-    staged = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="drivetrain-saving-"))
-    given_up = threading.Event()
+    staged = Path(tempfile.gettempdir(), f"drivetrain-saving-{uuid.uuid4().hex[:8]}")
+    decided = threading.Lock()
     try:
         with _failing(url):
+            await in_thread(lambda: staged.mkdir(mode=0o700))
             await asyncio.to_thread(files.copy_into, staged)
             await _written(write, staged)
-            await asyncio.to_thread(_upload, staged, fs, path, given_up)
-    finally:
-        given_up.set()
+            await asyncio.to_thread(_upload, staged, fs, path, decided)
+    except BaseException:
+        if not decided.acquire(blocking=False):  # all was uploaded as the caller gave up
+            await asyncio.to_thread(_remove, fs, path)
         await asyncio.to_thread(_discard, staged)
+        raise
 
 
 async def _written(write: Write, folder: Path) -> None:
@@ -326,18 +337,30 @@ def _entries(fs: Any, path: str) -> list[str]:
     return found
 
 
-def _upload(folder: Path, fs: Any, path: str, given_up: threading.Event) -> None:
+def _upload(folder: Path, fs: Any, path: str, decided: threading.Lock) -> None:
+    """Upload a folder and remove it. Whoever takes ``decided`` first has the last word: this, or who gives up."""
     try:
         for file in sorted(folder.iterdir(), key=lambda file: (file.name == _CONFIG, file.name)):
-            if given_up.is_set():
-                raise EngineInternalError("saving was cancelled")
+            if decided.locked():
+                raise _cancelled()
             fs.put_file(str(file), f"{path.rstrip('/')}/{file.name}")
+        _discard(folder)
+        if not decided.acquire(blocking=False):
+            raise _cancelled()
     except BaseException as error:
         try:
-            fs.rm(path, recursive=True)
+            _remove(fs, path)
         except Exception as another:
             error.add_note(f"the uploaded files could not be removed: {type(another).__name__}: {another}")
         raise
+
+
+def _remove(fs: Any, path: str) -> None:
+    fs.rm(path, recursive=True)
+
+
+def _cancelled() -> EngineInternalError:
+    return EngineInternalError("saving was cancelled")
 
 
 def _refused(named: str, value: str, why: str) -> InvalidRequest:
