@@ -22,6 +22,7 @@ FOLDERS = (
     "weight_sync",
     "sampling",
     "fleet",
+    "serving",
     "conformance_tests",
     "demo",
     "docs",

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
-import signal
 import sys
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Annotated
 
@@ -22,12 +19,11 @@ from drivetrain.cli.configuration import (
     SettingsOption,
     configuration,
 )
-from drivetrain.cli.output import progress
+from drivetrain.cli.running import started
 from drivetrain.create import create_engine
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.listener import check_certificate
-from drivetrain.engine.states import EngineState
-from drivetrain.errors import EngineDied, InvalidConfig
+from drivetrain.errors import InvalidConfig
 from drivetrain.types.handle import EngineHandle
 
 
@@ -100,48 +96,10 @@ def _certificate(listen: str | None, certfile: Path | None, keyfile: Path | None
 async def _serve(
     engine: InferenceEngine, listen: str | None, key: str | None, announce: str | None, certificate: dict[str, str]
 ) -> None:
-    loop = asyncio.get_running_loop()
-    told_to_end = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, told_to_end.set)
-    try:
-        with progress(f"starting {engine.config.backend}") as report:
-            await _unless(told_to_end, engine.start(report))
-        if told_to_end.is_set():
-            return
-        # As a host process does: a full collection would scan the objects of the start again and again.
-        gc.collect()
-        gc.freeze()
-        _print(await engine.handle(listen, key=key, announce=announce, **certificate), shows_key=key is None)
-        await _unless(told_to_end, _failed(engine))
-    finally:
-        await engine.teardown()
-
-
-async def _unless(told_to_end: asyncio.Event, work: Coroutine[object, object, None]) -> None:
-    """Run ``work``, and cancel it when this process is told to end."""
-    working = asyncio.ensure_future(work)
-    ending = asyncio.ensure_future(told_to_end.wait())
-    await asyncio.wait([working, ending], return_when=asyncio.FIRST_COMPLETED)
-    for task in (working, ending):
-        task.cancel()
-    done = await asyncio.gather(working, ending, return_exceptions=True)
-    if isinstance(done[0], Exception):
-        raise done[0]
-
-
-async def _failed(engine: InferenceEngine) -> None:
-    """Wait until the engine has failed.
-
-    Raises:
-        EngineDied: it has.
-    """
-    changed = asyncio.Event()
-    engine.parts.controller.subscribe(changed.set)
-    while engine.state is not EngineState.FAILED:
-        await changed.wait()
-        changed.clear()
-    raise EngineDied(engine.status.describe())
+    async with started(engine) as until_end:
+        if until_end is not None:
+            _print(await engine.handle(listen, key=key, announce=announce, **certificate), shows_key=key is None)
+            await until_end()
 
 
 def _print(handle: EngineHandle, *, shows_key: bool) -> None:

@@ -1,0 +1,99 @@
+"""``drivetrain serve``: an HTTP server over an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from pydantic import ValidationError
+
+from drivetrain.checks.pydantic_errors import describe_validation_error
+from drivetrain.cli.configuration import (
+    BackendOption,
+    ConfigOption,
+    IsolationOption,
+    ModelOption,
+    SettingsOption,
+    configuration,
+)
+from drivetrain.cli.running import started
+from drivetrain.create import create_engine
+from drivetrain.engine.engine import InferenceEngine
+from drivetrain.errors import InvalidConfig
+from drivetrain_serving.config import ServerConfig
+from drivetrain_serving.server import Server
+
+API_KEY_VARIABLE: Final = "DRIVETRAIN_API_KEY"
+CONTROL_KEY_VARIABLE: Final = "DRIVETRAIN_CONTROL_KEY"
+
+
+def serve(
+    model: ModelOption = None,
+    backend: BackendOption = None,
+    config: ConfigOption = None,
+    settings: SettingsOption = None,
+    isolation: IsolationOption = None,
+    engines: Annotated[int, typer.Option(min=1, help="Number of engines, behind one port.")] = 1,
+    host: Annotated[str, typer.Option(help="Address to listen on; other machines want keys.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8000,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="Name of the model in requests; repeatable.", show_default=False)
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar=API_KEY_VARIABLE, help="Key of the routes that generate.", show_default=False),
+    ] = None,
+    control_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar=CONTROL_KEY_VARIABLE, help="Key of the routes that pause and change weights.", show_default=False
+        ),
+    ] = None,
+    open_control: Annotated[
+        bool, typer.Option("--open-control", help="Let anyone who reaches the port change the weights.")
+    ] = False,
+    lora_folder: Annotated[
+        Path | None,
+        typer.Option(help="Folder of adapters that are loaded when a request first names one.", show_default=False),
+    ] = None,
+) -> None:
+    """Serve an engine by HTTP, as vllm serve does: OpenAI's routes, and vLLM's for RL.
+
+    Prints the address once the engine is ready. At SIGTERM or Ctrl-C requests in flight get 30 s to end; then the
+    engine ends too.
+    """
+    try:
+        served = ServerConfig(
+            host=host,
+            port=port,
+            served_model_name=tuple(served_model_name or ()),
+            api_key=api_key,
+            control_key=control_key,
+            open_control=open_control,
+            lora_folder=None if lora_folder is None else str(lora_folder),
+        )
+    except ValidationError as error:
+        field, message = describe_validation_error(error, ServerConfig)
+        raise InvalidConfig(message, field=field) from None
+    engine_config = configuration(config, settings or [], backend, model, isolation)
+    asyncio.run(_serve(_engine([create_engine(engine_config) for _ in range(engines)]), served))
+
+
+def _engine(engines: list[InferenceEngine]) -> InferenceEngine:
+    if len(engines) == 1:
+        return engines[0]
+    from drivetrain_fleet import InferenceEngineClient
+
+    return InferenceEngineClient(engines)
+
+
+async def _serve(engine: InferenceEngine, config: ServerConfig) -> None:
+    async with started(engine) as until_end:
+        if until_end is not None:
+            async with Server(engine, config) as server:
+                sys.stdout.write(f"serving {engine.config.model} at {server.url}\n")
+                sys.stdout.flush()
+                await until_end()

@@ -1,0 +1,98 @@
+"""Answers: JSON, and streams of server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing, suppress
+
+import msgspec
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from drivetrain.errors import DrivetrainError
+from drivetrain_serving.http.bodies import disconnected
+
+_ENCODER = msgspec.json.Encoder()
+DONE = b"data: [DONE]\n\n"
+
+
+def json_answer(body: object, status: int = 200) -> Response:
+    """Return a JSON answer."""
+    return Response(_ENCODER.encode(body), status, media_type="application/json")
+
+
+class EventStream(Response):
+    """Server-sent events, one for each piece, and ``[DONE]`` at the end.
+
+    When the client goes, ``pieces`` is closed at once, also while none comes. A client that does not take an event in
+    time is cut off.
+
+    Args:
+        pieces: The events to send.
+        first: The first piece, which was taken to know that there will be any.
+        error_body: Makes the last event of an error that comes after the first piece.
+        timeout: Seconds in which the client must take an event.
+    """
+
+    def __init__(
+        self,
+        pieces: AsyncGenerator[object, None],
+        first: object,
+        error_body: Callable[[DrivetrainError], Mapping[str, object]],
+        timeout: float,
+    ) -> None:
+        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        del self.headers["content-length"]
+        self._pieces = pieces
+        self._first = first
+        self._error_body = error_body
+        self._timeout = timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response."""
+        sending = asyncio.ensure_future(self._send(send))
+        leaving = asyncio.ensure_future(disconnected(receive))
+        try:
+            await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+        finally:
+            for task in (sending, leaving):
+                task.cancel()
+            await asyncio.gather(sending, leaving, return_exceptions=True)
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async with aclosing(self._pieces) as pieces:
+            await self._event(send, self._first)
+            try:
+                async for piece in pieces:
+                    await self._event(send, piece)
+            except DrivetrainError as error:
+                await self._event(send, self._error_body(error))
+        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+
+    async def _event(self, send: Send, piece: object) -> None:
+        body = b"data: " + _ENCODER.encode(piece) + b"\n\n"
+        try:
+            async with asyncio.timeout(self._timeout):
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        except TimeoutError:
+            raise ClientDisconnect from None
+
+
+async def event_stream(
+    pieces: AsyncGenerator[object, None],
+    error_body: Callable[[DrivetrainError], Mapping[str, object]],
+    timeout: float,
+) -> EventStream:
+    """Return a stream of ``pieces``; what is refused before the first raises here, and gets a status of its own."""
+    try:
+        first = await anext(pieces)
+    except BaseException:
+        with suppress(RuntimeError):
+            await pieces.aclose()
+        raise
+    return EventStream(pieces, first, error_body, timeout)

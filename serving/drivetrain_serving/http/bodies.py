@@ -1,0 +1,113 @@
+"""Request bodies: bounded in bytes and time, decoded from JSON."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeVar
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+
+from drivetrain_serving.config import ServerConfig
+
+_T = TypeVar("_T")
+
+
+async def read_body(request: Request, config: ServerConfig) -> bytes:
+    """Return the body.
+
+    Raises:
+        HTTPException: 413, it is larger than ``max_body_bytes``; 408, it took longer than ``body_timeout``.
+    """
+    most = config.max_body_bytes
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > most:
+        raise HTTPException(413, f"the body has {announced} bytes; at most {most} are taken")
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(config.body_timeout):
+            async for part in request.stream():
+                size += len(part)
+                if size > most:
+                    raise HTTPException(413, f"the body has more than {most} bytes")
+                parts.append(part)
+    except TimeoutError:
+        raise HTTPException(408, f"the body did not come within {config.body_timeout:g} s") from None
+    return b"".join(parts)
+
+
+async def read_json(request: Request, config: ServerConfig, *, wants_type: bool = False) -> dict[str, object]:
+    """Return the body as a JSON object; an empty body is an empty object.
+
+    Args:
+        request: The request.
+        config: Its bounds.
+        wants_type: Refuse a body that is not called ``application/json``.
+
+    Raises:
+        HTTPException: 400, it is no JSON object; 413 and 408 as :func:`read_body`.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if wants_type and kind != "application/json":
+        raise HTTPException(400, f"Content-Type is {kind!r}; expected application/json")
+    body = await read_body(request, config)
+    if not body.strip():
+        return {}
+    try:
+        value: object = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise HTTPException(400, f"Invalid JSON format: {error}") from None
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise HTTPException(400, f"the body is a {type(value).__name__}; expected an object")
+    return value
+
+
+def query_flag(query: Mapping[str, str], name: str, default: bool) -> bool:
+    """Return a boolean of the query, written as vLLM reads it.
+
+    Raises:
+        HTTPException: 400, it is no boolean.
+    """
+    given = query.get(name)
+    if given is None:
+        return default
+    match given.lower():
+        case "true" | "1" | "yes" | "on" | "t" | "y":
+            return True
+        case "false" | "0" | "no" | "off" | "f" | "n":
+            return False
+    raise HTTPException(400, f"{name}={given!r} is no boolean; expected true or false")
+
+
+async def unless_disconnected(receive: Callable[[], Awaitable[object]], work: Awaitable[_T]) -> _T:
+    """Return what ``work`` returns; cancel it when the client goes.
+
+    Call it when the body has been read: what is received afterwards is the disconnect.
+
+    Raises:
+        ClientDisconnect: the client went first.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(disconnected(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def disconnected(receive: Callable[[], Awaitable[object]]) -> None:
+    """Wait until the client has closed the connection."""
+    while True:
+        message = await receive()
+        if isinstance(message, dict) and message.get("type") == "http.disconnect":
+            return

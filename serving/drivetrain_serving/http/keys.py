@@ -1,0 +1,57 @@
+"""Keys of the routes: which key opens which."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable, Collection
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from drivetrain_serving.config import ServerConfig
+
+
+class Keys:
+    """Middleware that lets a request pass if it brings the route's key as ``Authorization: Bearer KEY``.
+
+    Args:
+        app: The application.
+        config: The keys.
+        open_paths: Paths that need no key.
+        data_paths: Paths that the API key opens. All others are control routes.
+        refusal: Makes the answer to a request without the key.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: ServerConfig,
+        open_paths: Collection[str],
+        data_paths: Collection[str],
+        refusal: Callable[[], Response],
+    ) -> None:
+        self._app = app
+        self._open = frozenset(open_paths)
+        self._data = frozenset(data_paths)
+        self._refusal = refusal
+        control = [key for key in (config.control_key,) if key is not None]
+        self._control_keys = control or [key for key in (config.api_key,) if key and not config.open_control]
+        self._data_keys = [config.api_key, *control] if config.api_key is not None else []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or refuse it."""
+        if scope["type"] != "http" or self._may_pass(scope["path"], Headers(scope=scope)):
+            await self._app(scope, receive, send)
+        else:
+            await self._refusal()(scope, receive, send)
+
+    def _may_pass(self, path: str, headers: Headers) -> bool:
+        if path in self._open:
+            return True
+        keys = self._data_keys if path in self._data else self._control_keys
+        if not keys:
+            return True
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        found = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in keys]
+        return scheme.lower() == "bearer" and any(found)

@@ -1,0 +1,108 @@
+"""The engine behind the routes: its names in requests, and its adapters."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from drivetrain.checks.safe_repr import shown
+from drivetrain.engine.engine import InferenceEngine
+from drivetrain.errors import InvalidRequest
+from drivetrain.types.capability import Capability
+from drivetrain.types.weights import LoraSource, WeightUpdateRequest
+from drivetrain_serving.config import ServerConfig
+
+
+class ServedEngine:
+    """An engine, the names by which requests know its model, and the adapters that were loaded by name.
+
+    Args:
+        engine: A started engine, or a fleet.
+        config: The server's configuration.
+    """
+
+    def __init__(self, engine: InferenceEngine, config: ServerConfig) -> None:
+        self.engine = engine
+        self.config = config
+        model = engine.config.model
+        self._names = config.served_model_name or (model,)
+        self._accepted = {*self._names, model, Path(model).name}
+        self.adapters: dict[str, str] = {}
+        """Name → folder of each loaded adapter."""
+        self._loading = asyncio.Lock()
+        self._updates = 0
+
+    @property
+    def name(self) -> str:
+        """The model's name in answers."""
+        return self._names[0]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the model."""
+        return self._names
+
+    async def adapter_of(self, model: str | None) -> str | None:
+        """Return the adapter that a request's ``model`` names; None for the model itself.
+
+        An adapter of ``lora_folder`` is loaded when it is first named.
+
+        Raises:
+            InvalidRequest: nothing of that name is served.
+        """
+        if model is None or model in self._accepted:
+            return None
+        if model not in self.adapters:
+            path = self._in_folder(model)
+            if path is None:
+                raise InvalidRequest(f"The model {shown(model)} does not exist.", field="model")
+            async with self._loading:
+                if model not in self.adapters:
+                    await self._load(model, str(path))
+        return model
+
+    def _in_folder(self, name: str) -> Path | None:
+        folder = self.config.lora_folder
+        if folder is None or Path(name).name != name or name in (".", ".."):
+            return None
+        path = Path(folder, name)
+        return path if (path / "adapter_config.json").is_file() else None
+
+    async def load_adapter(self, name: str, path: str, *, replace: bool) -> None:
+        """Load an adapter; with ``replace``, one of that name takes the new weights, and requests go on.
+
+        Raises:
+            InvalidRequest: the name is taken, or the folder holds no adapter of this model.
+        """
+        async with self._loading:
+            if name in self._accepted:
+                raise InvalidRequest(f"{shown(name)} is the name of the model itself", field="lora_name")
+            await self._load(name, path, replace=replace)
+
+    async def _load(self, name: str, path: str, *, replace: bool = False) -> None:
+        if replace and name in self.adapters and self.engine.supports(Capability.WEIGHTS_LORA):
+            source = LoraSource(lora_name=name, path=path)
+            await self.engine.update_named_weights(WeightUpdateRequest(version=self.version_of(path), source=source))
+        else:
+            if replace and name in self.adapters:
+                await self.engine.unload_lora_adapter(name)
+                del self.adapters[name]
+            await self.engine.load_lora_adapter(name, path)
+        self.adapters[name] = path
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload an adapter.
+
+        Raises:
+            InvalidRequest: none of that name is loaded.
+            EngineBusy: requests use it.
+        """
+        async with self._loading:
+            await self.engine.unload_lora_adapter(name)
+            self.adapters.pop(name, None)
+
+    def version_of(self, path: str | None) -> str:
+        """Return a label for an update whose sender gave none: its folder's name, or else a number."""
+        self._updates += 1
+        name = Path(path).name if path else ""
+        return name if name and name != self.engine.get_weight_version() else f"update-{self._updates}"

@@ -1,0 +1,1 @@
+"""The routes of `vllm serve`, with its payloads, bodies and status codes."""

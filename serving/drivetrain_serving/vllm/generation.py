@@ -1,0 +1,170 @@
+"""Routes that generate: ``/v1/completions``, ``/v1/chat/completions`` and ``/inference/v1/generate``."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from drivetrain.errors import DrivetrainError
+from drivetrain.openai.chat_answer import ChatAnswer
+from drivetrain.openai.completion_answer import CompletionAnswer
+from drivetrain.openai.engine_calls import Call, chat_call, completion_call
+from drivetrain.openai.payloads import Payload
+from drivetrain.openai.token_texts import TokenTexts
+from drivetrain.text.prompt_threads import in_prompt_thread
+from drivetrain.types.outputs import Completion, CompletionChunk
+from drivetrain.types.prompts import Prompt, TokenPrompt
+from drivetrain_serving.http.answers import event_stream, json_answer
+from drivetrain_serving.http.bodies import read_json, unless_disconnected
+from drivetrain_serving.served_engine import ServedEngine
+from drivetrain_serving.vllm.chat_and_completion_answers import ChatResponses, CompletionResponses
+from drivetrain_serving.vllm.errors import body_of, error_answer
+from drivetrain_serving.vllm.generate_answers import GenerateResponses
+from drivetrain_serving.vllm.json_objects import Json
+from drivetrain_serving.vllm.payloads import ChatRequest, CompletionRequest, read_chat, read_completion, read_generate
+
+
+class Responses(Protocol):
+    """Builds the response to one request, whole or in chunks."""
+
+    def whole(self, completions: Sequence[Completion]) -> Json:
+        """Return the whole response."""
+        ...
+
+    def chunks(self, chunk: CompletionChunk, prompt_token_ids: Sequence[int] | None) -> Iterable[Json]:
+        """Yield the chunks of a stream."""
+        ...
+
+    def usage_chunk(self) -> Json:
+        """Return the final chunk of a stream, which has the usage and no choices."""
+        ...
+
+
+class GenerationRoutes:
+    """Routes that generate with the served engine."""
+
+    def __init__(self, served: ServedEngine) -> None:
+        self._served = served
+        self._texts = TokenTexts(served.engine.tokenizer)
+
+    async def completions(self, request: Request) -> Response:
+        """Answer POST ``/v1/completions``."""
+        return await self._answered(request, self._completions)
+
+    async def chat_completions(self, request: Request) -> Response:
+        """Answer POST ``/v1/chat/completions``."""
+        return await self._answered(request, self._chat_completions)
+
+    async def generate(self, request: Request) -> Response:
+        """Answer POST ``/inference/v1/generate``."""
+        return await self._answered(request, self._generate)
+
+    async def _answered(
+        self, request: Request, answer: Callable[[Mapping[str, object]], Coroutine[object, object, Response]]
+    ) -> Response:
+        body = await read_json(request, self._served.config, wants_type=True)
+        try:
+            return await unless_disconnected(request.receive, answer(body))
+        except DrivetrainError as error:
+            return error_answer(error)
+
+    async def _completions(self, body: Mapping[str, object]) -> Response:
+        asked = read_completion(body, stream=body.get("stream") is True)
+        call = await self._routed(completion_call(asked), asked)
+        answer = CompletionAnswer(asked, self._id("cmpl", asked), self._name(asked), self._served.engine.tokenizer)
+        responses = CompletionResponses(asked, answer, self._texts, self._served.engine.model_info.eos_token_ids)
+        return await self._response(call, responses, asked)
+
+    async def _chat_completions(self, body: Mapping[str, object]) -> Response:
+        asked = read_chat(body, stream=body.get("stream") is True)
+        call = await self._routed(chat_call(asked), asked)
+        engine = self._served.engine
+        parser = engine.config.tool_call_parser
+        answer = ChatAnswer(asked, self._id("chatcmpl", asked), self._name(asked), engine.tokenizer, parser)
+        responses = ChatResponses(asked, answer, self._texts, engine.model_info.eos_token_ids)
+        return await self._response(call, responses, asked)
+
+    async def _generate(self, body: Mapping[str, object]) -> Response:
+        asked, call = read_generate(body)
+        call = dataclasses.replace(call, lora=await self._served.adapter_of(asked.model))
+        responses = GenerateResponses(asked, self._served, self._texts)
+        if asked.stream:
+            return await self._streamed(call, responses, include_usage=asked.include_usage, with_ids=False)
+        return json_answer(responses.whole(await self._completed(call)))
+
+    # Parts of the answers ----------------------------------------------------------------------------------------
+
+    def _id(self, kind: str, asked: Payload) -> str:
+        return f"{kind}-{asked.request_id or uuid.uuid4().hex}"
+
+    def _name(self, asked: Payload) -> str:
+        return asked.model or self._served.name
+
+    async def _routed(self, call: Call, asked: CompletionRequest | ChatRequest) -> Call:
+        params = dict(call.params)
+        if asked.prompt_logprobs is not None:
+            params["prompt_logprobs"] = asked.prompt_logprobs
+        lora = await self._served.adapter_of(asked.model)
+        return dataclasses.replace(call, params=params, lora=lora or call.lora)
+
+    async def _response(self, call: Call, responses: Responses, asked: CompletionRequest | ChatRequest) -> Response:
+        if asked.stream:
+            with_ids = asked.return_token_ids is True
+            return await self._streamed(call, responses, include_usage=asked.include_usage, with_ids=with_ids)
+        return json_answer(responses.whole(await self._completed(call)))
+
+    async def _completed(self, call: Call) -> list[Completion]:
+        with call.refusals():
+            output = await self._served.engine.generate(
+                call.prompts,
+                call.params,
+                request_ids=call.request_ids,
+                lora=call.lora,
+                priority=call.priority,
+            )
+        return output.completions
+
+    # Streams -----------------------------------------------------------------------------------------------------
+
+    async def _streamed(self, call: Call, responses: Responses, *, include_usage: bool, with_ids: bool) -> Response:
+        ids: list[Sequence[int] | None] = [None] * len(call.prompts)
+        if with_ids:
+            with call.refusals():
+                read = [await self._read(prompt, index) for index, prompt in enumerate(call.prompts)]
+            call = dataclasses.replace(call, prompts=tuple(read))
+            ids = [prompt.token_ids if isinstance(prompt, TokenPrompt) else None for prompt in read]
+        pieces = self._pieces(call, responses, ids, include_usage)
+        return await event_stream(pieces, body_of, self._served.config.send_timeout)
+
+    async def _read(self, prompt: Prompt, index: int) -> Prompt:
+        """Return a prompt as token ids, which a stream's first chunk tells; one with media stays as it is."""
+        if isinstance(prompt, TokenPrompt) or prompt.media:
+            return prompt
+        engine = self._served.engine
+        length = engine.model_info.context_length
+        ids = await in_prompt_thread(lambda: engine.tokenizer.encode(prompt, length, f"prompts[{index}]"))
+        return TokenPrompt(token_ids=tuple(ids))
+
+    async def _pieces(
+        self, call: Call, responses: Responses, ids: Sequence[Sequence[int] | None], include_usage: bool
+    ) -> AsyncGenerator[Json, None]:
+        chunks = self._served.engine.generate_stream(
+            call.prompts,
+            call.params,
+            request_ids=call.request_ids,
+            lora=call.lora,
+            priority=call.priority,
+        )
+        with call.refusals():
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    for piece in responses.chunks(chunk, ids[chunk.prompt_index]):
+                        yield piece
+        if include_usage:
+            yield responses.usage_chunk()

@@ -1,0 +1,42 @@
+"""Parts that several responses of vLLM's have: stop reasons, and logprobs of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from drivetrain.openai.choices import json_logprob
+from drivetrain.openai.token_texts import TokenTexts
+from drivetrain.types.outputs import Completion, FinishReason, TopLogprobs
+
+Json = dict[str, Any]
+"""A response; ``Any``, because the responses of core, which these extend, are typed dictionaries of their own."""
+
+
+def stop_reason(completion: Completion, eos_token_ids: Sequence[int]) -> int | str | None:
+    """Return what ended the completion: a stop string or token id; None for EOS, and where nothing matched."""
+    if completion.finish_reason is not FinishReason.STOP or completion.matched_stop in eos_token_ids:
+        return None
+    return completion.matched_stop
+
+
+def prompt_logprobs(completion: Completion, texts: TokenTexts) -> list[dict[str, Json] | None] | None:
+    """Return a prompt's logprobs: per token, token id → logprob, rank and text."""
+    given = completion.prompt_logprobs
+    if given is None:
+        return None
+    tops: Sequence[TopLogprobs | None] = completion.prompt_top_logprobs or [None] * len(given)
+    return [
+        None if logprob is None else _ranked(token_id, logprob, top or [], texts)
+        for token_id, logprob, top in zip(completion.prompt_token_ids, given, tops, strict=True)
+    ]
+
+
+def _ranked(token_id: int, logprob: float, top: TopLogprobs, texts: TokenTexts) -> dict[str, Json]:
+    entries = {str(other): _entry(value, rank, texts(other).text) for rank, (other, value) in enumerate(top, 1)}
+    entries.setdefault(str(token_id), _entry(logprob, None, texts(token_id).text))
+    return entries
+
+
+def _entry(logprob: float, rank: int | None, text: str) -> Json:
+    return {"logprob": json_logprob(logprob), "rank": rank, "decoded_token": text}

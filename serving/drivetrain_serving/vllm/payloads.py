@@ -1,0 +1,246 @@
+"""Requests as vLLM's clients write them, translated to those of the engine.
+
+The engine page is strict; tolerance is this dialect's. As vLLM does, it takes null for absent, ignores unknown fields,
+and has other words for "off": ``top_k=-1``, ``logprobs=true``, a priority of which the lower is sooner. A field that
+would change the tokens and cannot be honoured is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import ClassVar, Final, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, StrictBool, StrictInt, StrictStr, ValidationError
+
+from drivetrain.checks.pydantic_errors import describe_validation_error
+from drivetrain.checks.safe_repr import shown
+from drivetrain.errors import InvalidRequest
+from drivetrain.openai.engine_calls import Call
+from drivetrain.openai.payloads import ChatPayload, CompletionPayload, parse
+from drivetrain.types.prompts import TokenPrompt
+from drivetrain.types.sampling import EbnfGrammar, JsonSchema, RegexGrammar, StructuredOutput, TokenId
+
+_SEEDS: Final = (1 << 63) - 1
+"""Engines take seeds from 0; a negative one keeps its other 63 bits."""
+
+_REFUSED: Final = (
+    *("allowed_media_domains", "bad_words", "kv_transfer_params", "ec_transfer_params", "prompt_embeds"),
+    *("thinking_token_budget", "truncate_prompt_tokens", "use_beam_search", "vllm_xargs", "logprob_token_ids"),
+)
+"""Fields that change the answer and are not honoured; null, false and empty values are taken."""
+_EMPTY: Final[tuple[object, ...]] = (None, False, "", [], {})
+
+_A = TypeVar("_A", "CompletionRequest", "ChatRequest")
+
+
+class _Extras(BaseModel):
+    """Fields of both requests that OpenAI does not have, and that shape the response."""
+
+    return_token_ids: StrictBool | None = Field(default=None, description="Return prompt and sampled ids.")
+    return_tokens_as_token_ids: StrictBool | None = Field(
+        default=None, description="Write each token of the logprobs as ``token_id:N``."
+    )
+    prompt_logprobs: StrictInt | None = Field(
+        default=None, ge=0, description="Return logprobs of the prompt, and of its k most likely tokens."
+    )
+
+
+class CompletionRequest(_Extras, CompletionPayload):
+    """A request to ``/v1/completions``."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    other_names: ClassVar[Mapping[str, str]] = {}
+
+
+class ChatRequest(_Extras, ChatPayload):
+    """A request to ``/v1/chat/completions``."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    other_names: ClassVar[Mapping[str, str]] = {}
+
+
+def read_completion(body: Mapping[str, object], *, stream: bool) -> CompletionRequest:
+    """Read a request to ``/v1/completions``.
+
+    Raises:
+        InvalidRequest: a field is wrong, or cannot be honoured.
+    """
+    fields = _common(body)
+    logprobs = fields.get("logprobs")
+    if isinstance(logprobs, bool):
+        fields["logprobs"] = 1 if logprobs else None
+    return _parsed(CompletionRequest, fields, stream)
+
+
+def read_chat(body: Mapping[str, object], *, stream: bool) -> ChatRequest:
+    """Read a request to ``/v1/chat/completions``.
+
+    Raises:
+        InvalidRequest: a field is wrong, or cannot be honoured.
+    """
+    fields = _common(body)
+    if not fields.get("tools"):
+        fields.pop("tools", None)
+        if fields.get("tool_choice") == "auto":
+            del fields["tool_choice"]
+    if fields.get("logprobs") is None or fields["logprobs"] is False:
+        fields.pop("logprobs", None)
+        if not fields.get("top_logprobs"):
+            fields.pop("top_logprobs", None)
+    fields.pop("reasoning_effort", None)
+    return _parsed(ChatRequest, fields, stream)
+
+
+def _parsed(kind: type[_A], fields: dict[str, object], stream: bool) -> _A:
+    known = kind.model_fields.keys() | kind.refused.keys()
+    fields = {name: value for name, value in fields.items() if name in known}
+    return parse(kind, fields, stream=stream)
+
+
+def _common(body: Mapping[str, object]) -> dict[str, object]:
+    """Return the fields that are given, in the engine's words."""
+    fields = {name: value for name, value in body.items() if value is not None}
+    for name in _REFUSED:
+        if fields.pop(name, None) not in _EMPTY:
+            raise InvalidRequest(f"{name}={shown(body[name])} is not supported; leave it out", field=name)
+    if not fields.get("suffix"):
+        fields.pop("suffix", None)
+    if fields.get("top_k") == -1:
+        fields["top_k"] = 0
+    priority = fields.get("priority")
+    if isinstance(priority, int):
+        fields["priority"] = -priority
+    seed = fields.get("seed")
+    if isinstance(seed, int) and not isinstance(seed, bool) and seed < 0:
+        fields["seed"] = seed & _SEEDS
+    _join_masks(fields)
+    _join_grammars(fields)
+    stream_options = fields.get("stream_options")
+    if isinstance(stream_options, Mapping):
+        fields["stream_options"] = {"include_usage": bool(stream_options.get("include_usage"))}
+    if not fields.get("stream"):
+        fields.pop("stream_options", None)
+    if isinstance(fields.get("include_stop_str_in_output"), bool) and not (
+        fields.get("stop") or fields.get("stop_regex")
+    ):
+        del fields["include_stop_str_in_output"]
+    return fields
+
+
+def _join_masks(fields: dict[str, object]) -> None:
+    allowed = fields.pop("allowed_token_ids", None)
+    if allowed:
+        fields["logit_processors"] = [{"kind": "action_mask", "allowed_token_ids": allowed}]
+
+
+def _join_grammars(fields: dict[str, object]) -> None:
+    given = fields.pop("structured_outputs", None)
+    if given is not None:
+        fields["structured_output"] = grammar_of(given).model_dump()
+
+
+def grammar_of(given: object) -> StructuredOutput:
+    """Return the grammar of vLLM's ``structured_outputs``.
+
+    Raises:
+        InvalidRequest: it names none, several, or one that no engine here has.
+    """
+    named = {key: value for key, value in given.items() if value is not None} if isinstance(given, Mapping) else {}
+    kinds = [key for key in ("json", "regex", "choice", "grammar", "json_object") if key in named]
+    if len(kinds) != 1 or "structural_tag" in named:
+        raise InvalidRequest(
+            f"structured_outputs={shown(given)}: expected exactly one of json, regex, choice, grammar and json_object",
+            field="structured_outputs",
+        )
+    kind, value = kinds[0], named[kinds[0]]
+    try:
+        match kind:
+            case "json":
+                return JsonSchema(json_schema=value if isinstance(value, str) else json.dumps(value))
+            case "json_object":
+                return JsonSchema(json_schema='{"type": "object"}')
+            case "regex":
+                return RegexGrammar(regex=value)
+            case "choice":
+                return RegexGrammar(regex="|".join(f"(?:{re.escape(one)})" for one in value))
+            case _:
+                return EbnfGrammar(ebnf=value)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"structured_outputs.{kind}: {error}", field=f"structured_outputs.{kind}") from None
+
+
+class GenerateRequest(BaseModel):
+    """A request to ``/inference/v1/generate``: token ids in, token ids out."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    other_names: ClassVar[Mapping[str, str]] = {}
+
+    token_ids: tuple[TokenId, ...] = Field(min_length=1, description="The prompt.")
+    sampling_params: dict[str, JsonValue] = Field(description="Sampling parameters by vLLM's names.")
+    model: StrictStr | None = Field(default=None, description="Name of the model or of an adapter; null: the model.")
+    request_id: StrictStr | None = Field(default=None, min_length=1, description="Id of the request and its answer.")
+    stream: StrictBool | None = Field(default=None, description="Send tokens as they come.")
+    stream_options: dict[str, JsonValue] | None = Field(default=None, description="Options of a stream.")
+    priority: StrictInt | None = Field(default=None, description="Lower is sooner.")
+    return_token_ids: StrictBool | None = Field(default=None, description="Return the prompt's ids too.")
+
+    @property
+    def include_usage(self) -> bool:
+        """True if the stream ends with a usage chunk."""
+        return self.stream_options is not None and bool(self.stream_options.get("include_usage"))
+
+
+_OF_GENERATE: Final = MappingProxyType(
+    {"features": "images come in content_parts or messages", "content_parts": "send messages to /v1/chat/completions"}
+)
+_SAMPLING: Final = MappingProxyType({"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"})
+"""Sampling parameters that have other names here."""
+_SAME: Final = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+    *("seed", "stop", "stop_token_ids", "ignore_eos", "logprobs", "prompt_logprobs", "skip_special_tokens"),
+    *("include_stop_str_in_output", "logit_bias", "logit_processors", "structured_output"),
+)
+
+
+def read_generate(body: Mapping[str, object]) -> tuple[GenerateRequest, Call]:
+    """Read a request to ``/inference/v1/generate``, and translate it to a call of the engine.
+
+    Raises:
+        InvalidRequest: a field is wrong, or cannot be honoured.
+    """
+    for name, remedy in _OF_GENERATE.items():
+        if body.get(name) not in _EMPTY:
+            raise InvalidRequest(f"{name} is not supported: {remedy}", field=name)
+    if body.get("output_mode") not in (None, "tokens"):
+        raise InvalidRequest(f"output_mode={shown(body['output_mode'])} is not supported", field="output_mode")
+    try:
+        asked = GenerateRequest.model_validate({name: one for name, one in body.items() if one is not None})
+    except ValidationError as error:
+        raise InvalidRequest(describe_validation_error(error, GenerateRequest)[1]) from None
+    if "temperature" in asked.sampling_params and asked.sampling_params["temperature"] is None:
+        raise InvalidRequest("sampling_params.temperature is null; expected a number", field="temperature")
+    fields = _common(asked.sampling_params)
+    if isinstance(fields.get("logit_bias"), Mapping):
+        fields["logit_bias"] = _ids_from_json(fields["logit_bias"])
+    params: dict[str, object] = {name: fields[name] for name in _SAME if name in fields}
+    params |= {ours: fields[theirs] for theirs, ours in _SAMPLING.items() if theirs in fields}
+    names = {"prompts": "token_ids", **{ours: theirs for theirs, ours in _SAMPLING.items()}}
+    return asked, Call(
+        id=asked.request_id or f"generate-{uuid.uuid4().hex}",
+        prompts=(TokenPrompt(token_ids=asked.token_ids),),
+        params=params,
+        lora=None,
+        priority=-(asked.priority or 0),
+        names=names,
+    )
+
+
+def _ids_from_json(biases: object) -> object:
+    """Return token ids as integers, which the keys of a JSON object are not."""
+    if not isinstance(biases, Mapping):
+        return biases
+    return {int(key) if isinstance(key, str) and key.isdecimal() else key: value for key, value in biases.items()}

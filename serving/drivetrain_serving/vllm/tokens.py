@@ -1,0 +1,81 @@
+"""Routes that turn text to token ids and back: ``/tokenize`` and ``/detokenize``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic import ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from drivetrain.checks.pydantic_errors import describe_validation_error
+from drivetrain.checks.safe_repr import shown
+from drivetrain.errors import DrivetrainError, InvalidRequest
+from drivetrain.openai.messages import to_template
+from drivetrain.text.prompt_threads import in_prompt_thread
+from drivetrain.types.prompts import ChatPrompt, Message, Prompt, TextPrompt
+from drivetrain_serving.http.answers import json_answer
+from drivetrain_serving.http.bodies import read_json
+from drivetrain_serving.served_engine import ServedEngine
+from drivetrain_serving.vllm.errors import error_answer
+
+
+class TokenRoutes:
+    """Routes of the served engine's tokenizer."""
+
+    def __init__(self, served: ServedEngine) -> None:
+        self._served = served
+
+    async def tokenize(self, request: Request) -> Response:
+        """Answer POST ``/tokenize``: a prompt, or messages."""
+        body = await read_json(request, self._served.config, wants_type=True)
+        try:
+            return json_answer(await self._tokenize(body))
+        except DrivetrainError as error:
+            return error_answer(error)
+
+    async def _tokenize(self, body: Mapping[str, object]) -> dict[str, object]:
+        prompt = _prompt(body)
+        tokenizer, length = self._served.engine.tokenizer, self._served.engine.model_info.context_length
+        ids = await in_prompt_thread(lambda: tokenizer.encode(prompt))
+        texts = None
+        if body.get("return_token_strs"):
+            texts = [str(tokenizer.inner.convert_ids_to_tokens(token_id)) for token_id in ids]
+        return {"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": texts}
+
+    async def detokenize(self, request: Request) -> Response:
+        """Answer POST ``/detokenize``."""
+        body = await read_json(request, self._served.config, wants_type=True)
+        ids = body.get("tokens")
+        try:
+            if not isinstance(ids, list) or not all(type(one) is int for one in ids):
+                raise InvalidRequest(f"tokens={shown(ids)}: expected a list of token ids", field="tokens")
+            text = await in_prompt_thread(lambda: self._served.engine.decode(ids, skip_special_tokens=False))
+        except DrivetrainError as error:
+            return error_answer(error)
+        return json_answer({"prompt": text})
+
+
+def _prompt(body: Mapping[str, object]) -> Prompt:
+    if isinstance(text := body.get("prompt"), str):
+        return TextPrompt(text=text, add_special_tokens=body.get("add_special_tokens") is not False)
+    try:
+        messages, _ = to_template(tuple(Message.model_validate(one) for one in _list(body, "messages")))
+        return ChatPrompt.model_validate(
+            {
+                "messages": messages,
+                "tools": _list(body, "tools") if body.get("tools") else (),
+                "add_generation_prompt": body.get("add_generation_prompt") is not False,
+                "continue_final_message": body.get("continue_final_message") is True,
+                "template_kwargs": body.get("chat_template_kwargs") or {},
+            }
+        )
+    except ValidationError as error:
+        raise InvalidRequest(describe_validation_error(error, ChatPrompt)[1], field="messages") from None
+
+
+def _list(body: Mapping[str, object], name: str) -> list[object]:
+    value = body.get(name)
+    if not isinstance(value, list):
+        raise InvalidRequest(f"{name}={shown(value)}: expected a list", field=name)
+    return value

@@ -1,0 +1,74 @@
+"""One server over the transformers backend for the whole run, and its client."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+import pytest_asyncio
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from drivetrain import InferenceEngine, create_engine
+from drivetrain.testing import tiny_model
+from drivetrain_serving import Server, ServerConfig
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    return tiny_model("qwen2")
+
+
+@pytest.fixture(scope="session")
+def other_model() -> Path:
+    return tiny_model("qwen2", seed=1)
+
+
+@pytest.fixture(scope="session")
+def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the adapters ``one`` and ``two``."""
+    folder = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate(("one", "two"), 1):
+        torch.manual_seed(seed)
+        wrapped = get_peft_model(
+            AutoModelForCausalLM.from_pretrained(model),
+            LoraConfig(target_modules=["q_proj", "v_proj"], r=4, lora_alpha=64, init_lora_weights=False),
+        )
+        wrapped.save_pretrained(str(folder / name))
+    return folder
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def served(model: Path) -> AsyncIterator[InferenceEngine]:
+    async with create_engine("transformers", model=str(model), enable_lora=True, max_num_seqs=16) as engine:
+        yield engine
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def engine(served: InferenceEngine) -> AsyncIterator[InferenceEngine]:
+    """The engine behind the server; a test must leave it ready and idle."""
+    yield served
+    stats = await served.stats()
+    assert served.state.value == "ready", served.status.describe()
+    assert (stats.running, stats.waiting) == (0, 0)
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def server(served: InferenceEngine, adapters: Path) -> AsyncIterator[Server]:
+    config = ServerConfig(port=0, served_model_name=("policy",), lora_folder=str(adapters), max_body_bytes=1 << 20)
+    async with Server(served, config) as server:
+        yield server
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def client(server: Server) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
+        yield client

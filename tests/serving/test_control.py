@@ -1,0 +1,195 @@
+"""The routes that control: pauses, sleep, weights and adapters."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import pytest
+
+from drivetrain import InferenceEngine
+from engines import until, until_running
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+LONG = {"prompt": [5, 6], "max_tokens": 400, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
+
+
+async def ok(client: httpx.AsyncClient, path: str, **body: object) -> httpx.Response:
+    response = await client.post(path, json=body or None)
+    assert response.status_code == 200, response.text
+    return response
+
+
+async def text(client: httpx.AsyncClient, **more: object) -> str:
+    body = {"prompt": [5, 6], "max_tokens": 8, "temperature": 0, **more}
+    found: str = (await ok(client, "/v1/completions", **body)).json()["choices"][0]["text"]
+    return found
+
+
+async def test_the_server_describes_itself(client: httpx.AsyncClient, engine: InferenceEngine, model: Path) -> None:
+    (card, *_) = (await client.get("/v1/models")).json()["data"]
+    assert (card["id"], card["max_model_len"]) == ("policy", engine.model_info.context_length)
+    info = (await client.get("/server_info?config_format=json")).json()["vllm_config"]
+    assert info["model_config"]["dtype"] == "torch.float32"
+    assert info["parallel_config"]["data_parallel_size"] == 1
+    assert (await client.get("/get_world_size?include_dp=true")).json() == {"world_size": 1}
+    for path in ("/health", "/ready"):
+        assert (await client.get(path)).status_code == 200
+    assert 'drivetrain_state{state="ready"} 1.0' in (await client.get("/metrics")).text
+    assert (await client.get("/version")).json()["version"]
+
+
+async def test_an_abort_ends_what_is_in_flight_with_its_tokens(
+    client: httpx.AsyncClient, engine: InferenceEngine
+) -> None:
+    running = asyncio.create_task(client.post("/v1/completions", json=LONG))
+    await until_running(engine, 1)
+    await ok(client, "/pause?mode=abort")
+    (choice,) = (await running).json()["choices"]
+    assert choice["finish_reason"] == "abort"
+    assert len(choice["token_ids"]) < 400
+    waiting = asyncio.create_task(text(client))
+    assert (await client.get("/is_paused")).json() == {"is_paused": True}
+    assert (await client.get("/health")).status_code == 200
+    assert (await client.get("/ready")).status_code == 503
+    assert not waiting.done(), "a request that arrives in a pause waits"
+    await ok(client, "/resume")
+    assert await waiting
+    await ok(client, "/resume")
+
+
+@pytest.mark.parametrize("clear", ["true", "false"])
+async def test_what_a_pause_keeps_goes_on(client: httpx.AsyncClient, engine: InferenceEngine, clear: str) -> None:
+    expected = (await ok(client, "/v1/completions", **LONG)).json()["choices"][0]["token_ids"]
+    running = asyncio.create_task(client.post("/v1/completions", json=LONG))
+    await until_running(engine, 1)
+    await ok(client, f"/pause?mode=keep&clear_cache={clear}")
+    assert not running.done()
+    await ok(client, "/resume")
+    assert (await running).json()["choices"][0]["token_ids"] == expected
+
+
+async def test_one_request_is_aborted_by_its_id(client: httpx.AsyncClient, engine: InferenceEngine) -> None:
+    running = [
+        asyncio.create_task(client.post("/v1/completions", json={**LONG, "request_id": name})) for name in ("a", "b")
+    ]
+    await until_running(engine, 2)
+    assert (await ok(client, "/abort_requests", request_ids=["a"])).json()["status"] == "aborted"
+    first = (await running[0]).json()
+    assert first["id"] == "cmpl-a"
+    assert first["choices"][0]["finish_reason"] == "abort"
+    assert (await running[1]).json()["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("path", ["/pause?mode=sometimes", "/pause?clear_cache=perhaps", "/sleep?level=3"])
+async def test_a_wrong_query_changes_nothing(client: httpx.AsyncClient, engine: InferenceEngine, path: str) -> None:
+    assert (await client.post(path)).status_code == 400
+    assert not engine.is_paused
+
+
+async def test_weights_that_slept_away_are_not_served(
+    client: httpx.AsyncClient, engine: InferenceEngine, model: Path
+) -> None:
+    before = await text(client)
+    refused = await client.post("/sleep?level=1")
+    assert refused.status_code == 400, "this engine does not keep its weights"
+    await ok(client, "/sleep?level=2")
+    assert (await client.get("/is_sleeping")).json() == {"is_sleeping": True}
+    await ok(client, "/wake_up?tags=weights")
+    assert (await client.get("/is_sleeping")).json() == {"is_sleeping": True}
+    await ok(client, "/wake_up?tags=kv_cache")
+    resumed = await client.post("/resume")
+    assert resumed.status_code == 503, "the weights were dropped, and none have come"
+    assert resumed.json()["error"]
+    await ok(client, "/update_weights", weight_dir=str(model), weight_version="initial")
+    await ok(client, "/resume")
+    assert await text(client) == before
+
+
+async def test_a_folder_of_weights_is_served_under_its_version(
+    client: httpx.AsyncClient, engine: InferenceEngine, model: Path, other_model: Path
+) -> None:
+    before = await text(client)
+    running = asyncio.create_task(client.post("/v1/completions", json=LONG))
+    await until_running(engine, 1)
+    await ok(client, "/pause?mode=keep&clear_cache=false")
+    await ok(client, "/update_weights", weight_dir=str(other_model))
+    assert (await client.get("/weight_info")).json() == {"weight_version": other_model.name}
+    await ok(client, "/resume")
+    spans = (await running).json()["choices"][0]["weight_versions"]
+    assert [span["version"] for span in spans] == ["initial", other_model.name]
+    assert await text(client) != before
+    refused = await client.post("/update_weights", json={"weight_dir": str(model / "absent")})
+    assert refused.status_code == 400
+    assert (await client.get("/weight_info")).json() == {"weight_version": other_model.name}
+    await ok(client, "/update_weights", weight_dir=str(model), weight_version="initial")
+    assert await text(client) == before
+
+
+async def test_routes_of_a_transfer_that_does_not_exist_are_refused(client: httpx.AsyncClient) -> None:
+    for path in ("/init_weight_transfer_engine", "/start_weight_update", "/finish_weight_update"):
+        response = await client.post(path, json={})
+        assert response.status_code == 501
+        assert response.json()["drivetrain"]["error"] == "UnsupportedCapability"
+    assert (await client.post("/update_weights", json={"update_info": {"names": []}})).status_code == 501
+    assert (await client.get("/server_info")).json()["vllm_config"]["weight_transfer_config"] is None
+
+
+async def test_a_label_is_changed(client: httpx.AsyncClient, engine: InferenceEngine) -> None:
+    await ok(client, "/update_weight_version", new_version="renamed")
+    assert engine.get_weight_version() == "renamed"
+    assert (await client.post("/update_weight_version", json={"new_version": 3})).status_code == 400
+    await ok(client, "/update_weight_version", new_version="initial")
+
+
+# Adapters ------------------------------------------------------------------------------------------------------------
+
+
+async def test_an_adapter_is_loaded_when_it_is_first_named(client: httpx.AsyncClient, engine: InferenceEngine) -> None:
+    base = await text(client)
+    assert await text(client, model="one") != base
+    cards = {card["id"]: card for card in (await client.get("/v1/models")).json()["data"]}
+    assert cards["one"]["parent"] == "policy"
+    assert await text(client, model="policy") == base
+    await ok(client, "/v1/unload_lora_adapter", lora_name="one")
+
+
+async def test_adapters_are_loaded_replaced_and_unloaded(
+    client: httpx.AsyncClient, engine: InferenceEngine, adapters: Path
+) -> None:
+    one, two = str(adapters / "one"), str(adapters / "two")
+    response = await ok(client, "/v1/load_lora_adapter", lora_name="adapter", lora_path=one)
+    assert response.text == "Success: LoRA adapter 'adapter' added successfully."
+    first = await text(client, model="adapter")
+    again = await client.post("/v1/load_lora_adapter", json={"lora_name": "adapter", "lora_path": two})
+    assert again.status_code == 400
+    assert await text(client, model="adapter") == first
+    await ok(client, "/load_lora_adapter", lora_name="adapter", lora_path=two)
+    assert await text(client, model="adapter") != first
+    await ok(client, "/v1/load_lora_adapter", lora_name="adapter", lora_path=one, load_inplace=True)
+    assert await text(client, model="adapter") == first
+    running = asyncio.create_task(client.post("/v1/completions", json={**LONG, "model": "adapter"}))
+    await until_running(engine, 1)
+    await ok(client, "/v1/unload_lora_adapter", lora_name="adapter")
+    assert len((await running).json()["choices"][0]["token_ids"]) == 400, "a request that uses it ends first"
+    assert (await client.post("/v1/unload_lora_adapter", json={"lora_name": "adapter"})).status_code == 404
+    assert (await client.post("/v1/completions", json={"prompt": [5], "model": "adapter"})).status_code == 404
+    await ok(client, "/update_weight_version", new_version="initial")
+
+
+async def test_a_client_that_leaves_ends_its_request(client: httpx.AsyncClient, engine: InferenceEngine) -> None:
+    for more in ({}, {"stream": True}):
+        await ok(client, "/pause?mode=keep&clear_cache=false")
+        asking = asyncio.create_task(client.post("/v1/completions", json={**LONG, **more}))
+        await asyncio.sleep(0.2)
+        await ok(client, "/resume")
+        await until_running(engine, 1)
+        asking.cancel()
+
+        async def idle() -> bool:
+            stats = await engine.stats()
+            return stats.running + stats.waiting == 0
+
+        await until(idle)

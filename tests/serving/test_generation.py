@@ -1,0 +1,278 @@
+"""The routes that generate: what the engine answers, as vLLM writes it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from drivetrain import InferenceEngine, SamplingParams, TokenPrompt
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+PROMPTS = [[5, 6, 7, 8], [90, 91]]
+GREEDY = {"temperature": 0, "max_tokens": 8}
+
+
+async def answer(client: httpx.AsyncClient, path: str, **body: object) -> Any:
+    response = await client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def events(client: httpx.AsyncClient, path: str, **body: object) -> list[Any]:
+    response = await client.post(path, json={**body, "stream": True})
+    assert response.status_code == 200, response.text
+    *pieces, last = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert last == "[DONE]"
+    return [json.loads(piece) for piece in pieces]
+
+
+async def direct(engine: InferenceEngine, **params: object) -> Any:
+    fields = {"temperature": 0, "max_new_tokens": 8, **params}
+    return (await engine.generate([TokenPrompt(token_ids=tuple(one)) for one in PROMPTS], fields)).completions
+
+
+# Completions ---------------------------------------------------------------------------------------------------------
+
+
+async def test_completions_are_those_of_the_engine(client: httpx.AsyncClient, engine: InferenceEngine) -> None:
+    body = await answer(
+        client, "/v1/completions", prompt=PROMPTS, n=2, **{**GREEDY, "temperature": 1.0}, seed=3, logprobs=0,
+        return_token_ids=True, return_tokens_as_token_ids=True,
+    )  # fmt: skip
+    expected = await direct(engine, n=2, temperature=1.0, seed=3, logprobs=0)
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3], "prompt by prompt, sample by sample"
+    for choice, completion in zip(body["choices"], expected, strict=True):
+        assert choice["token_ids"] == completion.token_ids
+        assert choice["prompt_token_ids"] == completion.prompt_token_ids
+        assert choice["text"] == completion.text
+        logprobs = choice["logprobs"]
+        assert logprobs["token_logprobs"] == pytest.approx(completion.logprobs, abs=1e-4)
+        assert logprobs["tokens"] == [f"token_id:{token_id}" for token_id in completion.token_ids]
+        assert [list(one) for one in logprobs["top_logprobs"]] == [[token] for token in logprobs["tokens"]], (
+            "without k, vLLM writes dictionaries of the sampled token, and TRL zips them"
+        )
+    assert body["usage"]["prompt_tokens"] == 6
+
+
+async def test_ids_come_only_if_they_are_asked_for(client: httpx.AsyncClient) -> None:
+    (choice,) = (await answer(client, "/v1/completions", prompt=[5], **GREEDY))["choices"]
+    assert choice["token_ids"] is None
+    assert choice["prompt_token_ids"] is None
+    body = await answer(client, "/v1/chat/completions", messages=[{"role": "user", "content": "a"}], **GREEDY)
+    assert body["prompt_token_ids"] is None
+    assert body["choices"][0]["token_ids"] is None
+
+
+@pytest.mark.parametrize(
+    "tolerated",
+    [
+        {"top_k": -1},
+        {"top_k": None, "top_p": None, "seed": None, "stop": None, "n": None, "logit_bias": None},
+        {"use_beam_search": False, "truncate_prompt_tokens": None, "bad_words": [], "suffix": ""},
+        {"a_field_of_a_later_release": {"x": 1}, "cache_salt": "step-3", "session_id": "s", "stream_interval": 1},
+        {"model": "policy"},
+        {"stream": False, "stream_options": {"include_usage": True}},
+        {"include_stop_str_in_output": True},
+    ],
+)
+async def test_what_changes_nothing_is_taken(client: httpx.AsyncClient, tolerated: dict[str, object]) -> None:
+    plain = await answer(client, "/v1/completions", prompt=[5, 6], **GREEDY)
+    given = await answer(client, "/v1/completions", prompt=[5, 6], **{**GREEDY, **tolerated})
+    assert given["choices"][0]["text"] == plain["choices"][0]["text"]
+
+
+@pytest.mark.parametrize(
+    ("refused", "param"),
+    [
+        ({"bad_words": ["x"]}, "bad_words"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"max_tokens": "8"}, "max_tokens"),
+        ({"suffix": "x"}, "suffix"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
+        ({"prompt": []}, "prompt"),
+    ],
+)
+async def test_what_would_change_the_answer_is_refused_by_name(
+    client: httpx.AsyncClient, refused: dict[str, object], param: str
+) -> None:
+    response = await client.post("/v1/completions", json={"prompt": [5], **GREEDY, **refused})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["type"]) == (400, 400, "BadRequestError")
+    assert error["param"].startswith(param)
+    assert response.json()["drivetrain"] == {"error": "InvalidRequest"}
+
+
+async def test_an_unknown_model_is_404(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/completions", json={"prompt": [5], "model": "another"})
+    assert response.status_code == 404
+    assert response.json()["error"]["type"] == "NotFoundError"
+    for name in ("../one", "one/..", ".", "", "/etc"):
+        response = await client.post("/v1/completions", json={"prompt": [5], "model": name})
+        assert response.status_code == 404, name
+
+
+async def test_a_negative_seed_is_one(client: httpx.AsyncClient) -> None:
+    ids = [
+        (await answer(client, "/v1/completions", prompt=[5], seed=seed, return_token_ids=True, max_tokens=16))
+        for seed in (-(2**63), -7, -7)
+    ]
+    texts = [one["choices"][0]["token_ids"] for one in ids]
+    assert texts[1] == texts[2] != texts[0]
+
+
+async def test_true_asks_for_logprobs_as_a_number_does(client: httpx.AsyncClient) -> None:
+    bodies = [
+        await answer(client, "/v1/completions", prompt=[5], **GREEDY, logprobs=logprobs) for logprobs in (True, 1)
+    ]
+    assert bodies[0]["choices"][0]["logprobs"] == bodies[1]["choices"][0]["logprobs"] is not None
+
+
+async def test_masks_and_grammars_hold(client: httpx.AsyncClient) -> None:
+    body = await answer(
+        client, "/v1/completions", prompt=[5], max_tokens=6, allowed_token_ids=[70, 71], return_token_ids=True
+    )
+    assert set(body["choices"][0]["token_ids"]) <= {70, 71}
+
+
+async def test_a_prompts_logprobs_name_its_tokens(client: httpx.AsyncClient, engine: InferenceEngine) -> None:
+    body = await answer(client, "/v1/completions", prompt=PROMPTS[0], **GREEDY, prompt_logprobs=1)
+    (expected,) = (
+        await engine.generate([PROMPTS[0]], SamplingParams(temperature=0, max_new_tokens=8, prompt_logprobs=1))
+    ).completions
+    assert expected.prompt_logprobs is not None
+    first, *others = body["choices"][0]["prompt_logprobs"]
+    assert first is None
+    for entries, token_id, logprob in zip(others, PROMPTS[0][1:], expected.prompt_logprobs[1:], strict=True):
+        assert entries[str(token_id)]["logprob"] == pytest.approx(logprob, abs=1e-4)
+        assert min(entry["rank"] for entry in entries.values() if entry["rank"]) == 1
+
+
+async def test_a_stop_string_is_the_reason(client: httpx.AsyncClient) -> None:
+    whole = (await answer(client, "/v1/completions", prompt=[5, 6], **GREEDY))["choices"][0]["text"]
+    stop = whole[3]
+    (choice,) = (await answer(client, "/v1/completions", prompt=[5, 6], **GREEDY, stop=stop))["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    assert choice["text"] == whole[: whole.index(stop)]
+
+
+# Streams -------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_stream_put_together_is_the_whole_answer(client: httpx.AsyncClient) -> None:
+    asked = {"prompt": PROMPTS, "n": 2, "seed": 4, "max_tokens": 12, "logprobs": 1, "return_token_ids": True}
+    whole = await answer(client, "/v1/completions", **asked)
+    pieces = await events(client, "/v1/completions", **asked, stream_options={"include_usage": True})
+    *pieces, last = pieces
+    assert last["choices"] == []
+    assert last["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        mine = [one["choices"][0] for one in pieces if one["choices"][0]["index"] == choice["index"]]
+        assert mine[0]["prompt_token_ids"] == choice["prompt_token_ids"], "the first chunk tells the prompt"
+        assert all("prompt_token_ids" not in one for one in mine[1:])
+        assert "".join(one["text"] for one in mine) == choice["text"]
+        assert [token_id for one in mine for token_id in one["token_ids"]] == choice["token_ids"]
+        logprobs = [value for one in mine if one["logprobs"] for value in one["logprobs"]["token_logprobs"]]
+        assert logprobs == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-4)
+        assert mine[-1]["finish_reason"] == choice["finish_reason"]
+
+
+async def test_a_stream_that_is_refused_has_a_status(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/completions", json={"prompt": [5], "stream": True, "temperature": -1})
+    assert response.status_code == 400
+    response = await client.post("/v1/completions", json={"prompt": [10**6], "stream": True})
+    assert response.status_code == 400
+    assert "prompt" in response.json()["error"]["param"]
+
+
+# Chat ----------------------------------------------------------------------------------------------------------------
+
+
+async def test_chats_are_those_of_the_engine(client: httpx.AsyncClient, engine: InferenceEngine) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    body = await answer(
+        client, "/v1/chat/completions", messages=messages, **GREEDY, logprobs=True, top_logprobs=2, tool_choice="auto",
+        return_token_ids=True, return_tokens_as_token_ids=True, reasoning_effort="low", tools=None,
+    )  # fmt: skip
+    (expected,) = (
+        await engine.generate([messages], SamplingParams(temperature=0, max_new_tokens=8, logprobs=2))
+    ).completions
+    (choice,) = body["choices"]
+    assert body["prompt_token_ids"] == expected.prompt_token_ids
+    assert choice["token_ids"] == expected.token_ids
+    assert choice["message"]["content"] == expected.text
+    assert choice["message"]["tool_calls"] == []
+    content = choice["logprobs"]["content"]
+    assert [one["token"] for one in content] == [f"token_id:{token_id}" for token_id in expected.token_ids]
+    assert all(len(one["top_logprobs"]) == 2 for one in content)
+    pieces = await events(client, "/v1/chat/completions", messages=messages, **GREEDY, return_token_ids=True)
+    assert pieces[0]["prompt_token_ids"] == expected.prompt_token_ids
+    assert "".join(one["choices"][0]["delta"].get("content", "") for one in pieces) == expected.text
+    assert [i for one in pieces for i in one["choices"][0]["token_ids"] or []] == expected.token_ids
+
+
+# Token ids in, token ids out -----------------------------------------------------------------------------------------
+
+
+async def test_ids_in_ids_out(client: httpx.AsyncClient, engine: InferenceEngine) -> None:
+    params = {"temperature": 0, "max_tokens": 8, "logprobs": 1, "output_kind": 2, "detokenize": False}
+    body = await answer(
+        client, "/inference/v1/generate", token_ids=PROMPTS[0], sampling_params=params, request_id="mine"
+    )
+    (expected, _) = await direct(engine, logprobs=1)
+    (choice,) = body["choices"]
+    assert body["request_id"].endswith("mine")
+    assert choice["token_ids"] == expected.token_ids
+    assert choice["weight_versions"] == [{"version": "initial", "start": 0, "end": 8}]
+    content = choice["logprobs"]["content"]
+    assert [one["token"] for one in content] == [f"token_id:{one['token_id']}" for one in content], (
+        "clients of earlier releases read the string, later ones the number"
+    )
+    assert [one["token_id"] for one in content] == expected.token_ids
+    assert [one["logprob"] for one in content] == pytest.approx(expected.logprobs, abs=1e-4)
+    pieces = await events(client, "/inference/v1/generate", token_ids=PROMPTS[0], sampling_params=params)
+    assert [i for one in pieces for i in one["choices"][0]["token_ids"]] == expected.token_ids
+
+
+async def test_without_max_tokens_it_goes_up_to_the_context(client: httpx.AsyncClient, engine: InferenceEngine) -> None:
+    params = {"temperature": 0, "max_tokens": None, "ignore_eos": True}
+    length = engine.model_info.context_length
+    prompt = [5] * (length - 20)
+    body = await answer(client, "/inference/v1/generate", token_ids=prompt, sampling_params=params)
+    assert len(body["choices"][0]["token_ids"]) == 20
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"sampling_params": {}}, "token_ids"),
+        ({"token_ids": [], "sampling_params": {}}, "token_ids"),
+        ({"token_ids": [5]}, "sampling_params"),
+        ({"token_ids": [5], "sampling_params": {"temperature": None}}, "temperature"),
+        ({"token_ids": [5], "sampling_params": {"top_p": 2}}, "top_p"),
+        ({"token_ids": [5], "sampling_params": {}, "features": {"mm_hashes": {}}}, "features"),
+        ({"token_ids": [-1], "sampling_params": {}}, "token_ids"),
+        ({"token_ids": [10**6], "sampling_params": {}}, "token_ids"),
+    ],
+)
+async def test_a_wrong_request_for_ids_is_refused(client: httpx.AsyncClient, body: object, says: str) -> None:
+    response = await client.post("/inference/v1/generate", json=body)
+    assert response.status_code == 400
+    assert says in response.json()["error"]["message"]
+
+
+async def test_text_to_ids_and_back(client: httpx.AsyncClient, engine: InferenceEngine) -> None:
+    body = await answer(client, "/tokenize", prompt="hello", return_token_strs=True)
+    assert (body["count"], body["max_model_len"]) == (5, engine.model_info.context_length)
+    assert await answer(client, "/detokenize", tokens=body["tokens"]) == {"prompt": "hello"}
+    messages = [{"role": "user", "content": "hello"}]
+    chat = await answer(client, "/tokenize", messages=messages)
+    answered = await answer(client, "/v1/chat/completions", messages=messages, max_tokens=1, return_token_ids=True)
+    assert chat["tokens"] == answered["prompt_token_ids"]
+    for path, wrong in (("/tokenize", {}), ("/tokenize", {"messages": 3}), ("/detokenize", {"tokens": ["a"]})):
+        assert (await client.post(path, json=wrong)).status_code == 400

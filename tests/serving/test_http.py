@@ -1,0 +1,137 @@
+"""Keys, bounds and bad HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import httpx
+import pytest
+from pydantic import ValidationError
+
+from drivetrain import InferenceEngine, InvalidConfig
+from drivetrain_serving import Server, ServerConfig
+from engines import HANGING
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+API, CONTROL = "a-key-for-requests", "a-key-for-weights!"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"host": "0.0.0.0"},
+        {"host": "0.0.0.0", "api_key": API},
+        {"host": "::", "control_key": CONTROL},
+        {"api_key": "short"},
+        {"port": 70000},
+        {"prot": 8000},
+    ],
+)
+async def test_a_configuration_that_would_let_anyone_in_is_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        ServerConfig.model_validate(fields)
+
+
+async def test_keys_are_not_shown() -> None:
+    shown = repr(ServerConfig(api_key=API, control_key=CONTROL))
+    assert API not in shown
+    assert CONTROL not in shown
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "opened"),
+    [
+        ({}, None, {"open", "data", "control"}),
+        ({"api_key": API}, None, {"open"}),
+        ({"api_key": API}, API, {"open", "data", "control"}),
+        ({"api_key": API, "open_control": True}, None, {"open", "control"}),
+        ({"api_key": API, "control_key": CONTROL}, API, {"open", "data"}),
+        ({"api_key": API, "control_key": CONTROL}, CONTROL, {"open", "data", "control"}),
+        ({"api_key": API, "control_key": CONTROL}, API + "x", {"open"}),
+        ({"control_key": CONTROL}, None, {"open", "data"}),
+        ({"control_key": CONTROL}, CONTROL, {"open", "data", "control"}),
+    ],
+)
+async def test_which_key_opens_what(
+    engine: InferenceEngine, config: dict[str, object], key: str | None, opened: set[str]
+) -> None:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    kinds = {"open": ("GET", "/health"), "data": ("GET", "/v1/models"), "control": ("POST", "/resume")}
+    async with Server(engine, ServerConfig.model_validate({"port": 0, **config})) as server:
+        async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=HANGING) as client:
+            statuses = {kind: (await client.request(*route)).status_code for kind, route in kinds.items()}
+            if "control" not in opened:
+                assert (await client.post("/update_weights", json={"weight_dir": "/"})).status_code == 401
+            refused = await client.request("GET", "/no-such-route")
+    assert {kind for kind, status in statuses.items() if status == 200} == opened
+    assert all(status == 401 for kind, status in statuses.items() if kind not in opened)
+    assert refused.status_code == (404 if "control" in opened else 401)
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status"),
+    [
+        (b"{", {"content-type": "application/json"}, 400),
+        (b"[]", {"content-type": "application/json"}, 400),
+        (b"\xff\xfe", {"content-type": "application/json"}, 400),
+        (b'{"prompt": "\xff"}', {"content-type": "application/json"}, 400),
+        (b'{"prompt": [5]}', {"content-type": "text/plain"}, 400),
+        (b"[" * 100_000, {"content-type": "application/json"}, 400),
+        (b'{"a":' * 100_000, {"content-type": "application/json"}, 400),
+        (b" " * (1 << 20) + b"{}", {"content-type": "application/json"}, 413),
+        (b"{}", {"content-type": "application/json"}, 400),
+        (b'{"prompt": [5], "max_tokens": 1e400}', {"content-type": "application/json"}, 400),
+        (b'{"prompt": [5], "n": 100000000000000000000000000}', {"content-type": "application/json"}, 400),
+    ],
+)
+async def test_a_bad_body_is_refused(
+    client: httpx.AsyncClient, body: bytes, headers: dict[str, str], status: int
+) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate"):
+        response = await client.post(path, content=body, headers=headers)
+        assert response.status_code == status, response.text[:200]
+        assert response.json()["error"]["code"] == status
+
+
+async def test_a_body_without_a_length_is_bounded_too(server: Server) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+    writer.write(b"transfer-encoding: chunked\r\n\r\n")
+    sent = 0
+    try:
+        async with asyncio.timeout(HANGING):
+            while sent < 64 << 20 and not reader.at_eof():
+                writer.write(b"10000\r\n" + b" " * 65536 + b"\r\n")
+                await writer.drain()
+                sent += 65536
+    except ConnectionError:
+        pass  # it was cut off
+    writer.close()
+    assert sent < 64 << 20, "it was read on"
+
+
+async def test_a_body_that_does_not_come_is_given_up(engine: InferenceEngine) -> None:
+    async with Server(engine, ServerConfig(port=0, body_timeout=0.2)) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+        writer.write(b"content-length: 100\r\n\r\n{")
+        async with asyncio.timeout(HANGING):
+            assert b" 408 " in await reader.readline()
+        writer.close()
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/completions", 405), ("GET", "/nowhere", 404)])
+async def test_a_wrong_path_or_method(client: httpx.AsyncClient, method: str, path: str, status: int) -> None:
+    response = await client.request(method, path)
+    assert (response.status_code, response.json()["error"]["code"]) == (status, status)
+
+
+async def test_a_port_that_is_taken_is_named(engine: InferenceEngine) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(InvalidConfig, match=f"port={port}") as caught:
+            async with Server(engine, ServerConfig(port=port)):
+                pass
+    assert caught.value.field == "port"

@@ -1,0 +1,93 @@
+"""``drivetrain serve`` as a process of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from engines import HANGING
+
+KEY = "a-key-for-requests"
+
+
+@contextmanager
+def serving(model: Path, *more: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Start a server on a free port; yield it and its address."""
+    command = [sys.executable, "-W", "ignore", "-m", "drivetrain", "serve", "--model", str(model), "--port", "0", *more]
+    server = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
+    )
+    assert server.stdout is not None
+    assert server.stderr is not None
+    errors: list[str] = []
+    reading = threading.Thread(target=lambda: errors.extend(server.stderr or ()), daemon=True)
+    reading.start()
+    try:
+        said = server.stdout.readline()
+        found = re.search(r"http://\S+:\d+", said)
+        assert found, (said, server.poll(), errors)
+        yield server, found[0]
+    finally:
+        server.kill()
+        server.wait(HANGING)
+
+
+@pytest.mark.slow
+def test_a_server_lets_requests_end_when_it_is_told_to(model: Path) -> None:
+    body = {"prompt": [5], "max_tokens": 900, "ignore_eos": True, "return_token_ids": True}
+    answers: list[httpx.Response] = []
+    with serving(model, "--served-model-name", "policy", DRIVETRAIN_API_KEY=KEY) as (server, url):
+        client = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {KEY}"}, timeout=HANGING)
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        assert client.get("/v1/models").json()["data"][0]["id"] == "policy"
+        asking = threading.Thread(target=lambda: answers.append(client.post("/v1/completions", json=body)))
+        asking.start()
+        while not client.get("/load").json()["server_load"]:
+            time.sleep(0.01)
+        server.send_signal(signal.SIGTERM)
+        asking.join(HANGING)
+        assert server.wait(HANGING) == 0
+    (answer,) = answers
+    assert len(answer.json()["choices"][0]["token_ids"]) == 900
+
+
+@pytest.mark.slow
+def test_several_engines_serve_behind_one_port(model: Path) -> None:
+    with serving(model, "--engines", "2", "--isolation", "process") as (server, url):
+        body = {"prompt": [[5], [6], [7], [8]], "max_tokens": 4, "temperature": 0}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=HANGING)
+        assert len(answer.json()["choices"]) == 4
+        info = httpx.get(f"{url}/server_info", timeout=HANGING).json()
+        assert info["drivetrain"]["state"] == "ready"
+        server.send_signal(signal.SIGINT)
+        assert server.wait(HANGING) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--host", "0.0.0.0"], "api_key"),
+        (["--host", "0.0.0.0", "--api-key", KEY], "control_key"),
+        (["--api-key", "short"], "api_key"),
+        (["--model", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_the_engine_starts(
+    model: Path, arguments: list[str], says: str
+) -> None:
+    command = [sys.executable, "-m", "drivetrain", "serve", "--model", str(model), "--port", "0", *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=HANGING, check=False)
+    assert ended.returncode != 0
+    assert says in ended.stderr
+    assert "Traceback" not in ended.stderr
