@@ -32,7 +32,9 @@ class ServerConfig(BaseModel):
     lora_folder: str | None = Field(
         default=None, description="Folder of adapters that are loaded when a request first names one."
     )
-    max_body_bytes: PositiveInt = Field(default=64 << 20, description="Largest request body.")
+    max_body_bytes: PositiveInt = Field(
+        default=256 << 20, description="Largest request body: a trainer may send a whole batch in one."
+    )
     body_timeout: PositiveFloat = Field(default=60.0, description="Seconds in which a request body must have come.")
     send_timeout: PositiveFloat = Field(
         default=60.0, description="Seconds in which a client must take a part of a response; else it is cut off."

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 import uvicorn
 
@@ -15,6 +15,9 @@ from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import InvalidConfig
 from drivetrain_serving.app import create_app
 from drivetrain_serving.config import ServerConfig
+
+_KEEP_ALIVE_S: Final = 75
+"""Seconds that an idle connection stays open: clients that keep connections take 5 s or more for granted."""
 
 
 class _Announcing(uvicorn.Server):
@@ -50,6 +53,7 @@ class Server:
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=round(self.config.shutdown_timeout),
             )
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import wraps
@@ -283,16 +284,24 @@ class ControlRoutes:
     async def load_lora_adapter(self, request: Request) -> Response:
         """Answer POST ``/v1/load_lora_adapter``; a name that is taken needs ``load_inplace``."""
         body = await read_json(request, self._served.config, wants_type=True)
-        name, path = _text(body, "lora_name"), _text(body, "lora_path")
-        await self._served.load_adapter(name, path, replace=body.get("load_inplace") is True)
+        name = _text(body, "lora_name")
+        await self._load_adapter(name, body, replace=body.get("load_inplace") is True)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     @_refusals(error_answer)
     async def reload_lora_adapter(self, request: Request) -> Response:
         """Answer POST ``/load_lora_adapter``, as prime-rl calls it: a name that is taken gets the new weights."""
         body = await read_json(request, self._served.config)
-        await self._served.load_adapter(_text(body, "lora_name"), _text(body, "lora_path"), replace=True)
+        await self._load_adapter(_text(body, "lora_name"), body, replace=True)
         return json_answer({"status": "ok"})
+
+    async def _load_adapter(self, name: str, body: Mapping[str, object], *, replace: bool) -> None:
+        path = _text(body, "lora_path")
+        if not self._engine.supports(Capability.LORA):
+            raise HTTPException(404, "adapters are not enabled; start the engine with enable_lora: true")
+        if not await asyncio.to_thread(os.path.isdir, path):
+            raise HTTPException(404, f"The lora adapter '{name}' cannot be found: there is no folder {shown(path)}.")
+        await self._served.load_adapter(name, path, replace=replace)
 
     @_refusals(error_answer)
     async def unload_lora_adapter(self, request: Request) -> Response:
