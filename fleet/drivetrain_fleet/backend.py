@@ -31,6 +31,7 @@ from drivetrain.types.weights import (
     ApplyUpdate,
     BeginUpdate,
     CommitUpdate,
+    CommunicatorSpec,
     LoadBuckets,
     LoraSource,
     PrepareUpdate,
@@ -52,6 +53,7 @@ from drivetrain_fleet.agreement import (
     require_agreement,
     require_context,
 )
+from drivetrain_fleet.broadcast_groups import BroadcastGroups
 from drivetrain_fleet.control import FleetAdapter, FleetControl
 from drivetrain_fleet.failover import Failover
 from drivetrain_fleet.members import PATIENCE, Member, Members, described, named, no_member, on_each, require_some
@@ -104,12 +106,14 @@ class FleetBackend(Backend):
             evict=self._evict,
             cache_dropped=self.router.cache_dropped,
         )
+        self.broadcasts = BroadcastGroups(self.members)
         self.updates = FleetUpdates(
             self.members,
             min_engines,
             max_staleness,
             PATIENCE * timeouts.weight_update,
             control=self.control,
+            broadcasts=self.broadcasts,
             evict=self._evict,
             cache_dropped=self.router.cache_dropped,
         )
@@ -346,6 +350,12 @@ class FleetBackend(Backend):
 
     async def apply_weights(self, update: ApplyUpdate) -> WeightReply:
         return await self.updates.apply(update.version, update.freeze)
+
+    async def init_communicator(self, spec: CommunicatorSpec) -> None:
+        await self.broadcasts.join(spec)
+
+    async def destroy_communicator(self, group_name: str) -> None:
+        await self.broadcasts.leave(group_name)
 
     async def validate_weights(self) -> WeightReport:
         outcomes = await on_each(self.members.synced, lambda member: member.calls.validate_weights())

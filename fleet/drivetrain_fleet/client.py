@@ -96,6 +96,11 @@ class InferenceEngineClient(InferenceEngine):
         """The engines with their health, version and load, in the order in which they joined."""
         return tuple(member.report() for member in self._fleet.members)
 
+    @property
+    def weight_update_ranks(self) -> tuple[str, ...]:
+        """Names of the workers of all engines that a broadcast of weights reaches, by rank."""
+        return self._fleet.broadcasts.ranks
+
     @checked
     async def add(self, engine: InferenceEngine, name: str | None = None) -> str:
         """Let an engine join; return its name.
