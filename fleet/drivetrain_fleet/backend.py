@@ -78,6 +78,7 @@ class FleetBackend(Backend):
         max_waiting: Samples that may wait for an engine.
         max_samples_per_engine: Samples that one engine may have; None: any number.
         exact_failover: Stream tokens from the engines if all can, to know which samples have none.
+        resume: Let samples go on from their tokens when their engine is lost.
     """
 
     name = "fleet"
@@ -93,6 +94,7 @@ class FleetBackend(Backend):
         max_waiting: int,
         max_samples_per_engine: int | None,
         exact_failover: bool,
+        resume: bool,
     ) -> None:
         super().__init__(fleet_config([engine.config for engine in engines.values()]))
         vars(self)["name"] = self.config.backend
@@ -119,7 +121,7 @@ class FleetBackend(Backend):
         )
         self.sending = Sending(self.members, self.router, max_waiting, max_samples_per_engine, self._held)
         streams = all(Capability.STREAMING in engine.capabilities for engine in engines.values())
-        self.failover = Failover(self.sending, exact_failover and streams, self.updates.knows)
+        self.failover = Failover(self.sending, exact_failover and streams, resume, self.updates.knows)
         self._facts: dict[str, Facts] = {}
         self._model: ModelInfo | None = None
         self._loading = asyncio.Lock()
