@@ -103,15 +103,9 @@ async def _killing(hosted: object, preparing: object) -> None:
     await preparing  # type: ignore[misc]
 
 
-def request(**params: object) -> GenerateRequest:
-    return GenerateRequest(
-        "r",
-        [1, 2],
-        SamplingParams(**params),
-        10,
-        (7,),
-        LogprobsMode.RAW,  # type: ignore[arg-type]
-    )
+def request(**fields: object) -> GenerateRequest:
+    params = SamplingParams.model_validate(fields)
+    return GenerateRequest("r", [1, 2], params, 10, (7,), LogprobsMode.RAW)
 
 
 def test_the_rest_is_asked_for_and_joined() -> None:
