@@ -16,7 +16,6 @@ from drivetrain.types.weights import TensorSpec, WeightManifest
 
 _UNCLAIMED: Final = frozenset(
     {
-        Capability.WEIGHTS_BROADCAST,  # one group would have to hold the ranks of all engines
         Capability.WEIGHTS_CUDA_IPC,  # not run yet with several engines
         Capability.PROFILE,  # each engine would write a trace of its own
     }

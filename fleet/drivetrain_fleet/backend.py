@@ -31,6 +31,7 @@ from drivetrain.types.weights import (
     ApplyUpdate,
     BeginUpdate,
     CommitUpdate,
+    CommunicatorSpec,
     LoadBuckets,
     LoraSource,
     PrepareUpdate,
@@ -52,6 +53,7 @@ from drivetrain_fleet.agreement import (
     require_agreement,
     require_context,
 )
+from drivetrain_fleet.broadcast_groups import BroadcastGroups
 from drivetrain_fleet.control import FleetAdapter, FleetControl
 from drivetrain_fleet.failover import Failover
 from drivetrain_fleet.members import PATIENCE, Member, Members, described, named, no_member, on_each, require_some
@@ -76,6 +78,7 @@ class FleetBackend(Backend):
         max_waiting: Samples that may wait for an engine.
         max_samples_per_engine: Samples that one engine may have; None: any number.
         exact_failover: Stream tokens from the engines if all can, to know which samples have none.
+        resume: Let samples go on from their tokens when their engine is lost.
     """
 
     name = "fleet"
@@ -91,6 +94,7 @@ class FleetBackend(Backend):
         max_waiting: int,
         max_samples_per_engine: int | None,
         exact_failover: bool,
+        resume: bool,
     ) -> None:
         super().__init__(fleet_config([engine.config for engine in engines.values()]))
         vars(self)["name"] = self.config.backend
@@ -104,18 +108,20 @@ class FleetBackend(Backend):
             evict=self._evict,
             cache_dropped=self.router.cache_dropped,
         )
+        self.broadcasts = BroadcastGroups(self.members)
         self.updates = FleetUpdates(
             self.members,
             min_engines,
             max_staleness,
             PATIENCE * timeouts.weight_update,
             control=self.control,
+            broadcasts=self.broadcasts,
             evict=self._evict,
             cache_dropped=self.router.cache_dropped,
         )
         self.sending = Sending(self.members, self.router, max_waiting, max_samples_per_engine, self._held)
         streams = all(Capability.STREAMING in engine.capabilities for engine in engines.values())
-        self.failover = Failover(self.sending, exact_failover and streams, self.updates.knows)
+        self.failover = Failover(self.sending, exact_failover and streams, resume, self.updates.knows)
         self._facts: dict[str, Facts] = {}
         self._model: ModelInfo | None = None
         self._loading = asyncio.Lock()
@@ -346,6 +352,12 @@ class FleetBackend(Backend):
 
     async def apply_weights(self, update: ApplyUpdate) -> WeightReply:
         return await self.updates.apply(update.version, update.freeze)
+
+    async def init_communicator(self, spec: CommunicatorSpec) -> None:
+        await self.broadcasts.join(spec)
+
+    async def destroy_communicator(self, group_name: str) -> None:
+        await self.broadcasts.leave(group_name)
 
     async def validate_weights(self) -> WeightReport:
         outcomes = await on_each(self.members.synced, lambda member: member.calls.validate_weights())

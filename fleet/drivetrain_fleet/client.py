@@ -44,6 +44,9 @@ class InferenceEngineClient(InferenceEngine):
         exact_failover: Stream tokens from the engines also for calls that want whole completions, to know which samples
             have none when an engine is lost: they go to another one. If false, each sample that the engine had fails;
             that saves a message per token.
+        resume: Let a sample that has tokens go on from them at another engine when its own is lost. If false, and for
+            requests with a field that needs the interrupted state, such as a seed or a penalty, it fails with
+            :class:`MemberLost`.
 
     Raises:
         InvalidConfig: There is no engine, one is given twice, or a number is out of its range.
@@ -60,6 +63,7 @@ class InferenceEngineClient(InferenceEngine):
         max_waiting: int = 1 << 16,
         max_samples_per_engine: int | None = None,
         exact_failover: bool = True,
+        resume: bool = False,
     ) -> None:
         by_name = _named(engines)
         _check_count("min_engines", min_engines, most=len(by_name))
@@ -71,6 +75,8 @@ class InferenceEngineClient(InferenceEngine):
             raise InvalidConfig(f"routing={shown(routing)}: expected a RoutingPolicy", field="routing")
         if not isinstance(exact_failover, bool):
             raise InvalidConfig(f"exact_failover={shown(exact_failover)}: expected a bool", field="exact_failover")
+        if not isinstance(resume, bool):
+            raise InvalidConfig(f"resume={shown(resume)}: expected a bool", field="resume")
         backend = FleetBackend(
             by_name,
             min_engines=min_engines,
@@ -79,6 +85,7 @@ class InferenceEngineClient(InferenceEngine):
             max_waiting=max_waiting,
             max_samples_per_engine=max_samples_per_engine,
             exact_failover=exact_failover,
+            resume=resume,
         )
         capabilities = fleet_capabilities(by_name.values())
         super().__init__(
@@ -95,6 +102,11 @@ class InferenceEngineClient(InferenceEngine):
     def members(self) -> tuple[MemberReport, ...]:
         """The engines with their health, version and load, in the order in which they joined."""
         return tuple(member.report() for member in self._fleet.members)
+
+    @property
+    def weight_update_ranks(self) -> tuple[str, ...]:
+        """Names of the workers of all engines that a broadcast of weights reaches, by rank."""
+        return self._fleet.broadcasts.ranks
 
     @checked
     async def add(self, engine: InferenceEngine, name: str | None = None) -> str:

@@ -21,6 +21,7 @@ from drivetrain.errors import (
 )
 from drivetrain.types.outputs import FinishReason
 from drivetrain_fleet.members import Member, named, on_each
+from drivetrain_fleet.resuming import SoFar, not_resumable
 from drivetrain_fleet.sending import Sending, Ticket
 
 logger = logging.getLogger("drivetrain.fleet")
@@ -35,22 +36,29 @@ class Evicted(DrivetrainError):
     """A member may not go on with a sample. Never leaves the fleet."""
 
 
+class VersionUnknown(Evicted):
+    """A member has generated with weights that are not the fleet's."""
+
+
 class Failover:
     """Runs samples on members.
 
     A sample that has no token yet goes to another member when its own is lost. One that has tokens fails: to repeat it
-    would show its reader two beginnings, and favour short completions among those that a trainer gets.
+    would show its reader two beginnings, and favour short completions among those that a trainer gets. With ``resume``
+    it goes on from its tokens at another member, if all that is asked for can be counted on from there.
 
     Args:
         sending: Gives samples to members.
         exact: True: tokens are streamed from members, so it is known which samples have none. False: a sample that a
             member had counts as begun.
+        resume: True: samples go on from their tokens where they can.
         known_version: Returns True for a weight version that the fleet has committed.
     """
 
-    def __init__(self, sending: Sending, exact: bool, known_version: Callable[[str], bool]) -> None:
+    def __init__(self, sending: Sending, exact: bool, resume: bool, known_version: Callable[[str], bool]) -> None:
         self.sending = sending
         self.exact = exact
+        self.resume = resume
         self._known_version = known_version
         self._aborting: set[asyncio.Task[None]] = set()
 
@@ -58,21 +66,33 @@ class Failover:
         """Yield the steps of one sample; without ``exact`` only one, with the whole result."""
         sending = self.sending
         ticket = sending.open(request, SESSION.get())
+        so_far = SoFar(request) if self.resume and exact and not not_resumable(request) else None
         try:
             while True:
+                if so_far is not None and (result := so_far.ended()) is not None:
+                    yield TokenDelta([], result=result)
+                    return
                 member = await sending.enter(ticket)
                 if member is None:
-                    yield TokenDelta([], result=_aborted(request))
+                    result = _aborted(request)
+                    yield TokenDelta([], result=result if so_far is None else so_far.joined(result))
                     return
+                version = member.status.version
                 try:
-                    async with aclosing(_streamed(member, request) if exact else _whole(member, ticket)) as deltas:
+                    async with aclosing(
+                        _streamed(member, ticket.request) if exact else _whole(member, ticket)
+                    ) as deltas:
                         async for delta in deltas:
+                            if so_far is not None:
+                                delta = so_far.joined_delta(delta)
                             sending.progress(ticket, len(delta.token_ids))
                             self._check(ticket, member, delta.result)
+                            if so_far is not None:
+                                so_far.add(delta)
                             yield delta
                     return
                 except (ConnectionLost, EngineDied, EngineStateError, WireError, Evicted) as error:
-                    self._require_another(ticket, member, error)
+                    self._require_another(ticket, member, error, so_far, version)
                 finally:
                     sending.leave(ticket)
         finally:
@@ -97,20 +117,22 @@ class Failover:
             if not self._known_version(span.version):
                 why = f"it generated with the version {span.version!r}, which the fleet has not committed"
                 member.left_behind(why)
-                raise Evicted(why)
+                raise VersionUnknown(why)
         self.sending.router.answered(ticket.work, result.token_ids, member.name)
 
-    def _require_another(self, ticket: Ticket, member: Member, error: DrivetrainError) -> None:
-        """Let the sample go to another member, or raise."""
+    def _require_another(
+        self, ticket: Ticket, member: Member, error: DrivetrainError, so_far: SoFar | None, version: str
+    ) -> None:
+        """Let the sample go to another member, or raise; ``version`` is the one that its member served at first."""
         if isinstance(error, EngineDied):
             member.fail(str(error))
         if isinstance(error, EngineStateError) and error.state in _REFUSED_AT_THE_GATE:
-            ticket.made = 0
-        if ticket.made:
+            ticket.made = 0 if so_far is None else len(so_far)
+        if ticket.made and (why := self._cannot_resume(ticket, member, error, so_far, version)):
             what = "may have begun" if not self.exact else f"had {ticket.made} tokens"
             raise MemberLost(
-                f"request {ticket.request.request_id} {what} when {member.name} was lost: {error}. The fleet's other "
-                "engines serve on; send the request again if a repetition is right",
+                f"request {ticket.request.request_id} {what} when {member.name} was lost: {error}. {why}The fleet's "
+                "other engines serve on; send the request again if a repetition is right",
                 member=member.name,
             ) from error
         if not isinstance(error, Evicted):  # its member may serve again, once it is synced
@@ -118,6 +140,24 @@ class Failover:
                 f"request {ticket.request.request_id} was lost with {member.name}: {error}", member=member.name
             )
         logger.info("request %s goes from %s to another engine: %s", ticket.request.request_id, member.name, error)
+
+    def _cannot_resume(
+        self, ticket: Ticket, member: Member, error: DrivetrainError, so_far: SoFar | None, version: str
+    ) -> str:
+        """Let the sample go on from its tokens; return why that is impossible, or ""."""
+        if not self.resume:
+            return "resume=True lets such requests go on from their tokens. "
+        if so_far is None:
+            fields = ", ".join(not_resumable(ticket.request)) or "exact_failover=False"
+            return f"It cannot go on from its tokens because of {fields}. "
+        if isinstance(error, VersionUnknown) or member.status.version != version:
+            return f"It cannot go on from its tokens: not all are known to be of the version {version!r}. "
+        if member.engine.get_weight_version() != version:
+            return f"It cannot go on from its tokens: {member.name} has changed its weights from {version!r}. "
+        if why := so_far.resume(version):
+            return f"It cannot go on from its tokens: {why}. "
+        ticket.request, ticket.made = so_far.request, len(so_far)
+        return ""
 
     # Ending early ------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from drivetrain_fleet.routing import Load
 logger = logging.getLogger("drivetrain.fleet")
 
 _T = TypeVar("_T")
+_numbers: Final = itertools.count()
 
 PATIENCE: Final = 0.95
 """Share of a timeout of the fleet's that each engine has, so that the error names the engine that did not answer."""
@@ -61,6 +63,8 @@ class Member:
 
     def __init__(self, name: str, engine: InferenceEngine, changed: Callable[[Member], None]) -> None:
         self.name = name
+        self.number = next(_numbers)
+        """Tells it from an earlier member of its name."""
         self.engine = engine
         self.calls: SharedEngine = HolderCalls("the fleet", engine.parts, Claims())
         self.status = MemberStatus()

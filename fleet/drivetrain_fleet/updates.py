@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from drivetrain.errors import (
     DeadlineExceeded,
     DrivetrainError,
+    EngineDied,
     InvalidRequest,
     InvalidWeights,
     UnsupportedCapability,
@@ -28,7 +29,8 @@ from drivetrain.errors import (
 )
 from drivetrain.process.shared_engine import AppliedUpdate
 from drivetrain.types.modes import PauseMode
-from drivetrain.types.weights import DiskSource, WeightReply, WeightUpdateRequest
+from drivetrain.types.weights import BroadcastSource, DiskSource, WeightReply, WeightUpdateRequest
+from drivetrain_fleet.broadcast_groups import BroadcastGroups, until_broken
 from drivetrain_fleet.control import FleetControl
 from drivetrain_fleet.members import Member, Members, Outcomes, described, named, on_each, require_some
 
@@ -61,6 +63,8 @@ class _Update:
     """Members that were stale before."""
     nbytes: int = 0
     """Bytes loaded so far, bucket by bucket."""
+    group: str | None = None
+    """The group in which the buckets are broadcast: its members load together, or the collective does not end."""
 
     def drop(self, failed: dict[Member, DrivetrainError]) -> None:
         """Take members out of the update."""
@@ -77,6 +81,7 @@ class FleetUpdates:
         max_staleness: How many versions a member that missed updates may be behind and serve.
         seconds: For each step of a member.
         control: Pauses members, lets them go on, and gives them the fleet's adapters.
+        broadcasts: Groups in which trainers broadcast to the members.
         evict: Ends the samples of a member that is left behind.
         cache_dropped: Called for each member whose prefix cache was dropped.
     """
@@ -89,6 +94,7 @@ class FleetUpdates:
         seconds: float,
         *,
         control: FleetControl,
+        broadcasts: BroadcastGroups,
         evict: Callable[[Member, str], None],
         cache_dropped: Callable[[str], None],
     ) -> None:
@@ -101,6 +107,7 @@ class FleetUpdates:
         """True from a failed update until one is committed: no engine may serve."""
         self._known: set[str] = set()
         self._control = control
+        self._broadcasts = broadcasts
         self._evict = evict
         self._cache_dropped = cache_dropped
         self._update: _Update | None = None
@@ -124,21 +131,24 @@ class FleetUpdates:
         """Let every member check and stage the update, while it serves on.
 
         Raises:
-            WeightSyncError: Fewer than ``min_engines`` could; nothing was changed.
+            WeightSyncError: Fewer than ``min_engines`` could, or one that a broadcast must reach; nothing was changed.
             DrivetrainError: A member refuses the update itself; nothing was changed.
         """
         self._update = None
-        outcomes = await self._on_each(self.members.serving, lambda member: member.calls.prepare_weight_update(request))
+        source = request.source
+        group = source.group_name if isinstance(source, BroadcastSource) else None
+        members = (self._broadcasts.members_of(group) if group is not None else None) or self.members.serving
+        outcomes = await self._on_each(members, lambda member: member.calls.prepare_weight_update(request))
         require_some(self.members)
         refusals = _refusals(outcomes.failed)
-        if refusals or len(outcomes.done) < self.min_engines:
+        if refusals or len(outcomes.done) < self.min_engines or (group is not None and outcomes.failed):
             await self._on_each(outcomes.done, lambda member: member.calls.forget_weight_update())
             if refusals:
                 raise named(refusals, f"the check of the update to {request.version!r}", "Nothing was changed")
             raise self._too_few(
                 request.version, outcomes.failed, len(outcomes.done), "Nothing was changed", WeightSyncError
             )
-        self._update = _Update(request, list(outcomes.done), outcomes.failed)
+        self._update = _Update(request, list(outcomes.done), outcomes.failed, group=group)
         plan = request.plan
         return WeightReply(buckets=0 if plan is None else len(plan.buckets))
 
@@ -168,7 +178,8 @@ class FleetUpdates:
             if freeze is not None:
                 update.drop((await self._control.hold(update.members, freeze)).failed)
                 self._require_enough(update)
-            outcomes = await self._on_each(update.members, apply)
+            self._require_whole(update)
+            outcomes = await self._on_each(update.members, self._together(update, apply))
             update.drop(outcomes.failed)
             self._decide(update)
         except BaseException:
@@ -204,7 +215,12 @@ class FleetUpdates:
     async def load(self, indices: tuple[int, ...]) -> WeightReply:
         """Let every member load these buckets."""
         update = self._begun()
-        outcomes = await self._on_each(update.members, lambda member: member.calls.load_buckets(list(indices)))
+        self._require_whole(update)
+
+        async def load(member: Member) -> int:
+            return await member.calls.load_buckets(list(indices))
+
+        outcomes = await self._on_each(update.members, self._together(update, load))
         self._without(update, outcomes.failed)
         total = max(outcomes.done.values())
         loaded, update.nbytes = total - update.nbytes, total
@@ -283,6 +299,25 @@ class FleetUpdates:
         update.drop({m: WeightTransferFailed(m.status.describe()) for m in update.members if m.status.failed})
         self._require_enough(update)
 
+    @staticmethod
+    def _together(
+        update: _Update, call: Callable[[Member], Coroutine[object, object, _T]]
+    ) -> Callable[[Member], Coroutine[object, object, _T]]:
+        """Return the call, such that no member waits in a broadcast for one that has failed."""
+        return call if update.group is None else until_broken(call, update.group)
+
+    def _require_whole(self, update: _Update) -> None:
+        """Raise if the collective lacks a member: the others would wait for it."""
+        require_some(self.members)
+        if update.group is not None and update.lost:
+            raise self._too_few(
+                update.request.version,
+                update.lost,
+                len(update.members),
+                "A broadcast must reach all engines of its group; push again, and a new group is formed. No engine "
+                "serves until a complete update is committed",
+            )
+
     def _require_enough(self, update: _Update) -> None:
         require_some(self.members)
         if len(update.members) < self.min_engines:
@@ -308,6 +343,8 @@ class FleetUpdates:
                 f"{described(self.members)}. {after}"
             )
         after = f"{left} are left, and min_engines={self.min_engines}. {after}"
+        # The lost ones first: in a broadcast the others fail because of them.
+        failed = dict(sorted(failed.items(), key=lambda one: not isinstance(one[1], EngineDied)))
         error = named(failed, f"the update to {version!r}", after)
         if isinstance(error, WeightSyncError | DeadlineExceeded):
             return error

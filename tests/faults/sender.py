@@ -150,6 +150,7 @@ class FarEngine:
         self._numbers = itertools.count(1)
         self.isolation, self.capabilities, self.config = isolation, capabilities, config
         self.gpus: tuple[str, ...] = ()
+        self.weight_update_ranks = ("rank 0",)
 
     @classmethod
     async def reached_by(cls, line: Line) -> FarEngine:

@@ -22,6 +22,8 @@ ABOUT_ONE_ENGINE: Mapping[str, str] = {
 }
 """Cases that hold for one engine only, and why."""
 
+ON_TWO_GPUS = "weight_sync/a_broadcast_between_gpus_equals_a_fresh_load"
+"""The only claimed case of a fleet that needs hardware; elsewhere it is skipped."""
 RETRACTED = "pause/retract_freezes_requests_in_flight"
 OTHER_SEED = 1
 """Seed of the prompts of ``RETRACTED``. With the suite's own and a schedule of 250 tokens, the draw of token 66 of the
@@ -63,9 +65,11 @@ def test_retracted_requests_go_on_as_if_never_paused() -> None:
 
 def check(runner: Runner, case: Case) -> None:
     result = runner.execute(case)
+    if case.id == ON_TWO_GPUS and result.verdict is Verdict.NOT_RUN:
+        pytest.skip(result.judgement.message)
     if result.verdict.is_failure or result.verdict is Verdict.NOT_RUN:
         raise AssertionError(f"{case.summary}\n{result.judgement.message}") from result.error
 
 
 def test_the_cases_about_one_engine_exist() -> None:
-    assert set(ABOUT_ONE_ENGINE) <= {case.id for case in all_cases()}
+    assert {ON_TWO_GPUS, *ABOUT_ONE_ENGINE} <= {case.id for case in all_cases()}

@@ -66,6 +66,7 @@ class ReceiverEngine:
 
     isolation: Isolation
     gpus: tuple[str, ...] = ()
+    weight_update_ranks: tuple[str, ...] = ("rank 0",)
     capabilities: frozenset[Capability]
     config = EngineConfig(backend="receiver", model="none", timeouts=Timeouts(weight_update=20))
 

@@ -295,8 +295,8 @@ class TransformersBackend(Backend):
         await asyncio.to_thread(self._received.join, spec)
 
     async def destroy_communicator(self, group_name: str) -> None:
-        """Leave the group."""
-        await self._running.call(lambda: self._received.leave(group_name))
+        """Leave the group in a separate thread: the batch's may wait in a broadcast that this ends."""
+        await asyncio.to_thread(self._received.leave, group_name)
 
     async def read_weight(self, name: str) -> TensorData:
         """Return a copy of one tensor."""

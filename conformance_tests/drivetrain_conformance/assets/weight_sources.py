@@ -284,6 +284,11 @@ class Between:
         """The engine's GPUs."""
         return self._engine.gpus
 
+    @property
+    def weight_update_ranks(self) -> Sequence[str]:
+        """The engine's ranks."""
+        return self._engine.weight_update_ranks
+
     async def weight_manifest(self) -> WeightManifest:
         """Return the engine's manifest."""
         return await self._engine.weight_manifest()

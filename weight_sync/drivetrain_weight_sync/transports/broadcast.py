@@ -8,11 +8,11 @@ import threading
 import uuid
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import torch
 
-from drivetrain.errors import DrivetrainError, EngineDied, WeightTransferFailed
+from drivetrain.errors import DrivetrainError, EngineDied, MemberLost, WeightTransferFailed
 from drivetrain.types.weights import (
     BroadcastSource,
     CommunicatorSpec,
@@ -31,8 +31,8 @@ _BUFFERS: Final = 2
 """Buffers for buckets: one is packed or loaded while another is under way."""
 _BYTES_PER_CALL: Final[Mapping[GroupBackend, int]] = {"gloo": 1 << 30, "nccl": 16 << 30}
 """Most bytes that the engine receives in one call: each call has a deadline, but costs time between two."""
-_GRACE_S: Final = 1.0
-"""How long a broken broadcast waits for the engine's death to become known."""
+_GRACE_S: Final = 5.0
+"""How long a broken broadcast waits for the engine's answer, such as its death or a fleet's lost engine."""
 _logger = logging.getLogger(__name__)
 
 
@@ -57,6 +57,8 @@ class BroadcastSender(Sender):
         self._engines_group: str | None = None
         """Name of the group that the engine joined last, until it was told to leave."""
         self._group: Group | None = None
+        self._ranks: tuple[str, ...] = ()
+        """Names of the engine's ranks in the group."""
         self._abandoned = threading.Event()
         self._plan = WeightPlan(())
         self._specs: dict[str, TensorSpec] = {}
@@ -90,12 +92,15 @@ class BroadcastSender(Sender):
             group.leave()
 
     async def connect(self, engine: UpdatableEngine) -> None:
-        """Form a process group with the engine, unless the group of the last push still exists."""
-        if self._group is not None:
+        """Form a process group with the engine, unless that of the last push still exists and holds all its ranks."""
+        ranks = tuple(engine.weight_update_ranks)
+        if self._group is not None and self._ranks == ranks:
             return
         await self.disconnect(engine)
-        ranks = engine.config.tensor_parallel_size * engine.config.pipeline_parallel_size
-        spec, store = self.offer(ranks, engine.config.timeouts.weight_update)
+        name = self._name  # the staged update names this group
+        self.leave()
+        self._name, self._ranks = name, ranks
+        spec, store = self.offer(len(ranks), engine.config.timeouts.weight_update)
         joining = asyncio.ensure_future(in_thread(lambda: self.join(spec, store)))
         engines = asyncio.ensure_future(engine.init_weight_update_communicator(spec))
         try:
@@ -164,10 +169,12 @@ class BroadcastSender(Sender):
             if isinstance(error, Exception):
                 # A broadcast breaks before the engine's death is known, and that death is the error to raise.
                 await asyncio.wait([receiving], timeout=_GRACE_S)
+                if receiving.done() and not receiving.cancelled() and receiving.exception() is None:
+                    return receiving.result()  # a fleet has committed without the engine that broke the broadcast
             sending.cancel()
             receiving.cancel()
             _, of_engine = await asyncio.gather(sending, receiving, return_exceptions=True)
-            if isinstance(of_engine, EngineDied):
+            if isinstance(of_engine, EngineDied) or _names_the_lost(of_engine):
                 raise of_engine from error
             raise
         return receiving.result()
@@ -300,6 +307,11 @@ def split_into_calls(plan: WeightPlan, most: int) -> Iterator[list[int]]:
         nbytes += bucket.nbytes
     if indices:
         yield indices
+
+
+def _names_the_lost(error: object) -> TypeGuard[Exception]:
+    """Return True for an error that a fleet raised because it lost an engine."""
+    return isinstance(error, MemberLost) or (isinstance(error, Exception) and isinstance(error.__cause__, MemberLost))
 
 
 def _new_name() -> str:

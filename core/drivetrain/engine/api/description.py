@@ -60,6 +60,12 @@ class DescriptionCalls(Page):
         return () if info is None else info.gpus
 
     @property
+    def weight_update_ranks(self) -> tuple[str, ...]:
+        """Names of the workers that a broadcast of weights reaches, by rank; a fleet's change with its engines."""
+        config = self.parts.controller.config
+        return tuple(f"rank {rank}" for rank in range(config.tensor_parallel_size * config.pipeline_parallel_size))
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer.
 

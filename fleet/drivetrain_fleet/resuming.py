@@ -1,0 +1,125 @@
+"""Going on with a sample at another engine, from the tokens that it has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from drivetrain.backend.base import GenerateRequest, GenerateResult, TokenDelta
+from drivetrain.types.outputs import FinishReason, TopLogprobs, VersionSpan
+
+
+def not_resumable(request: GenerateRequest) -> tuple[str, ...]:
+    """Return the fields of a request because of which it cannot go on from its tokens as if it was never interrupted.
+
+    The next engine would take the tokens for a part of the prompt: penalties, grammars, logit processors and stops on
+    text would forget them, a seed's random numbers would begin anew, and what belongs to each token would be lost.
+    """
+    params = request.params
+    set_fields = {
+        "frequency_penalty": params.frequency_penalty != 0,
+        "presence_penalty": params.presence_penalty != 0,
+        "repetition_penalty": params.repetition_penalty != 1,
+        "seed": params.seed is not None and params.temperature > 0,
+        "stop": bool(params.stop),
+        "stop_regex": bool(params.stop_regex),
+        "structured_output": params.structured_output is not None,
+        "logit_processors": bool(params.logit_processors),
+        "prompt_logprobs": params.prompt_logprobs is not None,
+        "return_hidden_states": params.return_hidden_states,
+        "return_routed_experts": params.return_routed_experts,
+        "media": bool(request.media),
+    }
+    return tuple(field for field, is_set in set_fields.items() if is_set)
+
+
+class SoFar:
+    """Tokens of one sample from the engines that were lost with it, and what remains to be generated.
+
+    Args:
+        request: As the fleet got it.
+    """
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.whole = request
+        self.request = request
+        """What the next engine is asked for."""
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._top_logprobs: list[TopLogprobs] = []
+        self._spans: list[VersionSpan] = []
+
+    def add(self, delta: TokenDelta) -> None:
+        """Keep the tokens of a step that was handed out."""
+        self._ids += delta.token_ids
+        self._logprobs += delta.logprobs or []
+        self._top_logprobs += delta.top_logprobs or []
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def resume(self, version: str) -> str:
+        """Ask for the rest; return why that is impossible, or "".
+
+        Args:
+            version: The weight version of the tokens that were added last.
+        """
+        params, made = self.whole.params, len(self._ids)
+        if params.logprobs is not None and len(self._logprobs) != made:
+            return "its engine did not stream all logprobs"
+        if params.logprobs and len(self._top_logprobs) != made:
+            return "its engine did not stream all top logprobs"
+        start = self._spans[-1].end if self._spans else 0
+        if start < made:
+            self._spans.append(VersionSpan(version, start, made))
+        self.request = replace(
+            self.whole,
+            prompt_token_ids=[*self.whole.prompt_token_ids, *self._ids],
+            params=params.model_copy(update={"min_new_tokens": max(params.min_new_tokens - made, 0)}),
+            max_new_tokens=self.whole.max_new_tokens - made,
+        )
+        return ""
+
+    def ended(self) -> GenerateResult | None:
+        """Return the result if no token is left to generate: the engine was lost before it said so."""
+        made = len(self._ids)
+        stopped = made > self.whole.params.min_new_tokens and self._ids[-1] in self.whole.stop_token_ids
+        if not self._spans or not (stopped or made == self.whole.max_new_tokens):
+            return None
+        wanted = self.whole.params.logprobs
+        return GenerateResult(
+            token_ids=self._ids[:],
+            finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
+            weight_versions=self._spans[:],
+            matched_stop=self._ids[-1] if stopped else None,
+            logprobs=self._logprobs[:] if wanted is not None else None,
+            top_logprobs=self._top_logprobs[:] if wanted else None,
+        )
+
+    def joined_delta(self, delta: TokenDelta) -> TokenDelta:
+        """Put the earlier tokens before a last result, and leave the text to whoever sees all tokens."""
+        result = None if delta.result is None else replace(self.joined(delta.result), matched_text=None)
+        return replace(delta, result=result, released=None)
+
+    def joined(self, result: GenerateResult) -> GenerateResult:
+        """Put the tokens of earlier engines before the result of the last one."""
+        if not self._spans:
+            return result
+        made = self._spans[-1].end
+        spans = self._spans[:]
+        for span in result.weight_versions:
+            if span.start == 0 and span.version == spans[-1].version:
+                spans[-1] = VersionSpan(span.version, spans[-1].start, made + span.end)
+            else:
+                spans.append(VersionSpan(span.version, made + span.start, made + span.end))
+        return replace(
+            result,
+            token_ids=self._ids[:made] + result.token_ids,
+            weight_versions=spans,
+            logprobs=None if result.logprobs is None else self._logprobs[:made] + result.logprobs,
+            top_logprobs=None if result.top_logprobs is None else self._top_logprobs[:made] + result.top_logprobs,
+            cached_tokens=min(result.cached_tokens, len(self.whole.prompt_token_ids)),
+            matched_text=None,
+        )
+
+
+__all__ = ["SoFar", "not_resumable"]
