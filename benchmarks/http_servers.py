@@ -263,7 +263,7 @@ Stop = asyncio.Event
 async def uvicorn(port: int, stop: Stop, http: str, app: Any = application) -> None:
     import uvicorn
 
-    config = uvicorn.Config(app, port=port, http=http, access_log=False, log_level="error")  # type: ignore[arg-type]
+    config = uvicorn.Config(app, port=port, http=http, access_log=False, log_level="error")
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve())
     await stop.wait()
@@ -529,7 +529,7 @@ async def answer_bytes(port: int, request: bytes) -> float:
 
 
 async def load(name: str, process: psutil.Process, port: int, work: str, connections: int, seconds: float) -> Load:
-    """Warm a server up, then load it until it has used ``seconds`` of CPU time, at most 14 times as long on the clock."""
+    """Warm a server up; load it until it has used ``seconds`` of CPU time, at most 14 times as long on the clock."""
     counts = Counts()
     size = await answer_bytes(port, WORK[work])
     clients = await opened(port, WORK[work], connections, counts)
