@@ -277,7 +277,7 @@ async def hypercorn(port: int, stop: Stop) -> None:
 
     config = Config()
     config.bind = [f"127.0.0.1:{port}"]
-    config.loglevel = "ERROR"
+    config.backlog, config.loglevel = 2048, "ERROR"
 
     async def stopped() -> None:
         await stop.wait()
@@ -289,7 +289,9 @@ async def granian_embedded(port: int, stop: Stop) -> None:
     from granian.constants import HTTPModes, Interfaces
     from granian.server.embed import Server
 
-    server = Server(application, port=port, interface=Interfaces.ASGI, http=HTTPModes.http1, log_enabled=False)
+    server = Server(
+        application, port=port, interface=Interfaces.ASGI, http=HTTPModes.http1, backlog=2048, log_enabled=False
+    )
     serving = asyncio.create_task(server.serve())
     await stop.wait()
     server.stop()
@@ -321,7 +323,7 @@ async def aiohttp(port: int, stop: Stop) -> None:
     app.add_routes([web.post("/v1/completions", completions), web.post("/prepared", prepared)])
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", port).start()
+    await web.TCPSite(runner, "127.0.0.1", port, backlog=2048).start()
     await stop.wait()
     await runner.cleanup()
 
@@ -354,7 +356,13 @@ def serve(name: str, port: int) -> None:
 
         target, loop = "http_servers:application", Loops.uvloop
         Granian(
-            target, port=port, interface=Interfaces.ASGI, loop=loop, http=HTTPModes.http1, log_enabled=False
+            target,
+            port=port,
+            interface=Interfaces.ASGI,
+            loop=loop,
+            http=HTTPModes.http1,
+            backlog=2048,
+            log_enabled=False,
         ).serve()
         return
     loop_name, server = SERVERS[name]
@@ -568,7 +576,11 @@ def measure_servers(names: list[str], seconds: float, rounds: int) -> list[Load]
             with started(name) as (process, port), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 for work in WORK:
                     for connections in CONNECTIONS:
-                        found = runner.run(load(name, process, port, work, connections, seconds))
+                        try:
+                            found = runner.run(load(name, process, port, work, connections, seconds))
+                        except (OSError, RuntimeError) as error:
+                            print(f"{name}, {work}, {connections} connections: {error}", file=sys.stderr)
+                            continue
                         key = name, work, connections
                         if key not in best or found.per_cpu_s > best[key].per_cpu_s:
                             best[key] = found
