@@ -246,19 +246,3 @@ class AbortPoint:
 def abort_points(max_tokens: int) -> SearchStrategy[AbortPoint]:
     """Draw an abort at once, after up to ``max_tokens`` tokens, or after the end."""
     return st.builds(AbortPoint, st.just(0) | st.integers(1, max_tokens) | st.none())
-
-
-__all__ = [
-    "AbortPoint",
-    "Batch",
-    "WeightPlanChoice",
-    "abort_points",
-    "batches",
-    "chat_prompts",
-    "prompts",
-    "sampling_params",
-    "text_prompts",
-    "texts",
-    "token_prompts",
-    "weight_plans",
-]
