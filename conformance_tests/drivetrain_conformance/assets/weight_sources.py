@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from drivetrain.errors import DrivetrainError, InvalidWeights, WeightPlanMismatc
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Isolation
 from drivetrain.types.weights import CommunicatorSpec, PlacedTensor, WeightManifest, WeightPlan, WeightUpdateRequest
-from drivetrain_conformance.assets.served_models import Models
+from drivetrain_conformance.assets.served_models import Models, copy_model
 from drivetrain_weight_sync import WeightInput
 from drivetrain_weight_sync.transports.updatable_engine import UpdateUnderWay
 
@@ -80,14 +79,7 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
 
 def write_checkpoint(folder: Path, model: Path, tensors: Tensors) -> Path:
     """Write a model folder like ``model`` but with these tensors; return it."""
-    shutil.copytree(
-        model,
-        folder,
-        ignore=shutil.ignore_patterns("*.safetensors*"),
-        copy_function=shutil.copyfile,
-        dirs_exist_ok=True,
-    )
-    folder.chmod(0o755)
+    copy_model(model, folder, without="*.safetensors*")
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     return folder
 
