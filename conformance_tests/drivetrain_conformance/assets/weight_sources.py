@@ -225,18 +225,17 @@ class Between:
 
     Args:
         engine: The engine.
-        change: Applied to every request.
         buckets: Number of buckets after which the connection breaks; None: it holds.
     """
 
     def __init__(
         self,
         engine: InferenceEngine,
-        change: Callable[[WeightUpdateRequest], WeightUpdateRequest] = lambda request: request,
         buckets: int | None = None,
     ) -> None:
         self._engine = engine
-        self.change = change
+        self.change: Callable[[WeightUpdateRequest], WeightUpdateRequest] = lambda request: request
+        """Applied to every request."""
         self.buckets = buckets
         self.groups: list[CommunicatorSpec] = []
         """Groups that the engine was told to join."""
