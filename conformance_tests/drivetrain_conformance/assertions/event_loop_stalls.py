@@ -16,8 +16,8 @@ _TICK: Final = 0.005
 
 
 @asynccontextmanager
-async def check_it_runs(longest: float = LONGEST) -> AsyncGenerator[None, None]:
-    """Raise at the end of the block if one callback blocked the running loop for more than ``longest`` seconds.
+async def check_it_runs() -> AsyncGenerator[None, None]:
+    """Raise at the end of the block if one callback blocked the running loop for more than :data:`LONGEST` seconds.
 
     Time during which the loop's thread was runnable but not scheduled by the kernel is not counted.
     """
@@ -31,7 +31,7 @@ async def check_it_runs(longest: float = LONGEST) -> AsyncGenerator[None, None]:
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
     worst = max(stalls, default=0.0)
-    assert worst <= longest, f"the event loop stood still for {worst:.2f} s; at most {longest:g} s are fine"
+    assert worst <= LONGEST, f"the event loop stood still for {worst:.2f} s; at most {LONGEST:g} s are fine"
 
 
 async def _watch(stalls: list[float]) -> None:

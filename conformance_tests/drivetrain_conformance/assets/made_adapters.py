@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+from drivetrain_conformance.assets.served_models import copy_model
 
 if TYPE_CHECKING:
     import torch
@@ -123,10 +123,7 @@ def merge(model: Path, adapter: Adapter, folder: Path) -> Path:
     from safetensors.torch import load_file, save_file
 
     parts = load_file(adapter.path / "adapter_model.safetensors")
-    shutil.copytree(
-        model, folder, ignore=shutil.ignore_patterns("*.safetensors"), copy_function=shutil.copyfile, dirs_exist_ok=True
-    )
-    os.chmod(folder, 0o755)
+    copy_model(model, folder, without="*.safetensors")
     for file in sorted(model.glob("*.safetensors")):
         tensors = load_file(file)
         for name, weight in tensors.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from enum import Enum
@@ -122,12 +121,18 @@ def _reward_model(dtype: str) -> Path:
     return folder
 
 
+def copy_model(model: Path, folder: Path, *, without: str) -> None:
+    """Copy a model's files, except those whose names match ``without``, into a writable folder."""
+    ignore = shutil.ignore_patterns(without)
+    shutil.copytree(model, folder, ignore=ignore, copy_function=shutil.copyfile, dirs_exist_ok=True)
+    folder.chmod(0o755)
+
+
 def _copy_with_other_weights(model: Path, folder: Path, seed: int) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
-    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"), copy_function=shutil.copyfile)
-    os.chmod(folder, 0o755)
+    copy_model(model, folder, without="*.safetensors")
     generator = torch.Generator().manual_seed(seed)
     for file in sorted(model.glob("*.safetensors")):
         tensors = load_file(file)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from drivetrain.errors import DrivetrainError, InvalidWeights, WeightPlanMismatc
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Isolation
 from drivetrain.types.weights import CommunicatorSpec, PlacedTensor, WeightManifest, WeightPlan, WeightUpdateRequest
-from drivetrain_conformance.assets.served_models import Models
+from drivetrain_conformance.assets.served_models import Models, copy_model
 from drivetrain_weight_sync import WeightInput
 from drivetrain_weight_sync.transports.updatable_engine import UpdateUnderWay
 
@@ -80,14 +79,7 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
 
 def write_checkpoint(folder: Path, model: Path, tensors: Tensors) -> Path:
     """Write a model folder like ``model`` but with these tensors; return it."""
-    shutil.copytree(
-        model,
-        folder,
-        ignore=shutil.ignore_patterns("*.safetensors*"),
-        copy_function=shutil.copyfile,
-        dirs_exist_ok=True,
-    )
-    folder.chmod(0o755)
+    copy_model(model, folder, without="*.safetensors*")
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     return folder
 
@@ -121,7 +113,7 @@ class Fault:
     """One way in which a trainer's tensors can be wrong."""
 
     what: str
-    spoil: Callable[[Tensors, str], None]
+    spoil: Callable[[Tensors, str], object]
     """Changes the named tensor in place."""
     kind: type[DrivetrainError]
     field: str
@@ -135,37 +127,22 @@ class Fault:
         assert expected in str(error), f"{self.what}: the message does not name {expected}: {error}"
 
 
-def _drop(tensors: Tensors, name: str) -> None:
-    del tensors[name]
+def _replace(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors, str], None]:
+    return lambda tensors, name: tensors.update({name: change(tensors[name])})
 
 
-def _add(tensors: Tensors, name: str) -> None:
-    tensors[GHOST] = torch.ones(2, 3)
-
-
-def _shorten(tensors: Tensors, name: str) -> None:
-    tensors[name] = tensors[name][:-1].clone()
-
-
-def _convert(tensors: Tensors, name: str) -> None:
-    tensors[name] = tensors[name].double()  # rounded to whatever dtype the engine holds
-
-
-def _poison(value: float) -> Callable[[Tensors, str], None]:
-    def spoil(tensors: Tensors, name: str) -> None:
-        tensors[name] = tensors[name].clone()
-        tensors[name].view(-1)[-1] = value
-
-    return spoil
+def _ending_in(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: torch.cat([tensor.view(-1)[:-1], tensor.new_tensor([value])]).view(tensor.shape)
 
 
 FAULTS: Final = (
-    Fault("a missing tensor", _drop, WeightPlanMismatch, "missing"),
-    Fault("an extra tensor", _add, WeightPlanMismatch, "extra"),
-    Fault("a tensor of another shape", _shorten, WeightPlanMismatch, "mismatched"),
-    Fault("a tensor of another dtype", _convert, WeightPlanMismatch, "mismatched"),
-    Fault("a tensor with a NaN", _poison(float("nan")), InvalidWeights, "tensors"),
-    Fault("a tensor with an infinity", _poison(float("-inf")), InvalidWeights, "tensors"),
+    Fault("a missing tensor", lambda tensors, name: tensors.pop(name), WeightPlanMismatch, "missing"),
+    Fault("an extra tensor", lambda tensors, _: tensors.update({GHOST: torch.ones(2, 3)}), WeightPlanMismatch, "extra"),
+    Fault("a tensor of another shape", _replace(lambda it: it[:-1].clone()), WeightPlanMismatch, "mismatched"),
+    # Double is rounded to whatever dtype the engine holds.
+    Fault("a tensor of another dtype", _replace(torch.Tensor.double), WeightPlanMismatch, "mismatched"),
+    Fault("a tensor with a NaN", _replace(_ending_in(float("nan"))), InvalidWeights, "tensors"),
+    Fault("a tensor with an infinity", _replace(_ending_in(float("-inf"))), InvalidWeights, "tensors"),
 )
 
 
@@ -248,18 +225,17 @@ class Between:
 
     Args:
         engine: The engine.
-        change: Applied to every request.
         buckets: Number of buckets after which the connection breaks; None: it holds.
     """
 
     def __init__(
         self,
         engine: InferenceEngine,
-        change: Callable[[WeightUpdateRequest], WeightUpdateRequest] = lambda request: request,
         buckets: int | None = None,
     ) -> None:
         self._engine = engine
-        self.change = change
+        self.change: Callable[[WeightUpdateRequest], WeightUpdateRequest] = lambda request: request
+        """Applied to every request."""
         self.buckets = buckets
         self.groups: list[CommunicatorSpec] = []
         """Groups that the engine was told to join."""

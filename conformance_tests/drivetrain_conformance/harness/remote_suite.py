@@ -65,7 +65,7 @@ class Host:
     def _read_endpoint(self) -> str:
         output = self._process.stdout
         assert output is not None
-        while line := _readline(output.fileno()):
+        while line := output.readline().decode(errors="replace"):
             if line.startswith(_READY):
                 return line.removeprefix(_READY).strip()
             self._log.append(line.rstrip("\n"))
@@ -80,7 +80,7 @@ class Host:
     def _drain(self) -> None:
         output = self._process.stdout
         assert output is not None
-        while os.read(output.fileno(), 1 << 16):
+        while output.read(1 << 16):
             pass
         output.close()
 
@@ -153,16 +153,6 @@ def _launch(arguments: Sequence[str], environment: Mapping[str, str], server: Fo
         bufsize=0,
         start_new_session=True,
     )
-
-
-def _readline(fd: int) -> str:
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = os.read(fd, 1)
-        if not byte:
-            break
-        line += byte
-    return line.decode(errors="replace")
 
 
 _STARTS_BEFORE: Final = KnownFailure(

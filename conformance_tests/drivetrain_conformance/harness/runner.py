@@ -7,9 +7,9 @@ import inspect
 import random
 import time
 from collections.abc import Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
 import psutil
@@ -23,7 +23,7 @@ from drivetrain_conformance.harness.case import Case, Hardware
 from drivetrain_conformance.harness.engine_keeper import EngineKeeper
 from drivetrain_conformance.harness.run_profile import PROFILES, Profile
 from drivetrain_conformance.harness.suite import Suite
-from drivetrain_conformance.harness.testbench import Bench, NoOracle
+from drivetrain_conformance.harness.testbench import Bench, Hangs, NoOracle
 from drivetrain_conformance.harness.verdict import Judgement, Verdict, apply_known_failures, describe, judge
 from drivetrain_conformance.references.oracle import Oracle
 
@@ -44,10 +44,6 @@ class CaseResult:
     def verdict(self) -> Verdict:
         """The verdict of the judgement."""
         return self.judgement.verdict
-
-
-class _Hangs(AssertionError):
-    """A case timed out."""
 
 
 class Runner:
@@ -71,9 +67,7 @@ class Runner:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -206,7 +200,7 @@ class Runner:
         if not done:
             task.cancel()
             await asyncio.wait([task], timeout=_CANCEL_SECONDS)
-            raise _Hangs(f"hangs: the case did not end within {self.profile.case_timeout:g} s")
+            raise Hangs(f"hangs: the case did not end within {self.profile.case_timeout:g} s")
         return task.result()
 
     def _looked_at_afterwards(self, case: Case, judged: Judgement, children: frozenset[int]) -> Judgement:
@@ -215,7 +209,8 @@ class Runner:
         if case.own_engine:
             left = _children() - children - self.suite.own_processes()
             for pid in left:
-                _kill(pid)
+                with suppress(psutil.NoSuchProcess):
+                    psutil.Process(pid).kill()
             found = f"processes {sorted(left)} are left behind" if left else ""
         else:
             may_differ = case.changes_weights and judged.verdict is not Verdict.REFUSED
@@ -232,13 +227,6 @@ def _children() -> frozenset[int]:
     """Return the pids of this process's running descendants, zombies excluded."""
     alive = (child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE)
     return frozenset(child.pid for child in alive)
-
-
-def _kill(pid: int) -> None:
-    try:
-        psutil.Process(pid).kill()
-    except psutil.NoSuchProcess:
-        pass
 
 
 def _has(hardware: Hardware) -> bool:

@@ -225,6 +225,10 @@ class Bench:
         return (await (engine or self.engine).generate([list(prompt) for prompt in prompts], params)).completions
 
 
+class Hangs(AssertionError):
+    """A case, or a wait within it, timed out."""
+
+
 class NoOracle(Exception):
     """The suite has no oracle, so a case that compares with one is not run."""
 
@@ -252,10 +256,7 @@ def ordinary_ids(engine: InferenceEngine) -> list[int]:
 
 
 async def until_running(
-    engine: InferenceEngine,
-    count: int,
-    generate: Callable[[], Coroutine[None, None, GenerationOutput]],
-    within: float = 60.0,
+    engine: InferenceEngine, count: int, generate: Callable[[], Coroutine[None, None, GenerationOutput]]
 ) -> asyncio.Task[GenerationOutput]:
     """Start requests and return once ``count`` samples run in the engine. Errors of the requests are raised here.
 
@@ -266,7 +267,7 @@ async def until_running(
     for start in range(_STARTS):
         task = asyncio.create_task(generate())
         try:
-            async with asyncio.timeout(within):
+            async with asyncio.timeout(60):
                 while not task.done():
                     running = engine.parts.in_flight.running if start else (await engine.stats()).running
                     if running >= count:

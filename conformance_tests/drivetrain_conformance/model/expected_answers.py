@@ -106,6 +106,7 @@ _SAMPLES: Final = {Style.PLAIN: 1, Style.PENALISED: 1, Style.SEEDED: 2}
 """Recorded samples of each prompt: seeded samples differ."""
 
 
+@dataclass(slots=True, kw_only=True)
 class Answers:
     """Expected answers to each prompt, by weights and style: recorded once, and compared with completions.
 
@@ -113,31 +114,19 @@ class Answers:
     independent forward pass finds no token that is more likely, within ``tolerance``.
     """
 
-    def __init__(
-        self,
-        folders: Sequence[Path],
-        noted: Mapping[_Key, list[int]],
-        *,
-        adapted: Sequence[Path],
-        params: Mapping[Style, SamplingParams],
-        version: str,
-        claims_spans: bool,
-        oracle: Callable[[Path], Oracle | None],
-        tolerance: float,
-    ) -> None:
-        self.folders = list(folders)
-        """Model folder of each set of weights; the first one is the engine's own."""
-        self.adapted = list(adapted)
-        """The same folders with the adapter merged in, if there is one."""
-        self.original = version
-        """Version of the engine's own weights."""
-        self.made_by = {version: 0}
-        """Version → set of weights. Whoever updates adds the new version."""
-        self.tolerance = tolerance
-        self._noted = noted
-        self._params = params
-        self._claims_spans = claims_spans
-        self._oracle = oracle
+    folders: Sequence[Path]
+    """Model folder of each set of weights; the first one is the engine's own."""
+    adapted: Sequence[Path]
+    """The same folders with the adapter merged in, if there is one."""
+    noted: Mapping[_Key, list[int]]
+    params: Mapping[Style, SamplingParams]
+    original: str
+    """Version of the engine's own weights."""
+    made_by: dict[str, int]
+    """Version → set of weights. Whoever updates adds the new version."""
+    claims_spans: bool
+    oracle: Callable[[Path], Oracle | None]
+    tolerance: float
 
     @classmethod
     async def note(
@@ -180,11 +169,12 @@ class Answers:
                     prompt, style = asked[completion.prompt_index]
                     noted[index, tuple(prompt), style, lora is not None, completion.sample_index] = completion.token_ids
         return cls(
-            folders,
-            noted,
+            folders=folders,
             adapted=adapted,
+            noted=noted,
             params=params,
-            version=version,
+            original=version,
+            made_by={version: 0},
             claims_spans=engine.supports(Capability.VERSION_SPANS),
             oracle=oracle,
             tolerance=tolerance,
@@ -193,7 +183,7 @@ class Answers:
     @property
     def styles(self) -> list[Style]:
         """The recorded styles."""
-        return list(self._params)
+        return list(self.params)
 
     def of(
         self,
@@ -206,7 +196,7 @@ class Answers:
         """Return the recorded answer, cut where ``fields`` end it."""
         fields = fields or Fields()
         sample = sample if fields.style is Style.SEEDED else 0
-        ids = self._noted[weights, tuple(prompt), fields.style, fields.lora, sample][:tokens]
+        ids = self.noted[weights, tuple(prompt), fields.style, fields.lora, sample][:tokens]
         ends = [at for at, token in enumerate(ids, 1) if token in self.stops(prompt, fields)]
         return ids[: ends[0]] if ends else ids
 
@@ -214,7 +204,7 @@ class Answers:
         """Return the stop token ids of a request with these fields: one from the middle of its first answer."""
         if not fields.stop:
             return []
-        ids = self._noted[0, tuple(prompt), fields.style, fields.lora, 0]
+        ids = self.noted[0, tuple(prompt), fields.style, fields.lora, 0]
         return ids[len(ids) // 2 :][:1]
 
     def check(
@@ -266,7 +256,7 @@ class Answers:
         """Return the version spans of a completion, or the only possible span if it has none."""
         count, found = len(completion.token_ids), list(completion.weight_versions)
         if not found:
-            assert not (self._claims_spans and count), f"{count} tokens, and no version made them"
+            assert not (self.claims_spans and count), f"{count} tokens, and no version made them"
             return [VersionSpan(versions[0], 0, count)] if count and len(versions) == 1 else []
         bounds = [0, *(span.end for span in found)]
         assert [span.start for span in found] == bounds[:-1], f"the version spans have gaps: {found}"
@@ -284,7 +274,7 @@ class Answers:
         repeats = span.start == 0 and ids[: span.end] == noted[: span.end]
         if repeats and completion.logprobs is None:
             return
-        oracle = self._oracle(self._folder(span.version, fields))
+        oracle = self.oracle(self._folder(span.version, fields))
         if oracle is None:
             assert span.start or repeats, (
                 f"tokens {ids[: span.end]} are not those that version {span.version!r} answered before"
@@ -307,7 +297,7 @@ class Answers:
 
     def _check_choices(self, completion: Completion, span: VersionSpan, rows: Logits, fields: Fields) -> None:
         """Assert that each token is one that these logits choose, in the style of the request."""
-        ids, prompt, params = completion.token_ids, completion.prompt_token_ids, self._params[fields.style]
+        ids, prompt, params = completion.token_ids, completion.prompt_token_ids, self.params[fields.style]
         # Penalties magnify errors of logits.
         allowed = self.tolerance * (4 if fields.style is Style.PENALISED else 1)
         for position in range(span.start, span.end):
@@ -330,7 +320,7 @@ class Answers:
         assert len(found) == len(prompt), f"{len(prompt)} prompt tokens have {len(found)} logprobs"
         off = []
         for version in versions:
-            oracle = self._oracle(self._folder(version, fields))
+            oracle = self.oracle(self._folder(version, fields))
             if oracle is None:
                 return
             rows = log_softmax(oracle.logits(prompt))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -23,12 +24,11 @@ from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.states import WeightState
 from drivetrain.types.capability import Capability
 from drivetrain_conformance.assets.made_adapters import Adapter, merge
-from drivetrain_conformance.harness.testbench import Bench, NoOracle, Runs, until_idle
+from drivetrain_conformance.harness.testbench import Bench, Hangs, NoOracle, Runs, until_idle
 from drivetrain_conformance.model.actions import LONG, Action, History, histories
 from drivetrain_conformance.model.contract import Contract
 from drivetrain_conformance.model.expected_answers import Answers, styles_of
 from drivetrain_conformance.model.history_player import SHORT, Player
-from drivetrain_conformance.model.replay import Hangs
 from drivetrain_conformance.references.oracle import Oracle
 
 _PROMPT_LENGTH: Final = 20
@@ -88,42 +88,29 @@ async def restore(engine: InferenceEngine, answers: Answers) -> None:
     await until_idle(engine)
 
 
+@dataclass(slots=True)
 class Checker:
-    """Plays histories on one engine, restoring it after a failure so that hypothesis can shrink the history.
+    """Plays histories on one engine, restoring it after a failure so that hypothesis can shrink the history."""
 
-    Args:
-        run: Runs a coroutine in the engine's event loop.
-        engine: The engine, ready and idle.
-        answers: Its expected answers.
-        prompts: The prompts of the histories.
-        contract: The contract to check; default: the design's.
-        shrink_seconds: Time limit for shrinking a failed history.
-    """
-
-    def __init__(
-        self,
-        run: Runs,
-        engine: InferenceEngine,
-        answers: Answers,
-        prompts: Sequence[Sequence[int]],
-        contract: Contract | None = None,
-        shrink_seconds: float = 60.0,
-    ) -> None:
-        self._run = run
-        self._engine = engine
-        self._answers = answers
-        self._prompts = prompts
-        self._contract = contract
-        self._failures: list[tuple[int, Exception]] = []
-        self._shrink_seconds = shrink_seconds
-        self._shrinks_until = math.inf
-        self._raced: list[bool] = []
+    run: Runs
+    """Runs a coroutine in the engine's event loop."""
+    engine: InferenceEngine
+    """The engine, ready and idle."""
+    answers: Answers
+    prompts: Sequence[Sequence[int]]
+    contract: Contract | None = None
+    """The contract to check; None: the design's."""
+    shrink_seconds: float = 60.0
+    """Time limit for shrinking a failed history."""
+    _failures: list[tuple[int, Exception]] = field(default_factory=list, init=False)
+    _shrinks_until: float = field(default=math.inf, init=False)
+    _raced: list[bool] = field(default_factory=list, init=False)
 
     def check(self, history: History) -> None:
         """Play one history."""
-        player = Player(self._engine, self._answers, self._prompts, self._contract)
+        player = Player(self.engine, self.answers, self.prompts, self.contract)
         try:
-            self._run(player.play(history))
+            self.run(player.play(history))
         except Exception as error:
             self._failures.append((len(history.actions), error))
             self._restore(error)
@@ -134,7 +121,7 @@ class Checker:
         self, step: SearchStrategy[tuple[Action, ...]], *, examples: int, steps: int, seeded_by: int
     ) -> None:
         """Play ``examples`` random histories of up to ``steps`` steps; raise the failure of the shortest that fails."""
-        can_abort = Capability.ABORT in self._engine.capabilities
+        can_abort = Capability.ABORT in self.engine.capabilities
 
         @seed(seeded_by)
         @property_settings(examples)
@@ -159,11 +146,11 @@ class Checker:
         )
 
     def _restore(self, error: Exception) -> None:
-        self._shrinks_until = min(self._shrinks_until, time.monotonic() + self._shrink_seconds)
+        self._shrinks_until = min(self._shrinks_until, time.monotonic() + self.shrink_seconds)
         if isinstance(error, Hangs):
             self._shrinks_until = 0  # each further hang would take as long
         try:
-            self._run(restore(self._engine, self._answers))
+            self.run(restore(self.engine, self.answers))
         except Exception as failed:
             self._shrinks_until = 0
             error.add_note(f"The engine could not be restored: {type(failed).__name__}: {failed}")

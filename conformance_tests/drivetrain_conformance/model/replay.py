@@ -20,6 +20,7 @@ from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import Completion, CompletionChunk, FinishReason, GenerationOutput
 from drivetrain.types.weights import DiskSource, WeightUpdateRequest
 from drivetrain_conformance.assets.weight_sources import tensors_of
+from drivetrain_conformance.harness.testbench import Hangs
 from drivetrain_conformance.model.expected_answers import Answers, End, Fields
 from drivetrain_conformance.model.strategies import WeightPlanChoice
 from drivetrain_weight_sync import WeightSync
@@ -32,10 +33,6 @@ _IN_THE_PIPE: Final = 32
 """Tokens of a frozen request that may still arrive, because they were made before it was frozen."""
 
 Call = Coroutine[object, object, GenerationOutput] | AsyncGenerator[CompletionChunk, None]
-
-
-class Hangs(AssertionError):
-    """A wait timed out."""
 
 
 @contextmanager

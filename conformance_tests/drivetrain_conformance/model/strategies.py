@@ -40,11 +40,10 @@ _CHARACTERS: Final = "aeiou nst ABC 0129 .,;:!?\n\t'\"<>{}[]()/\\|-_ éßñ Ωж
 """Characters of one to four bytes; some combine with the previous one, some are several code points."""
 
 
-def token_prompts(ids: Sequence[int], max_length: int = 24) -> SearchStrategy[TokenPrompt]:
+def token_prompts(ids: Sequence[int]) -> SearchStrategy[TokenPrompt]:
     """Draw prompts of these token ids."""
-    return st.lists(st.sampled_from(ids), min_size=1, max_size=max_length).map(
-        lambda chosen: TokenPrompt(token_ids=tuple(chosen))
-    )
+    chosen = st.lists(st.sampled_from(ids), min_size=1, max_size=24).map(tuple)
+    return st.builds(TokenPrompt, token_ids=chosen)
 
 
 def texts(max_length: int = 24) -> SearchStrategy[str]:
@@ -55,12 +54,12 @@ def texts(max_length: int = 24) -> SearchStrategy[str]:
     )
 
 
-def text_prompts(max_length: int = 24) -> SearchStrategy[TextPrompt]:
+def text_prompts() -> SearchStrategy[TextPrompt]:
     """Draw text prompts."""
-    return st.builds(TextPrompt, text=texts(max_length), add_special_tokens=st.booleans())
+    return st.builds(TextPrompt, text=texts(), add_special_tokens=st.booleans())
 
 
-def chat_prompts(max_turns: int = 3, max_length: int = 16) -> SearchStrategy[ChatPrompt]:
+def chat_prompts() -> SearchStrategy[ChatPrompt]:
     """Draw conversations in which user and assistant alternate, and the user has the last word."""
 
     def conversation(contents: list[str]) -> ChatPrompt:
@@ -68,7 +67,7 @@ def chat_prompts(max_turns: int = 3, max_length: int = 16) -> SearchStrategy[Cha
         turns = [Message(role=("user", "assistant")[i % 2], content=content) for i, content in enumerate(contents)]
         return ChatPrompt(messages=tuple(turns))
 
-    return st.lists(texts(max_length), min_size=1, max_size=max_turns).map(conversation)
+    return st.lists(texts(max_length=16), min_size=1, max_size=3).map(conversation)
 
 
 def prompts(ids: Sequence[int], *, chat: bool) -> SearchStrategy[Prompt]:
@@ -103,7 +102,6 @@ def sampling_params(
     capabilities: frozenset[Capability],
     *,
     max_tokens: int = 16,
-    max_samples: int = 3,
     stops: Sequence[str] = tuple("aeiou 012"),
 ) -> SamplingParams:
     """Draw params with any of the fields that the capabilities allow.
@@ -113,7 +111,6 @@ def sampling_params(
         vocabulary: Token ids that fields may name.
         capabilities: The engine's capabilities. A field that needs another one is never set.
         max_tokens: Largest max_new_tokens.
-        max_samples: Largest n.
         stops: Parts of stop strings, best ones that the model is likely to write.
     """
     ids = st.sampled_from(vocabulary)
@@ -135,7 +132,7 @@ def sampling_params(
     if Capability.SCORE_TOKENS in capabilities and draw(st.integers(0, 15)) == 15:
         return SamplingParams.model_validate({**fields, "max_new_tokens": 0})
     fields["max_new_tokens"] = most = draw(st.integers(1, max_tokens) | st.just(max_tokens))
-    fields["n"] = draw(st.integers(1, max_samples))
+    fields["n"] = draw(st.integers(1, 3))
     fields["temperature"] = temperature = draw(st.just(0.0) | st.floats(0.25, 2.0, width=16))
     maybe("skip_special_tokens", st.just(False))
     modes = [mode for mode, capability in MODE_CAPABILITY.items() if capability in capabilities]
@@ -204,13 +201,11 @@ def batches(
     capabilities: frozenset[Capability],
     *,
     chat: bool,
-    max_prompts: int = 4,
-    max_tokens: int = 16,
     stops: Sequence[str] = tuple("aeiou 012"),
 ) -> SearchStrategy[Batch]:
     """Draw calls of several prompts of any kind, each with its own params; see :func:`sampling_params`."""
-    params = sampling_params(ids, capabilities, max_tokens=max_tokens, stops=stops)
-    pairs = st.lists(st.tuples(prompts(ids, chat=chat), params), min_size=1, max_size=max_prompts)
+    params = sampling_params(ids, capabilities, stops=stops)
+    pairs = st.lists(st.tuples(prompts(ids, chat=chat), params), min_size=1, max_size=4)
     return pairs.map(lambda drawn: Batch(tuple(prompt for prompt, _ in drawn), tuple(one for _, one in drawn)))
 
 
@@ -246,19 +241,3 @@ class AbortPoint:
 def abort_points(max_tokens: int) -> SearchStrategy[AbortPoint]:
     """Draw an abort at once, after up to ``max_tokens`` tokens, or after the end."""
     return st.builds(AbortPoint, st.just(0) | st.integers(1, max_tokens) | st.none())
-
-
-__all__ = [
-    "AbortPoint",
-    "Batch",
-    "WeightPlanChoice",
-    "abort_points",
-    "batches",
-    "chat_prompts",
-    "prompts",
-    "sampling_params",
-    "text_prompts",
-    "texts",
-    "token_prompts",
-    "weight_plans",
-]

@@ -25,7 +25,7 @@ from drivetrain.types.outputs import FinishReason, GenerationOutput
 from drivetrain.types.prompts import TokenPrompt
 from drivetrain.types.sampling import SamplingParams
 from drivetrain_conformance.mutants.registry import mutant, spoiled_backend
-from drivetrain_conformance.mutants.spoil import SoundBackend, answering, arguments_mutant, claiming
+from drivetrain_conformance.mutants.spoil import SoundBackend, answering, arguments_mutant, claiming, config_mutant
 
 
 @spoiled_backend(
@@ -127,12 +127,10 @@ class refuses_after_work(InferenceEngine):
         await self.continue_generation()
 
 
-@mutant("lora/no_larger_rank_than_the_limit", says="expected InvalidRequest, but nothing was raised")
-class swallows_a_configured_limit(SoundBackend):
+@config_mutant("lora/no_larger_rank_than_the_limit", says="expected InvalidRequest, but nothing was raised")
+def swallows_a_configured_limit(_: EngineConfig) -> Mapping[str, object]:
     """The configured max_lora_rank is taken and not passed on to its engine."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config.model_copy(update={"max_lora_rank": None}))
+    return {"max_lora_rank": None}
 
 
 @mutant("generate/every_file_that_names_an_end_is_heeded", says="only some are known")

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from drivetrain.backend.base import Backend, EngineStats, GenerateRequest, GenerateResult
+from drivetrain.backend.base import GenerateRequest, GenerateResult
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import FinishReason, VersionSpan
 from drivetrain.types.sampling import DisallowedTokens, LogitProcessor, LogprobsMode, TemperatureSchedule
-from drivetrain_conformance.mutants.registry import backend_mutants, mixed, mutant
+from drivetrain_conformance.mutants.registry import backend_mutants, mutant
 from drivetrain_conformance.mutants.spoil import (
     KnowingEos,
+    KnowingRequests,
     SoundBackend,
     after,
     joined,
     params_mutant,
     request_mutant,
+    resubmitting,
     result_mutant,
     streamed_mutant,
 )
@@ -29,61 +30,8 @@ from drivetrain_conformance.mutants.spoil import (
 # With a pause --------------------------------------------------------------------------------------------------------
 
 
-def _resubmitting(
-    frozen: PauseMode, backend: type[Backend], change: Callable[[GenerateRequest], GenerateRequest | None]
-) -> type[Backend]:
-    """Return a backend that ends requests instead of freezing them, and resubmits them later with their tokens.
-
-    ``change`` returns the request to resubmit, or None for a request that is frozen as it should be.
-    """
-
-    class Wrong(SoundBackend):
-        """Keeps only the tokens of a frozen request."""
-
-        def __init__(self, config: EngineConfig) -> None:
-            super().__init__(config)
-            self._flying: set[str] = set()
-            self._ended: set[str] = set()
-            self._thawed = asyncio.Event()
-
-        async def freeze(self, mode: PauseMode) -> None:
-            if mode is frozen:
-                self._thawed.clear()
-                self._ended |= self._flying
-                await super().abort(list(self._flying))
-            await super().freeze(mode)
-
-        async def unfreeze(self) -> None:
-            await super().unfreeze()
-            self._thawed.set()
-
-        async def stats(self) -> EngineStats:
-            stats, count = await super().stats(), len(self._ended)
-            if frozen is PauseMode.RETRACT:
-                return dataclasses.replace(stats, waiting=stats.waiting + count)
-            return dataclasses.replace(stats, running=stats.running + count)
-
-        async def generate(self, request: GenerateRequest) -> GenerateResult:
-            if change(request) is None:
-                return await super().generate(request)
-            self._flying.add(request.request_id)
-            try:
-                first = await super().generate(request)
-            finally:
-                self._flying.discard(request.request_id)
-            if request.request_id not in self._ended or first.finish_reason is not FinishReason.ABORT:
-                return first
-            await self._thawed.wait()
-            self._ended.discard(request.request_id)
-            again = change(after(request, first))
-            assert again is not None
-            return joined(first, await super().generate(again))
-
-    return mixed(backend, Wrong)
-
-
-retracted_mutant = backend_mutants(partial(_resubmitting, PauseMode.RETRACT))
-frozen_mutant = backend_mutants(partial(_resubmitting, PauseMode.IN_PLACE))
+retracted_mutant = backend_mutants(partial(resubmitting, PauseMode.RETRACT))
+frozen_mutant = backend_mutants(partial(resubmitting, PauseMode.IN_PLACE))
 
 
 @retracted_mutant("pause/retract_freezes_requests_in_flight", says="nats below")
@@ -135,25 +83,20 @@ def matches_stop_texts_from_a_retraction_on(request: GenerateRequest) -> Generat
 
 
 @mutant("pause/retract_freezes_requests_in_flight", says="prompt tokens were cached")
-class counts_what_a_retraction_recomputed(SoundBackend):
+class counts_what_a_retraction_recomputed(KnowingRequests):
     """A retracted request counts its own output among the cached tokens of its prompt."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self._flying: set[str] = set()
         self._retracted: set[str] = set()
 
     async def freeze(self, mode: PauseMode) -> None:
         await super().freeze(mode)
         if mode is PauseMode.RETRACT:
-            self._retracted |= self._flying
+            self._retracted |= self.flying
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        self._flying.add(request.request_id)
-        try:
-            result = await super().generate(request)
-        finally:
-            self._flying.discard(request.request_id)
+        result = await super().generate(request)
         if request.request_id not in self._retracted:
             return result
         return dataclasses.replace(result, cached_tokens=len(request.prompt_token_ids) + len(result.token_ids) // 2)
@@ -248,10 +191,11 @@ def drops_masks_beside_an_adapter(request: GenerateRequest) -> Mapping[str, obje
 class loses_adapters_asleep(SoundBackend):
     """After a sleep requests with an adapter are answered by the base model."""
 
+    loses_them = frozenset(MemoryTag)
     slept = False
 
     async def sleep(self, tags: frozenset[MemoryTag]) -> None:
-        self.slept = True
+        self.slept = self.slept or not tags.isdisjoint(self.loses_them)
         await super().sleep(tags)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -259,17 +203,10 @@ class loses_adapters_asleep(SoundBackend):
 
 
 @mutant("lora/an_adapter_holds_in_streams_pauses_and_sleeps", says="nats below")
-class loses_adapters_with_the_weights(SoundBackend):
+class loses_adapters_with_the_weights(loses_adapters_asleep):
     """After a sleep of the weights and an update, requests with an adapter are answered by the base model."""
 
-    slept = False
-
-    async def sleep(self, tags: frozenset[MemoryTag]) -> None:
-        self.slept = self.slept or MemoryTag.WEIGHTS in tags
-        await super().sleep(tags)
-
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        return await super().generate(dataclasses.replace(request, lora=None if self.slept else request.lora))
+    loses_them = frozenset({MemoryTag.WEIGHTS})
 
 
 # Beyond a limit ------------------------------------------------------------------------------------------------------

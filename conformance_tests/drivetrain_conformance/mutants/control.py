@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable, Iterable
 
-from drivetrain.backend.base import Backend, GenerateRequest, GenerateResult, TokenDelta
+from drivetrain.backend.base import Backend, GenerateRequest, GenerateResult
 from drivetrain.engine.controller import Controller
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.pause_and_sleep import PauseAndSleep
@@ -16,8 +15,8 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import FinishReason
-from drivetrain_conformance.mutants.registry import backend_mutants, mutant
-from drivetrain_conformance.mutants.spoil import SoundBackend, answering, cut
+from drivetrain_conformance.mutants.registry import backend_mutants, mutant, spoiled_backend
+from drivetrain_conformance.mutants.spoil import KnowingRequests, SoundBackend, answering, cut, resubmitting
 
 # Abort ---------------------------------------------------------------------------------------------------------------
 
@@ -32,32 +31,6 @@ def _aborting(backend: type[Backend], change: Callable[[GenerateResult], Generat
 
 
 aborted_mutant = backend_mutants(_aborting)
-
-
-class _Knowing(SoundBackend):
-    """A backend that knows which requests are in flight."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self.flying: set[str] = set()
-
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        with self._noted(request):
-            return await super().generate(request)
-
-    async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-        with self._noted(request):
-            async with aclosing(super().stream(request)) as deltas:
-                async for delta in deltas:
-                    yield delta
-
-    @contextmanager
-    def _noted(self, request: GenerateRequest) -> Iterator[None]:
-        self.flying.add(request.request_id)
-        try:
-            yield
-        finally:
-            self.flying.discard(request.request_id)
 
 
 @mutant("abort/a_prompts_samples_end_together_or_one_by_one", says="assert")
@@ -83,7 +56,7 @@ def does_not_mark_the_aborted(result: GenerateResult) -> GenerateResult:
 
 
 @mutant("abort/an_id_that_begins_another_aborts_only_its_own", says="aborting 'req-1' ended others")
-class aborts_by_prefix(_Knowing):
+class aborts_by_prefix(KnowingRequests):
     """Aborting req-1 also ends req-10."""
 
     async def abort(self, request_ids: list[str]) -> None:
@@ -92,7 +65,7 @@ class aborts_by_prefix(_Knowing):
 
 
 @mutant("abort/a_prompts_samples_end_together_or_one_by_one", says="aborting the sample")
-class aborts_everything(_Knowing):
+class aborts_everything(KnowingRequests):
     """Aborting one request ends all."""
 
     async def abort(self, request_ids: list[str]) -> None:
@@ -181,41 +154,19 @@ class keeps_the_cache_of_the_retracted(SoundBackend):
         await super().freeze(PauseMode.IN_PLACE)
 
 
-@mutant(
-    "weight_sync/retracted_requests_go_on_with_the_new_weights",
+@spoiled_backend(
+    caught_by="weight_sync/retracted_requests_go_on_with_the_new_weights",
     says="the spans are (VersionSpan(version='new', start=0",
 )
-class restarts_the_retracted(SoundBackend):
+def restarts_the_retracted(backend: type[Backend]) -> type[Backend]:
     """Retracted requests begin again with their prompt: what they had generated is thrown away."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._flying: set[str] = set()
-        self._retracted: set[str] = set()
-        self._thawed = asyncio.Event()
-
-    async def freeze(self, mode: PauseMode) -> None:
-        if mode is PauseMode.RETRACT:
-            self._thawed.clear()
-            self._retracted |= self._flying
-            await super().abort(list(self._flying))
-        await super().freeze(mode)
-
-    async def unfreeze(self) -> None:
-        await super().unfreeze()
-        self._thawed.set()
-
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        while True:
-            self._flying.add(request.request_id)
-            try:
-                result = await super().generate(request)
-            finally:
-                self._flying.discard(request.request_id)
-            if request.request_id not in self._retracted or result.finish_reason is not FinishReason.ABORT:
-                return result
-            await self._thawed.wait()
-            self._retracted.discard(request.request_id)
+    return resubmitting(
+        PauseMode.RETRACT,
+        backend,
+        lambda request: request,
+        left=lambda request, _: request,
+        join=lambda _, last: last,
+    )
 
 
 @mutant("pause/wait_lets_requests_in_flight_end", says="the pause returned while requests were in flight")

@@ -6,16 +6,18 @@ makes a mutant of a function that changes one value on its way.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 from drivetrain.backend.base import Backend, EngineStats, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig
-from drivetrain.types.outputs import Completion, GenerationOutput, VersionSpan
+from drivetrain.types.modes import PauseMode
+from drivetrain.types.outputs import Completion, FinishReason, GenerationOutput, VersionSpan
 from drivetrain_conformance.mutants.registry import backend_mutants, engine_mutants, mixed
 
 ChangeRequest = Callable[[GenerateRequest], GenerateRequest]
@@ -200,6 +202,34 @@ def cut(result: GenerateResult, count: int) -> GenerateResult:
     )
 
 
+class KnowingRequests(SoundBackend):
+    """Base class of mutants that need to know which requests are in flight."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.flying: set[str] = set()
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Generate with the sound backend."""
+        with self._noted(request):
+            return await super().generate(request)
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        """Stream from the sound backend."""
+        with self._noted(request):
+            async with aclosing(super().stream(request)) as deltas:
+                async for delta in deltas:
+                    yield delta
+
+    @contextmanager
+    def _noted(self, request: GenerateRequest) -> Iterator[None]:
+        self.flying.add(request.request_id)
+        try:
+            yield
+        finally:
+            self.flying.discard(request.request_id)
+
+
 class KnowingEos(SoundBackend):
     """Base class of mutants that need to know the model's EOS ids."""
 
@@ -234,3 +264,62 @@ def joined(first: GenerateResult, rest: GenerateResult) -> GenerateResult:
         prompt_top_logprobs=first.prompt_top_logprobs,
         cached_tokens=first.cached_tokens,
     )
+
+
+def resubmitting(
+    frozen: PauseMode,
+    backend: type[Backend],
+    change: Callable[[GenerateRequest], GenerateRequest | None],
+    *,
+    left: Callable[[GenerateRequest, GenerateResult], GenerateRequest] = after,
+    join: Callable[[GenerateResult, GenerateResult], GenerateResult] = joined,
+) -> type[Backend]:
+    """Return a backend that ends requests instead of freezing them, and resubmits them later with their tokens.
+
+    ``change`` returns the request to resubmit, or None for a request that is frozen as it should be. ``left`` gives it
+    the request for what is left, and ``join`` puts both results together.
+    """
+
+    class Wrong(SoundBackend):
+        """Keeps only the tokens of a frozen request."""
+
+        def __init__(self, config: EngineConfig) -> None:
+            super().__init__(config)
+            self._flying: set[str] = set()
+            self._ended: set[str] = set()
+            self._thawed = asyncio.Event()
+
+        async def freeze(self, mode: PauseMode) -> None:
+            if mode is frozen:
+                self._thawed.clear()
+                self._ended |= self._flying
+                await super().abort(list(self._flying))
+            await super().freeze(mode)
+
+        async def unfreeze(self) -> None:
+            await super().unfreeze()
+            self._thawed.set()
+
+        async def stats(self) -> EngineStats:
+            stats, count = await super().stats(), len(self._ended)
+            if frozen is PauseMode.RETRACT:
+                return dataclasses.replace(stats, waiting=stats.waiting + count)
+            return dataclasses.replace(stats, running=stats.running + count)
+
+        async def generate(self, request: GenerateRequest) -> GenerateResult:
+            if change(request) is None:
+                return await super().generate(request)
+            self._flying.add(request.request_id)
+            try:
+                first = await super().generate(request)
+            finally:
+                self._flying.discard(request.request_id)
+            if request.request_id not in self._ended or first.finish_reason is not FinishReason.ABORT:
+                return first
+            await self._thawed.wait()
+            self._ended.discard(request.request_id)
+            again = change(left(request, first))
+            assert again is not None
+            return join(first, await super().generate(again))
+
+    return mixed(backend, Wrong)
