@@ -360,6 +360,25 @@ def takes_negative_priorities_for_none(request: GenerateRequest) -> GenerateRequ
 # With another field, or a file ---------------------------------------------------------------------------------------
 
 
+@mutant("abort/what_waits_its_turn_can_be_aborted", says="it began after the weights were renamed")
+class labels_requests_as_they_come(SoundBackend):
+    """The first tokens of a request carry the weight version of the time when it was submitted."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._label = config.weight_version
+
+    async def set_weight_version(self, version: str) -> None:
+        await super().set_weight_version(version)
+        self._label = version
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        label = self._label
+        result = await super().generate(request)
+        spans = [dataclasses.replace(span, version=label) for span in result.weight_versions[:1]]
+        return dataclasses.replace(result, weight_versions=[*spans, *result.weight_versions[1:]])
+
+
 @mutant("logprob/processed_follows_everything_at_once", says="in mode processed at temperature")
 class forbids_eos_though_it_is_ignored(KnowingEos):
     """A completion of a fixed length (min_new_tokens is max_new_tokens) never holds EOS, also with ignore_eos."""
