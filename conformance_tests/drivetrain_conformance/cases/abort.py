@@ -101,7 +101,10 @@ async def all_end_and_new_requests_are_served(bench: Bench) -> None:
 # An engine with priorities has a queue, and max_num_seqs makes requests wait in it.
 @case(Capability.ABORT, Capability.PRIORITY, config={"max_num_seqs": 1})
 async def what_waits_its_turn_can_be_aborted(bench: Bench) -> None:
-    """In an engine that runs one request at a time, waiting requests abort without a token, by id and all at once."""
+    """In an engine that runs one request at a time, waiting requests abort without a token, by id and all at once.
+
+    A request that waits while the weights get a new label carries only the new one.
+    """
     engine = bench.engine
     await engine.generate(bench.prompt(), SamplingParams(max_new_tokens=1), priority=1)
     await engine.abort(NOBODY)
@@ -131,6 +134,40 @@ async def what_waits_its_turn_can_be_aborted(bench: Bench) -> None:
     assert [(completion.finish_reason, completion.token_ids) for completion in ended] == [(FinishReason.ABORT, [])] * 2
     assert stopped.finish_reason is FinishReason.ABORT
     check_same(bench, await bench.greedy(prompts), before)
+    if bench.claims(Capability.VERSION_SPANS):
+        await _waits_for_a_new_label(bench)
+
+
+async def _waits_for_a_new_label(bench: Bench) -> None:
+    """Change the label while one request runs and another waits; check the label of the one that waited."""
+    engine = bench.engine
+    version = engine.get_weight_version()
+    long, short = bench.long(), SamplingParams(max_new_tokens=4, temperature=0)
+    calls = [asyncio.create_task(engine.generate(bench.prompt(), long, request_ids=["first"]))]
+    try:
+        async with asyncio.timeout(BOUND):
+            while not (await engine.stats()).running:
+                if calls[0].done():
+                    break
+                await asyncio.sleep(0.002)
+            calls.append(asyncio.create_task(engine.generate(bench.prompt(), short)))
+            while not (await engine.stats()).waiting:
+                if calls[0].done():
+                    break
+                await asyncio.sleep(0.002)
+            await engine.update_weight_version("renamed")
+            await asyncio.sleep(0.02)  # let the first make tokens under the new label
+            await engine.abort("first")
+            (first,), (second,) = [(await call).completions for call in calls]
+    finally:
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        await engine.update_weight_version(version)
+    spans = [span.version for span in second.weight_versions]
+    # Otherwise the first had ended before, and the second had begun.
+    if first.weight_versions[-1:] and first.weight_versions[-1].version == "renamed":
+        assert spans == ["renamed"], f"it began after the weights were renamed, and its labels are {spans}"
 
 
 @case(Capability.ABORT)

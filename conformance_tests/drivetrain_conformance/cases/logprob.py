@@ -109,7 +109,10 @@ for _mode in LogprobsMode:
 
 @case(Capability.LOGPROBS_PROCESSED, *(capability for capability, _ in _TRANSFORMS.values()))
 async def processed_follows_everything_at_once(bench: Bench) -> None:
-    """Processed logprobs follow penalties, bias, temperature, top-k, top-p and min-p in the documented order."""
+    """Processed logprobs follow penalties, bias, temperature, top-k, top-p and min-p in the documented order.
+
+    Before ``min_new_tokens`` they leave out the ids that would end the request, and no others.
+    """
     schedules = bench.engine.supports(Capability.LOGIT_PROCESSORS)
     params = SamplingParams(
         # Its end is reached early, and holds for the later tokens.
@@ -127,9 +130,32 @@ async def processed_follows_everything_at_once(bench: Bench) -> None:
         logprobs=0,
         logprobs_mode=LogprobsMode.PROCESSED,
     )
-    output = await bench.engine.generate(bench.prompts(4), params)
-    for completion in output.completions:
-        _assert_logprobs(bench, completion, params, LogprobsMode.PROCESSED)
+    variants = [params, *_held_back(bench)]
+    for one in variants:
+        output = await bench.engine.generate(bench.prompts(4), one)
+        for completion in output.completions:
+            _assert_logprobs(bench, completion, one, LogprobsMode.PROCESSED)
+
+
+def _held_back(bench: Bench) -> list[SamplingParams]:
+    """Return params whose EOS ids and stop id are likely, without an end before the last token; some ignore EOS."""
+    engine = bench.engine
+    if not all(map(engine.supports, (Capability.MIN_NEW_TOKENS, Capability.STOP_TOKEN_IDS))):
+        return []
+    (stop,) = bench.prompt(1)
+    return [
+        SamplingParams(
+            max_new_tokens=8,
+            min_new_tokens=8,
+            stop_token_ids=(stop,),
+            ignore_eos=ignore_eos,
+            logit_bias=dict.fromkeys({stop, *engine.model_info.eos_token_ids}, 4.0),
+            logprobs=0,
+            logprobs_mode=LogprobsMode.PROCESSED,
+        )
+        for ignore_eos in (False, True)
+        if not ignore_eos or engine.supports(Capability.IGNORE_EOS)
+    ]
 
 
 @case(Capability.LOGPROBS_TEMPERATURE)
@@ -435,7 +461,8 @@ def _assert_logprobs(bench: Bench, completion: Completion, params: SamplingParam
     assert completion.logprobs is not None
     assert len(completion.logprobs) == len(completion.token_ids)
     tolerance = _tolerance(bench, params)
-    rows = steps(completion, bench.output_logits(completion), params, bench.tolerance())
+    stops = [*params.stop_token_ids, *(() if params.ignore_eos else bench.engine.model_info.eos_token_ids)]
+    rows = steps(completion, bench.output_logits(completion), params, bench.tolerance(), stops)
     for at, (step, token, value) in enumerate(zip(rows, completion.token_ids, completion.logprobs, strict=True)):
         if mode is LogprobsMode.PROCESSED and params.temperature > 0:
             assert step.possibly[token], f"token {at}, {token}, has probability zero and was drawn"

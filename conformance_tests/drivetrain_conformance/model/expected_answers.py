@@ -11,7 +11,7 @@ from typing import Final
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.types.capability import Capability
 from drivetrain.types.outputs import Completion, FinishReason, VersionSpan
-from drivetrain.types.sampling import LogprobsMode, SamplingParams
+from drivetrain.types.sampling import LogprobsMode, SamplingParams, TemperatureSchedule
 from drivetrain_conformance.references.oracle import Logits, Oracle, log_softmax
 from drivetrain_conformance.references.reference_sampling import step
 
@@ -37,7 +37,7 @@ class Style(Enum):
     PENALISED = "penalised"
     """The most likely token after penalties, which depend on the tokens generated so far."""
     SEEDED = "seeded"
-    """Drawn with a seed."""
+    """Drawn with a seed, while the temperature rises with the tokens generated so far."""
 
     def __repr__(self) -> str:
         return str(self)
@@ -91,6 +91,8 @@ def params_of(
             given |= {name: value for name, (needed, value) in _PENALTIES.items() if engine.supports(needed)}
         case Style.SEEDED:
             given |= {"temperature": 1.0, "seed": 29, **({"top_k": 8} if engine.supports(Capability.TOP_K) else {})}
+            if engine.supports(Capability.LOGIT_PROCESSORS):
+                given["logit_processors"] = (TemperatureSchedule(start=0.5, end=2.0, steps=12),)
     if stops:
         given["stop_token_ids"] = tuple(stops)
     if fields.logprobs:

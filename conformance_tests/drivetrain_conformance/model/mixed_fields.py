@@ -23,8 +23,8 @@ from drivetrain.types.sampling import (
 from drivetrain_conformance.harness.testbench import Bench, NoOracle
 from drivetrain_conformance.model.replay import Live, proceed, settle
 from drivetrain_conformance.model.strategies import EBNF_AS_REGEX, Batch
-from drivetrain_conformance.references.oracle import log_softmax
-from drivetrain_conformance.references.reference_sampling import steps
+from drivetrain_conformance.references.oracle import Logits, log_softmax
+from drivetrain_conformance.references.reference_sampling import Step, steps
 from drivetrain_conformance.references.reference_stops import Ending, expected_ending
 
 
@@ -107,7 +107,7 @@ def _check_ids(bench: Bench, params: SamplingParams, completion: Completion, *, 
     assert len(ids) <= params.max_new_tokens
     aborted = reason is FinishReason.ABORT
     assert may_be_aborted or not aborted, "it was aborted, and nobody asked for that"
-    stops = {*params.stop_token_ids, *(() if params.ignore_eos else info.eos_token_ids)}
+    stops = set(_stop_ids(bench, params))
     assert not stops.intersection(ids[:-1]), f"it went on past a stop id: {ids}, stops {sorted(stops)}"
     match completion.matched_stop:
         case None if aborted:
@@ -135,6 +135,12 @@ def _check_ids(bench: Bench, params: SamplingParams, completion: Completion, *, 
                 assert not set(ids) & set(processor.token_ids), f"{ids} holds a disallowed id"
             case TemperatureSchedule():
                 pass
+
+
+def _stop_ids(bench: Bench, params: SamplingParams) -> list[int]:
+    """Return the ids that end a request with these params."""
+    eos = () if params.ignore_eos else bench.engine.model_info.eos_token_ids
+    return [*params.stop_token_ids, *eos]
 
 
 def _check_text(bench: Bench, params: SamplingParams, completion: Completion) -> None:
@@ -225,10 +231,13 @@ def _check_against_oracle(bench: Bench, params: SamplingParams, completion: Comp
         if value is not None:
             expected = prompt_rows[at - 1][prompt[at]]
             assert abs(value - expected) <= slack, f"prompt token {at} has logprob {value:.5f}, not {expected:.5f}"
-    for at, step in enumerate(steps(completion, rows, params, tolerance)):
+    for at, top in enumerate(completion.prompt_top_logprobs or ()):
+        if top is not None:
+            _check_likeliest(top, prompt_rows[at - 1], slack, f"prompt token {at}")
+    # The reference does not cover grammars.
+    known = params.structured_output is None
+    for at, step in enumerate(steps(completion, rows, params, tolerance, _stop_ids(bench, params))):
         token = completion.token_ids[at]
-        # The reference does not cover grammars and the ids that min_new_tokens holds back.
-        known = params.structured_output is None and at >= params.min_new_tokens
         if known and params.temperature == 0:
             short = step.scaled.max() - step.scaled[token]
             assert short <= slack, f"token {at} ({token}) is {short:.3g} nats below the most likely"
@@ -238,6 +247,8 @@ def _check_against_oracle(bench: Bench, params: SamplingParams, completion: Comp
         if completion.logprobs is None or mode is None or (mode is LogprobsMode.PROCESSED and not known):
             continue
         value = completion.logprobs[at]
+        if completion.top_logprobs is not None:
+            _check_alternatives(completion.top_logprobs[at], step, mode, params, slack, f"token {at} ({token})")
         if mode is LogprobsMode.PROCESSED and params.temperature == 0:
             assert value == 0, f"the logprob of a greedy choice is {value}, not 0"
             continue
@@ -245,6 +256,29 @@ def _check_against_oracle(bench: Bench, params: SamplingParams, completion: Comp
         assert least - slack <= value <= most + slack, (
             f"token {at} ({token}) has logprob {value:.5f} in mode {mode.value}, not {least:.5f} to {most:.5f}"
         )
+
+
+def _check_alternatives(
+    top: TopLogprobs, step: Step, mode: LogprobsMode, params: SamplingParams, slack: float, of: str
+) -> None:
+    """Check that the alternatives of a token are the most likely ones in its mode."""
+    match mode:
+        case LogprobsMode.RAW:
+            _check_likeliest(top, step.raw, slack, of)
+        case LogprobsMode.TEMPERATURE:
+            _check_likeliest(top, step.tempered, slack, of)
+        case LogprobsMode.PROCESSED if params.temperature and step.is_clear:
+            count = min(params.logprobs or 0, int(step.kept.sum()))
+            assert len(top) == count, f"{of} has {len(top)} alternatives, and {count} can be drawn"
+            _check_likeliest(top, step.processed, slack, of)
+
+
+def _check_likeliest(top: TopLogprobs, row: Logits, slack: float, of: str) -> None:
+    """Check that ``top`` are the most likely tokens of ``row``, with their logprobs."""
+    best = sorted(row.tolist(), reverse=True)
+    for (token, value), expected in zip(top, best, strict=False):
+        assert abs(value - expected) <= slack, f"an alternative of {of} has logprob {value:.5f}, not {expected:.5f}"
+        assert abs(value - row[token]) <= slack, f"alternative {token} of {of} has logprob {value:.5f}, not its own"
 
 
 async def _check_repeats(bench: Bench, batch: Batch, completions: Sequence[Completion], repeats: Repeats) -> None:

@@ -114,7 +114,9 @@ def sampling_params(
         stops: Parts of stop strings, best ones that the model is likely to write.
     """
     ids = st.sampled_from(vocabulary)
-    fields: dict[str, object] = {}
+    fields: dict[str, Any] = {}
+    # Most requests set few fields; some set most, so that all pairs of fields meet.
+    odds = draw(st.sampled_from(((False, False, False, True), (False, True, True))))
 
     def always(field: str, values: SearchStrategy[Any], *needed: Capability) -> bool:
         """Set a field, if the engine claims the capabilities that it needs."""
@@ -124,8 +126,8 @@ def sampling_params(
         return True
 
     def maybe(field: str, values: SearchStrategy[Any], *needed: Capability) -> bool:
-        """Set a field in one of four draws."""
-        chosen: bool = draw(st.sampled_from((False, False, False, True)))
+        """Set a field as often as the request's odds say."""
+        chosen: bool = draw(st.sampled_from(odds))
         return chosen and always(field, values, *needed)
 
     maybe("prompt_logprobs", st.integers(0, 3), Capability.PROMPT_LOGPROBS)
@@ -165,6 +167,12 @@ def sampling_params(
     if stop or stop_regex:
         fields["include_stop_str_in_output"] = draw(st.booleans())
     maybe("logit_processors", _processors(ids, heated=temperature > 0), Capability.LOGIT_PROCESSORS)
+    if any(
+        isinstance(one, ActionMask) and set(one.allowed_token_ids) <= {*fields.get("stop_token_ids", ())}
+        for one in fields.get("logit_processors", ())
+    ):
+        # Before min_new_tokens, a mask of stop ids alone would allow no token.
+        del fields["stop_token_ids"]
     return SamplingParams.model_validate(fields)
 
 

@@ -297,6 +297,49 @@ def takes_negative_priorities_for_none(request: GenerateRequest) -> GenerateRequ
 # With another field, or a file ---------------------------------------------------------------------------------------
 
 
+@mutant("abort/what_waits_its_turn_can_be_aborted", says="it began after the weights were renamed")
+class labels_requests_as_they_come(SoundBackend):
+    """The first tokens of a request carry the weight version of the time when it was submitted."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._label = config.weight_version
+
+    async def set_weight_version(self, version: str) -> None:
+        await super().set_weight_version(version)
+        self._label = version
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        label = self._label
+        result = await super().generate(request)
+        spans = [dataclasses.replace(span, version=label) for span in result.weight_versions[:1]]
+        return dataclasses.replace(result, weight_versions=[*spans, *result.weight_versions[1:]])
+
+
+@mutant("logprob/processed_follows_everything_at_once", says="in mode processed at temperature")
+class forbids_eos_though_it_is_ignored(KnowingEos):
+    """A completion of a fixed length (min_new_tokens is max_new_tokens) never holds EOS, also with ignore_eos."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        params = request.params
+        if params.ignore_eos and params.min_new_tokens == request.max_new_tokens:
+            processors = (*params.logit_processors, DisallowedTokens(token_ids=self.eos))
+            params = params.model_copy(update={"logit_processors": processors})
+        return await super().generate(dataclasses.replace(request, params=params))
+
+
+@result_mutant("histories/random_requests_are_honoured", says="an alternative of token")
+def counts_the_drawn_token_among_the_alternatives(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
+    """With a repetition penalty, an unlikely token that was drawn takes the place of the last alternative."""
+    if request.params.repetition_penalty == 1 or not result.top_logprobs or result.logprobs is None:
+        return result
+    top = [
+        alternatives if token in dict(alternatives) else [*alternatives[:-1], (token, logprob)]
+        for token, logprob, alternatives in zip(result.token_ids, result.logprobs, result.top_logprobs, strict=True)
+    ]
+    return dataclasses.replace(result, top_logprobs=top)
+
+
 @mutant("stop/stop_token_ids_hold_where_eos_is_ignored", says="EOS ended it beside another")
 class heeds_eos_beside_named_stops(KnowingEos):
     """In a request with stop token ids EOS ends generation despite ignore_eos."""

@@ -2,7 +2,8 @@
 
 The order is that of :class:`~drivetrain.types.sampling.SamplingParams`: logit processors, repetition, frequency and
 presence penalty, logit bias, temperature, top-k, top-p over the tokens that top-k keeps, min-p over the tokens that
-top-p keeps. Among equally likely tokens the lower id comes first. ``min_new_tokens`` and grammars are not covered.
+top-p keeps. Among equally likely tokens the lower id comes first. Before ``min_new_tokens``, the stop ids that the
+caller names cannot be drawn. Grammars are not covered.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ class Step:
                 return own - _log_sum_exp(self.scaled[self.possibly]), own - _log_sum_exp(self.scaled[self.surely])
 
 
-def steps(completion: Completion, logits: Logits, params: SamplingParams, tolerance: float) -> Iterator[Step]:
+def steps(
+    completion: Completion, logits: Logits, params: SamplingParams, tolerance: float, stops: Sequence[int] = ()
+) -> Iterator[Step]:
     """Yield the distribution of each token of a completion.
 
     Args:
@@ -74,17 +77,29 @@ def steps(completion: Completion, logits: Logits, params: SamplingParams, tolera
         logits: The model's logits for each of its tokens, shape (tokens, vocabulary).
         params: The sampling parameters.
         tolerance: Allowed difference of the engine's logprobs from those of ``logits``, in nats.
+        stops: Ids that end the request, EOS ids included; needed with ``min_new_tokens``.
     """
     for index, row in enumerate(logits):
-        yield step(row, params, completion.prompt_token_ids, completion.token_ids[:index], tolerance)
+        yield step(row, params, completion.prompt_token_ids, completion.token_ids[:index], tolerance, stops)
 
 
 def step(
-    logits: Logits, params: SamplingParams, prompt: Sequence[int], generated: Sequence[int], tolerance: float
+    logits: Logits,
+    params: SamplingParams,
+    prompt: Sequence[int],
+    generated: Sequence[int],
+    tolerance: float,
+    stops: Sequence[int] = (),
 ) -> Step:
-    """Return the distribution of the token after ``prompt`` and ``generated``, given the model's ``logits`` for it."""
+    """Return the distribution of the token after ``prompt`` and ``generated``, given the model's ``logits`` for it.
+
+    ``stops`` are the ids that cannot be drawn before ``min_new_tokens``.
+    """
     temperature = params.temperature or 1.0
-    scaled = _adjusted(logits, params, prompt, generated) / temperature
+    adjusted = _adjusted(logits, params, prompt, generated)
+    if len(generated) < params.min_new_tokens:
+        adjusted[list(stops)] = -np.inf
+    scaled = adjusted / temperature
     raw, tempered = log_softmax(logits), log_softmax(logits / temperature)
     if params.temperature == 0:
         kept = np.zeros(len(scaled), dtype=np.bool_)
