@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -27,6 +28,7 @@ from drivetrain import (
     attach,
     create_engine,
 )
+from drivetrain.attached.connection import OwnerConnection
 from drivetrain.text.tokenizer_files import load_tokenizer, read_tokenizer_files
 from drivetrain_weight_sync import WeightSync
 from engines import OpenEngine, tensors_for, until
@@ -271,6 +273,17 @@ async def test_another_engine_at_the_address_is_not_taken_for_the_first(open_eng
                     await remote.stats()
         finally:
             await remote.teardown()
+
+
+async def test_a_connection_that_nobody_waits_for_leaves_no_error_to_the_log() -> None:
+    said: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(context))
+    connection = OwnerConnection(KEY, lambda state: None, lambda reason: None)
+    connection.fail(lambda: ConnectionLost("the connect was cancelled meanwhile"))
+    del connection
+    gc.collect()
+    await asyncio.sleep(0)
+    assert not said
 
 
 # The command ---------------------------------------------------------------------------------------------------------
