@@ -48,7 +48,7 @@ NEWEST_TRANSFORMERS ?= transformers
 HOST_PYTHON ?= $(BIN)/python
 TRAINER_READY := .venvs/trainer/.ready-$(shell (cat pyproject.toml; echo '$(TORCH)') | sha256sum | cut -c1-16)
 
-.PHONY: help setup demo test test-unit test-fast test-sglang-server test-vllm-server test-trainer-half faults fuzz conformance conformance-all conformance-remote conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint site docs bench clean
+.PHONY: help setup demo test test-unit test-fast test-sglang-server test-vllm-server test-trainer-half faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint site docs bench clean
 .PHONY: environments environment-transformers environment-echo environment-trainer environment-sglang environment-sglang-server environment-vllm environment-vllm-server
 
 help: ## show this list
@@ -162,6 +162,9 @@ $(VLLM_READY): | pyproject.toml
 EQUALS := weight_sync/a_push_on_one_host_equals_a_fresh_load weight_sync/a_broadcast_equals_a_fresh_load
 conformance-remote: environment-$(BACKEND) ## run the suite on BACKEND through create_engine("remote"): twice as long
 	@$(MAKE) --no-print-directory conformance REPORT=build/conformance/$(BACKEND)-remote.json ARGS='--remote $(ARGS)'
+
+conformance-ray: $(READY) ## run the suite on transformers through handles to Ray actors
+	@OMP_NUM_THREADS=1 $(BIN)/drivetrain conformance transformers --ray --report build/conformance/transformers-ray.json $(ARGS)
 
 conformance-quantised: environment-vllm ## push weights to a vLLM that keeps them in eight bits
 	@$(MAKE) --no-print-directory conformance BACKEND=vllm REPORT=build/vllm-fp8.json \

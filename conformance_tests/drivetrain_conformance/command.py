@@ -83,6 +83,9 @@ def conformance(
         bool,
         typer.Option("--remote", help="Use each engine through create_engine('remote'), in a 'drivetrain host'."),
     ] = False,
+    in_ray: Annotated[
+        bool, typer.Option("--ray", help="Use each engine through a handle to a Ray actor, on a Ray of this machine.")
+    ] = False,
     require_complete: Annotated[
         bool, typer.Option("--require-complete", help="Fail if any case could not be run here.")
     ] = False,
@@ -114,7 +117,7 @@ def conformance(
     else:
         models = (model, moe_model, vision_model)
         runner = _runner(backend, isolation, engine_fields or [], profile, seed, models, dtype)
-        with _remote_hosts(runner, forked=fork_hosts) if remote else _hosts(runner, forked=fork_hosts):
+        with _where(runner, remote=remote, in_ray=in_ray, forked=fork_hosts):
             made = _run(runner, _chosen(group, case), complete=not (group or case), file=report)
         passed = _tell(made, as_json=json, require_complete=require_complete)
     if not passed:
@@ -281,6 +284,17 @@ def _fields(assignments: Sequence[str]) -> dict[str, object]:
     return fields
 
 
+def _where(runner: Runner, *, remote: bool, in_ray: bool, forked: bool) -> AbstractContextManager[object]:
+    """Return a context in which the run's engines are where the options say."""
+    if in_ray and (remote or forked):
+        raise InvalidConfig(
+            "--ray: Ray starts the engines' processes; leave out --remote and --fork-hosts", field="--ray"
+        )
+    if in_ray:
+        return _ray_actors(runner)
+    return _remote_hosts(runner, forked=forked) if remote else _hosts(runner, forked=forked)
+
+
 def _hosts(runner: Runner, *, forked: bool) -> AbstractContextManager[object]:
     """Return a context in which the run's engines get their host processes."""
     if not forked:
@@ -306,6 +320,20 @@ def _remote_hosts(runner: Runner, *, forked: bool) -> Iterator[None]:
             yield
         finally:
             suite.close()
+
+
+@contextmanager
+def _ray_actors(runner: Runner) -> Iterator[None]:
+    """Put each engine of the run into a Ray actor."""
+    if importlib.util.find_spec("ray") is None:
+        raise InvalidConfig("--ray needs the package 'ray'; run: pip install 'drivetrain[ray]'", field="--ray")
+    from drivetrain_conformance.harness.ray_suite import RaySuite
+
+    runner.suite = suite = RaySuite(runner.suite)
+    try:
+        yield
+    finally:
+        suite.close()
 
 
 def _run(runner: Runner, cases: list[Case], *, complete: bool, file: Path | None) -> Report:

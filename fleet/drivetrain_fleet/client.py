@@ -10,6 +10,7 @@ from drivetrain.backend.toolkit.deadlines import deadline
 from drivetrain.checks.safe_repr import shown
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.parts import PartKinds
+from drivetrain.engine.states import EngineState
 from drivetrain.engine.validation import check_seconds
 from drivetrain.errors import EngineStateError, InvalidConfig, InvalidRequest
 from drivetrain.types.arguments import checked
@@ -97,6 +98,13 @@ class InferenceEngineClient(InferenceEngine):
         )
         self.parts = _KINDS.build(backend.config, backend, capabilities)
         self._fleet = backend
+
+    async def teardown(self) -> None:
+        """Close every engine, also those of a fleet that was never started; idempotent."""
+        was_started = self.state is not EngineState.CREATED
+        await super().teardown()
+        if not was_started:
+            await self._close_backend()
 
     @property
     def members(self) -> tuple[MemberReport, ...]:

@@ -5,53 +5,64 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import tempfile
+from contextlib import suppress
 from pathlib import Path
+from typing import Final
+
+from drivetrain.backend.toolkit.owned_folder import OwnedFolder
 
 logger = logging.getLogger("drivetrain.fleet")
+
+_PREFIX: Final = "drivetrain-adapter-"
+_ADAPTER: Final = "adapter"
 
 
 class KeptAdapters:
     """One folder per adapter name: hard links to the pushed files, or copies where the file system has no links.
 
     The pusher, such as ``LoraSync``, removes its own folder. The kept one lies beside it, so that the same engines can
-    read it.
+    read it. If the fleet's process is killed, the next fleet that keeps an adapter there removes it.
     """
 
     def __init__(self) -> None:
-        self._folders: dict[str, Path] = {}
+        self._folders: dict[str, OwnedFolder] = {}
 
     def keep(self, name: str, path: str) -> str:
         """Keep an adapter in place of the earlier one of this name; return its folder, or ``path`` if it is not local.
 
         Called after the engines have loaded the new adapter, so none needs the earlier folder.
         """
-        kept: Path | None = None
+        kept: OwnedFolder | None = None
         if os.path.isdir(path):
             try:
-                kept = Path(tempfile.mkdtemp(prefix="drivetrain-adapter-", dir=os.path.dirname(path)))
-                shutil.copytree(path, kept, copy_function=_link, dirs_exist_ok=True)
+                kept = OwnedFolder(Path(path).absolute().parent, _PREFIX)
+                shutil.copytree(path, kept.path / _ADAPTER, copy_function=_link)
             except OSError as error:
                 logger.warning("the adapter %r is not kept for engines that join: %s", name, error)
                 if kept is not None:
-                    shutil.rmtree(kept, ignore_errors=True)
+                    _remove(kept)
                     kept = None
         self.drop(name)
         if kept is None:
             return path
         self._folders[name] = kept
-        return str(kept)
+        return str(kept.path / _ADAPTER)
 
     def drop(self, name: str) -> None:
         """Remove the folder of an adapter, if it is kept."""
         folder = self._folders.pop(name, None)
         if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
 
     def close(self) -> None:
         """Remove every folder."""
         for name in list(self._folders):
             self.drop(name)
+
+
+def _remove(folder: OwnedFolder) -> None:
+    with suppress(OSError):
+        folder.remove()
 
 
 def _link(source: str, target: str) -> None:

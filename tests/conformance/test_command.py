@@ -43,6 +43,17 @@ def test_the_report_says_what_was_run_on_what(report: Path) -> None:
     assert [(case["case"], case["verdict"]) for case in made["cases"]] == [(CASE, "passed")]
 
 
+@pytest.mark.slow
+def test_the_suite_runs_through_ray_actors(tmp_path: Path) -> None:
+    killed = "faults/a_host_killed_while_it_generates"
+    cases = [option for case in (CASE, killed, "lifecycle/two_in_a_row_leave_nothing") for option in ("--case", case)]
+    done = drivetrain("conformance", "transformers", "--ray", *cases, "--report", tmp_path / "ray.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    made = json.loads((tmp_path / "ray.json").read_text())
+    assert made["isolation"] == "ray"
+    assert [case["verdict"] for case in made["cases"]] == ["passed"] * 3
+
+
 def test_a_case_that_fails_ends_in_1_and_says_why() -> None:
     # The engine's context is too short for the case; the suite cannot know that, so the case must fail.
     done = drivetrain("conformance", "transformers", "--case", CASE, "--set", "context_length=6")
@@ -56,6 +67,7 @@ def test_a_case_that_fails_ends_in_1_and_says_why() -> None:
     [
         ([], "name a backend"),
         (["nowhere"], "there is no backend named 'nowhere'"),
+        (["transformers", "--ray", "--remote"], "leave out --remote and --fork-hosts"),
         (["transformers", "--group", "stops"], "there is no group 'stops'"),
         (["transformers", "--case", "stop/nothing"], "there is no case 'stop/nothing'"),
         (["transformers", "--profile", "huge"], "there is no profile 'huge'"),

@@ -453,6 +453,18 @@ async def test_an_engine_that_does_not_fit_is_not_taken(model: Path) -> None:
         assert fleet.health() == ["ready"]
 
 
+async def test_a_fleet_that_was_never_started_closes_its_engines(model: Path) -> None:
+    async with local(model) as owned:
+        page, plain = await attach(await owned.handle()), local(model)
+        fleet = InferenceEngineClient([page, plain])
+        await fleet.teardown()
+        await fleet.teardown()
+        assert [one.state.value for one in (fleet, page, plain)] == ["closed"] * 3
+        assert owned.state.value == "ready", "the page is detached, and its engine goes on"
+        with pytest.raises(EngineStateError):
+            await page.stats()
+
+
 async def test_an_engine_that_leaves_ends_what_it_has(model: Path) -> None:
     async with fleet_of(2, model) as fleet:
         params = SamplingParams(max_new_tokens=300, temperature=0.0, ignore_eos=True)

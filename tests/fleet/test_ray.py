@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import shutil
@@ -30,6 +31,8 @@ from drivetrain_weight_sync import WeightSync
 from fleets import GREEDY, LONG, Spoiled, local, tensors_for, until
 
 STARTED_S = 200.0
+LOST_S = 60.0
+"""Seconds in which everything that a lost node was asked has ended."""
 
 
 @pytest.fixture(scope="module")
@@ -286,6 +289,97 @@ async def test_an_engine_that_dies_ends_its_actor_and_close_leaves_no_process(cl
 def hosts_of(pid: int) -> list[int]:
     """Return the host processes of an actor's process."""
     return [child.pid for child in psutil.Process(pid).children() if "drivetrain" in " ".join(child.cmdline())]
+
+
+# Nodes that are lost ---------------------------------------------------------------------------------------------
+
+
+class LostNode:
+    """A node of the cluster that can be lost and come back, with the resource "lost" for one engine."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._node: Any = None
+
+    def come(self) -> None:
+        """Add the node. This blocks for seconds, and must be the main thread: Ray sets a signal handler."""
+        self._node = self._cluster.add_node(num_cpus=1, resources={"lost": 1})
+
+    def lose(self) -> None:
+        """Kill all processes of the node at once, as a loss of power would.
+
+        ``Cluster.remove_node`` would ask the raylet to end, and block the event loop while it does.
+        """
+        if self._node is not None:
+            for _, daemon in self._node.live_processes():
+                for pid in [daemon.pid, *(child.pid for child in _children(daemon.pid))]:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, 9)
+            self._node.kill_all_processes(check_alive=False, wait=False)  # takes the dead ones from Ray's books
+            self._cluster.worker_nodes.remove(self._node)
+            self._node = None
+
+
+def _children(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+@pytest.fixture
+def lost_node(cluster: Cluster) -> Iterator[LostNode]:
+    node = LostNode(cluster)
+    node.come()
+    yield node
+    node.lose()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["generating", "pushing"])
+async def test_a_node_that_is_lost_takes_only_its_engine_and_comes_back(
+    pair: RayEngines, model: Path, lost_node: LostNode, when: str
+) -> None:
+    there = await start_engines(
+        fields(model), gpus_per_engine=0, cpus_per_engine=0.5, resources={"lost": 0.1}, max_restarts=-1
+    )
+    async with there, await pair.fleet() as fleet:
+        (engine,) = there
+        await fleet.join(engine, "there")
+        await push(fleet, "before")
+        lost = member_of(fleet, "there")
+        serving = "before"
+        if when == "generating":
+            tasks = [asyncio.create_task(fleet.generate([[i + 1, 2]], LONG)) for i in range(6)]
+            backend = cast(FleetBackend, fleet.parts.backend)
+            await until(lambda: sum(ticket.made > 0 for ticket in backend.sending.of(lost)) == 2)
+            lost_node.lose()
+            async with asyncio.timeout(LOST_S):
+                ended = await asyncio.gather(*tasks, return_exceptions=True)
+            errors = [one for one in ended if isinstance(one, BaseException)]
+            assert all(isinstance(error, MemberLost) and error.member == "there" for error in errors)
+            assert len(errors) == 2
+        else:
+            calls = lost.calls
+
+            async def lose_and_apply(*arguments: object) -> object:
+                lost_node.lose()
+                return await cast(Any, calls).apply_update(*arguments)
+
+            lost.calls = cast(SharedEngine, Spoiled(calls, apply_update=lose_and_apply))
+            async with asyncio.timeout(LOST_S):
+                await push(fleet, "meanwhile")
+            serving = "meanwhile"
+        await until(lambda: health(fleet)["there"] == "failed")
+        output = await fleet.generate([[1], [2], [3]], GREEDY)
+        assert {span.version for one in output.completions for span in one.weight_versions} == {serving}
+        lost_node.come()
+        await until_anew(fleet, "there", Health.STALE)
+        await push(fleet, "after")
+        assert health(fleet) == {"engine-0": "ready", "engine-1": "ready", "there": "ready"}
+        output = await fleet.generate([[i + 1] for i in range(6)], GREEDY)
+        assert {span.version for one in output.completions for span in one.weight_versions} == {"after"}
+        assert member_of(fleet, "there").load.taken > 0
 
 
 # Wrong uses ------------------------------------------------------------------------------------------------------

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import subprocess
+import sys
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +35,7 @@ from drivetrain import (
 )
 from drivetrain_conformance.assets.made_adapters import make_adapter
 from drivetrain_fleet import Health
+from drivetrain_fleet.kept_adapters import KeptAdapters
 from drivetrain_fleet.members import Member
 from drivetrain_weight_sync import WeightSync
 from fleets import GREEDY, LONG, Fleet, answer_lost, fleet_of, local, spoiled, tensors_for, until
@@ -522,6 +525,25 @@ async def test_an_engine_that_joins_gets_an_adapter_whose_folder_was_removed(mod
         assert answers[0] == pytest.approx(answers[1], abs=1e-4)
         await fleet.unload_lora_adapter("a")
         assert names_in(tmp_path) == []
+
+
+def test_what_a_killed_fleet_kept_goes_with_the_next_adapter(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "adapter_config.json").write_text("{}")
+    program = "import os, sys; from drivetrain_fleet.kept_adapters import KeptAdapters\n"
+    program += "KeptAdapters().keep('a', sys.argv[1]); os.kill(os.getpid(), 9)"
+    killed = subprocess.run([sys.executable, "-c", program, str(tmp_path / "mine")], timeout=120, check=False)
+    assert killed.returncode == -9
+    (orphan,) = (path for path in tmp_path.iterdir() if path.name != "mine")
+    first, second = KeptAdapters(), KeptAdapters()
+    kept = [Path(one.keep("a", str(tmp_path / "mine"))) for one in (first, second)]
+    assert not orphan.exists()
+    assert all((folder / "adapter_config.json").read_text() == "{}" for folder in kept), (
+        "a living fleet's is left alone"
+    )
+    first.close()
+    second.close()
+    assert names_in(tmp_path) == ["mine"]
 
 
 async def test_an_adapter_whose_folder_is_gone_is_refused_by_name_to_an_engine_that_joins(

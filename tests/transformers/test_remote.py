@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -28,9 +28,11 @@ from drivetrain import (
     attach,
     create_engine,
 )
+from drivetrain.attached.connection import OwnerConnection
 from drivetrain.text.tokenizer_files import load_tokenizer, read_tokenizer_files
 from drivetrain_weight_sync import WeightSync
 from engines import OpenEngine, tensors_for, until
+from remote_hosts import Wire, host, printed
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, logprobs=0)
 LONG = SamplingParams(max_new_tokens=900, temperature=0.0, ignore_eos=True)
@@ -146,53 +148,12 @@ def test_only_files_of_the_tokenizer_are_lent(model: Path) -> None:
 # A connection that breaks --------------------------------------------------------------------------------------------
 
 
-class Wire:
-    """A TCP port in front of an engine's, whose connections can be cut."""
-
-    def __init__(self) -> None:
-        self.target = 0
-        self.cut_for_good = False
-        self.drop_handshakes = 0
-        """Number of connections that are dropped after the owner's first message."""
-        self.dropped = 0
-        self._open: set[asyncio.StreamWriter] = set()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self.cut_for_good:
-            writer.transport.abort()
-            return
-        there_reader, there = await asyncio.open_connection("127.0.0.1", self.target)
-        if self.dropped < self.drop_handshakes:
-            self.dropped += 1
-            writer.write(await there_reader.read(1 << 16))
-            await reader.read(1 << 16)  # the holder's answer
-            writer.close()
-            there.close()
-            return
-        self._open |= {writer, there}
-        await asyncio.gather(self._copy(reader, there), self._copy(there_reader, writer))
-
-    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while data := await reader.read(1 << 16):
-                writer.write(data)
-        except OSError:
-            pass
-        writer.close()
-
-    def cut(self) -> None:
-        """Break every connection."""
-        for writer in self._open:
-            writer.transport.abort()
-        self._open.clear()
-
-
 @asynccontextmanager
 async def wired(engine: InferenceEngine) -> AsyncIterator[tuple[Wire, EngineHandle]]:
     """Put a wire in front of an engine."""
     wire = Wire()
     wire.target = (await engine.handle("127.0.0.1:0", key=KEY)).tcp[1]
-    server = await asyncio.start_server(wire._serve, "127.0.0.1", 0)
+    server = await asyncio.start_server(wire.serve, "127.0.0.1", 0)
     try:
         yield wire, EngineHandle(f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", KEY)
     finally:
@@ -314,38 +275,24 @@ async def test_another_engine_at_the_address_is_not_taken_for_the_first(open_eng
             await remote.teardown()
 
 
+async def test_a_connection_that_nobody_waits_for_leaves_no_error_to_the_log() -> None:
+    said: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(context))
+    connection = OwnerConnection(KEY, lambda state: None, lambda reason: None)
+    connection.fail(lambda: ConnectionLost("the connect was cancelled meanwhile"))
+    del connection
+    gc.collect()
+    await asyncio.sleep(0)
+    assert not said
+
+
 # The command ---------------------------------------------------------------------------------------------------------
-
-
-@asynccontextmanager
-async def host(*arguments: str, key: str | None = None) -> AsyncIterator[asyncio.subprocess.Process]:
-    environment = {name: value for name, value in os.environ.items() if name != "DRIVETRAIN_KEY"}
-    environment |= {} if key is None else {"DRIVETRAIN_KEY": key}
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "drivetrain", "host", *arguments),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment,
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-
-
-async def _printed(process: asyncio.subprocess.Process, name: str) -> str:
-    assert process.stdout is not None
-    line = (await process.stdout.readline()).decode()
-    assert line.startswith(f"{name}: "), line
-    return line.removeprefix(f"{name}: ").strip()
 
 
 @pytest.mark.parametrize("isolation", ["inline", "process"])
 async def test_a_host_serves_until_it_is_told_to_end(model: Path, isolation: str) -> None:
     async with host("--model", str(model), "--listen", "127.0.0.1:0", "--isolation", isolation) as process:
-        endpoint, key = await _printed(process, "endpoint"), await _printed(process, "key")
+        endpoint, key = await printed(process, "endpoint"), await printed(process, "key")
         async with await asyncio.to_thread(create_engine, "remote", endpoint=endpoint, key=key) as engine:
             assert (await engine.generate([1, 2], GREEDY)).completions[0].token_ids
         async with await asyncio.to_thread(create_engine, "remote", endpoint=endpoint, key=key) as engine:
@@ -360,7 +307,7 @@ async def test_a_host_prints_no_key_that_it_was_given(model: Path, tmp_path: Pat
     file.write_text(KEY + "\n")
     for arguments, key in (((), KEY), (("--key-file", str(file)), None)):
         async with host("--model", str(model), *arguments, key=key) as process:
-            endpoint = await _printed(process, "endpoint")
+            endpoint = await printed(process, "endpoint")
             assert endpoint.startswith("unix:/")
             async with await asyncio.to_thread(create_engine, "remote", endpoint=endpoint, key=KEY):
                 pass
@@ -388,7 +335,7 @@ async def test_a_host_that_cannot_start_says_why(model: Path, arguments: tuple[s
 
 async def test_a_host_ends_with_its_engine(model: Path) -> None:
     async with host("--model", str(model), "--isolation", "process", key=KEY) as process:
-        endpoint = await _printed(process, "endpoint")
+        endpoint = await printed(process, "endpoint")
         engine = await asyncio.to_thread(create_engine, "remote", endpoint=endpoint, key=KEY)
         async with engine:
             assert engine.host_pid is not None

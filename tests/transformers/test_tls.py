@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import signal
 import ssl
 import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +16,10 @@ import pytest
 
 import drivetrain.process.tls_server
 from drivetrain import (
+    ConnectionLost,
+    EngineDied,
     EngineHandle,
+    InferenceEngine,
     InvalidConfig,
     InvalidRequest,
     SamplingParams,
@@ -27,8 +33,10 @@ from drivetrain.process.tls import server_context
 from drivetrain.process.wire import Hello, frame, from_host, read
 from drivetrain_weight_sync import WeightSync
 from engines import OpenEngine, tensors_for, until
+from remote_hosts import Wire, host, printed
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, logprobs=0)
+LONG = SamplingParams(max_new_tokens=900, temperature=0.0, ignore_eos=True)
 KEY = "a key of enough characters"
 BOUND = 60.0
 
@@ -281,3 +289,83 @@ async def test_a_host_refuses_a_certificate_before_the_engine_starts(model: Path
             ssl_certfile=Path(good.certfile),
             ssl_keyfile=Path("/no/such.key"),
         )
+
+
+# The command ---------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def _hosted(
+    model: Path, files: Files, key: str = KEY
+) -> AsyncIterator[tuple[int, str, asyncio.subprocess.Process]]:
+    """Run ``drivetrain host`` over TLS; yields its port, its fingerprint and its process."""
+    arguments = ["--model", str(model), "--listen", "127.0.0.1:0", "--ssl-certfile", files.certfile]
+    async with asyncio.timeout(BOUND), host(*arguments, "--ssl-keyfile", files.keyfile, key=KEY) as process:
+        endpoint = await printed(process, "endpoint")
+        assert endpoint.startswith("tls://127.0.0.1:")
+        yield int(endpoint.rpartition(":")[2]), await printed(process, "fingerprint"), process
+
+
+@asynccontextmanager
+async def _over_a_wire(port: int, fingerprint: str) -> AsyncIterator[tuple[Wire, InferenceEngine]]:
+    """Use the engine at a port through ``create_engine("remote")``, over a wire."""
+    wire = Wire()
+    wire.target = port
+    server = await asyncio.start_server(wire.serve, "127.0.0.1", 0)
+    endpoint = f"tls://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    fields = {"endpoint": endpoint, "key": KEY, "ssl_fingerprint": fingerprint}
+    try:
+        async with await asyncio.to_thread(create_engine, "remote", **fields) as remote:
+            yield wire, remote
+    finally:
+        server.close()
+        wire.cut()
+
+
+async def test_a_host_serves_over_tls_until_it_is_told_to_end(model: Path, good: Files, expired: Files) -> None:
+    async with _hosted(model, good) as (port, fingerprint, process):
+        fields = {"endpoint": f"tls://127.0.0.1:{port}", "key": KEY}
+        other = server_context(expired.certfile, expired.keyfile)[1]
+        with pytest.raises(TlsError, match="pinned"):
+            await asyncio.to_thread(create_engine, "remote", **fields, ssl_fingerprint=other)
+        async with await asyncio.to_thread(create_engine, "remote", **fields, ssl_fingerprint=fingerprint) as remote:
+            assert (await remote.generate([1, 2], GREEDY)).completions[0].token_ids
+            async with WeightSync.connect(await tensors_for(remote), remote) as sync:
+                await sync.push(version="pushed")
+            assert (await remote.generate([1, 2], GREEDY)).completions[0].weight_versions[0].version == "pushed"
+            process.send_signal(signal.SIGTERM)
+            assert await process.wait() == 0
+            await until(lambda: remote.state.value == "failed")
+
+
+async def test_a_connection_to_a_host_that_breaks_is_made_again_over_tls(model: Path, good: Files) -> None:
+    async with _hosted(model, good) as (port, fingerprint, _), _over_a_wire(port, fingerprint) as (wire, remote):
+        owner = remote.parts.backend.owner  # type: ignore[attr-defined]
+        for connections in (2, 3):
+            generating = asyncio.create_task(remote.generate([1, 2], LONG))
+            while not (await remote.stats()).running:  # noqa: ASYNC110 - another process has them
+                await asyncio.sleep(0.01)
+            wire.cut()
+            with pytest.raises(ConnectionLost, match="may have taken effect"):
+                await generating
+            assert (await remote.generate([1, 2], GREEDY)).completions[0].token_ids
+            assert owner.connections == connections
+            assert remote.state.value == "ready"
+
+
+async def test_another_certificate_after_a_break_ends_the_page(
+    open_engine: OpenEngine, model: Path, good: Files, expired: Files
+) -> None:
+    async with open_engine() as engine, _hosted(model, good) as (port, fingerprint, process):
+        stranger = await engine.handle(
+            "127.0.0.1:0", key=KEY, ssl_certfile=expired.certfile, ssl_keyfile=expired.keyfile
+        )
+        async with _over_a_wire(port, fingerprint) as (wire, remote):
+            wire.target = stranger.tcp[1]
+            wire.cut()
+            with pytest.raises(EngineDied, match="pinned"):
+                await remote.generate([1, 2], GREEDY)
+            assert remote.state.value == "failed"
+            assert not engine.parts.in_flight.running, "nothing reached the other engine"
+        assert process.returncode is None
+        await _remote(EngineHandle(f"tls://127.0.0.1:{port}", KEY), ssl_fingerprint=fingerprint)

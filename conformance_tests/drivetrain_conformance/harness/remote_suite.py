@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import psutil
 import yaml
@@ -40,6 +40,24 @@ _END_S: Final = 20.0
 _MOST_WAITING: Final = 2
 """Hosts that wait for their engine to be started, or for an equal one."""
 _ENDED: Final = frozenset({EngineState.FAILED, EngineState.CLOSED})
+
+
+class EngineHost(Protocol):
+    """A process with one engine, started and ready."""
+
+    endpoint: str
+    key: str
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+
+    @property
+    def is_alive(self) -> bool:
+        """True while the process runs."""
+
+    def stop(self) -> None:
+        """End the engine; idempotent."""
 
 
 class Host:
@@ -111,7 +129,7 @@ class Host:
 class HostedPage(AttachedEngine):
     """The page of a host's engine; ``teardown`` ends the host, too."""
 
-    host: Host
+    host: EngineHost
 
     async def teardown(self) -> None:
         await super().teardown()
@@ -183,7 +201,7 @@ class RemoteSuite(Suite):
     def __init__(self, inner: Suite, server: ForkServer | None) -> None:
         self._inner = inner
         self._server = server
-        self._opened: list[tuple[dict[str, object], Host, InferenceEngine]] = []
+        self._opened: list[tuple[dict[str, object], EngineHost, InferenceEngine]] = []
         """Hosts with their engines. One whose engine was never started serves the next engine with its fields."""
         vars(self).update(
             backend=inner.backend,
@@ -202,7 +220,7 @@ class RemoteSuite(Suite):
             own.setdefault("isolation", self._inner.isolation.value)
         plain = EngineConfig.from_mapping(own).model_dump(mode="json", exclude_unset=True)
         try:
-            host = self._reusable(plain) or Host(plain, self._server)
+            host = self._reusable(plain) or self._start_host(plain)
         except DrivetrainError as error:  # refused by the start, which is the host's
             return InferenceEngine(
                 checked.config,
@@ -216,11 +234,14 @@ class RemoteSuite(Suite):
         self._opened.append((plain, host, engine))
         return engine
 
+    def _start_host(self, fields: Mapping[str, object]) -> EngineHost:
+        return Host(fields, self._server)
+
     def _checked(self, fields: Mapping[str, object]) -> InferenceEngine:
         """Make the engine here without starting it: a wrong field is refused without a host."""
         return self._inner.open_engine(fields)
 
-    def _reusable(self, plain: Mapping[str, object]) -> Host | None:
+    def _reusable(self, plain: Mapping[str, object]) -> EngineHost | None:
         self._opened = [opened for opened in self._opened if opened[2].state not in _ENDED]
         waiting = [opened for opened in self._opened if opened[2].state is EngineState.CREATED]
         for opened in waiting:
@@ -256,4 +277,4 @@ class RemoteSuite(Suite):
             self._opened.pop()[1].stop()
 
 
-__all__ = ["Host", "RemoteSuite"]
+__all__ = ["EngineHost", "Host", "RemoteSuite"]

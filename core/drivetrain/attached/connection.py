@@ -70,6 +70,8 @@ class OwnerConnection(RpcClient):
         self._their_nonce = b""
         self._on_state = on_state
         self.attached: asyncio.Future[Attached] = self._loop.create_future()
+        # A connect that is cancelled before it waits for the future would leave its error to asyncio's log.
+        self.attached.add_done_callback(lambda attached: attached.cancelled() or attached.exception())
 
     def fail(self, error: Callable[[], DrivetrainError]) -> None:
         super().fail(error)

@@ -1,0 +1,82 @@
+"""Processes with ``drivetrain host``, and a wire to them that can be cut."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+
+class Wire:
+    """A TCP port in front of an engine's, whose connections can be cut."""
+
+    def __init__(self) -> None:
+        self.target = 0
+        self.cut_for_good = False
+        self.drop_handshakes = 0
+        """Number of connections that are dropped after the owner's first message."""
+        self.dropped = 0
+        self._open: set[asyncio.StreamWriter] = set()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Copy between a connection and a new one to the target."""
+        if self.cut_for_good:
+            writer.transport.abort()
+            return
+        there_reader, there = await asyncio.open_connection("127.0.0.1", self.target)
+        if self.dropped < self.drop_handshakes:
+            self.dropped += 1
+            writer.write(await there_reader.read(1 << 16))
+            await reader.read(1 << 16)  # the holder's answer
+            writer.close()
+            there.close()
+            return
+        self._open |= {writer, there}
+        await asyncio.gather(self._copy(reader, there), self._copy(there_reader, writer))
+
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+        except OSError:
+            pass
+        writer.close()
+
+    def cut(self) -> None:
+        """Break every connection."""
+        for writer in self._open:
+            writer.transport.abort()
+        self._open.clear()
+
+
+@asynccontextmanager
+async def host(*arguments: str, key: str | None = None) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Run ``drivetrain host`` in the block."""
+    environment = {name: value for name, value in os.environ.items() if name != "DRIVETRAIN_KEY"}
+    environment |= {} if key is None else {"DRIVETRAIN_KEY": key}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "drivetrain", "host", *arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def printed(process: asyncio.subprocess.Process, name: str) -> str:
+    """Read the next line of a host's output, and return what it says of ``name``."""
+    assert process.stdout is not None
+    line = (await process.stdout.readline()).decode()
+    assert line.startswith(f"{name}: "), line
+    return line.removeprefix(f"{name}: ").strip()
+
+
+__all__ = ["Wire", "host", "printed"]
