@@ -305,7 +305,7 @@ class Push:
     network_gb_s: float = 25.0
     """A network card of 200 Gbit/s per host, sending and receiving at once."""
     latency_s: float = 0.001
-    """Of one hop, for the first byte of a chunk."""
+    """Delay of one hop."""
     chunk_gb: float = 0.25
     """A host passes on a chunk as soon as it has all of it."""
     apply_gb_s: float = 1_700.0
