@@ -258,9 +258,9 @@ class RealThroughput:
     direct_tokens_per_s: float
     fleet_tokens_per_s: float
     ratio: float
-    """Of the fleet to the same engines called directly."""
+    """Throughput of the fleet, divided by that of the same engines called directly."""
     of_singles: float
-    """Of the fleet to N times one engine called directly."""
+    """Throughput of the fleet, divided by N times that of one engine called directly."""
     shares_cores: bool
 
 
