@@ -1,6 +1,7 @@
 """Measure what a fleet adds to its engines: throughput, time per request, cached prefixes, control calls.
 
     python benchmarks/fleet.py [--engines 1 2 4 8] [--requests 1000] [--ms-per-token 100] [--json]
+    python benchmarks/fleet.py --backend transformers --engines 1 2 --requests 64
 
 The engines are simulated in this process: each runs up to 256 requests at once, makes one token per request in a stated
 time, computes 8,000 prompt tokens per second of prompts that it has not seen, and remembers the prefixes of its last
@@ -16,6 +17,10 @@ than anything that is measured here.
 - Share of prompt tokens that were cached, in a replay of sessions of 43 turns with a shared system prompt; two of five
   sessions fork a sub-agent half-way. The same replay routed at random and round robin.
 - Seconds of a pause and of going on with that many requests in flight.
+
+With --backend, the engines are real ones with a tiny model, each in a host process on the CPU. Only their throughput is
+measured: N engines through a fleet, against the same N engines called directly, and against N times one engine. More
+engines than cores share the cores, so such a row says nothing about the fleet; it is marked ``shares_cores``.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ import argparse
 import asyncio
 import gc
 import json
+import os
 import random
 import statistics
 import time
@@ -31,7 +37,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from drivetrain import Capability, InferenceEngine, Isolation, SamplingParams
+from drivetrain import Capability, InferenceEngine, Isolation, SamplingParams, create_engine
 from drivetrain.backend.base import Backend, EngineStats, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
 from drivetrain.testing import tiny_model
 from drivetrain.types.config import EngineConfig
@@ -244,6 +250,53 @@ async def throughput(model: Path, count: int, requests: int, seconds: float) -> 
     )
 
 
+@dataclass
+class RealThroughput:
+    backend: str
+    engines: int
+    requests: int
+    direct_tokens_per_s: float
+    fleet_tokens_per_s: float
+    ratio: float
+    """Throughput of the fleet, divided by that of the same engines called directly."""
+    of_singles: float
+    """Throughput of the fleet, divided by N times that of one engine called directly."""
+    shares_cores: bool
+
+
+async def real(backend: str, model: Path, counts: Sequence[int], requests: int) -> list[RealThroughput]:
+    """Measure fleets of real engines; each number is the best of three rounds, direct and fleet in turn."""
+    params = SamplingParams(max_new_tokens=TOKENS, ignore_eos=True)
+    rng = random.Random(0)
+    rows: list[RealThroughput] = []
+    single = 0.0
+    for count in sorted({1, *counts}):
+        engines = [create_engine(backend, model=str(model), isolation="process") for _ in range(count)]
+        total = requests * count
+        prompts = [[rng.randrange(250) for _ in range(64)] for _ in range(total)]
+        directs, throughs = [], []
+        async with InferenceEngineClient(engines) as fleet:
+
+            def direct(index: int) -> Awaitable[object]:
+                return engines[index % count].generate([prompts[index]], params)  # noqa: B023
+
+            def through(index: int) -> Awaitable[object]:
+                return fleet.generate([prompts[index]], params)  # noqa: B023
+
+            await load(direct, count)
+            for _ in range(3):
+                for call, found in ((direct, directs), (through, throughs)):
+                    await fleet.reset_prefix_cache()
+                    found.append((await load(call, total))[0])
+        fastest, fleets = (total * TOKENS / min(found) for found in (directs, throughs))
+        single = single or fastest
+        shares = count > (os.cpu_count() or 1)
+        rows.append(
+            RealThroughput(backend, count, total, fastest, fleets, fleets / fastest, fleets / (count * single), shares)
+        )
+    return rows
+
+
 # Cached prefixes --------------------------------------------------------------------------------------------------
 
 
@@ -356,11 +409,16 @@ async def run(counts: Sequence[int], requests: int, seconds: float) -> dict[str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--requests", type=int, default=1000, help="with --backend: for each engine")
     parser.add_argument("--ms-per-token", type=float, default=100.0)
+    parser.add_argument("--backend", choices=("transformers", "sglang", "vllm", "echo"), help="measure real engines")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    found = asyncio.run(run(given.engines, given.requests, given.ms_per_token / 1000))
+    if given.backend:
+        rows = asyncio.run(real(given.backend, tiny_model(), given.engines, given.requests))
+        found = {"throughput": [vars(row) for row in rows]}
+    else:
+        found = asyncio.run(run(given.engines, given.requests, given.ms_per_token / 1000))
     if given.json:
         print(json.dumps({"arguments": vars(given), **found}, indent=1))
         return

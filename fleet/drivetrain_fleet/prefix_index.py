@@ -6,6 +6,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 BLOCK: Final = 32
@@ -59,11 +60,20 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._seen)
 
-    def matched(self, blocks: Blocks) -> int:
-        """Return how many tokens of the prompt's beginning the engine has seen."""
+    def matched(self, blocks: Blocks, at_least: int = 0) -> int:
+        """Return how many tokens of the prompt's beginning the engine has seen.
+
+        Args:
+            blocks: The prompt.
+            at_least: A multiple of ``BLOCK``, at most the prompt's whole blocks. If the engine has seen fewer
+                tokens, return 0 after a single look-up.
+        """
         seen = self._seen
-        count = 0
-        for one in blocks.hashes:
+        count = at_least // BLOCK
+        # A block is never remembered without those before it, so the last one stands for all.
+        if count and blocks.hashes[count - 1] not in seen:
+            return 0
+        for one in islice(blocks.hashes, count, None):
             if one not in seen:
                 break
             count += 1

@@ -127,12 +127,17 @@ class Router:
     def _longest_prefix(self, work: Work, loads: Mapping[str, Load]) -> str | None:
         if not self.policy.prefix_affinity or not len(work.blocks):
             return None
-        matched = {name: self._prefixes[name].matched(work.blocks) for name in loads if name in self._prefixes}
-        best = max(matched.values(), default=0)
-        if best == 0:
-            return None
-        holders = [name for name, tokens in matched.items() if tokens == best]
-        return min(holders, key=lambda name: (loads[name].tokens, loads[name].taken))
+        best = 0
+        holders: list[str] = []
+        for name in loads:
+            if (index := self._prefixes.get(name)) is None:
+                continue
+            tokens = index.matched(work.blocks, at_least=best)
+            if tokens > best:
+                best, holders = tokens, [name]
+            elif tokens == best > 0:
+                holders.append(name)
+        return min(holders, key=lambda name: (loads[name].tokens, loads[name].taken), default=None)
 
     def _yields(self, preferred: int, least: int) -> bool:
         return preferred - least > self.policy.margin_tokens and preferred > self.policy.margin_ratio * least

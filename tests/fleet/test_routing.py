@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -29,6 +30,19 @@ def test_what_matched_is_the_longest_common_prefix_in_whole_blocks(seen: list[in
     index = PrefixIndex(1000)
     index.add(Blocks.of(seen))
     assert index.matched(Blocks.of(asked)) == common // BLOCK * BLOCK
+
+
+@given(st.lists(TOKENS, max_size=8), TOKENS, st.integers(0, 8), st.data())
+def test_a_match_of_at_least_so_many_tokens_is_the_whole_match_or_none(
+    seen: list[list[int]], asked: list[int], capacity: int, data: st.DataObject
+) -> None:
+    index = PrefixIndex(capacity)
+    for one in seen:
+        index.add(Blocks.of(one))
+    blocks = Blocks.of(asked)
+    least = BLOCK * data.draw(st.integers(0, len(blocks)))
+    whole = index.matched(blocks)
+    assert index.matched(blocks, at_least=least) == (whole if whole >= least else 0)
 
 
 @given(TOKENS, TOKENS)
@@ -220,6 +234,35 @@ def test_the_same_calls_give_the_same_answers(calls: list[tuple[int, int]]) -> N
         return answers
 
     assert play() == play()
+
+
+class CountedIndex(PrefixIndex):
+    """Counts the blocks that it looks up."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._seen = counted = CountedBlocks()
+        self.blocks = counted
+
+
+class CountedBlocks(OrderedDict[int, None]):
+    lookups = 0
+
+    def __contains__(self, key: object) -> bool:
+        self.lookups += 1
+        return super().__contains__(key)
+
+
+def test_a_shared_prefix_is_compared_once_and_not_once_for_each_engine() -> None:
+    engines, length = 100, 200
+    names = [f"engine {number}" for number in range(engines)]
+    indices = {name: CountedIndex(1000) for name in names}
+    router = Router(_prefixes=dict(indices))
+    work = Work(Blocks.of(prompt(0, length * BLOCK)))
+    for name in names:
+        router.sent(work, name)
+    assert router.choose(work, {name: Load() for name in names}) == names[0]
+    assert sum(index.blocks.lookups for index in indices.values()) <= engines + length
 
 
 @pytest.mark.parametrize(
