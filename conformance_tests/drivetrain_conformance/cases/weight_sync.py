@@ -31,6 +31,7 @@ from drivetrain.errors import (
     WeightSyncError,
     WeightTransferFailed,
     WeightVerifyFailed,
+    WeightVersionGone,
 )
 from drivetrain.testing import tiny_model
 from drivetrain.types.capability import Capability
@@ -933,6 +934,31 @@ async def a_new_label_divides_what_is_in_flight(bench: Bench) -> None:
         assert completion.weight_versions[0].end == before, (
             f"{before} tokens were made before the new label, and the spans are {completion.weight_versions}"
         )
+
+
+@case(Capability.VERSION_SPANS)
+async def a_pinned_request_is_of_its_version(bench: Bench) -> None:
+    """A request pinned to a weight version has tokens of that version only, or raises WeightVersionGone."""
+    engine, prompt = bench.engine, bench.prompt()
+    version = engine.get_weight_version()
+    params = SamplingParams(max_new_tokens=8, temperature=0)
+    pinned = (await engine.generate(prompt, params, weight_version=version)).completions
+    check_same(bench, pinned, (await engine.generate(prompt, params)).completions)
+    check_spans(pinned[0], version)
+    with raises(WeightVersionGone, "a version that was never served"):
+        await engine.generate(prompt, params, weight_version="never")
+    with raises(InvalidRequest, "an empty version") as refusal:
+        await engine.generate(prompt, params, weight_version="")
+    assert refusal.error.field == "weight_version"
+    async with bench.in_flight([prompt], bench.long(TOKENS), weight_version=version) as running:
+        await engine.update_weight_version("renamed")
+        try:
+            with raises(WeightVersionGone, "a version that was replaced in flight"):
+                await running
+            with raises(WeightVersionGone, "a version that was replaced"):
+                await engine.generate(prompt, params, weight_version=version)
+        finally:
+            await engine.update_weight_version(version)
 
 
 async def _renamed_while_frozen(bench: Bench, mode: PauseMode) -> tuple[Completion, int]:

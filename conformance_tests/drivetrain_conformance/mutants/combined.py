@@ -430,6 +430,13 @@ def labels_the_last_old_token_as_new(request: GenerateRequest, result: GenerateR
     return _labelled_early(request, result)
 
 
+@result_mutant("weight_sync/a_pinned_request_is_of_its_version", says="a version that was replaced in flight")
+def labels_all_tokens_as_old(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
+    """Tokens that were made after a new label carry the old one."""
+    spans = [dataclasses.replace(span, end=len(result.token_ids)) for span in result.weight_versions[:1]]
+    return dataclasses.replace(result, weight_versions=spans)
+
+
 @result_mutant("weight_sync/a_new_label_divides_what_is_in_flight", says="tokens were made before the new label, and")
 def labels_a_token_before_its_time(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
     """The last token before a new label already carries it."""
