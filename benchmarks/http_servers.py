@@ -348,7 +348,7 @@ WITHOUT_ALL_ROUTES = {"starlette, uvicorn httptools uvloop", "aiohttp.web uvloop
 
 
 def serve(name: str, port: int) -> None:
-    """Run one server in a loop of a thread of ours until this process gets SIGTERM."""
+    """Run one server in an event loop of this process until this process gets SIGTERM."""
     os.sched_setaffinity(0, {0})
     if name == GRANIAN_PROCESS:
         from granian import Granian

@@ -45,7 +45,7 @@ class Failover:
 
     A sample that has no token yet goes to another member when its own is lost. One that has tokens fails: to repeat it
     would show its reader two beginnings, and favour short completions among those that a trainer gets. With ``resume``
-    it goes on from its tokens at another member, if all that is asked for can be counted on from there.
+    it goes on from its tokens at another member, if that member can honour each of its fields from there.
 
     Args:
         sending: Gives samples to members.

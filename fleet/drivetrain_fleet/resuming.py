@@ -42,7 +42,7 @@ class SoFar:
     def __init__(self, request: GenerateRequest) -> None:
         self.whole = request
         self.request = request
-        """What the next engine is asked for."""
+        """The request for the next engine."""
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._top_logprobs: list[TopLogprobs] = []

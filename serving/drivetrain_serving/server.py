@@ -50,6 +50,7 @@ class Server:
             uvicorn.Config(
                 create_app(engine, self.config),
                 lifespan="off",
+                http="h11",  # httptools limits no headers
                 log_config=None,
                 access_log=False,
                 server_header=False,

@@ -51,10 +51,12 @@ class EngineHost(Protocol):
     @property
     def pid(self) -> int:
         """The process's id."""
+        ...
 
     @property
     def is_alive(self) -> bool:
         """True while the process runs."""
+        ...
 
     def stop(self) -> None:
         """End the engine; idempotent."""

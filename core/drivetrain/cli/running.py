@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 
 from drivetrain.cli.output import progress
@@ -15,7 +15,7 @@ from drivetrain.errors import EngineDied
 
 
 @asynccontextmanager
-async def started(engine: InferenceEngine) -> AsyncIterator[Callable[[], Awaitable[None]] | None]:
+async def started(engine: InferenceEngine) -> AsyncGenerator[Callable[[], Awaitable[None]] | None]:
     """Start an engine, showing its progress, and close it at the end of the block.
 
     Yields a function that waits until SIGTERM or SIGINT comes, and raises :class:`EngineDied` if the engine fails
