@@ -49,7 +49,7 @@ ASKED: Final = (
     Asked("world size", "GET", "/get_world_size"),
     Asked("is paused", "GET", "/is_paused"),
     Asked("load", "GET", "/load"),
-    Asked("unknown route", "GET", "/nowhere"),
+    Asked("unknown route", "GET", "/nowhere", None, ("detail",)),  # FastAPI's body, not vLLM's
     Asked("tokenize", "POST", "/tokenize", {"prompt": "hello", "return_token_strs": True}),
     Asked("tokenize a chat", "POST", "/tokenize", {"messages": MESSAGES}),
     Asked("detokenize", "POST", "/detokenize", {"tokens": [104, 105]}),
@@ -132,8 +132,10 @@ def shape(value: object, path: str = "") -> Iterator[tuple[str, str]]:
     """Yield the path and type of each field; of a list, all entries count as one."""
     match value:
         case Mapping():
+            by_token = path.endswith(("logprobs.top_logprobs.[]", "prompt_logprobs.[]"))
             for key, one in value.items():
-                yield from shape(one, f"{path}.{key}" if path else str(key))
+                name = "TOKEN" if by_token else str(key)
+                yield from shape(one, f"{path}.{name}" if path else name)
         case list():
             yield path, "list"
             for one in value:

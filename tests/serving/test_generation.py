@@ -174,7 +174,7 @@ async def test_a_stream_put_together_is_the_whole_answer(client: httpx.AsyncClie
     for choice in whole["choices"]:
         mine = [one["choices"][0] for one in pieces if one["choices"][0]["index"] == choice["index"]]
         assert mine[0]["prompt_token_ids"] == choice["prompt_token_ids"], "the first chunk tells the prompt"
-        assert all("prompt_token_ids" not in one for one in mine[1:])
+        assert all(one["prompt_token_ids"] is None for one in mine[1:])
         assert "".join(one["text"] for one in mine) == choice["text"]
         assert [token_id for one in mine for token_id in one["token_ids"]] == choice["token_ids"]
         logprobs = [value for one in mine if one["logprobs"] for value in one["logprobs"]["token_logprobs"]]

@@ -9,7 +9,7 @@ from drivetrain.openai.choices import json_logprob
 from drivetrain.openai.completion_answer import CompletionAnswer
 from drivetrain.openai.token_texts import TokenTexts
 from drivetrain.types.outputs import Completion, CompletionChunk, TopLogprobs
-from drivetrain_serving.vllm.json_objects import Json, prompt_logprobs, stop_reason
+from drivetrain_serving.vllm.json_objects import ABSENT, Json, prompt_logprobs, stop_reason, usage_of, with_details
 from drivetrain_serving.vllm.payloads import ChatRequest, CompletionRequest
 
 
@@ -37,10 +37,10 @@ class CompletionResponses:
         response: Json = dict(self._answer.whole(completions))
         for choice, completion in zip(response["choices"], completions, strict=True):
             self._finish(choice, completion)
+            choice["routed_experts"] = None
             choice["prompt_logprobs"] = prompt_logprobs(completion, self._texts)
             self._write_logprobs(choice, completion.token_ids, completion.logprobs, completion.top_logprobs)
-        response["system_fingerprint"] = None
-        return response
+        return response | dict.fromkeys(ABSENT) | {"usage": usage_of(completions)}
 
     def chunks(self, chunk: CompletionChunk, prompt_token_ids: Sequence[int] | None) -> Iterator[Json]:
         """Yield the chunks of a stream; a choice's first one carries the prompt's ids, where they are asked for."""
@@ -53,7 +53,8 @@ class CompletionResponses:
             else:
                 choice["stop_reason"] = None
                 self._write_logprobs(choice, chunk.token_ids, chunk.logprobs, chunk.top_logprobs)
-            choice.pop("prompt_token_ids", None)
+            choice["prompt_token_ids"] = None
+            piece["system_fingerprint"] = None
             if not self._asked.return_token_ids:
                 choice["token_ids"] = None
             elif choice["index"] not in self._opened:
@@ -63,7 +64,8 @@ class CompletionResponses:
 
     def usage_chunk(self) -> Json:
         """Return the final chunk, which has the usage and no choices."""
-        return dict(self._answer.usage_chunk())
+        chunk: Json = dict(self._answer.usage_chunk())
+        return chunk | {"usage": with_details(chunk["usage"])}
 
     def _finish(self, choice: Json, completion: Completion) -> None:
         choice["stop_reason"] = stop_reason(completion, self._eos)
@@ -112,14 +114,15 @@ class ChatResponses:
             choice["stop_reason"] = stop_reason(completion, self._eos)
             choice["message"].setdefault("tool_calls", [])
             choice["message"]["reasoning"] = None
+            choice["routed_experts"] = None
             if not self._asked.return_token_ids:
                 choice["token_ids"] = None
             self._write_ids(choice, completion.token_ids, completion.top_logprobs)
         if not self._asked.return_token_ids:
             response["prompt_token_ids"] = None
         response["prompt_logprobs"] = prompt_logprobs(completions[0], self._texts)
-        response["system_fingerprint"] = None
-        return response
+        response["prompt_text"] = None
+        return response | dict.fromkeys(ABSENT) | {"usage": usage_of(completions)}
 
     def chunks(self, chunk: CompletionChunk, prompt_token_ids: Sequence[int] | None) -> Iterator[Json]:
         """Yield the chunks of a stream; the first one carries the prompt's ids, where they are asked for."""
@@ -127,6 +130,7 @@ class ChatResponses:
             piece: Json = dict(made)
             (choice,) = piece["choices"]
             choice.pop("prompt_token_ids", None)
+            piece |= {"prompt_token_ids": None, "prompt_text": None, "system_fingerprint": None}
             choice["stop_reason"] = None
             if choice["finish_reason"] is not None and chunk.completion is not None:
                 choice["stop_reason"] = stop_reason(chunk.completion, self._eos)
@@ -141,7 +145,8 @@ class ChatResponses:
 
     def usage_chunk(self) -> Json:
         """Return the final chunk, which has the usage and no choices."""
-        return dict(self._answer.usage_chunk())
+        chunk: Json = dict(self._answer.usage_chunk())
+        return chunk | {"usage": with_details(chunk["usage"])}
 
     def _write_ids(self, choice: Json, token_ids: Sequence[int], top: Sequence[TopLogprobs] | None) -> None:
         if choice["logprobs"] is None or not self._asked.return_tokens_as_token_ids:

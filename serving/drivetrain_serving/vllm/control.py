@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import wraps
+from types import MappingProxyType
 from typing import Final, TypeVar
 
 from starlette.exceptions import HTTPException
@@ -28,6 +29,21 @@ _R = TypeVar("_R", bound="ControlRoutes")
 _Route = Callable[[_R, Request], Awaitable[Response]]
 _POLL_S: Final = 0.05
 
+_PERMISSION: Final = MappingProxyType(
+    {
+        "object": "model_permission",
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
+)
+"""An entry that OpenAI's API no longer has, and vLLM writes."""
 _NO_TRANSFER: Final = (
     "this server takes weights from a folder (POST /update_weights {{weight_dir}}); it has no weight transfer engine, "
     "so {what} is refused"
@@ -90,7 +106,7 @@ class ControlRoutes:
             "root": root,
             "parent": parent,
             "max_model_len": length,
-            "permission": [],
+            "permission": [{"id": f"modelperm-{name}", "created": self._started, **_PERMISSION}],
         }
 
     async def server_info(self, request: Request) -> Response:

@@ -78,7 +78,9 @@ def error_answer(error: DrivetrainError) -> Response:
 
 
 def plain_error_answer(error: DrivetrainError) -> Response:
-    """Return the answer of the routes whose errors are a text: pause, resume, abort."""
+    """Return the answer of the routes whose errors are a text, unless the request is wrong: pause, resume, abort."""
+    if isinstance(error, InvalidRequest):
+        return error_answer(error)
     return json_answer({"error": str(error)}, status_of(error))
 
 

@@ -6,11 +6,11 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 
-from drivetrain.openai.choices import FINISH_REASON, json_logprob, usage
+from drivetrain.openai.choices import FINISH_REASON, json_logprob
 from drivetrain.openai.token_texts import TokenTexts
 from drivetrain.types.outputs import Completion, CompletionChunk, TopLogprobs
 from drivetrain_serving.served_engine import ServedEngine
-from drivetrain_serving.vllm.json_objects import Json, prompt_logprobs, stop_reason
+from drivetrain_serving.vllm.json_objects import Json, prompt_logprobs, stop_reason, usage_of
 from drivetrain_serving.vllm.payloads import GenerateRequest
 
 
@@ -37,11 +37,13 @@ class GenerateResponses:
         first = completions[0]
         return {
             **self._frame([self._choice(completion) for completion in completions]),
-            "usage": usage(completions),
+            "usage": usage_of(completions),
             "prompt_logprobs": prompt_logprobs(first, self._texts),
             "prompt_token_ids": first.prompt_token_ids if self._asked.return_token_ids else None,
             "mm_placeholders": None,
             "kv_transfer_params": None,
+            "metrics": None,
+            "prompt_token_id_logprobs": None,
         }
 
     def _choice(self, completion: Completion) -> Json:
@@ -52,6 +54,7 @@ class GenerateResponses:
             "finish_reason": FINISH_REASON[completion.finish_reason],
             "stop_reason": stop_reason(completion, self._eos),
             "routed_experts": completion.routed_experts,
+            "sampling_mask": None,
             "weight_versions": _weight_versions(completion),
         }
 
@@ -64,17 +67,19 @@ class GenerateResponses:
             "logprobs": token_logprobs(chunk.token_ids, chunk.logprobs, chunk.top_logprobs),
             "finish_reason": None,
             "stop_reason": None,
+            "routed_experts": None,
+            "sampling_mask": None,
         }
         if (completion := chunk.completion) is not None:
             self._ended.append(completion)
             choice["finish_reason"] = FINISH_REASON[completion.finish_reason]
             choice["stop_reason"] = stop_reason(completion, self._eos)
             choice["weight_versions"] = _weight_versions(completion)
-        yield self._frame([choice])
+        yield {**self._frame([choice]), "usage": None}
 
     def usage_chunk(self) -> Json:
         """Return the final chunk, which has the usage and no choices."""
-        return {**self._frame([]), "usage": usage(self._ended)}
+        return {**self._frame([]), "usage": usage_of(self._ended)}
 
     def _frame(self, choices: list[Json]) -> Json:
         return {

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
-from drivetrain.openai.choices import json_logprob
+from drivetrain.openai.choices import json_logprob, usage
 from drivetrain.openai.token_texts import TokenTexts
 from drivetrain.types.outputs import Completion, FinishReason, TopLogprobs
 
@@ -40,3 +40,18 @@ def _ranked(token_id: int, logprob: float, top: TopLogprobs, texts: TokenTexts) 
 
 def _entry(logprob: float, rank: int | None, text: str) -> Json:
     return {"logprob": json_logprob(logprob), "rank": rank, "decoded_token": text}
+
+
+ABSENT: Final = ("ec_transfer_params", "kv_transfer_params", "metrics", "service_tier", "system_fingerprint")
+"""Fields of features that no engine here has: vLLM writes null, and some clients look for the key."""
+
+
+def usage_of(completions: Sequence[Completion]) -> Json:
+    """Return the token counts of a call, with vLLM's details."""
+    return with_details(dict(usage(completions)))
+
+
+def with_details(counts: Json) -> Json:
+    """Add the details that vLLM writes to token counts."""
+    prompt = counts["prompt_tokens_details"] | {"created_cache_tokens": None, "multimodal_tokens": None}
+    return counts | {"prompt_tokens_details": prompt, "completion_tokens_details": None}
