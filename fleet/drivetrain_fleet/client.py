@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from drivetrain.backend.toolkit.deadlines import deadline
 from drivetrain.checks.safe_repr import shown
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.parts import PartKinds
+from drivetrain.engine.shared_state import EngineFacts
 from drivetrain.engine.states import EngineState
 from drivetrain.engine.validation import check_seconds
 from drivetrain.errors import EngineStateError, InvalidConfig, InvalidRequest
 from drivetrain.types.arguments import checked
+from drivetrain.types.capability import Capability
 from drivetrain_fleet.agreement import fleet_capabilities, fleet_isolation, require_capabilities
 from drivetrain_fleet.backend import FleetBackend
 from drivetrain_fleet.members import Member, MemberReport
@@ -78,6 +81,11 @@ class InferenceEngineClient(InferenceEngine):
             raise InvalidConfig(f"exact_failover={shown(exact_failover)}: expected a bool", field="exact_failover")
         if not isinstance(resume, bool):
             raise InvalidConfig(f"resume={shown(resume)}: expected a bool", field="resume")
+        if resume and not exact_failover:
+            raise InvalidConfig(
+                "resume=True needs the tokens that exact_failover=False does not ask for; leave one of them out",
+                field="resume",
+            )
         backend = FleetBackend(
             by_name,
             min_engines=min_engines,
@@ -110,6 +118,11 @@ class InferenceEngineClient(InferenceEngine):
     def members(self) -> tuple[MemberReport, ...]:
         """The engines with their health, version and load, in the order in which they joined."""
         return tuple(member.report() for member in self._fleet.members)
+
+    def _facts(self) -> EngineFacts:
+        """Describe the fleet to holders, which are not told when its ranks change and so cannot broadcast to them."""
+        facts = super()._facts()
+        return replace(facts, capabilities=facts.capabilities - {Capability.WEIGHTS_BROADCAST.value})
 
     @property
     def weight_update_ranks(self) -> tuple[str, ...]:

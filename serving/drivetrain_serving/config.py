@@ -37,7 +37,7 @@ class ServerConfig(BaseModel):
     )
     body_timeout: PositiveFloat = Field(default=60.0, description="Seconds in which a request body must have come.")
     send_timeout: PositiveFloat = Field(
-        default=60.0, description="Seconds in which a client must take a part of a response; else it is cut off."
+        default=60.0, description="Seconds in which a client must take a part of a stream; else its requests end."
     )
     shutdown_timeout: PositiveFloat = Field(
         default=30.0, description="Seconds that requests in flight get to end after SIGTERM."

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, Info, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,8 +9,6 @@ from starlette.responses import Response
 from drivetrain.engine.states import EngineState
 from drivetrain.errors import DrivetrainError
 from drivetrain_serving.served_engine import ServedEngine
-
-_SERVES: Final = frozenset({EngineState.READY})
 
 
 class OperationRoutes:
@@ -34,7 +30,7 @@ class OperationRoutes:
     async def ready(self, request: Request) -> Response:
         """Answer GET ``/ready``: 200 if a request would be served now."""
         del request
-        return Response(status_code=200 if self._engine.state in _SERVES else 503)
+        return Response(status_code=200 if self._engine.state is EngineState.READY else 503)
 
     async def metrics(self, request: Request) -> Response:
         """Answer GET ``/metrics`` in Prometheus' text format."""

@@ -53,7 +53,7 @@ class ServedEngine:
         if model is None or model in self._accepted:
             return None
         if model not in self.adapters:
-            path = self._in_folder(model)
+            path = await asyncio.to_thread(self._in_folder, model)
             if path is None:
                 raise InvalidRequest(f"The model {shown(model)} does not exist.", field="model")
             async with self._loading:
@@ -101,8 +101,8 @@ class ServedEngine:
             await self.engine.unload_lora_adapter(name)
             self.adapters.pop(name, None)
 
-    def version_of(self, path: str | None) -> str:
-        """Return a label for an update whose sender gave none: its folder's name, or else a number."""
+    def version_of(self, path: str) -> str:
+        """Return a label for an update whose sender gave none: its folder's name, or a number if that is served."""
         self._updates += 1
-        name = Path(path).name if path else ""
-        return name if name and name != self.engine.get_weight_version() else f"update-{self._updates}"
+        name = Path(path).name
+        return name if name not in ("", self.engine.get_weight_version()) else f"update-{self._updates}"

@@ -76,13 +76,19 @@ class Server:
         """
         self._socket = _listening(self.config)
         self._serving = asyncio.ensure_future(self._server.serve([self._socket]))
-        await self._server.listens.wait()
+        listening = asyncio.ensure_future(self._server.listens.wait())
+        try:
+            await asyncio.wait([listening, self._serving], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            listening.cancel()
+        if self._serving.done():
+            self._serving.result()
 
     async def close(self) -> None:
         """Take no more requests, give those in flight ``shutdown_timeout`` to end, and stop."""
         self._server.should_exit = True
         if self._serving is not None:
-            await asyncio.wait([self._serving])
+            await self._serving
 
     async def __aenter__(self) -> Self:
         """Start."""

@@ -20,6 +20,8 @@ from drivetrain import (
     InferenceEngine,
     InvalidRequest,
     MemberLost,
+    UnsupportedCapability,
+    attach,
 )
 from drivetrain_fleet import Health
 from drivetrain_weight_sync import WeightSync
@@ -178,6 +180,17 @@ async def test_an_engine_that_dies_while_the_group_forms_is_named(model: Path) -
             await require_serves(fleet, "initial")
             await sync.push(version="two")
         await require_serves(fleet, "two")
+
+
+async def test_a_holder_of_the_fleet_cannot_broadcast(model: Path) -> None:
+    async with Fleet([local(model), local(model)]) as fleet:
+        assert fleet.supports("weights_broadcast")
+        holder = await attach(await fleet.handle())
+        with pytest.raises(UnsupportedCapability, match="broadcast"):
+            async with WeightSync.connect(await tensors_for(holder), holder, "broadcast") as sync:
+                await sync.push(version="never")
+        await holder.teardown()
+        await require_serves(fleet, "initial")
 
 
 async def test_a_group_that_is_too_small_for_all_ranks_is_refused(model: Path) -> None:

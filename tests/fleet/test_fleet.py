@@ -389,11 +389,14 @@ def test_wrong_arguments_are_refused_by_name(model: Path) -> None:
     counts = ("min_engines", "max_staleness", "max_waiting", "max_samples_per_engine")
     wrong = [(field, value) for field in counts for value in (-1, True, "1", 1.5)]
     wrong += [("min_engines", 2), ("min_engines", 0), ("max_waiting", 0), ("max_samples_per_engine", 0)]
-    wrong += [("routing", 5), ("exact_failover", "no")]
+    wrong += [("routing", 5), ("exact_failover", "no"), ("resume", "no")]
     for field, value in wrong:
         with pytest.raises(InvalidConfig, match=field) as caught:
             InferenceEngineClient([one], **{field: value})  # type: ignore[arg-type]
         assert caught.value.field == field
+    with pytest.raises(InvalidConfig, match="exact_failover=False") as caught:
+        InferenceEngineClient([one], resume=True, exact_failover=False)
+    assert caught.value.field == "resume"
     for engines in (5, None, "one", ["one"], {1: one}):
         with pytest.raises(InvalidConfig, match="engines"):
             InferenceEngineClient(engines)  # type: ignore[arg-type]

@@ -18,6 +18,13 @@ HANGING = 240.0
 """Seconds after which an awaited operation counts as hanging, also on a busy machine."""
 
 
+async def require_ready_and_idle(engine: InferenceEngine) -> None:
+    """Fail if a test left a shared engine in another state, or with requests."""
+    stats = await engine.stats()
+    assert engine.state.value == "ready", engine.status.describe()
+    assert (stats.running, stats.waiting) == (0, 0)
+
+
 async def until_running(engine: InferenceEngine, count: int, within: float = HANGING) -> None:
     """Wait until at least ``count`` samples run in the engine; fail after ``within`` seconds."""
     await _until(engine, lambda running: running >= count, f"at least {count}", within)

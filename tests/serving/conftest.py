@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from drivetrain import InferenceEngine, create_engine
 from drivetrain.testing import tiny_model
 from drivetrain_serving import Server, ServerConfig
+from engines import require_ready_and_idle
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -56,9 +57,7 @@ async def served(model: Path) -> AsyncIterator[InferenceEngine]:
 async def engine(served: InferenceEngine) -> AsyncIterator[InferenceEngine]:
     """The engine behind the server; a test must leave it ready and idle."""
     yield served
-    stats = await served.stats()
-    assert served.state.value == "ready", served.status.describe()
-    assert (stats.running, stats.waiting) == (0, 0)
+    await require_ready_and_idle(served)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from drivetrain import InferenceEngine, SamplingParams, TokenPrompt
+from drivetrain_serving.vllm.payloads import read_chat
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -94,6 +95,7 @@ async def test_what_changes_nothing_is_taken(client: httpx.AsyncClient, tolerate
         ({"temperature": -1}, "temperature"),
         ({"max_tokens": "8"}, "max_tokens"),
         ({"suffix": "x"}, "suffix"),
+        ({"guided_json": {"type": "object"}}, "guided_json"),
         ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
         ({"prompt": []}, "prompt"),
     ],
@@ -219,6 +221,21 @@ async def test_chats_are_those_of_the_engine(client: httpx.AsyncClient, engine: 
 # Token ids in, token ids out -----------------------------------------------------------------------------------------
 
 
+async def test_what_would_change_a_chats_prompt_is_refused(client: httpx.AsyncClient) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    for field in ("chat_template", "documents", "mm_processor_kwargs"):
+        response = await client.post("/v1/chat/completions", json={"messages": messages, field: ["x"]})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, field)
+
+
+def test_the_template_gets_the_reasoning_effort_if_it_reads_it() -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "reasoning_effort": "low"}
+    assert read_chat(body, "{{ reasoning_effort }}", stream=False).chat_template_kwargs == {"reasoning_effort": "low"}
+    assert read_chat(body, "{{ messages }}", stream=False).chat_template_kwargs == {}
+    given = {**body, "chat_template_kwargs": {"reasoning_effort": "high"}}
+    assert read_chat(given, "{{ reasoning_effort }}", stream=False).chat_template_kwargs["reasoning_effort"] == "high"
+
+
 async def test_ids_in_ids_out(client: httpx.AsyncClient, engine: InferenceEngine) -> None:
     params = {"temperature": 0, "max_tokens": 8, "logprobs": 1, "output_kind": 2, "detokenize": False}
     body = await answer(
@@ -256,6 +273,7 @@ async def test_without_max_tokens_it_goes_up_to_the_context(client: httpx.AsyncC
         ({"token_ids": [5], "sampling_params": {"temperature": None}}, "temperature"),
         ({"token_ids": [5], "sampling_params": {"top_p": 2}}, "top_p"),
         ({"token_ids": [5], "sampling_params": {}, "features": {"mm_hashes": {}}}, "features"),
+        ({"token_ids": [5], "sampling_params": {}, "kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
         ({"token_ids": [-1], "sampling_params": {}}, "token_ids"),
         ({"token_ids": [10**6], "sampling_params": {}}, "token_ids"),
     ],

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
+from collections.abc import AsyncGenerator
+from contextlib import nullcontext
 
 import httpx
 import pytest
 from pydantic import ValidationError
+from starlette.requests import ClientDisconnect
+from starlette.types import Message
 
-from drivetrain import InferenceEngine, InvalidConfig
+from drivetrain import EngineDied, InferenceEngine, InvalidConfig
 from drivetrain_serving import Server, ServerConfig
+from drivetrain_serving.http.answers import event_stream
+from drivetrain_serving.vllm.errors import body_of
 from engines import HANGING
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -120,6 +127,55 @@ async def test_a_body_that_does_not_come_is_given_up(engine: InferenceEngine) ->
         async with asyncio.timeout(HANGING):
             assert b" 408 " in await reader.readline()
         writer.close()
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["takes nothing", "leaves"])
+async def test_a_stream_ends_with_a_client_that_takes_nothing_or_leaves(leaves: bool) -> None:
+    closed, never = asyncio.Event(), asyncio.Event()
+
+    async def pieces() -> AsyncGenerator[object, None]:
+        try:
+            while True:
+                yield "piece"
+        finally:
+            closed.set()
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await never.wait()
+
+    async def receive() -> Message:
+        if not leaves:
+            await never.wait()
+        return {"type": "http.disconnect"}
+
+    stream = await event_stream(pieces(), lambda error: {"error": str(error)}, HANGING if leaves else 0.05)
+    async with asyncio.timeout(HANGING):
+        with nullcontext() if leaves else pytest.raises(ClientDisconnect):
+            await stream({"type": "http"}, receive, send)
+        await closed.wait()
+
+
+async def test_an_error_in_a_stream_is_its_last_event() -> None:
+    async def pieces() -> AsyncGenerator[object, None]:
+        yield "piece"
+        raise EngineDied("it ended")
+
+    sent: list[bytes] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message.get("body", b""))
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    await (await event_stream(pieces(), body_of, HANGING))({"type": "http"}, receive, send)
+    assert [json.loads(body.removeprefix(b"data: ")) for body in sent[1:3]] == [
+        "piece",
+        body_of(EngineDied("it ended")),
+    ]
+    assert sent[3] == b"data: [DONE]\n\n"
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/completions", 405), ("GET", "/nowhere", 404)])

@@ -12,7 +12,7 @@ import torch
 
 from drivetrain import InferenceEngine, create_engine
 from drivetrain.testing import tiny_model
-from engines import OpenEngine
+from engines import OpenEngine, require_ready_and_idle
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -35,9 +35,7 @@ async def shared_engine(request: pytest.FixtureRequest, model: Path) -> AsyncIte
 async def engine(shared_engine: InferenceEngine) -> AsyncIterator[InferenceEngine]:
     """The shared engine; a test must leave it ready and idle."""
     yield shared_engine
-    stats = await shared_engine.stats()
-    assert shared_engine.state.value == "ready", shared_engine.status.describe()
-    assert (stats.running, stats.waiting) == (0, 0)
+    await require_ready_and_idle(shared_engine)
 
 
 @pytest.fixture

@@ -26,8 +26,8 @@ def json_answer(body: object, status: int = 200) -> Response:
 class EventStream(Response):
     """Server-sent events, one for each piece, and ``[DONE]`` at the end.
 
-    When the client goes, ``pieces`` is closed at once, also while none comes. A client that does not take an event in
-    time is cut off.
+    When the client goes, ``pieces`` is closed at once, also while none comes; likewise when it does not take an event
+    in time.
 
     Args:
         pieces: The events to send.
@@ -64,8 +64,8 @@ class EventStream(Response):
             await asyncio.gather(sending, leaving, return_exceptions=True)
 
     async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async with aclosing(self._pieces) as pieces:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await self._event(send, self._first)
             try:
                 async for piece in pieces:

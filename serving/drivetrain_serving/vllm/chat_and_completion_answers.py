@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Generic, TypeVar
 
 from drivetrain.openai.chat_answer import ChatAnswer
 from drivetrain.openai.choices import json_logprob
@@ -12,25 +13,35 @@ from drivetrain.types.outputs import Completion, CompletionChunk, TopLogprobs
 from drivetrain_serving.vllm.json_objects import ABSENT, Json, prompt_logprobs, stop_reason, usage_of, with_details
 from drivetrain_serving.vllm.payloads import ChatRequest, CompletionRequest
 
+_Asked = TypeVar("_Asked", bound=CompletionRequest | ChatRequest)
+_Answer = TypeVar("_Answer", bound=CompletionAnswer | ChatAnswer)
 
-class CompletionResponses:
-    """Builds the response to one request to ``/v1/completions``.
+
+class _Responses(Generic[_Asked, _Answer]):
+    """The response to one request.
 
     Args:
         asked: The request.
-        answer: Builds the response without what is vLLM's.
+        answer: Builds the response without vLLM's own fields.
         texts: Texts of tokens.
         eos_token_ids: The model's EOS ids.
     """
 
-    def __init__(
-        self, asked: CompletionRequest, answer: CompletionAnswer, texts: TokenTexts, eos_token_ids: Sequence[int]
-    ) -> None:
+    def __init__(self, asked: _Asked, answer: _Answer, texts: TokenTexts, eos_token_ids: Sequence[int]) -> None:
         self._asked = asked
         self._answer = answer
         self._texts = texts
         self._eos = eos_token_ids
         self._opened: set[int] = set()
+
+    def usage_chunk(self) -> Json:
+        """Return the final chunk, which has the usage and no choices."""
+        chunk: Json = dict(self._answer.usage_chunk())
+        return chunk | {"usage": with_details(chunk["usage"])}
+
+
+class CompletionResponses(_Responses[CompletionRequest, CompletionAnswer]):
+    """Builds the response to one request to ``/v1/completions``."""
 
     def whole(self, completions: Sequence[Completion]) -> Json:
         """Return the whole response."""
@@ -62,11 +73,6 @@ class CompletionResponses:
             self._opened.add(choice["index"])
             yield piece
 
-    def usage_chunk(self) -> Json:
-        """Return the final chunk, which has the usage and no choices."""
-        chunk: Json = dict(self._answer.usage_chunk())
-        return chunk | {"usage": with_details(chunk["usage"])}
-
     def _finish(self, choice: Json, completion: Completion) -> None:
         choice["stop_reason"] = stop_reason(completion, self._eos)
         if not self._asked.return_token_ids:
@@ -97,15 +103,8 @@ class CompletionResponses:
             ]
 
 
-class ChatResponses:
-    """Builds the response to one request to ``/v1/chat/completions``; arguments as :class:`CompletionResponses`."""
-
-    def __init__(self, asked: ChatRequest, answer: ChatAnswer, texts: TokenTexts, eos_token_ids: Sequence[int]) -> None:
-        self._asked = asked
-        self._answer = answer
-        self._texts = texts
-        self._eos = eos_token_ids
-        self._opened: set[int] = set()
+class ChatResponses(_Responses[ChatRequest, ChatAnswer]):
+    """Builds the response to one request to ``/v1/chat/completions``."""
 
     def whole(self, completions: Sequence[Completion]) -> Json:
         """Return the whole response."""
@@ -142,11 +141,6 @@ class ChatResponses:
                 piece["prompt_token_ids"] = prompt_token_ids
             self._opened.add(choice["index"])
             yield piece
-
-    def usage_chunk(self) -> Json:
-        """Return the final chunk, which has the usage and no choices."""
-        chunk: Json = dict(self._answer.usage_chunk())
-        return chunk | {"usage": with_details(chunk["usage"])}
 
     def _write_ids(self, choice: Json, token_ids: Sequence[int], top: Sequence[TopLogprobs] | None) -> None:
         if choice["logprobs"] is None or not self._asked.return_tokens_as_token_ids:

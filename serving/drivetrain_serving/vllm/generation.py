@@ -82,9 +82,9 @@ class GenerationRoutes:
         return await self._response(call, responses, asked)
 
     async def _chat_completions(self, body: Mapping[str, object]) -> Response:
-        asked = read_chat(body, stream=body.get("stream") is True)
-        call = await self._routed(chat_call(asked), asked)
         engine = self._served.engine
+        asked = read_chat(body, engine.tokenizer.chat_template(()) or "", stream=body.get("stream") is True)
+        call = await self._routed(chat_call(asked), asked)
         parser = engine.config.tool_call_parser
         answer = ChatAnswer(asked, self._id("chatcmpl", asked), self._name(asked), engine.tokenizer, parser)
         responses = ChatResponses(asked, answer, self._texts, engine.model_info.eos_token_ids)

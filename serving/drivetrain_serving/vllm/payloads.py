@@ -28,8 +28,10 @@ _SEEDS: Final = (1 << 63) - 1
 """Engines take seeds from 0; a negative one keeps its other 63 bits."""
 
 _REFUSED: Final = (
-    *("allowed_media_domains", "bad_words", "kv_transfer_params", "ec_transfer_params", "prompt_embeds"),
-    *("thinking_token_budget", "truncate_prompt_tokens", "use_beam_search", "vllm_xargs", "logprob_token_ids"),
+    *("allowed_media_domains", "bad_words", "chat_template", "documents", "ec_transfer_params", "guided_choice"),
+    *("guided_grammar", "guided_json", "guided_regex", "kv_transfer_params", "logprob_token_ids", "media_io_kwargs"),
+    *("mm_processor_kwargs", "prompt_embeds", "thinking_token_budget", "truncate_prompt_tokens", "use_beam_search"),
+    "vllm_xargs",
 )
 """Fields that change the answer and are not honoured; null, false and empty values are taken."""
 _EMPTY: Final[tuple[object, ...]] = (None, False, "", [], {})
@@ -76,8 +78,13 @@ def read_completion(body: Mapping[str, object], *, stream: bool) -> CompletionRe
     return _parsed(CompletionRequest, fields, stream)
 
 
-def read_chat(body: Mapping[str, object], *, stream: bool) -> ChatRequest:
+def read_chat(body: Mapping[str, object], template: str, *, stream: bool) -> ChatRequest:
     """Read a request to ``/v1/chat/completions``.
+
+    Args:
+        body: The request.
+        template: The model's chat template. It gets ``reasoning_effort`` if it reads it.
+        stream: True if the response will be streamed.
 
     Raises:
         InvalidRequest: a field is wrong, or cannot be honoured.
@@ -91,7 +98,9 @@ def read_chat(body: Mapping[str, object], *, stream: bool) -> ChatRequest:
         fields.pop("logprobs", None)
         if not fields.get("top_logprobs"):
             fields.pop("top_logprobs", None)
-    fields.pop("reasoning_effort", None)
+    effort, variables = fields.pop("reasoning_effort", None), fields.get("chat_template_kwargs") or {}
+    if effort is not None and "reasoning_effort" in template and isinstance(variables, Mapping):
+        fields["chat_template_kwargs"] = {"reasoning_effort": effort, **variables}
     return _parsed(ChatRequest, fields, stream)
 
 
@@ -101,12 +110,17 @@ def _parsed(kind: type[_A], fields: dict[str, object], stream: bool) -> _A:
     return parse(kind, fields, stream=stream)
 
 
+def _refuse(body: Mapping[str, object]) -> None:
+    """Refuse a field that would change the answer and is not honoured."""
+    for name in _REFUSED:
+        if body.get(name) not in _EMPTY:
+            raise InvalidRequest(f"{name}={shown(body[name])} is not supported; leave it out", field=name)
+
+
 def _common(body: Mapping[str, object]) -> dict[str, object]:
     """Return the fields that are given, in the engine's words."""
-    fields = {name: value for name, value in body.items() if value is not None}
-    for name in _REFUSED:
-        if fields.pop(name, None) not in _EMPTY:
-            raise InvalidRequest(f"{name}={shown(body[name])} is not supported; leave it out", field=name)
+    _refuse(body)
+    fields = {name: value for name, value in body.items() if value is not None and name not in _REFUSED}
     if not fields.get("suffix"):
         fields.pop("suffix", None)
     if fields.get("top_k") == -1:
@@ -212,6 +226,7 @@ def read_generate(body: Mapping[str, object]) -> tuple[GenerateRequest, Call]:
     Raises:
         InvalidRequest: a field is wrong, or cannot be honoured.
     """
+    _refuse(body)
     for name, remedy in _OF_GENERATE.items():
         if body.get(name) not in _EMPTY:
             raise InvalidRequest(f"{name} is not supported: {remedy}", field=name)
