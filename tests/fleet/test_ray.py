@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -333,6 +334,11 @@ def lost_node(cluster: Cluster) -> Iterator[LostNode]:
     node.come()
     yield node
     node.lose()
+    # Until Ray knows that the node is gone, it would place other tests' actors there.
+    until_s = time.monotonic() + LOST_S
+    while any(one["Alive"] and "lost" in one["Resources"] for one in ray.nodes()):
+        assert time.monotonic() < until_s, "Ray still counts the lost node as alive"
+        time.sleep(0.1)
 
 
 @pytest.mark.slow
