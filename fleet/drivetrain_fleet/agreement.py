@@ -14,12 +14,7 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Isolation, Timeouts
 from drivetrain.types.weights import TensorSpec, WeightManifest
 
-_UNCLAIMED: Final = frozenset(
-    {
-        Capability.WEIGHTS_CUDA_IPC,  # not run yet with several engines
-        Capability.PROFILE,  # each engine would write a trace of its own
-    }
-)
+_UNCLAIMED: Final = frozenset({Capability.PROFILE})  # each engine would write a trace of its own
 """Capabilities that a fleet does not have, whatever its engines have."""
 _AT_ENGINE: Final = frozenset({Capability.STREAMING, Capability.ABORT})
 """Capabilities without which the engine page cannot look for stops on text itself."""
@@ -117,6 +112,8 @@ def fleet_capabilities(engines: Iterable[InferenceEngine]) -> frozenset[Capabili
     """Return the capabilities that every engine claims, less those that no fleet has."""
     engines = list(engines)
     shared = frozenset.intersection(*(engine.capabilities for engine in engines)) - _UNCLAIMED
+    if any(engine.isolation is Isolation.INLINE for engine in engines):
+        shared -= {Capability.WEIGHTS_CUDA_IPC}  # a process cannot open handles of its own memory
     native = native_stops(engines)
     for kind, capability in ((StopKind.STRING, Capability.STOP_STRINGS), (StopKind.REGEX, Capability.STOP_REGEX)):
         if kind not in native and not shared >= _AT_ENGINE:

@@ -14,14 +14,17 @@ from typing import Any
 import pytest
 
 from drivetrain import (
+    Capability,
     Completion,
     DeadlineExceeded,
     DiskSource,
     EngineInternalError,
     EngineStateError,
     GenerateRequest,
+    InferenceEngine,
     InvalidRequest,
     InvalidWeights,
+    Isolation,
     LoraSource,
     MemberLost,
     PauseMode,
@@ -35,6 +38,7 @@ from drivetrain import (
 )
 from drivetrain_conformance.assets.made_adapters import make_adapter
 from drivetrain_fleet import Health
+from drivetrain_fleet.agreement import fleet_capabilities
 from drivetrain_fleet.kept_adapters import KeptAdapters
 from drivetrain_fleet.members import Member
 from drivetrain_weight_sync import WeightSync
@@ -78,6 +82,20 @@ async def test_what_cannot_reach_several_engines_is_refused_by_name(model: Path)
     async with fleet_of(2, model) as fleet:
         with pytest.raises(UnsupportedCapability, match="cuda_ipc"):
             WeightSync.connect(await tensors_for(fleet), fleet, "cuda_ipc")
+
+
+def test_gpu_memory_is_mapped_by_a_fleet_whose_engines_are_in_other_processes(model: Path) -> None:
+    maps = Capability.WEIGHTS_CUDA_IPC
+
+    def engine(isolation: Isolation) -> InferenceEngine:
+        made = local(model)
+        return InferenceEngine(
+            made.config, made.parts.backend, capabilities=frozenset({maps}), isolation=isolation, versions={}
+        )
+
+    assert maps in fleet_capabilities([engine(Isolation.PROCESS), engine(Isolation.PROCESS)])
+    assert maps not in fleet_capabilities([engine(Isolation.PROCESS), engine(Isolation.INLINE)])
+    assert maps not in fleet_capabilities([engine(Isolation.PROCESS), local(model)])
 
 
 async def test_sources_are_read_once(model: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from drivetrain.errors import DeadlineExceeded, EngineBusy, InvalidRequest, WeightTransferFailed
 from drivetrain.types.weights import CommunicatorSpec, TensorSpec, WeightManifest, WeightUpdateRequest
 from drivetrain_weight_sync import make_plan
-from drivetrain_weight_sync.transports.broadcast import BroadcastReader, BroadcastSender
+from drivetrain_weight_sync.transports.broadcast import BroadcastReader, BroadcastSender, require_own_gpu
 from drivetrain_weight_sync.transports.process_groups import Group, Groups, meeting_place
 
 CPU = torch.device("cpu")
@@ -221,3 +221,11 @@ def test_memory_that_may_still_be_written_is_not_used_again(
     assert any(before in kept for kept in group._kept if isinstance(kept, tuple)), (
         "it is held until the group has ended"
     )
+
+
+def test_nccl_is_refused_where_trainer_and_engine_share_a_gpu() -> None:
+    require_own_gpu("GPU-0", ["GPU-1", "GPU-2"])
+    require_own_gpu("GPU-0", [])
+    with pytest.raises(InvalidRequest, match="one rank of each GPU, and GPU-1 holds the trainer's weights") as caught:
+        require_own_gpu("GPU-1", ["GPU-0", "GPU-1"])
+    assert caught.value.field == "group_backend"

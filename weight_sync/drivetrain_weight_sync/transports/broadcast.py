@@ -12,7 +12,7 @@ from typing import Any, Final, TypeGuard
 
 import torch
 
-from drivetrain.errors import DrivetrainError, EngineDied, MemberLost, WeightTransferFailed
+from drivetrain.errors import DrivetrainError, EngineDied, InvalidRequest, MemberLost, WeightTransferFailed
 from drivetrain.types.weights import (
     BroadcastSource,
     CommunicatorSpec,
@@ -23,6 +23,7 @@ from drivetrain.types.weights import (
 )
 from drivetrain_weight_sync.tensors.dtypes import dtype_of
 from drivetrain_weight_sync.transports.base import Opened, Reader, Sender, slot
+from drivetrain_weight_sync.transports.device_memory import uuid_of
 from drivetrain_weight_sync.transports.process_groups import Broadcast, Group, GroupBackend, Groups, meeting_place
 from drivetrain_weight_sync.transports.threads import in_thread
 from drivetrain_weight_sync.transports.updatable_engine import UpdatableEngine, UpdateUnderWay
@@ -34,6 +35,24 @@ _BYTES_PER_CALL: Final[Mapping[GroupBackend, int]] = {"gloo": 1 << 30, "nccl": 1
 _GRACE_S: Final = 5.0
 """How long a broken broadcast waits for the engine's answer, such as its death or a fleet's lost engine."""
 _logger = logging.getLogger(__name__)
+
+
+def require_own_gpu(own: str, engines: Sequence[str]) -> None:
+    """Refuse a group of NCCL in which a rank of the engine is on the trainer's GPU.
+
+    Args:
+        own: UUID of the trainer's GPU.
+        engines: UUIDs of the GPUs that the engine reports.
+
+    Raises:
+        InvalidRequest: NCCL could not form the group.
+    """
+    if own in engines:
+        raise InvalidRequest(
+            f"group_backend='nccl' takes one rank of each GPU, and {own} holds the trainer's weights and a rank of the "
+            "engine; use strategy 'cuda_ipc', or put trainer and engine on different GPUs",
+            field="group_backend",
+        )
 
 
 class BroadcastSender(Sender):
@@ -96,6 +115,8 @@ class BroadcastSender(Sender):
         ranks = tuple(engine.weight_update_ranks)
         if self._group is not None and self._ranks == ranks:
             return
+        if self._backend == "nccl":
+            require_own_gpu(uuid_of(self._device), engine.gpus)
         await self.disconnect(engine)
         name = self._name  # the staged update names this group
         self.leave()
