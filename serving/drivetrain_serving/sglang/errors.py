@@ -13,7 +13,7 @@ from drivetrain_serving.http.error_statuses import UNREAD, described, field_of, 
 
 
 class BrokenContract(Exception):
-    """A body of ``/generate`` has a field of a wrong type, or an unknown sampling parameter."""
+    """A sampling parameter of ``/generate`` has a wrong type, or is unknown."""
 
 
 def status_here(error: DrivetrainError) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, StrictBool, StrictInt, StrictStr, ValidationError
+from starlette.exceptions import HTTPException
 
 from drivetrain.checks.pydantic_errors import describe_validation_error
 from drivetrain.checks.safe_repr import shown
@@ -104,7 +105,8 @@ def read_generate(given: Mapping[str, object], vocab_size: int) -> Generation:
         vocab_size: Size of the model's vocabulary: a ``top_k`` as large as it is off.
 
     Raises:
-        BrokenContract: a field has the wrong type, or a sampling parameter is unknown.
+        HTTPException: a field has the wrong type.
+        BrokenContract: a sampling parameter has the wrong type, or is unknown.
         InvalidRequest: a value is wrong, or cannot be honoured.
     """
     for name in _REFUSED:
@@ -114,7 +116,7 @@ def read_generate(given: Mapping[str, object], vocab_size: int) -> Generation:
     try:
         body = GenerateBody.model_validate({name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
-        raise BrokenContract(describe_validation_error(error, GenerateBody)[1]) from None
+        raise HTTPException(400, describe_validation_error(error, GenerateBody)[1]) from None
     prompts, of_prompts, batch = _prompts(body)
     count = len(prompts)
     samplings = _samplings(body.sampling_params, count)

@@ -90,7 +90,8 @@ def engine_params(asked: Sampling, vocab_size: int) -> dict[str, object]:
     given = {name: getattr(asked, name) for name in _SAME}
     params: dict[str, object] = {name: value for name, value in given.items() if value is not None}
     params["max_new_tokens"] = MAX_NEW_TOKENS if asked.max_new_tokens is None else asked.max_new_tokens
-    params["top_k"] = _top_k(asked.top_k, vocab_size)
+    if asked.temperature != 0:  # greedy: SGLang reads no top_k, and 0 is no error then
+        params["top_k"] = _top_k(asked.top_k, vocab_size)
     if asked.sampling_seed is not None:
         params["seed"] = seed_of(asked.sampling_seed)
     if asked.logit_bias:

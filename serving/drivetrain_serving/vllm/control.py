@@ -275,11 +275,16 @@ class ControlRoutes:
 
     @_refusals(error_answer)
     async def update_weight_version(self, request: Request) -> Response:
-        """Answer POST ``/update_weight_version``: a new label for the weights that are served."""
+        """Answer POST ``/update_weight_version``: a new label for the weights that are served.
+
+        ``abort_all_requests: true``, which SGLang's clients send, ends all requests first.
+        """
         body = await read_json(request, self._served.config)
         version = body.get("new_version")
         if not isinstance(version, str):
             raise InvalidRequest(f"new_version={shown(version)}: expected a string", field="new_version")
+        if body.get("abort_all_requests") is True:
+            await self._engine.abort_generation()
         await self._engine.update_weight_version(version)
         return json_answer({"success": True, "new_version": version})
 
