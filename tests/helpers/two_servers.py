@@ -79,6 +79,7 @@ def compare(asked: Asked, of_theirs: Answers, of_ours: Answers) -> None:
         path
         for path in {path for path, _ in their_shape} - our_types.keys()
         if not any(path == one or path.startswith(f"{one}.") for one in asked.lacks)
+        and not any(one.startswith(f"{path}.") for one in our_types)  # theirs is null, ours an object
     )
     assert not absent, f"ours lacks {absent}"
     differ = sorted(

@@ -33,6 +33,16 @@ _OPENAI: Final = (
     *("metadata.weight_version", "metadata.weight_versions", "metadata.weight_versions.[].version"),
     *("metadata.weight_versions.[].start", "metadata.weight_versions.[].end", "[].choices.[].delta.reasoning_content"),
 )
+# Counts of SGLang's scheduler.
+_LOADS: Final = (
+    *("loads.[].cache_hit_rate", "loads.[].decode_moments", "loads.[].gen_throughput"),
+    *("loads.[].max_total_num_tokens", "loads.[].num_active_tokens", "loads.[].num_prealloc_ready_tokens"),
+    *("loads.[].num_total_tokens", "loads.[].num_used_tokens", "loads.[].num_waiting_uncached_tokens"),
+    *("loads.[].token_usage", "loads.[].total_prefill_busy_us", "loads.[].total_prefill_uncached_tokens"),
+    "loads.[].utilization",
+)
+_INTERNAL: Final = ("http_worker_ipc", "rid")
+"""Fields of SGLang's messages between its processes."""
 
 
 def generate(name: str, lacks: tuple[str, ...] = _META, **body: object) -> Asked:
@@ -75,7 +85,7 @@ ASKED: Final = (
              sampling_params={"max_new_tokens": 4, "stop": None, "stop_token_ids": None, "temperature": None,
                               "top_k": None, "top_p": None, "sampling_seed": None}),
     generate("unknown field", input_ids=[5], sampling_params=SHORT, of_a_later_release=1),
-    generate("no sampling parameters", input_ids=[5]),
+    generate("as many tokens as SGLang makes", input_ids=[5], sampling_params={"temperature": 0, "ignore_eos": True}),
     sampled("slime", top_p=1.0, top_k=-1, stop=None, stop_token_ids=None, skip_special_tokens=True, no_stop_trim=True,
             spaces_between_special_tokens=False),
     sampled("AReaL", top_p=1.0, top_k=10**8, ignore_eos=False, frequency_penalty=0.0, stop_token_ids=[]),
@@ -97,7 +107,7 @@ ASKED: Final = (
     generate("pickled code", input_ids=[5], sampling_params=SHORT, custom_logit_processor="00"),
     Asked("no json", "POST", "/generate", None, headers={"content-type": "application/json"}),
     Asked("put", "PUT", "/generate", {"input_ids": [5], "sampling_params": SHORT}, _META),
-    Asked("loads", "GET", "/v1/loads?include=core"),
+    Asked("loads", "GET", "/v1/loads?include=core", None, _LOADS),
     Asked("flush", "GET", "/flush_cache"),
     Asked("flush by post", "POST", "/flush_cache"),
     Asked("wrong mode of a pause", "POST", "/pause_generation", {"mode": "sometimes"}),
@@ -109,9 +119,9 @@ ASKED: Final = (
     Asked("abort all", "POST", "/abort_request", {"abort_all": True}),
     Asked("label", "POST", "/update_weight_version", {"new_version": "7"}),
     Asked("weights of nowhere", "POST", "/update_weights_from_disk", {"model_path": "/nowhere"}),
-    Asked("a weight", "POST", "/get_weights_by_name", {"name": "model.norm.weight", "truncate_size": 3}),
-    Asked("adapter", "POST", "/load_lora_adapter", {"lora_name": "a", "lora_path": "/nowhere"}),
-    Asked("no adapter", "POST", "/unload_lora_adapter", {"lora_name": "nobody"}),
+    Asked("no such weight", "POST", "/get_weights_by_name", {"name": "nothing", "truncate_size": 3}),
+    Asked("adapter", "POST", "/load_lora_adapter", {"lora_name": "a", "lora_path": "/nowhere"}, _INTERNAL),
+    Asked("no adapter", "POST", "/unload_lora_adapter", {"lora_name": "nobody"}, _INTERNAL),
     Asked("tokenize", "POST", "/tokenize", {"prompt": "hello"}),
     Asked("tokenize several", "POST", "/v1/tokenize", {"prompt": ["hello", "you"]}),
     Asked("detokenize", "POST", "/detokenize", {"tokens": [104, 105]}),

@@ -39,7 +39,7 @@ class ControlRoutes:
         """Answer POST ``/pause_generation``: ``mode`` abort, retract or in_place. A pause may change its mode."""
         mode = (await read_json(request, self._served.config)).get("mode") or PauseMode.ABORT.value
         if mode not in _MODES:
-            raise InvalidRequest(f"mode={shown(mode)}: expected {', '.join(_MODES)}", field="mode")
+            raise HTTPException(400, f"mode={shown(mode)}: expected {', '.join(_MODES)}")
         await self._engine.pause_generation(PauseMode(mode))
         self._served.slept = False
         return json_answer({"message": "Generation paused successfully.", "status": "ok"})
@@ -56,7 +56,7 @@ class ControlRoutes:
         body = await read_json(request, self._served.config)
         rid = body.get("rid") or ""
         if not isinstance(rid, str):
-            raise InvalidRequest(f"rid={shown(rid)}: expected a string", field="rid")
+            raise HTTPException(400, f"rid={shown(rid)}: expected a string")
         if flag(body, "abort_all"):
             await self._engine.abort_generation()
         elif rid:
@@ -113,13 +113,13 @@ def flag(body: Mapping[str, object], name: str, default: bool = False) -> bool:
     """Return a boolean of a body; null is the default.
 
     Raises:
-        InvalidRequest: it is no boolean.
+        HTTPException: 400, it is no boolean.
     """
     value = body.get(name)
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise InvalidRequest(f"{name}={shown(value)}: expected true or false", field=name)
+        raise HTTPException(400, f"{name}={shown(value)}: expected true or false")
     return value
 
 
@@ -128,7 +128,7 @@ def _tags(body: Mapping[str, object]) -> list[str] | None:
     if tags is None:
         return None
     if not isinstance(tags, list) or not all(isinstance(one, str) for one in tags):
-        raise InvalidRequest(f"tags={shown(tags)}: expected a list of strings", field="tags")
+        raise HTTPException(400, f"tags={shown(tags)}: expected a list of strings")
     return tags
 
 

@@ -89,6 +89,7 @@ class DescriptionRoutes:
             "num_running_reqs": stats.running,
             "num_waiting_reqs": stats.waiting,
             "num_total_reqs": stats.running + stats.waiting,
+            "max_running_requests": self._engine.config.max_num_seqs,
         }
         return json_answer(
             {

@@ -8,6 +8,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -104,7 +105,7 @@ class WeightRoutes:
         rows = body.get("truncate_size")
         rows = _ROWS if rows is None else rows
         if type(rows) is not int or rows < 0:
-            raise InvalidRequest(f"truncate_size={shown(rows)}: expected 0 or more", field="truncate_size")
+            raise HTTPException(400, f"truncate_size={shown(rows)}: expected 0 or more")
         tensor = await self._engine.get_weights_by_name(_text(body, "name"))
         return json_answer(_rows(tensor, rows))
 
@@ -138,7 +139,7 @@ class WeightRoutes:
         body: dict[str, object] = {
             "success": error is None,
             "error_message": None if error is None else str(error),
-            "loaded_adapters": dict(self._served.adapters),
+            "loaded_adapters": dict(self._served.adapters) if error is None else None,
         }
         if error is None:
             return json_answer(body)
