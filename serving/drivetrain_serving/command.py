@@ -44,7 +44,7 @@ def serve(
     ] = None,
     dialect: Annotated[
         Literal["vllm", "sglang"],
-        typer.Option(help="Whose answers the routes give that vLLM and SGLang both have."),
+        typer.Option(help="Server whose answers are given on paths that vLLM and SGLang both have."),
     ] = "vllm",
     api_key: Annotated[
         str | None,

@@ -19,7 +19,7 @@ class ServerConfig(BaseModel):
         default=(), description="Names of the model in requests and answers; the first is the one in answers."
     )
     dialect: Literal["vllm", "sglang"] = Field(
-        default="vllm", description="Whose answers the routes give that vLLM and SGLang both have."
+        default="vllm", description="Server whose answers are given on paths that vLLM and SGLang both have."
     )
     api_key: str | None = Field(
         default=None, min_length=16, repr=False, description="Key of the routes that generate; None: anyone may."

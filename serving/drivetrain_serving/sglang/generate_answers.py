@@ -17,7 +17,7 @@ Json = dict[str, Any]
 
 @dataclass(slots=True)
 class _Growing:
-    """What has been streamed of one sample."""
+    """Ids, text and logprobs of one sample that have been streamed."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
