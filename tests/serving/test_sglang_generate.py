@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import httpx
@@ -21,7 +22,7 @@ GREEDY = {"temperature": 0, "max_new_tokens": 8}
 LONG = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
 
 
-async def answer(client: httpx.AsyncClient, params: dict[str, object] | None = None, **body: object) -> Any:
+async def answer(client: httpx.AsyncClient, params: Mapping[str, object] | None = None, **body: object) -> Any:
     response = await client.post("/generate", json={"sampling_params": params or GREEDY, **body})
     assert response.status_code == 200, response.text
     return response.json()
