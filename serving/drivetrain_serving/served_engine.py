@@ -115,7 +115,7 @@ class ServedEngine:
 
         Raises:
             InvalidRequest: none of that name is loaded.
-            EngineBusy: requests use it all that time.
+            EngineBusy: requests use it until the end of that time.
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + self.engine.config.timeouts.control

@@ -49,7 +49,7 @@ class GenerateAnswers:
         return answers[0] if self._asked.single else answers
 
     def event(self, chunk: CompletionChunk) -> Json:
-        """Return an event of a stream, which holds all that the sample has so far."""
+        """Return an event of a stream: text, ids and logprobs of the sample from its beginning."""
         known = self._growing.setdefault(chunk.request_id, _Growing())
         known.token_ids += chunk.token_ids
         known.text += chunk.text
@@ -149,7 +149,7 @@ def finish_reason(completion: Completion) -> Json:
 def text_of(completion: Completion, asked: Asked, engine: InferenceEngine) -> str:
     """Return the text as SGLang trims it: without a stop string or token, or with it under ``no_stop_trim``.
 
-    The match of a stop regex stays. The ids hold all that was matched.
+    The match of a stop regex stays. The ids hold the match in every case.
     """
     matched, text = completion.matched_stop, completion.text
     if isinstance(matched, int):
