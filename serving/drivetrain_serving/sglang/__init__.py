@@ -1,0 +1,1 @@
+"""The routes of `sglang.launch_server`, with its payloads, bodies and status codes."""
