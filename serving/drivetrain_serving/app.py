@@ -15,6 +15,7 @@ from starlette.routing import Route
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import DrivetrainError
 from drivetrain_serving.config import ServerConfig
+from drivetrain_serving.gateway.routes import AGENT_PATHS, SessionRoutes
 from drivetrain_serving.http.keys import Keys
 from drivetrain_serving.operations import OperationRoutes
 from drivetrain_serving.served_engine import ServedEngine
@@ -39,6 +40,8 @@ _GONE: Final = 499
 
 def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> Starlette:
     """Return an ASGI application that serves ``engine``.
+
+    Await ``app.state.sessions.close()`` at its end, which deletes recorded sessions; :class:`Server` does.
 
     Args:
         engine: A started engine, or a fleet. The application does not end it.
@@ -85,14 +88,18 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
         "/v1/unload_lora_adapter": control.unload_lora_adapter,
         **dict.fromkeys(TRANSFER_ROUTES, control.refuse_transfer),
     }
-    return Starlette(
+    sessions = SessionRoutes(served)
+    app = Starlette(
         routes=[
+            *sessions.routes(control.models),
             *(Route(path, answer, methods=["GET"]) for path, answer in (opened | described | asked).items()),
             *(Route(path, answer, methods=["POST"]) for path, answer in (data | told).items()),
         ],
-        middleware=[Middleware(Keys, config, opened, (data | described).keys(), unauthorized)],
+        middleware=[Middleware(Keys, config, opened, (data | described).keys(), unauthorized, AGENT_PATHS)],
         exception_handlers={HTTPException: _http_error, DrivetrainError: _error, ClientDisconnect: _gone},
     )
+    app.state.sessions = sessions
+    return app
 
 
 def _http_error(request: Request, error: Exception) -> Response:

@@ -1,0 +1,215 @@
+"""The token-capture gateway with answers that the tiny model does not write: reasoning and tool calls."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import pytest_asyncio
+
+from drivetrain import ChatPrompt, EngineConfig, InferenceEngine
+from drivetrain.backend.base import Backend, EngineStats, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
+from drivetrain.types.capability import Capability
+from drivetrain.types.config import Isolation
+from drivetrain.types.outputs import FinishReason, VersionSpan
+from gateways import Gateway, gateway_of, ids_of, sampled, user
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+END: Final = 258
+TEMPLATE: Final = (
+    "{% if tools %}{{ '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}"
+    "{% for message in messages %}"
+    "{% set ns = namespace(text=message.content or '') %}"
+    "{% if message.role == 'assistant' and drop_reasoning is defined %}"
+    "{% if drop_reasoning == 'always' or not loop.last %}{% set ns.text = ns.text.split('</think>')[-1] %}{% endif %}"
+    "{% endif %}"
+    "{% if trimmed is defined %}{% set ns.text = ns.text | trim %}{% endif %}"
+    "{{ '<|im_start|>' + message.role + '\n' + ns.text }}"
+    "{% for call in message.tool_calls or [] %}"
+    "{{ '<tool_call>\n' + (call.function | tojson) + '\n</tool_call>' }}"
+    "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TOOLS: Final[Any] = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+CALL: Final = '<tool_call>{"name" : "add", "arguments" :  {"b": [12], "a": 1}}</tool_call>'
+
+
+class ScriptedBackend(Backend):
+    """Generates given texts, byte by byte. A text that ends with ``…`` is cut off by its length."""
+
+    name = "scripted"
+    engine_distribution = "pytest"
+    says: Sequence[str] = ()
+
+    @classmethod
+    def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
+        return frozenset({Capability.STREAMING, Capability.ABORT, Capability.LOGPROBS_TEMPERATURE})
+
+    async def start(self, report: Callable[[str], None]) -> ModelInfo:
+        return ModelInfo(260, 4096, (END,), "float32", "scripted", 0, "cpu")
+
+    async def close(self) -> None:
+        pass
+
+    async def stats(self) -> EngineStats:
+        return EngineStats(0, 0, 0, 0)
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        text, *self.says = self.says
+        cut = text.endswith("…")
+        ids = [*text.removesuffix("…").encode(), *([] if cut else [END])]
+        return GenerateResult(
+            ids,
+            FinishReason.LENGTH if cut else FinishReason.STOP,
+            [VersionSpan("initial", 0, len(ids))] if ids else [],
+            matched_stop=None if cut else END,
+            logprobs=[-float(token_id) for token_id in ids],
+        )
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        result = await self.generate(request)
+        for token_id, logprob in zip(result.token_ids, result.logprobs or (), strict=True):
+            yield TokenDelta([token_id], logprobs=[logprob])
+        yield TokenDelta([], logprobs=[], result=result)
+
+
+@pytest.fixture(scope="module")
+def folder(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "with-tools"
+    shutil.copytree(model, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    return folder
+
+
+Talking = tuple[Gateway, ScriptedBackend, InferenceEngine]
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def talking(folder: Path) -> AsyncIterator[Talking]:
+    config = EngineConfig(backend="scripted", model=str(folder))
+    backend = ScriptedBackend(config)
+    capabilities = ScriptedBackend.capabilities(config)
+    engine = InferenceEngine(config, backend, capabilities=capabilities, isolation=Isolation.INLINE, versions={})
+    async with engine, gateway_of(engine) as gateway:
+        yield gateway, backend, engine
+
+
+async def test_a_prompt_reads_as_the_template_renders_it(talking: Talking) -> None:
+    gateway, backend, engine = talking
+    backend.says = ["well", "cut o…", "", "…", "the end"]
+    messages, answers = await gateway.talk(["hello", "and then?", "go on", "really?", "and so?"])
+    prompt = ChatPrompt.model_validate({"messages": tuple(messages[:-1])})
+    assert answers[-1].prompt_token_ids == engine.tokenizer.encode(prompt), "of plain text, both ways give the same ids"
+    (branch,) = await gateway.branches()
+    assert branch["turns"] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("when", "why"), [("later", "once messages follow"), ("always", "reasoning")])
+async def test_a_template_that_drops_reasoning_begins_a_branch_and_says_why(
+    talking: Talking, when: str, why: str
+) -> None:
+    gateway, backend, _ = talking
+    backend.says = ["<think>aha</think>well", "<think>so</think>good", "<think>no</think>bye"]
+    _, answers = await gateway.talk(["hello", "and then?", "go on"], chat_template_kwargs={"drop_reasoning": when})
+    branches = await gateway.branches()
+    assert [branch["token_ids"] for branch in branches] == [ids_of(answer) for answer in answers]
+    assert [branch["continues"] for branch in branches] == [None, 0, 1]
+    assert all(why in branch["begins_because"] for branch in branches[1:])
+
+
+async def test_a_template_that_keeps_reasoning_extends_it(talking: Talking) -> None:
+    gateway, backend, _ = talking
+    backend.says = ["<think>aha</think>well", "<think>so</think>good"]
+    await gateway.talk(["hello", "and then?"])
+    (branch,) = await gateway.branches()
+    assert [bytes(run[:-1]).decode() for run in sampled(branch)] == ["<think>aha</think>well", "<think>so</think>good"]
+
+
+async def test_a_template_that_trims_answers_still_extends_them(talking: Talking) -> None:
+    gateway, backend, engine = talking
+    backend.says = ["  well \n", "\ncut o …", " good ", "bye"]
+    _, answers = await gateway.talk(["a", "b", "c", "d"], chat_template_kwargs={"trimmed": True})
+    (branch,) = await gateway.branches()
+    assert sampled(branch) == [answer.choices[0].token_ids for answer in answers]
+    assert engine.decode(branch["token_ids"], skip_special_tokens=False) == "".join(
+        f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>{after}"
+        for said, answer, after in (
+            ("a", "  well \n", "\n"),
+            ("b", "\ncut o ", "\n"),
+            ("c", " good ", "\n"),
+            ("d", "bye", ""),
+        )
+    )
+
+
+# Tools ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("says", [CALL, "So: " + CALL, CALL + CALL])
+@pytest.mark.parametrize("drops", [(), ("content", "type")])
+async def test_a_call_is_the_same_however_its_arguments_are_written(
+    talking: Talking, drops: Sequence[str], says: str
+) -> None:
+    gateway, backend, engine = talking
+    backend.says = [says, "two"]
+    asked = [user("add")]
+    first = await gateway.ask(asked, tools=TOOLS)
+    message = first.choices[0].message.model_dump(exclude_none=True)
+    calls = message["tool_calls"]
+    for call in calls:
+        arguments = json.loads(call["function"]["arguments"])
+        call["function"]["arguments"] = json.dumps(dict(sorted(arguments.items())), separators=(",", ":"))
+    for name in drops:
+        for fields in (*calls, *([message] if says == CALL else [])):
+            fields.pop(name, None)
+    asked += [message, *({"role": "tool", "tool_call_id": call["id"], "content": "2"} for call in calls)]
+    second = await gateway.ask(asked, tools=TOOLS)
+    assert second.prompt_token_ids[: len(ids_of(first))] == ids_of(first)
+    (branch,) = await gateway.branches()
+    assert sampled(branch) == [first.choices[0].token_ids, second.choices[0].token_ids]
+    answer = "<|im_start|>tool\n2<|im_end|>\n" * len(calls)
+    text = engine.decode(second.prompt_token_ids, skip_special_tokens=False)
+    assert text.endswith(f"{says}<|im_end|>\n{answer}<|im_start|>assistant\n"), "the call stays as it was sampled"
+
+
+async def test_other_arguments_are_another_conversation(talking: Talking) -> None:
+    gateway, backend, _ = talking
+    backend.says = [CALL, "well"]
+    first = await gateway.ask([user("add")], tools=TOOLS)
+    message = first.choices[0].message.model_dump(exclude_none=True)
+    message["tool_calls"][0]["function"]["arguments"] = '{"a": 7}'
+    await gateway.ask([user("add"), message, user("go on")], tools=TOOLS)
+    assert len(await gateway.branches()) == 2
+
+
+async def test_other_tools_are_another_prompt(talking: Talking) -> None:
+    gateway, backend, _ = talking
+    backend.says = [CALL, "well"]
+    first = await gateway.ask([user("add")], tools=TOOLS)
+    message = first.choices[0].message.model_dump(exclude_none=True)
+    others = [{"type": "function", "function": {"name": "subtract"}}]
+    await gateway.ask([user("add"), message, user("go on")], tools=others)
+    _, other = await gateway.branches()
+    assert other["continues"] == 0
+    assert "before the answer" in other["begins_because"]
+
+
+async def test_calls_of_a_stream_are_recognised(talking: Talking) -> None:
+    gateway, backend, _ = talking
+    backend.says = ["So: " + CALL, "well"]
+    content, calls = "", []
+    async with await gateway.api.chat.completions.create(
+        model="policy", messages=[{"role": "user", "content": "add"}], tools=TOOLS, stream=True
+    ) as chunks:
+        async for chunk in chunks:
+            content += chunk.choices[0].delta.content or ""
+            calls += chunk.choices[0].delta.tool_calls or []
+    message = {"role": "assistant", "content": content, "tool_calls": [call.model_dump() for call in calls]}
+    await gateway.ask([user("add"), message, user("go on")], tools=TOOLS)
+    (branch,) = await gateway.branches()
+    assert branch["turns"] == [0, 1]
