@@ -36,11 +36,16 @@ _STATUSES: Final[Mapping[type[DrivetrainError], tuple[int, str]]] = {
 }
 
 
-def error_answer(error: DrivetrainError) -> Response:
-    """Return the answer to a request that failed, in the form of the other routes' errors."""
+def body_and_status(error: DrivetrainError) -> tuple[dict[str, object], int]:
+    """Return the body of an error in the form of the other routes' errors, and its status."""
     found = _STATUSES.get(type(error))
     if found is None:
-        return of_vllm.error_answer(error)
+        return of_vllm.body_of(error), of_vllm.status_of(error)
     status, kind = found
     said = {"message": str(error), "type": kind, "param": None, "code": status}
-    return json_answer({"error": said, "drivetrain": {"error": type(error).__name__}}, status)
+    return {"error": said, "drivetrain": {"error": type(error).__name__}}, status
+
+
+def error_answer(error: DrivetrainError) -> Response:
+    """Return the answer to a request that failed."""
+    return json_answer(*body_and_status(error))

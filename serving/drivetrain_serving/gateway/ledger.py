@@ -87,10 +87,11 @@ class Session:
             path.append(self.turns[path[-1].parent])
         return path[::-1]
 
-    def leaves(self) -> list[Turn]:
-        """Return the turns that no other turn extends."""
-        parents = {turn.parent for turn in self.turns}
-        return [turn for turn in self.turns if turn.number not in parents]
+
+def leaves_of(turns: Sequence[Turn]) -> list[Turn]:
+    """Return the turns that no other turn extends."""
+    parents = {turn.parent for turn in turns}
+    return [turn for turn in turns if turn.number not in parents]
 
 
 def ids_of(path: Sequence[Turn]) -> list[int]:

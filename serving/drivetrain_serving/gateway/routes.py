@@ -6,11 +6,12 @@ import asyncio
 import dataclasses
 import re
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Final
 
 import msgspec
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -21,13 +22,14 @@ from drivetrain.openai.engine_calls import chat_call
 from drivetrain.openai.token_texts import TokenTexts
 from drivetrain.text.prompt_threads import in_prompt_thread
 from drivetrain.types.prompts import ChatPrompt, TokenPrompt
+from drivetrain_serving.gateway import anthropic
 from drivetrain_serving.gateway.capture import Asked, Capture
 from drivetrain_serving.gateway.errors import error_answer
 from drivetrain_serving.gateway.ledger import Session
 from drivetrain_serving.gateway.prompts import prepare
 from drivetrain_serving.gateway.sessions import Sessions
 from drivetrain_serving.gateway.trajectory import trajectory_of
-from drivetrain_serving.http.answers import event_stream, json_answer
+from drivetrain_serving.http.answers import NamedEventStream, event_stream, json_answer
 from drivetrain_serving.http.bodies import read_json, unless_disconnected
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.vllm.chat_and_completion_answers import ChatResponses
@@ -67,6 +69,8 @@ class SessionRoutes:
             Route("/sessions/{session}/trajectory", self.trajectory, methods=["GET"]),
             Route("/sessions/{session}/v1/models", models, methods=["GET"]),
             Route("/sessions/{session}/v1/chat/completions", self.chat_completions, methods=["POST"]),
+            Route("/sessions/{session}/v1/messages", self.messages, methods=["POST"]),
+            Route("/sessions/{session}/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
         ]
 
     async def close(self) -> None:
@@ -85,24 +89,79 @@ class SessionRoutes:
             return error_answer(error)
 
     async def _chat(self, session_id: str, body: Mapping[str, object]) -> Response:
+        payload, asked, responses = await self._prepared(session_id, body)
+        if not payload.stream:
+            return json_answer(await self._capture.whole(asked, responses))
+        pieces = self._pieces(payload, asked, responses)
+        return await event_stream(pieces, body_of, self._served.config.send_timeout)
+
+    async def messages(self, request: Request) -> Response:
+        """Answer POST ``/sessions/{id}/v1/messages``, in Anthropic's form."""
+        return await self._answered_in_anthropics_form(request, self._message)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Answer POST ``/sessions/{id}/v1/messages/count_tokens``, in Anthropic's form."""
+        return await self._answered_in_anthropics_form(request, self._count)
+
+    async def _answered_in_anthropics_form(
+        self, request: Request, answer: Callable[[str, Json], Coroutine[object, object, Response]]
+    ) -> Response:
+        try:
+            body = await read_json(request, self._served.config, wants_type=True)
+            chat = anthropic.to_chat(body, self._template)
+            return await unless_disconnected(request.receive, answer(request.path_params["session"], chat))
+        except DrivetrainError as error:
+            return json_answer(*anthropic.error_of(error))
+        except HTTPException as error:
+            return json_answer(anthropic.http_error(error.status_code, error.detail), error.status_code)
+
+    async def _message(self, session_id: str, chat: Json) -> Response:
+        payload, asked, responses = await self._prepared(session_id, chat)
+        if not payload.stream:
+            return json_answer(anthropic.from_chat(await self._capture.whole(asked, responses)))
+        events = anthropic.MessageEvents(asked.model, len(asked.prepared.token_ids))
+        pieces = self._message_events(events, self._pieces(payload, asked, responses))
+        timeout = self._served.config.send_timeout
+        return await event_stream(pieces, lambda error: anthropic.error_of(error)[0], timeout, NamedEventStream)
+
+    async def _message_events(
+        self, events: anthropic.MessageEvents, chunks: AsyncGenerator[Json, None]
+    ) -> AsyncGenerator[Json, None]:
+        async with aclosing(chunks):
+            started = False
+            async for chunk in chunks:
+                if not started:
+                    yield events.start()
+                    started = True
+                for event in events.events(chunk):
+                    yield event
+
+    async def _count(self, session_id: str, chat: Json) -> Response:
+        chat = {name: value for name, value in chat.items() if name not in ("stream", "stream_options")}
+        _, asked, _ = await self._prepared(session_id, chat)
+        return json_answer({"input_tokens": len(asked.prepared.token_ids)})
+
+    # Parts of the answers ----------------------------------------------------------------------------------------
+
+    @property
+    def _template(self) -> str:
+        return self._served.engine.tokenizer.chat_template(()) or ""
+
+    async def _prepared(self, session_id: str, body: Mapping[str, object]) -> tuple[ChatRequest, Asked, ChatResponses]:
+        """Read a chat completion request, and find its place in the session."""
         session = self._sessions.for_a_turn(session_id)
         engine = self._served.engine
-        payload = read_chat(body, engine.tokenizer.chat_template(()) or "", stream=body.get("stream") is True)
+        payload = read_chat(body, self._template, stream=body.get("stream") is True)
         self._sessions.begin(session)
         try:
             asked = await self._asked(session, payload)
         finally:
             self._sessions.end(session)
-        name = payload.model or self._served.name
-        parser = engine.config.tool_call_parser
         answer_id = f"chatcmpl-{payload.request_id or uuid.uuid4().hex}"
-        answer = ChatAnswer(payload, answer_id, name, engine.tokenizer, parser)
-        responses = ChatResponses(payload, answer, self._texts, engine.model_info.eos_token_ids)
-        if not payload.stream:
-            return json_answer(await self._capture.whole(asked, responses))
-        return await event_stream(self._stream(asked, responses, payload), body_of, self._served.config.send_timeout)
+        answer = ChatAnswer(payload, answer_id, asked.model, engine.tokenizer, engine.config.tool_call_parser)
+        return payload, asked, ChatResponses(payload, answer, self._texts, engine.model_info.eos_token_ids)
 
-    async def _stream(self, asked: Asked, responses: ChatResponses, payload: ChatRequest) -> AsyncGenerator[Json, None]:
+    async def _pieces(self, payload: ChatRequest, asked: Asked, responses: ChatResponses) -> AsyncGenerator[Json, None]:
         async with aclosing(self._capture.streamed(asked, responses)) as pieces:
             async for piece in pieces:
                 yield piece
@@ -129,7 +188,7 @@ class SessionRoutes:
             params["return_routed_experts"] = True
         call = dataclasses.replace(
             call,
-            prompts=(TokenPrompt(token_ids=tuple(prepared.token_ids)),),
+            prompts=(TokenPrompt.model_construct(token_ids=tuple(prepared.token_ids), media=()),),
             params=params,
             lora=lora or call.lora,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from drivetrain.openai.choices import json_logprob
-from drivetrain_serving.gateway.ledger import Session, Turn
+from drivetrain_serving.gateway.ledger import Session, Turn, leaves_of
 from drivetrain_serving.gateway.records import unpacked_ids, unpacked_logprobs
 
 Json = dict[str, Any]
@@ -19,7 +19,7 @@ def trajectory_of(session: Session) -> Json:
     turns = list(session.turns)
     seen: set[int] = set()
     branches: list[Json] = []
-    for leaf in session.leaves():
+    for leaf in leaves_of(turns):
         path = session.path_to(leaf)
         branches.append(_branch(len(branches), path, seen))
         seen.update(turn.number for turn in path)

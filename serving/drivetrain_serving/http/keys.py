@@ -14,7 +14,9 @@ from drivetrain_serving.config import ServerConfig
 
 
 class Keys:
-    """Middleware that lets a request pass if it brings the route's key as ``Authorization: Bearer KEY``.
+    """Middleware that lets a request pass if it brings the route's key.
+
+    A key comes as ``Authorization: Bearer KEY`` or, from Anthropic's clients, as ``x-api-key: KEY``.
 
     Args:
         app: The application.
@@ -57,5 +59,7 @@ class Keys:
         if not keys:
             return True
         scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            given = headers.get("x-api-key", "")
         found = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in keys]
-        return scheme.lower() == "bearer" and any(found)
+        return any(found)
