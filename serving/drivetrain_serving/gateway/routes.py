@@ -22,7 +22,7 @@ from drivetrain.openai.engine_calls import chat_call
 from drivetrain.openai.token_texts import TokenTexts
 from drivetrain.text.prompt_threads import in_prompt_thread
 from drivetrain.types.prompts import ChatPrompt, TokenPrompt
-from drivetrain_serving.gateway import anthropic
+from drivetrain_serving.gateway import anthropic, openai_responses
 from drivetrain_serving.gateway.capture import Asked, Capture
 from drivetrain_serving.gateway.errors import error_answer
 from drivetrain_serving.gateway.ledger import Session
@@ -69,6 +69,7 @@ class SessionRoutes:
             Route("/sessions/{session}/trajectory", self.trajectory, methods=["GET"]),
             Route("/sessions/{session}/v1/models", models, methods=["GET"]),
             Route("/sessions/{session}/v1/chat/completions", self.chat_completions, methods=["POST"]),
+            Route("/sessions/{session}/v1/responses", self.responses, methods=["POST"]),
             Route("/sessions/{session}/v1/messages", self.messages, methods=["POST"]),
             Route("/sessions/{session}/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
         ]
@@ -140,6 +141,34 @@ class SessionRoutes:
         chat = {name: value for name, value in chat.items() if name not in ("stream", "stream_options")}
         _, asked, _ = await self._prepared(session_id, chat)
         return json_answer({"input_tokens": len(asked.prepared.token_ids)})
+
+    async def responses(self, request: Request) -> Response:
+        """Answer POST ``/sessions/{id}/v1/responses``."""
+        body = await read_json(request, self._served.config, wants_type=True)
+        try:
+            return await unless_disconnected(request.receive, self._response(request.path_params["session"], body))
+        except DrivetrainError as error:
+            return error_answer(error)
+
+    async def _response(self, session_id: str, body: Mapping[str, object]) -> Response:
+        payload, asked, responses = await self._prepared(session_id, openai_responses.to_chat(body))
+        writer = openai_responses.ResponseWriter(body, asked.model)
+        if not payload.stream:
+            return json_answer(writer.whole(await self._capture.whole(asked, responses)))
+        pieces = self._response_events(writer, self._pieces(payload, asked, responses))
+        return await event_stream(pieces, writer.error, self._served.config.send_timeout, NamedEventStream)
+
+    async def _response_events(
+        self, writer: openai_responses.ResponseWriter, chunks: AsyncGenerator[Json, None]
+    ) -> AsyncGenerator[Json, None]:
+        async with aclosing(chunks):
+            started = False
+            async for chunk in chunks:
+                for event in () if started else writer.start():
+                    yield event
+                started = True
+                for event in writer.events(chunk):
+                    yield event
 
     # Parts of the answers ----------------------------------------------------------------------------------------
 
