@@ -59,6 +59,10 @@ def serve(
         Path | None,
         typer.Option(help="Folder of adapters that are loaded when a request first names one.", show_default=False),
     ] = None,
+    keep_answers: Annotated[
+        bool,
+        typer.Option("--keep-answers", help="Recorded sessions keep answers whose reasoning the chat template drops."),
+    ] = False,
     session_timeout: Annotated[
         float, typer.Option(min=1, help="Seconds without use after which a recorded session expires.")
     ] = 3600.0,
@@ -85,6 +89,7 @@ def serve(
             open_control=open_control,
             lora_folder=None if lora_folder is None else str(lora_folder),
             sessions=SessionConfig(
+                keep_answers=keep_answers,
                 timeout=session_timeout,
                 memory_bytes=session_memory,
                 folder=None if session_folder is None else str(session_folder),

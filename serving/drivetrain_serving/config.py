@@ -12,6 +12,11 @@ class SessionConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    keep_answers: bool = Field(
+        default=False,
+        description="Extend an earlier answer's ids also where the chat template renders it differently by now, such "
+        "as without its reasoning; False: begin a branch.",
+    )
     timeout: PositiveFloat = Field(default=3600.0, description="Seconds without use after which a session expires.")
     most_sessions: PositiveInt = Field(default=10_000, description="Maximum number of sessions.")
     most_turns: PositiveInt = Field(default=4096, description="Maximum number of turns of a session.")

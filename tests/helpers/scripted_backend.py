@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -15,6 +16,8 @@ from drivetrain.types.config import Isolation
 from drivetrain.types.outputs import FinishReason, VersionSpan
 
 END: Final = 258
+MERGED: Final = 0
+"""Id of ``he``: the tokenizer writes it for these two characters, and the engine never samples it."""
 TEMPLATE: Final = (
     "{% if tools %}{{ '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}"
     "{% for message in messages %}"
@@ -73,9 +76,15 @@ class ScriptedBackend(Backend):
 
 @asynccontextmanager
 async def scripted_engine(model: Path, folder: Path) -> AsyncIterator[tuple[InferenceEngine, ScriptedBackend]]:
-    """Start an engine on a copy of ``model`` in ``folder``, which has :data:`TEMPLATE`."""
+    """Start an engine on a copy of ``model`` in ``folder``, which has :data:`TEMPLATE` and :data:`MERGED`."""
     shutil.copytree(model, folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = tokenizer["model"]["vocab"]
+    del vocabulary[next(token for token, token_id in vocabulary.items() if token_id == MERGED)]
+    vocabulary["he"] = MERGED
+    tokenizer["model"]["merges"].append(["h", "e"])
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
     config = EngineConfig(backend="scripted", model=str(folder))
     backend = ScriptedBackend(config)
     capabilities = ScriptedBackend.capabilities(config)

@@ -10,9 +10,9 @@ from typing import Any, Final
 import pytest
 import pytest_asyncio
 
-from drivetrain import ChatPrompt, InferenceEngine
+from drivetrain import ChatPrompt, InferenceEngine, TextPrompt
 from gateways import Gateway, gateway_of, ids_of, sampled, user
-from scripted_backend import CALL, ScriptedBackend, scripted_engine
+from scripted_backend import CALL, END, MERGED, ScriptedBackend, scripted_engine
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -28,12 +28,25 @@ async def talking(model: Path, tmp_path: Path) -> AsyncIterator[Talking]:
 
 async def test_a_prompt_reads_as_the_template_renders_it(talking: Talking) -> None:
     gateway, backend, engine = talking
-    backend.says = ["well", "cut o…", "", "…", "the end"]
-    messages, answers = await gateway.talk(["hello", "and then?", "go on", "really?", "and so?"])
+    backend.says = ["well", "cut o…", "", "…", "bye"]
+    messages, answers = await gateway.talk(["hello", "and then?", "go on", "really?", "hey?"])
     prompt = ChatPrompt.model_validate({"messages": tuple(messages[:-1])})
-    assert answers[-1].prompt_token_ids == engine.tokenizer.encode(prompt), "of plain text, both ways give the same ids"
+    whole = engine.tokenizer.encode(prompt)
+    assert MERGED in whole
+    assert answers[-1].prompt_token_ids == whole, "none of these answers has other ids when it is tokenised again"
     (branch,) = await gateway.branches()
     assert branch["turns"] == [0, 1, 2, 3, 4]
+
+
+async def test_answers_are_never_tokenised_again(talking: Talking) -> None:
+    gateway, backend, engine = talking
+    backend.says = ["hehe", "he…", " hey "]
+    assert engine.tokenizer.encode(TextPrompt(text="hehe")) == [MERGED, MERGED]
+    _, answers = await gateway.talk(["hehe", "he", "hey"], chat_template_kwargs={"trimmed": True})
+    (branch,) = await gateway.branches()
+    assert sampled(branch) == [[*b"hehe", END], [*b"he"], [*b" hey ", END]]
+    assert branch["token_ids"].count(MERGED) == 4, "the user's messages are tokenised as ever"
+    assert branch["token_ids"] == ids_of(answers[-1])
 
 
 @pytest.mark.parametrize(("when", "why"), [("later", "once messages follow"), ("always", "reasoning")])
@@ -47,6 +60,24 @@ async def test_a_template_that_drops_reasoning_begins_a_branch_and_says_why(
     assert [branch["token_ids"] for branch in branches] == [ids_of(answer) for answer in answers]
     assert [branch["continues"] for branch in branches] == [None, 0, 1]
     assert all(why in branch["begins_because"] for branch in branches[1:])
+
+
+@pytest.mark.parametrize("when", ["later", "always"])
+async def test_answers_are_kept_against_the_template_if_told_to(talking: Talking, when: str) -> None:
+    _, backend, engine = talking
+    backend.says = ["<think>aha</think>well", "<think>cut o…", "<think>no</think>bye", "other tools"]
+    fields: Any = {"chat_template_kwargs": {"drop_reasoning": when}}
+    async with gateway_of(engine, keep_answers=True) as gateway:
+        messages, answers = await gateway.talk(["hello", "and then?", "go on"], **fields)
+        (branch,) = await gateway.branches()
+        await gateway.ask([*messages, user("add")], tools=TOOLS, **fields)
+        assert len(await gateway.branches()) == 2, "a prompt with other tools was not that of the earlier turns"
+    assert sampled(branch) == [answer.choices[0].token_ids for answer in answers]
+    assert engine.decode(branch["token_ids"], skip_special_tokens=False) == (
+        "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n<think>aha</think>well<|im_end|>\n"
+        "<|im_start|>user\nand then?<|im_end|>\n<|im_start|>assistant\n<think>cut o<|im_end|>\n"
+        "<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n<think>no</think>bye<|im_end|>"
+    )
 
 
 async def test_a_template_that_keeps_reasoning_extends_it(talking: Talking) -> None:

@@ -20,6 +20,7 @@ from drivetrain.types.prompts import ChatPrompt, Message, TextPrompt
 
 _SENTINEL: Final = "9f1c7a5e drivetrain 4b8d20e6"
 """Content of an answer whose end is looked for in rendered text."""
+_PLAIN: Final = Message(role="assistant", content=_SENTINEL)
 
 PROMPT_DIFFERS: Final = "the chat template renders the messages before the answer differently than before the answer"
 ANSWER_DIFFERS: Final = "the chat template renders the answer differently once messages follow it"
@@ -71,7 +72,7 @@ def text_after(
     if sampled and after.startswith(answered):
         return after[len(answered) :]
     # The template writes the answer in other characters, such as tool calls with other spaces, or without stop tokens.
-    closed = _closed(tokenizer, prompt, prompt.messages[:count])
+    closed = _rendered(tokenizer, prompt, prompt.messages[:count], opens_answer=False)
     if not (earlier.begins(closed) and text.startswith(closed)):
         raise CannotExtend(ANSWER_DIFFERS)
     if not _has_reasoning_of(answered, closed[earlier.characters :]):
@@ -79,9 +80,33 @@ def text_after(
     end = _end_of_answer(tokenizer, prompt, count)
     if not closed.endswith(end):
         raise CannotExtend(END_UNKNOWN)
-    rest = end + text[len(closed) :]
+    return _after_stop(tokenizer, end + text[len(closed) :], sampled)
+
+
+def text_after_any(
+    tokenizer: Tokenizer, prompt: ChatPrompt, earlier: RenderedPrompt, count: int, sampled: Sequence[int]
+) -> str:
+    """Return the text that follows an earlier turn's sampled ids, however the template renders that turn by now.
+
+    The arguments are those of :func:`text_after`.
+
+    Raises:
+        CannotExtend: The earlier turn's prompt would be another today, for example because the tools are others.
+    """
+    opened = _rendered(tokenizer, prompt, prompt.messages[: count - 1], opens_answer=True)
+    if RenderedPrompt.of(opened) != earlier:
+        raise CannotExtend(PROMPT_DIFFERS)
+    messages = [*prompt.messages[: count - 1], _PLAIN, *prompt.messages[count:]]
+    _, found, rest = _rendered(tokenizer, prompt, messages, opens_answer=True).rpartition(_SENTINEL)
+    if not found:
+        raise CannotExtend(END_UNKNOWN)
+    return _after_stop(tokenizer, rest, sampled)
+
+
+def _after_stop(tokenizer: Tokenizer, text: str, sampled: Sequence[int]) -> str:
+    """Leave out the special token at the beginning of a text if it was sampled."""
     last = tokenizer(sampled[-1:], skip_special_tokens=False)
-    return rest.removeprefix(last) if last in tokenizer.special_tokens else rest
+    return text.removeprefix(last) if last in tokenizer.special_tokens else text
 
 
 def ids_after(tokenizer: Tokenizer, text: str, before: int, context_length: int, where: str) -> list[int]:
@@ -104,9 +129,9 @@ def _encoded(tokenizer: Tokenizer, text: str, context_length: int, where: str) -
     return tokenizer.encode(TextPrompt(text=text, add_special_tokens=False), context_length, where)
 
 
-def _closed(tokenizer: Tokenizer, prompt: ChatPrompt, messages: Sequence[Message]) -> str:
-    """Render messages up to an answer, without an opening for the next."""
-    fields = {"messages": tuple(messages), "add_generation_prompt": False}
+def _rendered(tokenizer: Tokenizer, prompt: ChatPrompt, messages: Sequence[Message], *, opens_answer: bool) -> str:
+    """Render messages as ``prompt`` would, with or without the opening of another answer."""
+    fields = {"messages": tuple(messages), "add_generation_prompt": opens_answer}
     try:
         return render(tokenizer.inner, prompt.model_copy(update=fields))
     except InvalidRequest as error:
@@ -115,8 +140,7 @@ def _closed(tokenizer: Tokenizer, prompt: ChatPrompt, messages: Sequence[Message
 
 def _end_of_answer(tokenizer: Tokenizer, prompt: ChatPrompt, count: int) -> str:
     """Return the text that the template writes after an answer, such as ``<|im_end|>`` and a line break."""
-    plain = Message(role="assistant", content=_SENTINEL)
-    rendered = _closed(tokenizer, prompt, [*prompt.messages[: count - 1], plain])
+    rendered = _rendered(tokenizer, prompt, [*prompt.messages[: count - 1], _PLAIN], opens_answer=False)
     _, found, end = rendered.rpartition(_SENTINEL)
     if not found:
         raise CannotExtend(END_UNKNOWN)

@@ -10,7 +10,7 @@ from typing import Final
 from drivetrain.text.chat_templates import render
 from drivetrain.text.tokenizer import Tokenizer
 from drivetrain.types.prompts import ChatPrompt, TextPrompt
-from drivetrain_serving.gateway.continuation import CannotExtend, RenderedPrompt, ids_after, text_after
+from drivetrain_serving.gateway.continuation import CannotExtend, RenderedPrompt, ids_after, text_after, text_after_any
 from drivetrain_serving.gateway.ledger import Session, Turn, ids_of
 from drivetrain_serving.gateway.messages import prefix_digests
 from drivetrain_serving.gateway.records import unpacked_ids
@@ -47,7 +47,13 @@ class PreparedPrompt:
 
 
 def prepare(
-    tokenizer: Tokenizer, session: Session, prompt: ChatPrompt, context_length: int, where: str = "messages"
+    tokenizer: Tokenizer,
+    session: Session,
+    prompt: ChatPrompt,
+    context_length: int,
+    *,
+    keep_answers: bool,
+    where: str = "messages",
 ) -> PreparedPrompt:
     """Find the turn that a conversation continues, and return the prompt's ids. Call it in a thread.
 
@@ -56,6 +62,7 @@ def prepare(
         session: The session.
         prompt: The conversation, with messages in template form.
         context_length: The model's context length.
+        keep_answers: Extend an answer's ids also where the template renders it differently by now.
         where: The messages' name in errors.
 
     Raises:
@@ -71,7 +78,7 @@ def prepare(
         for turn in islice(session.continued_by(prefix_digests(prompt.messages)), _MOST_TRIED):
             sampled = unpacked_ids(turn.record.read().token_ids)
             try:
-                after = text_after(tokenizer, prompt, text, turn.rendered, turn.message_count, sampled)
+                after = _text_after(tokenizer, prompt, text, turn, sampled, keep_answers)
             except CannotExtend as error:
                 if continues is None:
                     continues, because = turn.number, str(error)
@@ -82,3 +89,14 @@ def prepare(
             return PreparedPrompt(ids, path, turn.number if continues is None else continues, None, rendered)
     ids = tokenizer.encode(TextPrompt(text=text, add_special_tokens=False), context_length, where)
     return PreparedPrompt(ids, (), continues, because, rendered)
+
+
+def _text_after(
+    tokenizer: Tokenizer, prompt: ChatPrompt, text: str, turn: Turn, sampled: Sequence[int], keep_answers: bool
+) -> str:
+    try:
+        return text_after(tokenizer, prompt, text, turn.rendered, turn.message_count, sampled)
+    except CannotExtend:
+        if not keep_answers:
+            raise
+    return text_after_any(tokenizer, prompt, turn.rendered, turn.message_count, sampled)

@@ -207,8 +207,10 @@ class SessionRoutes:
         if prompt.media:
             raise InvalidRequest("messages hold images, videos or sounds; sessions record text only", field="messages")
         with call.refusals():
+            keep = self._served.config.sessions.keep_answers
+            length = engine.model_info.context_length
             prepared = await in_prompt_thread(
-                lambda: prepare(engine.tokenizer, session, prompt, engine.model_info.context_length)
+                lambda: prepare(engine.tokenizer, session, prompt, length, keep_answers=keep)
             )
         params = {"logprobs": 0, **call.params}
         if payload.prompt_logprobs is not None:
