@@ -26,6 +26,8 @@ TEMPLATE: Final = (
     "{% if drop_reasoning == 'always' or not loop.last %}{% set ns.text = ns.text.split('</think>')[-1] %}{% endif %}"
     "{% endif %}"
     "{% if trimmed is defined %}{% set ns.text = ns.text | trim %}{% endif %}"
+    "{% if opened is defined and message.role == 'assistant' and loop.last %}"
+    "{% set ns.text = '<think></think>' + ns.text %}{% endif %}"
     "{{ '<|im_start|>' + message.role + '\n' + ns.text }}"
     "{% for call in message.tool_calls or [] %}"
     "{{ '<tool_call>\n' + (call.function | tojson) + '\n</tool_call>' }}"

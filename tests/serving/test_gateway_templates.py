@@ -110,13 +110,14 @@ async def test_a_template_that_trims_answers_still_extends_them(talking: Talking
 
 @pytest.mark.parametrize("says", [CALL, "So: " + CALL, CALL + CALL])
 @pytest.mark.parametrize("drops", [(), ("content", "type")])
+@pytest.mark.parametrize("template", [{}, {"opened": True}], ids=["plain", "writes the last answer differently"])
 async def test_a_call_is_the_same_however_its_arguments_are_written(
-    talking: Talking, drops: Sequence[str], says: str
+    talking: Talking, drops: Sequence[str], says: str, template: dict[str, bool]
 ) -> None:
     gateway, backend, engine = talking
     backend.says = [says, "two"]
     asked = [user("add")]
-    first = await gateway.ask(asked, tools=TOOLS)
+    first = await gateway.ask(asked, tools=TOOLS, chat_template_kwargs=template)
     message = first.choices[0].message.model_dump(exclude_none=True)
     calls = message["tool_calls"]
     for call in calls:
@@ -126,7 +127,7 @@ async def test_a_call_is_the_same_however_its_arguments_are_written(
         for fields in (*calls, *([message] if says == CALL else [])):
             fields.pop(name, None)
     asked += [message, *({"role": "tool", "tool_call_id": call["id"], "content": "2"} for call in calls)]
-    second = await gateway.ask(asked, tools=TOOLS)
+    second = await gateway.ask(asked, tools=TOOLS, chat_template_kwargs=template)
     assert second.prompt_token_ids[: len(ids_of(first))] == ids_of(first)
     (branch,) = await gateway.branches()
     assert sampled(branch) == [first.choices[0].token_ids, second.choices[0].token_ids]

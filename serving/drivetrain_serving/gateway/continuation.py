@@ -72,6 +72,11 @@ def text_after(
     if sampled and after.startswith(answered):
         return after[len(answered) :]
     # The template writes the answer in other characters, such as tool calls with other spaces, or without stop tokens.
+    rest = _rest(tokenizer, prompt, count)
+    if text.endswith(rest) and _same_characters(
+        after.removesuffix(rest), answered.removesuffix(_stop_of(tokenizer, rest, sampled))
+    ):
+        return rest.removeprefix(_stop_of(tokenizer, rest, sampled))
     closed = _rendered(tokenizer, prompt, prompt.messages[:count], opens_answer=False)
     if not (earlier.begins(closed) and text.startswith(closed)):
         raise CannotExtend(ANSWER_DIFFERS)
@@ -80,7 +85,8 @@ def text_after(
     end = _end_of_answer(tokenizer, prompt, count)
     if not closed.endswith(end):
         raise CannotExtend(END_UNKNOWN)
-    return _after_stop(tokenizer, end + text[len(closed) :], sampled)
+    rest = end + text[len(closed) :]
+    return rest.removeprefix(_stop_of(tokenizer, rest, sampled))
 
 
 def text_after_any(
@@ -96,17 +102,31 @@ def text_after_any(
     opened = _rendered(tokenizer, prompt, prompt.messages[: count - 1], opens_answer=True)
     if RenderedPrompt.of(opened) != earlier:
         raise CannotExtend(PROMPT_DIFFERS)
+    rest = _rest(tokenizer, prompt, count)
+    return rest.removeprefix(_stop_of(tokenizer, rest, sampled))
+
+
+def _rest(tokenizer: Tokenizer, prompt: ChatPrompt, count: int) -> str:
+    """Return the text that the template writes after an answer, whatever the answer is."""
     messages = [*prompt.messages[: count - 1], _PLAIN, *prompt.messages[count:]]
     _, found, rest = _rendered(tokenizer, prompt, messages, opens_answer=True).rpartition(_SENTINEL)
     if not found:
         raise CannotExtend(END_UNKNOWN)
-    return _after_stop(tokenizer, rest, sampled)
+    return rest
 
 
-def _after_stop(tokenizer: Tokenizer, text: str, sampled: Sequence[int]) -> str:
-    """Leave out the special token at the beginning of a text if it was sampled."""
+def _stop_of(tokenizer: Tokenizer, text: str, sampled: Sequence[int]) -> str:
+    """Return the special token at the beginning of a text if it was sampled; else nothing."""
     last = tokenizer(sampled[-1:], skip_special_tokens=False)
-    return text.removeprefix(last) if last in tokenizer.special_tokens else text
+    return last if last in tokenizer.special_tokens and text.startswith(last) else ""
+
+
+def _same_characters(one: str, other: str) -> bool:
+    """Return whether two texts have the same characters but for spaces, in any order: clients reorder arguments.
+
+    The messages are known to be the same, so this only tells whether the template left something out or added it.
+    """
+    return sorted("".join(one.split())) == sorted("".join(other.split()))
 
 
 def ids_after(tokenizer: Tokenizer, text: str, before: int, context_length: int, where: str) -> list[int]:
