@@ -110,7 +110,11 @@ async def test_a_template_that_trims_answers_still_extends_them(talking: Talking
 
 @pytest.mark.parametrize("says", [CALL, "So: " + CALL, CALL + CALL])
 @pytest.mark.parametrize("drops", [(), ("content", "type")])
-@pytest.mark.parametrize("template", [{}, {"opened": True}], ids=["plain", "writes the last answer differently"])
+@pytest.mark.parametrize(
+    "template",
+    [{}, {"opened": True}, {"strict": True}],
+    ids=["plain", "writes the last answer differently", "refuses results without calls"],
+)
 async def test_a_call_is_the_same_however_its_arguments_are_written(
     talking: Talking, drops: Sequence[str], says: str, template: dict[str, bool]
 ) -> None:

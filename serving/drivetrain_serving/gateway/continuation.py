@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -72,11 +73,11 @@ def text_after(
     if sampled and after.startswith(answered):
         return after[len(answered) :]
     # The template writes the answer in other characters, such as tool calls with other spaces, or without stop tokens.
-    rest = _rest(tokenizer, prompt, count)
-    if text.endswith(rest) and _same_characters(
-        after.removesuffix(rest), answered.removesuffix(_stop_of(tokenizer, rest, sampled))
-    ):
-        return rest.removeprefix(_stop_of(tokenizer, rest, sampled))
+    with suppress(CannotExtend):  # templates may refuse results of tools without the calls
+        rest = _rest(tokenizer, prompt, count)
+        stop = _stop_of(tokenizer, rest, sampled)
+        if text.endswith(rest) and _same_characters(after.removesuffix(rest), answered.removesuffix(stop)):
+            return rest.removeprefix(stop)
     closed = _rendered(tokenizer, prompt, prompt.messages[:count], opens_answer=False)
     if not (earlier.begins(closed) and text.startswith(closed)):
         raise CannotExtend(ANSWER_DIFFERS)
