@@ -49,7 +49,9 @@ class ScriptedBackend(Backend):
 
     @classmethod
     def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
-        return frozenset({Capability.STREAMING, Capability.ABORT, Capability.LOGPROBS_TEMPERATURE})
+        return frozenset(
+            {Capability.STREAMING, Capability.ABORT, Capability.LOGPROBS_TEMPERATURE, Capability.ROUTED_EXPERTS}
+        )
 
     async def start(self, report: Callable[[str], None]) -> ModelInfo:
         return ModelInfo(260, 4096, (END,), "float32", "scripted", 0, "cpu")
@@ -70,6 +72,7 @@ class ScriptedBackend(Backend):
             [VersionSpan("initial", 0, len(ids))] if ids else [],
             matched_stop=None if cut else END,
             logprobs=[-float(token_id) for token_id in ids],
+            routed_experts=[[[token_id]] for token_id in ids] if request.params.return_routed_experts else None,
         )
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:

@@ -311,3 +311,12 @@ async def test_a_session_beyond_the_bound_is_refused(engine: InferenceEngine) ->
             await gateway.session("b").ask([user("hello")])
         await gateway.http.delete("/sessions/a")
         await gateway.session("b").ask([user("hello")])
+
+
+async def test_without_a_disk_memory_keeps_the_turns(engine: InferenceEngine, tmp_path: Path) -> None:
+    async with gateway_of(engine, memory_bytes=1, folder=str(tmp_path / "missing")) as gateway:
+        _, answers = await gateway.talk(["hello"])
+        with pytest.raises(openai.InternalServerError, match="bytes of disk"):
+            await gateway.ask([user("hello")])
+        (branch,) = await gateway.branches()
+        assert branch["token_ids"] == ids_of(answers[0])

@@ -176,3 +176,13 @@ async def test_calls_of_a_stream_are_recognised(talking: Talking) -> None:
     await gateway.ask([user("add"), message, user("go on")], tools=TOOLS)
     (branch,) = await gateway.branches()
     assert branch["turns"] == [0, 1]
+
+
+async def test_experts_are_recorded_if_told_to(talking: Talking) -> None:
+    _, backend, engine = talking
+    backend.says = ["well", "good"]
+    async with gateway_of(engine, routed_experts=True) as gateway:
+        await gateway.talk(["hello", "go on"])
+        (branch,) = await gateway.branches()
+    expected = [[[i]] if one else None for i, one in zip(branch["token_ids"], branch["loss_mask"], strict=True)]
+    assert branch["routed_experts"] == expected
