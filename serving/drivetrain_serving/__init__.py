@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from drivetrain.checks.extras import from_extra
-from drivetrain_serving.config import ServerConfig
+from drivetrain_serving.config import ServerConfig, SessionConfig
 
 with from_extra("serve", "the HTTP server"):
     from drivetrain_serving.app import create_app
     from drivetrain_serving.server import Server
 
-__all__ = ["Server", "ServerConfig", "create_app"]
+__all__ = ["Server", "ServerConfig", "SessionConfig", "create_app"]

@@ -15,6 +15,7 @@ from starlette.routing import Route
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import DrivetrainError
 from drivetrain_serving.config import ServerConfig
+from drivetrain_serving.gateway.routes import AGENT_PATHS, SessionRoutes
 from drivetrain_serving.http.answers import json_answer
 from drivetrain_serving.http.keys import Keys
 from drivetrain_serving.operations import OperationRoutes
@@ -45,6 +46,8 @@ _GONE: Final = 499
 
 def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> Starlette:
     """Return an ASGI application that serves ``engine``.
+
+    Await ``app.state.sessions.close()`` at its end, which deletes recorded sessions; :class:`Server` does.
 
     Args:
         engine: A started engine, or a fleet. The application does not end it.
@@ -110,19 +113,23 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
     of_data = {*data, *described, *(one.path for one in more if one.is_data)}
     own = {one.path for one in more} | (sglang_routes.of_the_dialect().keys() if sglang else set())
     errors = _Errors(config.dialect, own)
-    return Starlette(
+    sessions = SessionRoutes(served)
+    app = Starlette(
         routes=[
+            *sessions.routes(control.models),
             *(Route(path, answer, methods=["GET"]) for path, answer in (opened | described | asked).items()),
             *(Route(path, answer, methods=["POST"]) for path, answer in posted.items()),
             *(Route(one.path, one.answer, methods=list(one.methods)) for one in more),
         ],
-        middleware=[Middleware(Keys, config, opened, of_data, vllm_errors.unauthorized)],
+        middleware=[Middleware(Keys, config, opened, of_data, vllm_errors.unauthorized, AGENT_PATHS)],
         exception_handlers={
             HTTPException: errors.of_http,
             DrivetrainError: errors.of_engine,
             ClientDisconnect: _gone,
         },
     )
+    app.state.sessions = sessions
+    return app
 
 
 class _Errors:

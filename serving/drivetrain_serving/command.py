@@ -23,7 +23,7 @@ from drivetrain.cli.running import started
 from drivetrain.create import create_engine
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import InvalidConfig
-from drivetrain_serving.config import ServerConfig
+from drivetrain_serving.config import ServerConfig, SessionConfig
 from drivetrain_serving.server import Server
 
 API_KEY_VARIABLE: Final = "DRIVETRAIN_API_KEY"
@@ -63,6 +63,20 @@ def serve(
         Path | None,
         typer.Option(help="Folder of adapters that are loaded when a request first names one.", show_default=False),
     ] = None,
+    keep_answers: Annotated[
+        bool,
+        typer.Option("--keep-answers", help="Recorded sessions keep answers whose reasoning the chat template drops."),
+    ] = False,
+    session_timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds without use after which a recorded session expires.")
+    ] = 3600.0,
+    session_memory: Annotated[
+        int, typer.Option(min=1, help="Bytes of memory for recorded sessions; the rest goes to disk.")
+    ] = 1 << 30,
+    session_folder: Annotated[
+        Path | None,
+        typer.Option(help="Folder for recorded sessions beyond the memory.", show_default=False),
+    ] = None,
 ) -> None:
     """Serve an engine by HTTP: OpenAI's routes, and those of vLLM's and SGLang's servers for RL.
 
@@ -79,6 +93,12 @@ def serve(
             control_key=control_key,
             open_control=open_control,
             lora_folder=None if lora_folder is None else str(lora_folder),
+            sessions=SessionConfig(
+                keep_answers=keep_answers,
+                timeout=session_timeout,
+                memory_bytes=session_memory,
+                folder=None if session_folder is None else str(session_folder),
+            ),
         )
     except ValidationError as error:
         field, message = describe_validation_error(error, ServerConfig)

@@ -8,6 +8,34 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 
+class SessionConfig(BaseModel):
+    """Bounds of the sessions that ``/sessions/{id}/v1`` records."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    keep_answers: bool = Field(
+        default=False,
+        description="Extend an earlier answer's ids also where the chat template renders it differently by now, such "
+        "as without its reasoning; False: begin a branch.",
+    )
+    timeout: PositiveFloat = Field(default=3600.0, description="Seconds without use after which a session expires.")
+    most_sessions: PositiveInt = Field(default=10_000, description="Maximum number of sessions.")
+    most_turns: PositiveInt = Field(default=4096, description="Maximum number of turns of a session.")
+    memory_bytes: PositiveInt = Field(
+        default=1 << 30, description="Memory for ids and logprobs; the least recently used beyond it go to disk."
+    )
+    disk_bytes: int = Field(
+        default=64 << 30, ge=0, description="Disk space for them; beyond it, new turns are refused."
+    )
+    folder: str | None = Field(
+        default=None,
+        description="Folder in which a temporary folder for them is made, and removed at the end; None: the system's.",
+    )
+    routed_experts: bool = Field(
+        default=False, description="Record the experts that each sampled token was routed to, where the engine can."
+    )
+
+
 class ServerConfig(BaseModel):
     """Where the server listens, who may call it, and what it bounds."""
 
@@ -43,6 +71,7 @@ class ServerConfig(BaseModel):
     send_timeout: PositiveFloat = Field(
         default=60.0, description="Seconds in which a client must take a part of a stream; else its requests end."
     )
+    sessions: SessionConfig = Field(default_factory=SessionConfig, description="Bounds of recorded sessions.")
     shutdown_timeout: PositiveFloat = Field(
         default=30.0, description="Seconds that requests in flight get to end after SIGTERM."
     )

@@ -46,9 +46,10 @@ class Server:
 
     def __init__(self, engine: InferenceEngine, config: ServerConfig | None = None) -> None:
         self.config = config or ServerConfig()
+        self._app = create_app(engine, self.config)
         self._server = _Announcing(
             uvicorn.Config(
-                create_app(engine, self.config),
+                self._app,
                 lifespan="off",
                 http="h11",  # httptools limits no headers
                 log_config=None,
@@ -89,6 +90,7 @@ class Server:
         self._server.should_exit = True
         if self._serving is not None:
             await self._serving
+        await self._app.state.sessions.close()
 
     async def __aenter__(self) -> Self:
         """Start."""

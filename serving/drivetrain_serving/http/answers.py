@@ -36,6 +36,14 @@ class EventStream(Response):
         timeout: Seconds in which the client must take an event.
     """
 
+    end = DONE
+    """Bytes after the last event."""
+
+    @staticmethod
+    def encoded(piece: object) -> bytes:
+        """Return an event's bytes."""
+        return b"data: " + _ENCODER.encode(piece) + b"\n\n"
+
     def __init__(
         self,
         pieces: AsyncGenerator[object, None],
@@ -72,10 +80,10 @@ class EventStream(Response):
                     await self._event(send, piece)
             except DrivetrainError as error:
                 await self._event(send, self._error_body(error))
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": self.end, "more_body": False})
 
     async def _event(self, send: Send, piece: object) -> None:
-        body = b"data: " + _ENCODER.encode(piece) + b"\n\n"
+        body = self.encoded(piece)
         try:
             async with asyncio.timeout(self._timeout):
                 await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -83,10 +91,23 @@ class EventStream(Response):
             raise ClientDisconnect from None
 
 
+class NamedEventStream(EventStream):
+    """Server-sent events that name the ``type`` of each piece, as Anthropic's and OpenAI's newer streams do."""
+
+    end = b""
+
+    @staticmethod
+    def encoded(piece: object) -> bytes:
+        """Return an event's bytes."""
+        name = piece.get("type") if isinstance(piece, Mapping) else None
+        return f"event: {name}\n".encode() + EventStream.encoded(piece)
+
+
 async def event_stream(
     pieces: AsyncGenerator[object, None],
     error_body: Callable[[DrivetrainError], Mapping[str, object]],
     timeout: float,
+    kind: type[EventStream] = EventStream,
 ) -> EventStream:
     """Return a stream of ``pieces``; what is refused before the first raises here, and gets a status of its own."""
     try:
@@ -95,4 +116,4 @@ async def event_stream(
         with suppress(RuntimeError):
             await pieces.aclose()
         raise
-    return EventStream(pieces, first, error_body, timeout)
+    return kind(pieces, first, error_body, timeout)

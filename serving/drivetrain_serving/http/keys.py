@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import re
 from collections.abc import Callable, Collection
 
 from starlette.datastructures import Headers
@@ -13,7 +14,9 @@ from drivetrain_serving.config import ServerConfig
 
 
 class Keys:
-    """Middleware that lets a request pass if it brings the route's key as ``Authorization: Bearer KEY``.
+    """Middleware that lets a request pass if it brings the route's key.
+
+    A key comes as ``Authorization: Bearer KEY`` or, from Anthropic's clients, as ``x-api-key: KEY``.
 
     Args:
         app: The application.
@@ -21,6 +24,7 @@ class Keys:
         open_paths: Paths that need no key.
         data_paths: Paths that the API key opens. All others are control routes.
         refusal: Makes the answer to a request without the key.
+        data_pattern: A pattern of further paths that the API key opens.
     """
 
     def __init__(
@@ -30,11 +34,13 @@ class Keys:
         open_paths: Collection[str],
         data_paths: Collection[str],
         refusal: Callable[[], Response],
+        data_pattern: re.Pattern[str],
     ) -> None:
         self._app = app
         self._open = frozenset(open_paths)
         self._data = frozenset(data_paths)
         self._refusal = refusal
+        self._pattern = data_pattern
         control = [key for key in (config.control_key,) if key is not None]
         self._control_keys = control or [key for key in (config.api_key,) if key and not config.open_control]
         self._data_keys = [config.api_key, *control] if config.api_key is not None else []
@@ -49,9 +55,11 @@ class Keys:
     def _may_pass(self, path: str, headers: Headers) -> bool:
         if path in self._open:
             return True
-        keys = self._data_keys if path in self._data else self._control_keys
+        keys = self._data_keys if path in self._data or self._pattern.fullmatch(path) else self._control_keys
         if not keys:
             return True
         scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            given = headers.get("x-api-key", "")
         found = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in keys]
-        return scheme.lower() == "bearer" and any(found)
+        return any(found)

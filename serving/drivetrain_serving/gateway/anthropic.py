@@ -1,0 +1,291 @@
+"""Anthropic's Messages API, translated to chat completions and back. Pure functions, and one translator of streams."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from drivetrain.checks.safe_repr import shown
+from drivetrain.errors import DrivetrainError, InvalidRequest
+from drivetrain_serving.gateway.errors import body_and_status
+from drivetrain_serving.vllm.json_objects import Json
+
+_SAME: Final = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
+_REFUSED: Final = ("container", "mcp_servers")
+_ACCOUNTING: Final = "x-anthropic-billing-header:"
+"""Beginning of a system block that some agents change with each request; it is not for the model."""
+_CHOICES: Final = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}
+_STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "max_tokens"}
+_ERROR_TYPES: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+
+
+def to_chat(body: Mapping[str, object], template: str) -> Json:
+    """Return a Messages request as a chat completion request.
+
+    Args:
+        body: The request.
+        template: The model's chat template. It gets ``enable_thinking`` if it reads it.
+
+    Raises:
+        InvalidRequest: A field cannot be read or honoured.
+    """
+    for name in _REFUSED:
+        if body.get(name):
+            raise InvalidRequest(f"{name}={shown(body[name])} is not supported; leave it out", field=name)
+    chat: Json = {name: body[name] for name in _SAME if body.get(name) is not None}
+    if body.get("stop_sequences"):
+        chat["stop"] = body["stop_sequences"]
+    chat["messages"] = _system(body.get("system"))
+    for index, message in enumerate(_list(body.get("messages"), "messages")):
+        chat["messages"] += _messages(message, f"messages.{index}")
+    if body.get("tools"):
+        tools = enumerate(_list(body["tools"], "tools"))
+        chat["tools"] = [_tool(tool, f"tools.{index}") for index, tool in tools]
+    choice = body.get("tool_choice")
+    if isinstance(choice, Mapping):
+        chat["tool_choice"] = _CHOICES.get(str(choice.get("type")), choice.get("type"))
+        if choice.get("disable_parallel_tool_use"):
+            chat["parallel_tool_calls"] = False
+    thinking = body.get("thinking")
+    if isinstance(thinking, Mapping) and re.search(r"\benable_thinking\b", template):
+        chat["chat_template_kwargs"] = {"enable_thinking": thinking.get("type") != "disabled"}
+    if chat.get("stream"):
+        chat["stream_options"] = {"include_usage": True}
+    return chat
+
+
+def _system(system: object) -> list[Json]:
+    if not system:
+        return []
+    texts = [system] if isinstance(system, str) else [_text(block, "system") for block in _list(system, "system")]
+    said = [text for text in texts if not text.startswith(_ACCOUNTING)]
+    return [{"role": "system", "content": "\n".join(said)}] if said else []
+
+
+def _messages(message: object, where: str) -> Iterator[Json]:
+    """Yield the chat messages of one message: results of tools are messages of their own there."""
+    role, content = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
+    if role not in ("user", "assistant", "system"):
+        raise InvalidRequest(
+            f"{where}={shown(message)}: expected a role of user or assistant, and content", field=where
+        )
+    if isinstance(content, str):
+        yield {"role": role, "content": content}
+        return
+    blocks = _list(content, f"{where}.content")
+    if role == "assistant":
+        yield _assistant(blocks, f"{where}.content")
+        return
+    texts: list[str] = []
+    for index, block in enumerate(blocks):
+        if isinstance(block, Mapping) and block.get("type") == "tool_result":
+            yield from _user(role, texts)
+            texts = []
+            yield {
+                "role": "tool",
+                "tool_call_id": block.get("tool_use_id"),
+                "content": _result(block.get("content"), f"{where}.content.{index}"),
+            }
+        else:
+            texts.append(_text(block, f"{where}.content.{index}"))
+    yield from _user(role, texts)
+
+
+def _user(role: str, texts: Sequence[str]) -> Iterator[Json]:
+    if texts:
+        yield {"role": role, "content": "\n".join(texts)}
+
+
+def _assistant(blocks: Sequence[object], where: str) -> Json:
+    texts: list[str] = []
+    calls: list[Json] = []
+    for index, block in enumerate(blocks):
+        match block:
+            case {"type": "tool_use", "id": str(call_id), "name": str(name), "input": arguments}:
+                function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+                calls.append({"id": call_id, "type": "function", "function": function})
+            case _:
+                texts.append(_text(block, f"{where}.{index}"))
+    message: Json = {"role": "assistant", "content": "".join(texts)}
+    return message | {"tool_calls": calls} if calls else message
+
+
+def _result(content: object, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(_text(block, where) for block in _list(content, where))
+
+
+def _text(block: object, where: str) -> str:
+    match block:
+        case {"type": "text", "text": str(text)}:
+            return text
+    raise InvalidRequest(
+        f"{where}={shown(block)}: expected text; sessions record text and tool calls only", field=where
+    )
+
+
+def _tool(tool: object, where: str) -> Json:
+    match tool:
+        case {"type": str(kind)} if kind != "custom":
+            pass
+        case {"name": str(name), "input_schema": dict(schema), **more}:
+            described = {"description": more["description"]} if more.get("description") else {}
+            return {"type": "function", "function": {"name": name, **described, "parameters": schema}}
+    raise InvalidRequest(f"{where}={shown(tool)}: expected a tool with a name and an input_schema", field=where)
+
+
+def _list(value: object, where: str) -> list[object]:
+    if not isinstance(value, list):
+        raise InvalidRequest(f"{where}={shown(value)}: expected a list", field=where)
+    return value
+
+
+# Answers -------------------------------------------------------------------------------------------------------------
+
+
+def from_chat(response: Json) -> Json:
+    """Return a chat completion as a message."""
+    (choice,) = response["choices"]
+    message = choice["message"]
+    content: list[Json] = [{"type": "text", "text": message["content"]}] if message["content"] else []
+    for call in message.get("tool_calls") or []:
+        function = call["function"]
+        content.append(
+            {
+                "type": "tool_use",
+                "id": call["id"],
+                "name": function["name"],
+                "input": json.loads(function["arguments"] or "{}"),
+            }
+        )
+    usage = response["usage"]
+    return _message(response["model"], content, _ending(choice), _usage(usage) | _output(usage))
+
+
+def _message(model: str, content: list[Json], ending: Json, usage: Json) -> Json:
+    return {
+        "id": f"msg_{uuid.uuid4().hex}",
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": content,
+        **ending,
+        "usage": usage,
+    }
+
+
+def _ending(choice: Json) -> Json:
+    matched = choice["stop_reason"]
+    if isinstance(matched, str) and choice["finish_reason"] == "stop":
+        return {"stop_reason": "stop_sequence", "stop_sequence": matched}
+    return {"stop_reason": _STOP_REASONS[choice["finish_reason"]], "stop_sequence": None}
+
+
+def _usage(usage: Json) -> Json:
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": usage["prompt_tokens"] - cached,
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+    }
+
+
+def _output(usage: Json) -> Json:
+    return {"output_tokens": usage["completion_tokens"]}
+
+
+class MessageEvents:
+    """Translates the chunks of one streamed chat completion to the events of a message.
+
+    Args:
+        model: The model's name in answers.
+        prompt_length: Number of prompt ids.
+    """
+
+    def __init__(self, model: str, prompt_length: int) -> None:
+        self._model = model
+        self._prompt_length = prompt_length
+        self._blocks = 0
+        self._text_is_open = False
+        self._ending: Json = {}
+
+    def start(self) -> Json:
+        """Return the first event."""
+        usage = {
+            "input_tokens": self._prompt_length,
+            "cache_read_input_tokens": 0,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": 0,
+        }
+        message = _message(self._model, [], {"stop_reason": None, "stop_sequence": None}, usage)
+        return {"type": "message_start", "message": message}
+
+    def events(self, chunk: Json) -> Iterator[Json]:
+        """Yield the events of a chunk; the chunk with the usage is the last."""
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            if delta.get("content"):
+                yield from self._text(delta["content"])
+            for call in delta.get("tool_calls") or []:
+                yield from self._call(call)
+            if choice["finish_reason"] is not None:
+                self._ending = _ending(choice)
+        if chunk.get("usage"):
+            yield from self._close_text()
+            usage = chunk["usage"]
+            yield {"type": "message_delta", "delta": self._ending, "usage": _usage(usage) | _output(usage)}
+            yield {"type": "message_stop"}
+
+    def _text(self, text: str) -> Iterator[Json]:
+        if not self._text_is_open:
+            self._text_is_open = True
+            yield self._block({"type": "text", "text": ""})
+        yield self._delta({"type": "text_delta", "text": text})
+
+    def _call(self, call: Json) -> Iterator[Json]:
+        yield from self._close_text()
+        function = call["function"]
+        yield self._block({"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}})
+        yield self._delta({"type": "input_json_delta", "partial_json": function["arguments"] or "{}"})
+        yield self._stop()
+
+    def _close_text(self) -> Iterator[Json]:
+        if self._text_is_open:
+            self._text_is_open = False
+            yield self._stop()
+
+    def _block(self, block: Json) -> Json:
+        return {"type": "content_block_start", "index": self._blocks, "content_block": block}
+
+    def _delta(self, delta: Json) -> Json:
+        return {"type": "content_block_delta", "index": self._blocks, "delta": delta}
+
+    def _stop(self) -> Json:
+        self._blocks += 1
+        return {"type": "content_block_stop", "index": self._blocks - 1}
+
+
+# Errors --------------------------------------------------------------------------------------------------------------
+
+
+def error_of(error: DrivetrainError) -> tuple[Json, int]:
+    """Return the body and the status of an error."""
+    body, status = body_and_status(error)
+    return http_error(status, str(error)) | {"drivetrain": body["drivetrain"]}, status
+
+
+def http_error(status: int, message: str) -> Json:
+    """Return the body of an error."""
+    said: dict[str, Any] = {"type": _ERROR_TYPES.get(status, "api_error"), "message": message}
+    return {"type": "error", "error": said}

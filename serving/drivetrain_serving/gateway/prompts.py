@@ -1,0 +1,102 @@
+"""The prompt of a turn: which earlier turn it extends, and its ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
+
+from drivetrain.text.chat_templates import render
+from drivetrain.text.tokenizer import Tokenizer
+from drivetrain.types.prompts import ChatPrompt, TextPrompt
+from drivetrain_serving.gateway.continuation import CannotExtend, RenderedPrompt, ids_after, text_after, text_after_any
+from drivetrain_serving.gateway.ledger import Session, Turn, ids_of
+from drivetrain_serving.gateway.messages import prefix_digests
+from drivetrain_serving.gateway.records import unpacked_ids
+
+FIRST: Final = "it is the first turn"
+OTHER_MESSAGES: Final = "its messages continue those of no earlier turn"
+NO_NEW_ANSWER: Final = "the request asks for no new answer, but continues a message"
+_MOST_TRIED: Final = 8
+"""Maximum number of earlier turns that a prompt is tried to extend; each costs up to three renderings."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """A prompt as token ids, and its place in the session."""
+
+    token_ids: list[int]
+    path: Sequence[Turn]
+    """The turns whose ids the prompt extends; empty if it was tokenised as a whole."""
+    continues: int | None
+    """The turn whose messages it continues."""
+    begins_because: str | None
+    """The reason why it extends no turn; None if it does."""
+    rendered: RenderedPrompt
+
+    @property
+    def parent(self) -> Turn | None:
+        """The turn whose ids the prompt extends."""
+        return self.path[-1] if self.path else None
+
+    @property
+    def new_ids(self) -> list[int]:
+        """The ids after those of the parent."""
+        return self.token_ids[self.parent.length :] if self.parent else self.token_ids
+
+
+def prepare(
+    tokenizer: Tokenizer,
+    session: Session,
+    prompt: ChatPrompt,
+    context_length: int,
+    *,
+    keep_answers: bool,
+    where: str = "messages",
+) -> PreparedPrompt:
+    """Find the turn that a conversation continues, and return the prompt's ids. Call it in a thread.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        session: The session.
+        prompt: The conversation, with messages in template form.
+        context_length: The model's context length.
+        keep_answers: Extend an answer's ids also where the template renders it differently by now.
+        where: The messages' name in errors.
+
+    Raises:
+        InvalidRequest: The chat template rejects the messages, or the text is far too long.
+    """
+    text = render(tokenizer.inner, prompt)
+    rendered = RenderedPrompt.of(text)
+    continues: int | None = None
+    because = OTHER_MESSAGES if session.turns else FIRST
+    if prompt.continue_final_message or not prompt.add_generation_prompt:
+        because = NO_NEW_ANSWER
+    else:
+        for turn in islice(session.continued_by(prefix_digests(prompt.messages)), _MOST_TRIED):
+            sampled = unpacked_ids(turn.record.read().token_ids)
+            try:
+                after = _text_after(tokenizer, prompt, text, turn, sampled, keep_answers)
+            except CannotExtend as error:
+                if continues is None:
+                    continues, because = turn.number, str(error)
+                continue
+            path = session.path_to(turn)
+            ids = ids_of(path)
+            ids += ids_after(tokenizer, after, ids[-1], context_length, where)
+            return PreparedPrompt(ids, path, turn.number if continues is None else continues, None, rendered)
+    ids = tokenizer.encode(TextPrompt(text=text, add_special_tokens=False), context_length, where)
+    return PreparedPrompt(ids, (), continues, because, rendered)
+
+
+def _text_after(
+    tokenizer: Tokenizer, prompt: ChatPrompt, text: str, turn: Turn, sampled: Sequence[int], keep_answers: bool
+) -> str:
+    try:
+        return text_after(tokenizer, prompt, text, turn.rendered, turn.message_count, sampled)
+    except CannotExtend:
+        if not keep_answers:
+            raise
+    return text_after_any(tokenizer, prompt, turn.rendered, turn.message_count, sampled)

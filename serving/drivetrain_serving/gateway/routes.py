@@ -1,0 +1,264 @@
+"""Routes of sessions: those of agents, and those of the trainer that reads what was recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import re
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import aclosing
+from typing import Final
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from drivetrain.errors import DrivetrainError, InvalidRequest
+from drivetrain.openai.chat_answer import ChatAnswer
+from drivetrain.openai.engine_calls import chat_call
+from drivetrain.openai.token_texts import TokenTexts
+from drivetrain.text.prompt_threads import in_prompt_thread
+from drivetrain.types.prompts import ChatPrompt, TokenPrompt
+from drivetrain_serving.gateway import anthropic, openai_responses
+from drivetrain_serving.gateway.capture import Asked, Capture
+from drivetrain_serving.gateway.errors import error_answer
+from drivetrain_serving.gateway.ledger import Session
+from drivetrain_serving.gateway.prompts import prepare
+from drivetrain_serving.gateway.sessions import Sessions
+from drivetrain_serving.gateway.trajectory import trajectory_of
+from drivetrain_serving.http.answers import NamedEventStream, event_stream, json_answer
+from drivetrain_serving.http.bodies import read_json, unless_disconnected
+from drivetrain_serving.served_engine import ServedEngine
+from drivetrain_serving.vllm.chat_and_completion_answers import ChatResponses
+from drivetrain_serving.vllm.errors import body_of
+from drivetrain_serving.vllm.json_objects import Json
+from drivetrain_serving.vllm.payloads import ChatRequest, read_chat
+
+Answer = Callable[[Request], Awaitable[Response]]
+
+AGENT_PATHS: Final = re.compile(r"/sessions/[^/]+/v1/.*")
+"""Paths that the API key opens; the other paths of sessions need the control key."""
+_MSGPACK: Final = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
+
+
+class SessionRoutes:
+    """Routes under ``/sessions``.
+
+    Args:
+        served: The engine.
+    """
+
+    def __init__(self, served: ServedEngine) -> None:
+        self._served = served
+        self._sessions = Sessions(served.config.sessions)
+        self._capture = Capture(served, self._sessions)
+        self._texts = TokenTexts(served.engine.tokenizer)
+
+    def routes(self, models: Answer) -> list[Route]:
+        """Return the routes.
+
+        Args:
+            models: Answers ``/v1/models``, which some agents ask first.
+        """
+        return [
+            Route("/sessions", self.sessions, methods=["GET"]),
+            Route("/sessions/{session}", self.delete, methods=["DELETE"]),
+            Route("/sessions/{session}/trajectory", self.trajectory, methods=["GET"]),
+            Route("/sessions/{session}/v1/models", models, methods=["GET"]),
+            Route("/sessions/{session}/v1/chat/completions", self.chat_completions, methods=["POST"]),
+            Route("/sessions/{session}/v1/responses", self.responses, methods=["POST"]),
+            Route("/sessions/{session}/v1/messages", self.messages, methods=["POST"]),
+            Route("/sessions/{session}/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
+        ]
+
+    async def close(self) -> None:
+        """End what runs, and delete what was recorded."""
+        await self._capture.close()
+        await self._sessions.close()
+
+    # Agents ------------------------------------------------------------------------------------------------------
+
+    async def chat_completions(self, request: Request) -> Response:
+        """Answer POST ``/sessions/{id}/v1/chat/completions``."""
+        body = await read_json(request, self._served.config, wants_type=True)
+        try:
+            return await unless_disconnected(request.receive, self._chat(request.path_params["session"], body))
+        except DrivetrainError as error:
+            return error_answer(error)
+
+    async def _chat(self, session_id: str, body: Mapping[str, object]) -> Response:
+        payload, asked, responses = await self._prepared(session_id, body)
+        if not payload.stream:
+            return json_answer(await self._capture.whole(asked, responses))
+        pieces = self._pieces(payload, asked, responses)
+        return await event_stream(pieces, body_of, self._served.config.send_timeout)
+
+    async def messages(self, request: Request) -> Response:
+        """Answer POST ``/sessions/{id}/v1/messages``, in Anthropic's form."""
+        return await self._answered_in_anthropics_form(request, self._message)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Answer POST ``/sessions/{id}/v1/messages/count_tokens``, in Anthropic's form."""
+        return await self._answered_in_anthropics_form(request, self._count)
+
+    async def _answered_in_anthropics_form(
+        self, request: Request, answer: Callable[[str, Json], Coroutine[object, object, Response]]
+    ) -> Response:
+        try:
+            body = await read_json(request, self._served.config, wants_type=True)
+            chat = anthropic.to_chat(body, self._template)
+            return await unless_disconnected(request.receive, answer(request.path_params["session"], chat))
+        except DrivetrainError as error:
+            return json_answer(*anthropic.error_of(error))
+        except HTTPException as error:
+            return json_answer(anthropic.http_error(error.status_code, error.detail), error.status_code)
+
+    async def _message(self, session_id: str, chat: Json) -> Response:
+        payload, asked, responses = await self._prepared(session_id, chat)
+        if not payload.stream:
+            return json_answer(anthropic.from_chat(await self._capture.whole(asked, responses)))
+        events = anthropic.MessageEvents(asked.model, len(asked.prepared.token_ids))
+        pieces = self._message_events(events, self._pieces(payload, asked, responses))
+        timeout = self._served.config.send_timeout
+        return await event_stream(pieces, lambda error: anthropic.error_of(error)[0], timeout, NamedEventStream)
+
+    async def _message_events(
+        self, events: anthropic.MessageEvents, chunks: AsyncGenerator[Json, None]
+    ) -> AsyncGenerator[Json, None]:
+        async with aclosing(chunks):
+            started = False
+            async for chunk in chunks:
+                if not started:
+                    yield events.start()
+                    started = True
+                for event in events.events(chunk):
+                    yield event
+
+    async def _count(self, session_id: str, chat: Json) -> Response:
+        chat = {name: value for name, value in chat.items() if name not in ("stream", "stream_options")}
+        _, asked, _ = await self._prepared(session_id, chat)
+        return json_answer({"input_tokens": len(asked.prepared.token_ids)})
+
+    async def responses(self, request: Request) -> Response:
+        """Answer POST ``/sessions/{id}/v1/responses``."""
+        body = await read_json(request, self._served.config, wants_type=True)
+        try:
+            return await unless_disconnected(request.receive, self._response(request.path_params["session"], body))
+        except DrivetrainError as error:
+            return error_answer(error)
+
+    async def _response(self, session_id: str, body: Mapping[str, object]) -> Response:
+        payload, asked, responses = await self._prepared(session_id, openai_responses.to_chat(body))
+        writer = openai_responses.ResponseWriter(body, asked.model)
+        if not payload.stream:
+            return json_answer(writer.whole(await self._capture.whole(asked, responses)))
+        pieces = self._response_events(writer, self._pieces(payload, asked, responses))
+        return await event_stream(pieces, writer.error, self._served.config.send_timeout, NamedEventStream)
+
+    async def _response_events(
+        self, writer: openai_responses.ResponseWriter, chunks: AsyncGenerator[Json, None]
+    ) -> AsyncGenerator[Json, None]:
+        async with aclosing(chunks):
+            started = False
+            async for chunk in chunks:
+                for event in () if started else writer.start():
+                    yield event
+                started = True
+                for event in writer.events(chunk):
+                    yield event
+
+    # Parts of the answers ----------------------------------------------------------------------------------------
+
+    @property
+    def _template(self) -> str:
+        return self._served.engine.tokenizer.chat_template(()) or ""
+
+    async def _prepared(self, session_id: str, body: Mapping[str, object]) -> tuple[ChatRequest, Asked, ChatResponses]:
+        """Read a chat completion request, and find its place in the session."""
+        session = self._sessions.for_a_turn(session_id)
+        engine = self._served.engine
+        payload = read_chat(body, self._template, stream=body.get("stream") is True)
+        self._sessions.begin(session)
+        try:
+            asked = await self._asked(session, payload)
+        finally:
+            self._sessions.end(session)
+        answer_id = f"chatcmpl-{payload.request_id or uuid.uuid4().hex}"
+        answer = ChatAnswer(payload, answer_id, asked.model, engine.tokenizer, engine.config.tool_call_parser)
+        return payload, asked, ChatResponses(payload, answer, self._texts, engine.model_info.eos_token_ids)
+
+    async def _pieces(self, payload: ChatRequest, asked: Asked, responses: ChatResponses) -> AsyncGenerator[Json, None]:
+        async with aclosing(self._capture.streamed(asked, responses)) as pieces:
+            async for piece in pieces:
+                yield piece
+        if payload.include_usage:
+            yield responses.usage_chunk()
+
+    async def _asked(self, session: Session, payload: ChatRequest) -> Asked:
+        """Return the request with the prompt's ids, which extend an earlier turn's where its messages do."""
+        engine = self._served.engine
+        lora = await self._served.adapter_of(payload.model)
+        call = chat_call(payload)
+        (prompt,) = call.prompts
+        assert isinstance(prompt, ChatPrompt)
+        if prompt.media:
+            raise InvalidRequest("messages hold images, videos or sounds; sessions record text only", field="messages")
+        with call.refusals():
+            keep = self._served.config.sessions.keep_answers
+            length = engine.model_info.context_length
+            prepared = await in_prompt_thread(
+                lambda: prepare(engine.tokenizer, session, prompt, length, keep_answers=keep)
+            )
+        params = {"logprobs": 0, **call.params}
+        if payload.prompt_logprobs is not None:
+            params["prompt_logprobs"] = payload.prompt_logprobs
+        if self._served.config.sessions.routed_experts:
+            params["return_routed_experts"] = True
+        call = dataclasses.replace(
+            call,
+            prompts=(TokenPrompt.model_construct(token_ids=tuple(prepared.token_ids), media=()),),
+            params=params,
+            lora=lora or call.lora,
+        )
+        return Asked(session, prompt, prepared, call, payload.model or self._served.name, payload.logprobs)
+
+    # The trainer -------------------------------------------------------------------------------------------------
+
+    async def sessions(self, request: Request) -> Response:
+        """Answer GET ``/sessions``."""
+        del request
+        found = [
+            {
+                "session_id": session.id,
+                "created": session.created,
+                "turns": len(session.turns),
+                "in_flight": session.in_flight,
+            }
+            for session in self._sessions.all()
+        ]
+        return json_answer({"sessions": found})
+
+    async def trajectory(self, request: Request) -> Response:
+        """Answer GET ``/sessions/{id}/trajectory``, as JSON or, if the client accepts it, as MessagePack."""
+        packed = any(kind in request.headers.get("accept", "") for kind in _MSGPACK)
+        try:
+            with self._sessions.used(request.path_params["session"]) as session:
+                encoded = await asyncio.to_thread(lambda: _encoded(trajectory_of(session), packed))
+        except DrivetrainError as error:
+            return error_answer(error)
+        return Response(encoded, media_type=_MSGPACK[0] if packed else "application/json")
+
+    async def delete(self, request: Request) -> Response:
+        """Answer DELETE ``/sessions/{id}``."""
+        try:
+            await self._sessions.delete(request.path_params["session"])
+        except DrivetrainError as error:
+            return error_answer(error)
+        return Response(status_code=204)
+
+
+def _encoded(trajectory: Json, packed: bool) -> bytes:
+    return msgspec.msgpack.encode(trajectory) if packed else msgspec.json.encode(trajectory)

@@ -1,0 +1,87 @@
+"""Trajectories: what a trainer reads of a session."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from drivetrain.openai.choices import json_logprob
+from drivetrain_serving.gateway.ledger import Session, Turn, leaves_of
+from drivetrain_serving.gateway.records import unpacked_ids, unpacked_logprobs
+
+Json = dict[str, Any]
+
+
+def trajectory_of(session: Session) -> Json:
+    """Return a session's branches with their ids, loss masks, logprobs and weight versions, and its turns.
+
+    Call it in a thread: it may read from disk.
+    """
+    turns = list(session.turns)
+    seen: set[int] = set()
+    branches: list[Json] = []
+    for leaf in leaves_of(turns):
+        path = session.path_to(leaf)
+        branches.append(_branch(len(branches), path, seen))
+        seen.update(turn.number for turn in path)
+    return {
+        "session_id": session.id,
+        "created": session.created,
+        "branches": branches,
+        "turns": [_turn(turn) for turn in turns],
+    }
+
+
+def _branch(index: int, path: list[Turn], seen: set[int]) -> Json:
+    ids: list[int] = []
+    mask: list[int] = []
+    logprobs: list[float | None] = []
+    spans: list[Json] = []
+    experts: list[list[list[int]] | None] | None = None
+    shared = 0
+    for turn in path:
+        record = turn.record.read()
+        prompt, sampled = unpacked_ids(record.new_prompt_ids), unpacked_ids(record.token_ids)
+        ids.extend(prompt)
+        at = len(ids)
+        ids.extend(sampled)
+        mask += [0] * len(prompt) + [1] * len(sampled)
+        logprobs += [None] * len(prompt)
+        logprobs += map(json_logprob, unpacked_logprobs(record.logprobs))
+        spans += [
+            {"version": span.version, "start": at + span.start, "end": at + span.end} for span in turn.weight_versions
+        ]
+        if record.routed_experts is not None:
+            experts = [None] * at if experts is None else [*experts, *[None] * len(prompt)]
+            experts += record.routed_experts
+        elif experts is not None:
+            experts += [None] * (len(prompt) + len(sampled))
+        if turn.number in seen:
+            shared = len(ids)
+    return {
+        "branch": index,
+        "turns": [turn.number for turn in path],
+        "token_ids": ids,
+        "loss_mask": mask,
+        "logprobs": logprobs,
+        "weight_versions": spans,
+        "routed_experts": experts,
+        "shared_length": shared,
+        "begins_because": path[0].begins_because,
+        "continues": path[0].continues,
+        "finish_reason": path[-1].finish_reason,
+    }
+
+
+def _turn(turn: Turn) -> Json:
+    return {
+        "turn": turn.number,
+        "parent": turn.parent,
+        "continues": turn.continues,
+        "begins_because": turn.begins_because,
+        "prompt_tokens": turn.prompt_length,
+        "completion_tokens": turn.sampled_length,
+        "finish_reason": turn.finish_reason,
+        "logprobs_mode": turn.logprobs_mode,
+        "model": turn.model,
+        "ended": turn.ended,
+    }

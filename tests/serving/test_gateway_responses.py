@@ -1,0 +1,109 @@
+"""The token-capture gateway for agents that speak OpenAI's Responses API."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Final
+
+import openai
+import pytest
+import pytest_asyncio
+
+from drivetrain import InferenceEngine
+from gateways import Gateway, gateway_of, sampled
+from scripted_backend import CALL, ScriptedBackend, scripted_engine
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+TOOLS: Final[Any] = [{"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}]
+Talking = tuple[Gateway, ScriptedBackend, InferenceEngine]
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def talking(model: Path, tmp_path: Path) -> AsyncIterator[Talking]:
+    async with scripted_engine(model, tmp_path / "model") as (engine, backend), gateway_of(engine) as gateway:
+        yield gateway, backend, engine
+
+
+async def respond(gateway: Gateway, given: Any, *, stream: bool = False, **fields: Any) -> Any:
+    if not stream:
+        return await gateway.api.responses.create(model="policy", input=given, **fields)
+    async with gateway.api.responses.stream(model="policy", input=given, **fields) as events:
+        text = ""
+        numbers = []
+        async for event in events:
+            numbers.append(event.sequence_number)
+            text += event.delta if event.type == "response.output_text.delta" else ""
+    assert event.type in ("response.completed", "response.incomplete")
+    whole = event.response
+    assert numbers == list(range(len(numbers)))
+    assert text == whole.output_text
+    return whole
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_conversation_with_a_tool_is_one_branch(talking: Talking, stream: bool) -> None:
+    gateway, backend, engine = talking
+    backend.says = ["So: " + CALL + CALL, "two"]
+    given: list[Any] = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "add"}]
+    fields: Any = {"instructions": "You add.", "tools": TOOLS, "stream": stream, "store": False}
+    first = await respond(gateway, given, **fields)
+    assert [item.type for item in first.output] == ["message", "function_call", "function_call"]
+    assert first.output_text == "So:"
+    given += [item.model_dump(exclude={"parsed_arguments"}) for item in first.output]
+    given += [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "2"}
+        for item in first.output
+        if item.type == "function_call"
+    ]
+    second = await respond(gateway, given, **fields)
+    assert (second.output_text, second.status) == ("two", "completed")
+    (branch,) = await gateway.branches()
+    assert [bytes(run[:-1]).decode() for run in sampled(branch)] == ["So: " + CALL + CALL, "two"]
+    assert second.usage.total_tokens == len(branch["token_ids"])
+    text = engine.decode(branch["token_ids"], skip_special_tokens=False)
+    assert "<|im_start|>system\nYou add.\n\nBe brief.<|im_end|>" in text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_was_cut_off_is_incomplete(talking: Talking, stream: bool) -> None:
+    gateway, backend, _ = talking
+    backend.says = ["cut o…"]
+    answer = await respond(gateway, "hello", stream=stream, max_output_tokens=5)
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert answer.output_text == "cut o"
+
+
+async def test_it_continues_what_chat_completions_began(talking: Talking) -> None:
+    gateway, backend, _ = talking
+    backend.says = ["well", "good"]
+    messages, _ = await gateway.talk(["hello"])
+    given = [{"role": message["role"], "content": message["content"]} for message in messages]
+    await respond(gateway, [*given, {"role": "user", "content": "go on"}])
+    (branch,) = await gateway.branches()
+    assert branch["turns"] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0"),
+        ({"input": [{"type": "reasoning", "id": "rs_1", "summary": []}]}, "input.0"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0"),
+        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"temperature": 3, "top_p": 7}, "top_p"),
+    ],
+)
+async def test_what_cannot_be_honoured_is_refused(talking: Talking, fields: dict[str, Any], says: str) -> None:
+    gateway, _, _ = talking
+    with pytest.raises(openai.BadRequestError, match=says):
+        await gateway.api.responses.create(**{"model": "policy", "input": "hello", **fields})
+    assert await gateway_is_empty(gateway)
+
+
+async def gateway_is_empty(gateway: Gateway) -> bool:
+    listed = (await gateway.http.get("/sessions")).json()["sessions"]
+    return not any(session["turns"] for session in listed)
