@@ -18,10 +18,12 @@ from drivetrain_serving.config import ServerConfig
 from drivetrain_serving.http.keys import Keys
 from drivetrain_serving.operations import OperationRoutes
 from drivetrain_serving.served_engine import ServedEngine
+from drivetrain_serving.sglang.weight_groups import WeightGroupRoutes
 from drivetrain_serving.vllm.control import ControlRoutes
 from drivetrain_serving.vllm.errors import error_answer, http_error_answer, unauthorized
 from drivetrain_serving.vllm.generation import GenerationRoutes
 from drivetrain_serving.vllm.tokens import TokenRoutes
+from drivetrain_serving.weights.weight_groups import WeightGroups
 
 Answer = Callable[[Request], Awaitable[Response]]
 
@@ -43,11 +45,16 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
     Args:
         engine: A started engine, or a fleet. The application does not end it.
         config: Names, keys and bounds.
+
+    Await ``app.state.weight_groups.close()`` when the application is no longer served: it ends the processes that
+    receive weights.
     """
     config = config or ServerConfig()
     served = ServedEngine(engine, config)
     operations, control = OperationRoutes(served), ControlRoutes(served)
     generation, tokens = GenerationRoutes(served), TokenRoutes(served)
+    weight_groups = WeightGroups(engine)
+    groups = WeightGroupRoutes(weight_groups, config)
     opened: dict[str, Answer] = {
         "/health": control.health,
         "/ready": operations.ready,
@@ -84,8 +91,13 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
         "/load_lora_adapter": control.reload_lora_adapter,
         "/v1/unload_lora_adapter": control.unload_lora_adapter,
         **dict.fromkeys(TRANSFER_ROUTES, control.refuse_transfer),
+        "/init_weights_update_group": groups.init_weights_update_group,
+        "/destroy_weights_update_group": groups.destroy_weights_update_group,
+        "/update_weights_from_distributed": groups.update_weights_from_distributed,
+        "/begin_weight_update": groups.begin_weight_update,
+        "/end_weight_update": groups.end_weight_update,
     }
-    return Starlette(
+    app = Starlette(
         routes=[
             *(Route(path, answer, methods=["GET"]) for path, answer in (opened | described | asked).items()),
             *(Route(path, answer, methods=["POST"]) for path, answer in (data | told).items()),
@@ -93,6 +105,8 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
         middleware=[Middleware(Keys, config, opened, (data | described).keys(), unauthorized)],
         exception_handlers={HTTPException: _http_error, DrivetrainError: _error, ClientDisconnect: _gone},
     )
+    app.state.weight_groups = weight_groups
+    return app
 
 
 def _http_error(request: Request, error: Exception) -> Response:

@@ -46,9 +46,10 @@ class Server:
 
     def __init__(self, engine: InferenceEngine, config: ServerConfig | None = None) -> None:
         self.config = config or ServerConfig()
+        self._app = create_app(engine, self.config)
         self._server = _Announcing(
             uvicorn.Config(
-                create_app(engine, self.config),
+                self._app,
                 lifespan="off",
                 http="h11",  # httptools limits no headers
                 log_config=None,
@@ -87,8 +88,11 @@ class Server:
     async def close(self) -> None:
         """Take no more requests, give those in flight ``shutdown_timeout`` to end, and stop."""
         self._server.should_exit = True
-        if self._serving is not None:
-            await self._serving
+        try:
+            if self._serving is not None:
+                await self._serving
+        finally:
+            await self._app.state.weight_groups.close()
 
     async def __aenter__(self) -> Self:
         """Start."""

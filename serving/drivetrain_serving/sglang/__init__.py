@@ -1,0 +1,1 @@
+"""SGLang's dialect: its routes over any engine."""
