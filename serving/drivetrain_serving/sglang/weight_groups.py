@@ -18,6 +18,7 @@ from drivetrain_serving.config import ServerConfig
 from drivetrain_serving.http.answers import json_answer
 from drivetrain_serving.http.bodies import read_json, unless_disconnected
 from drivetrain_serving.vllm.errors import status_of
+from drivetrain_serving.weights.bucket import WeightBucket
 from drivetrain_serving.weights.weight_groups import WeightGroups
 
 _GROUP: Final = "weight_update_group"
@@ -72,8 +73,6 @@ class WeightGroupRoutes:
     @_answered
     async def update_weights_from_distributed(self, request: Request) -> str:
         """Answer POST ``/update_weights_from_distributed``, once the bucket has come."""
-        from drivetrain_serving.weights.bucket import WeightBucket
-
         body = await read_json(request, self._config)
         name = _name(body)
         try:

@@ -44,8 +44,8 @@ class OpenUpdate:
     def for_bucket(self, bucket: WeightBucket) -> OpenUpdate:
         """Return the update that ``bucket`` belongs to: this one, or a new one if the trainer has started over.
 
-        A trainer sends no tensor twice in one update, and goes on with none of which it was told that it failed. What
-        came before may be of older weights, so it is not kept.
+        A trainer sends each tensor once per update, and starts over once it was told of a failure. Tensors that came
+        before may be of older weights, so they are dropped.
         """
         names = {spec.name for spec in bucket.specs}
         if (self.failed and not self.explicit) or not names.isdisjoint(self._announced):

@@ -43,10 +43,10 @@ class WeightGroups:
         """Held while a bucket is received, and while an update is committed."""
         self._open: OpenUpdate | None = None
         self._committed: TiedTensors | None = None
-        """Of the last update that was committed."""
+        """Tied weights of the last committed update."""
         self._sync: WeightSync | None = None
         self._source: dict[str, torch.Tensor] = {}
-        """What ``_sync`` pushes."""
+        """The tensors that ``_sync`` pushes; empty between pushes."""
         self._names: InMemoryNames | None = None
         self._commits = 0
 
@@ -225,7 +225,7 @@ class WeightGroups:
         return OpenUpdate(await self._engine.weight_manifest(), self._names, explicit=explicit)
 
     async def _received(self, group: TrainerGroup, bucket: WeightBucket, *, keep: bool) -> dict[str, torch.Tensor]:
-        from drivetrain_serving.weights.bucket import BucketLayout
+        from drivetrain_serving.weights.bucket_layout import BucketLayout
         from drivetrain_weight_sync.transports.shared_arena import Arena
 
         layout = BucketLayout(bucket)
