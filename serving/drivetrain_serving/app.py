@@ -23,18 +23,11 @@ from drivetrain_serving.vllm.control import ControlRoutes
 from drivetrain_serving.vllm.errors import error_answer, http_error_answer, unauthorized
 from drivetrain_serving.vllm.generation import GenerationRoutes
 from drivetrain_serving.vllm.tokens import TokenRoutes
+from drivetrain_serving.vllm.weight_transfer import WeightTransferRoutes
 from drivetrain_serving.weights.weight_groups import WeightGroups
 
 Answer = Callable[[Request], Awaitable[Response]]
 
-TRANSFER_ROUTES: Final = (
-    "/init_weight_transfer_engine",
-    "/shutdown_weight_transfer_engine",
-    "/start_weight_update",
-    "/start_draft_weight_update",
-    "/finish_weight_update",
-)
-"""Routes of vLLM's weight transfer engines, which this server does not have."""
 _GONE: Final = 499
 """Status of a request whose client went before the answer, as nginx logs it; nobody receives it."""
 
@@ -51,10 +44,10 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
     """
     config = config or ServerConfig()
     served = ServedEngine(engine, config)
-    operations, control = OperationRoutes(served), ControlRoutes(served)
-    generation, tokens = GenerationRoutes(served), TokenRoutes(served)
     weight_groups = WeightGroups(engine)
-    groups = WeightGroupRoutes(weight_groups, config)
+    groups, transfer = WeightGroupRoutes(weight_groups, config), WeightTransferRoutes(engine, weight_groups, config)
+    operations, control = OperationRoutes(served), ControlRoutes(served, transfer)
+    generation, tokens = GenerationRoutes(served), TokenRoutes(served)
     opened: dict[str, Answer] = {
         "/health": control.health,
         "/ready": operations.ready,
@@ -90,7 +83,11 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
         "/v1/load_lora_adapter": control.load_lora_adapter,
         "/load_lora_adapter": control.reload_lora_adapter,
         "/v1/unload_lora_adapter": control.unload_lora_adapter,
-        **dict.fromkeys(TRANSFER_ROUTES, control.refuse_transfer),
+        "/start_draft_weight_update": control.refuse_draft,
+        "/init_weight_transfer_engine": transfer.init,
+        "/shutdown_weight_transfer_engine": transfer.shutdown,
+        "/start_weight_update": transfer.start,
+        "/finish_weight_update": transfer.finish,
         "/init_weights_update_group": groups.init_weights_update_group,
         "/destroy_weights_update_group": groups.destroy_weights_update_group,
         "/update_weights_from_distributed": groups.update_weights_from_distributed,

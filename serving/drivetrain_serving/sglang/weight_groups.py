@@ -18,7 +18,8 @@ from drivetrain_serving.config import ServerConfig
 from drivetrain_serving.http.answers import json_answer
 from drivetrain_serving.http.bodies import read_json, unless_disconnected
 from drivetrain_serving.vllm.errors import status_of
-from drivetrain_serving.weights.bucket import WeightBucket
+from drivetrain_serving.weights.bucket import WHOLE, WeightBucket
+from drivetrain_serving.weights.messages import Join
 from drivetrain_serving.weights.weight_groups import WeightGroups
 
 _GROUP: Final = "weight_update_group"
@@ -59,9 +60,9 @@ class WeightGroupRoutes:
     async def init_weights_update_group(self, request: Request) -> str:
         """Answer POST ``/init_weights_update_group``, once every rank has joined."""
         body = await read_json(request, self._config)
-        spec = _spec(body, self._config.weight_group_timeout)
-        await unless_disconnected(request.receive, self._groups.init(spec))
-        return f"The group {spec.group_name!r} has formed."
+        join = _join(body, self._config.weight_group_timeout)
+        await unless_disconnected(request.receive, self._groups.init(join))
+        return f"The group {join.group_name!r} has formed."
 
     @_answered
     async def destroy_weights_update_group(self, request: Request) -> str:
@@ -79,7 +80,7 @@ class WeightGroupRoutes:
             bucket = WeightBucket(
                 group_name=name,
                 specs=_specs(body),
-                flattened=_flattened(body),
+                chunk_bytes=_chunk_bytes(body),
                 version=_version(body),
                 abort_requests=body.get("abort_all_requests") is True,
                 refusal=_refusal(body),
@@ -108,20 +109,28 @@ class WeightGroupRoutes:
         return "The engine serves the new weights."
 
 
-def _spec(body: Mapping[str, object], timeout: float) -> CommunicatorSpec:
+def _join(body: Mapping[str, object], timeout: float) -> Join:
     address = body.get("master_address")
     given = {
         "master_address": address.removeprefix("[").removesuffix("]") if isinstance(address, str) else address,
         **{name: body[name] for name in ("master_port", "rank_offset", "world_size") if name in body},
         "group_name": _name(body),
         "backend": body.get("backend") or "nccl",
-        "timeout": timeout,
     }
     try:
-        return CommunicatorSpec.model_validate(given)
+        spec = CommunicatorSpec.model_validate(given)
     except ValidationError as error:
         field, message = describe_validation_error(error, CommunicatorSpec)
         raise InvalidRequest(message, field=field) from None
+    return Join(
+        group_name=spec.group_name,
+        rank=spec.rank_offset,
+        world_size=spec.world_size,
+        timeout=timeout,
+        master_address=spec.master_address,
+        master_port=spec.master_port,
+        backend=spec.backend,
+    )
 
 
 def _name(body: Mapping[str, object]) -> str:
@@ -159,7 +168,7 @@ def _tensor(name: object, dtype: object, shape: object) -> TensorSpec:
     return TensorSpec(name, dtype.removeprefix("torch."), tuple(shape))
 
 
-def _flattened(body: Mapping[str, object]) -> bool:
+def _chunk_bytes(body: Mapping[str, object]) -> int | None:
     given = body.get("load_format")
     if given not in (None, "flattened_bucket"):
         raise InvalidRequest(
@@ -167,7 +176,7 @@ def _flattened(body: Mapping[str, object]) -> bool:
             "cannot tell what is broadcast",
             field="load_format",
         )
-    return given is not None
+    return None if given is None else WHOLE
 
 
 def _version(body: Mapping[str, object]) -> str | None:

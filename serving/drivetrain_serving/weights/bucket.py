@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from typing import Final
 
 from drivetrain.types.weights import TensorSpec
+
+WHOLE: Final = sys.maxsize
+"""``chunk_bytes`` of a bucket that comes as one broadcast."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,8 +18,9 @@ class WeightBucket:
 
     group_name: str
     specs: tuple[TensorSpec, ...]
-    flattened: bool
-    """True if the tensors come as one uint8 broadcast of their bytes, without gaps; else each is a broadcast."""
+    chunk_bytes: int | None
+    """None: each tensor is a broadcast. Else the tensors come as uint8 broadcasts of their bytes, without gaps; a chunk
+    ends with the tensor by which it becomes larger than this."""
     version: str | None = None
     """Version of the weights that the update makes; None: the server counts."""
     abort_requests: bool = False

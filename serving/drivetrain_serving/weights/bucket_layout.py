@@ -24,16 +24,18 @@ class BucketLayout:
         self._specs = bucket.specs
         self._offsets: list[int] = []
         pieces: list[Piece] = []
-        end = 0
-        for spec in bucket.specs:
-            size = nbytes_of(spec)
-            if not bucket.flattened:
+        end = chunk = 0
+        for index, spec in enumerate(bucket.specs, 1):
+            if bucket.chunk_bytes is None:
                 end += -end % _ALIGNMENT
                 pieces.append(Piece(spec.dtype, spec.shape, end))
             self._offsets.append(end)
-            end += size
+            end += nbytes_of(spec)
+            if bucket.chunk_bytes is not None and (end - chunk > bucket.chunk_bytes or index == len(bucket.specs)):
+                pieces.append(Piece("uint8", (end - chunk,), chunk))
+                chunk = end
         self.nbytes = end
-        self.pieces = [Piece("uint8", (end,), 0)] if bucket.flattened and bucket.specs else pieces
+        self.pieces = pieces
 
     def tensors(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the tensors in ``memory`` (uint8) by name: views, or a copy where a view would not be aligned."""

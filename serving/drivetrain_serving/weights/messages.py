@@ -7,17 +7,31 @@ from typing import Literal
 import msgspec
 
 
-class Join(msgspec.Struct, frozen=True, tag="join"):
-    """Join a trainer's group; answered once all ranks have joined."""
+class _AnyJoin(msgspec.Struct, frozen=True, kw_only=True):
+    group_name: str
+    rank: int
+    """Rank of the server, which has one."""
+    world_size: int
+    timeout: float
+    """Seconds in which the group must form, and each bucket must have come."""
+
+
+class Join(_AnyJoin, frozen=True, kw_only=True, tag="join"):
+    """Join a torch.distributed group; answered once all ranks have joined."""
 
     master_address: str
     master_port: int
-    rank: int
-    world_size: int
-    group_name: str
     backend: Literal["nccl", "gloo"]
-    timeout: float
-    """Seconds after which torch gives up on the group, and on a broadcast."""
+
+
+class JoinNccl(_AnyJoin, frozen=True, kw_only=True, tag="join_nccl"):
+    """Join a bare NCCL communicator, as vLLM's weight transfer does; answered once all ranks have joined."""
+
+    master_address: str = ""
+    """Address of the trainer's store, which holds the communicator's id."""
+    master_port: int = 0
+    unique_id: bytes = b""
+    """The id, if it came with the request; the store is not asked then."""
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -51,5 +65,6 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """True if the request cannot be honoured; false if the group or a peer failed."""
 
 
-Request = Join | Receive
+AnyJoin = Join | JoinNccl
+Request = Join | JoinNccl | Receive
 Answer = Done | Failed

@@ -14,18 +14,20 @@ import socket
 import sys
 import threading
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 import torch
 
 from drivetrain.errors import InvalidRequest
-from drivetrain_serving.weights.messages import Answer, Done, Failed, Join, Piece, Receive, Request
+from drivetrain_serving.weights.messages import Answer, Done, Failed, Join, JoinNccl, Piece, Receive, Request
 
 _dist: Any = torch.distributed
 """``Any``: its process group classes are not declared."""
 _REQUESTS: Final = msgspec.json.Decoder(Request)
 _ANSWERS: Final = msgspec.json.Encoder()
+_GRACE_S: Final = 60.0
+"""Torch's own timeouts are longer by this, so that the server's come first."""
 
 
 def main() -> None:
@@ -34,15 +36,21 @@ def main() -> None:
     os.dup2(2, 1)  # NCCL logs to standard output
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=[lines], daemon=True).start()
-    group: Any = None
+    group: _Group | None = None
     while True:
         answer: Answer = Done()
         try:
             request = _REQUESTS.decode(lines.get())
-            if isinstance(request, Join):
-                group = _joined(request)
-            else:
-                _receive(group, request)
+            match request:
+                case Join():
+                    group = _TorchGroup(request)
+                case JoinNccl():
+                    from drivetrain_serving.weights.nccl import NcclGroup
+
+                    group = NcclGroup(request)
+                case Receive():
+                    assert group is not None
+                    _receive(group, request)
         except InvalidRequest as error:
             answer = Failed(str(error), refused=True)
         except Exception as error:
@@ -57,56 +65,72 @@ def _read(lines: queue.SimpleQueue[bytes]) -> None:
     os._exit(0)  # the server is gone, and the main thread may be in a call that does not return
 
 
-def _joined(request: Join) -> Any:
-    """Form the group as the trainers' ``init_process_group`` does, without a default group.
+class _Group(Protocol):
+    device: torch.device
+    """Device on which tensors are received."""
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Receive a tensor from rank 0."""
+
+
+class _TorchGroup:
+    """A group as the trainers' ``init_process_group`` forms it, without a default group.
 
     The store's prefixes are those of ``torch.distributed.distributed_c10d._new_process_group_helper``.
     """
-    if request.backend == "nccl" and not torch.cuda.is_available():
-        raise InvalidRequest("backend='nccl' needs a GPU, and the server has none; use backend 'gloo'", field="backend")
-    timeout = timedelta(seconds=request.timeout)
-    # Rank 0 waits until as many clients as ranks have connected, so this one must count itself (wait_for_workers).
-    store = _dist.TCPStore(request.master_address, request.master_port, request.world_size, False, timeout)
-    store = _dist.PrefixStore(request.group_name + "/", _dist.PrefixStore(request.group_name, store))
-    if request.backend == "nccl":
-        torch.cuda.set_device(0)
-        options = _dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return _dist.ProcessGroupNCCL(_dist.PrefixStore("cuda/", store), request.rank, request.world_size, options)
-    options = _dist.ProcessGroupGloo._Options()
-    options._timeout = timeout
-    options._devices = [_gloo_device(request)]
-    return _dist.ProcessGroupGloo(_dist.PrefixStore("cpu/", store), request.rank, request.world_size, options)
+
+    def __init__(self, join: Join) -> None:
+        if join.backend == "nccl" and not torch.cuda.is_available():
+            raise InvalidRequest("backend='nccl' needs a GPU, and the server sees none; use 'gloo'", field="backend")
+        timeout = timedelta(seconds=join.timeout + _GRACE_S)
+        # Rank 0 waits until as many clients as ranks have connected, so this one must count itself (wait_for_workers).
+        store = _dist.TCPStore(join.master_address, join.master_port, join.world_size, False, timeout)
+        store = _dist.PrefixStore(join.group_name + "/", _dist.PrefixStore(join.group_name, store))
+        if join.backend == "nccl":
+            self.device = torch.device("cuda", 0)
+            torch.cuda.set_device(self.device)
+            options = _dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            store = _dist.PrefixStore("cuda/", store)
+            self._group = _dist.ProcessGroupNCCL(store, join.rank, join.world_size, options)
+        else:
+            self.device = torch.device("cpu")
+            options = _dist.ProcessGroupGloo._Options()
+            options._timeout = timeout
+            options._devices = [_gloo_device(join)]
+            store = _dist.PrefixStore("cpu/", store)
+            self._group = _dist.ProcessGroupGloo(store, join.rank, join.world_size, options)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Receive a tensor from rank 0."""
+        options = _dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        self._group.broadcast([tensor], options).wait()
 
 
-def _gloo_device(request: Join) -> Any:
+def _gloo_device(join: Join) -> Any:
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return _dist.ProcessGroupGloo.create_default_device()
     # The host's own name may resolve to an address that the trainer cannot reach, such as Debian's 127.0.1.1.
-    family, kind, _, _, address = socket.getaddrinfo(
-        request.master_address, request.master_port, type=socket.SOCK_DGRAM
-    )[0]
+    family, kind, _, _, address = socket.getaddrinfo(join.master_address, join.master_port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as towards_trainer:
         towards_trainer.connect(address)  # chooses a route and sends nothing
         return _dist.ProcessGroupGloo.create_device(hostname=str(towards_trainer.getsockname()[0]))
 
 
-def _receive(group: Any, request: Receive) -> None:
+def _receive(group: _Group, request: Receive) -> None:
     memory = None if request.path is None else _mapped(request.path, request.nbytes)
-    on_gpu = isinstance(group, getattr(_dist, "ProcessGroupNCCL", ()))
     for piece in request.pieces:
         kept = None if memory is None else _place(memory, piece)
-        if kept is None or on_gpu:
-            tensor = torch.empty(piece.shape, dtype=_dtype(piece), device="cuda" if on_gpu else "cpu")
-        else:
-            tensor = kept
-        options = _dist.BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
-        group.broadcast([tensor], options).wait()
-        if kept is not None and on_gpu:
-            kept.copy_(tensor)
-    if on_gpu:
-        torch.cuda.synchronize()
+        if kept is not None and kept.device == group.device:
+            group.broadcast(kept)
+            continue
+        received = torch.empty(piece.shape, dtype=_dtype(piece), device=group.device)
+        group.broadcast(received)
+        if kept is not None:
+            kept.copy_(received)
+    if group.device.type == "cuda":
+        torch.cuda.synchronize(group.device)
 
 
 def _mapped(path: str, nbytes: int) -> torch.Tensor:

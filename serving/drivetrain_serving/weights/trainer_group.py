@@ -1,4 +1,4 @@
-"""A torch.distributed group of a trainer, joined by a process that can be killed."""
+"""A group of a trainer, joined by a process that can be killed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ import msgspec
 
 from drivetrain.backend.toolkit.deadlines import deadline
 from drivetrain.errors import InvalidRequest, WeightSyncError
-from drivetrain.types.weights import CommunicatorSpec
-from drivetrain_serving.weights.messages import Answer, Failed, Join, Piece, Receive, Request
+from drivetrain_serving.weights.messages import Answer, AnyJoin, Failed, Piece, Receive, Request
 
 _REQUESTS: Final = msgspec.json.Encoder()
 _ANSWERS: Final = msgspec.json.Decoder(Answer)
-_GRACE_S: Final = 60.0
-"""Torch's own timeouts are longer by this, so that the server's come first."""
 
 
 class TrainerGroup:
@@ -29,11 +26,12 @@ class TrainerGroup:
     fails instead of waiting.
 
     Args:
-        spec: Address, size, rank and timeout. The server joins with one rank, ``rank_offset``.
+        join: Address, size, rank and timeout.
     """
 
-    def __init__(self, spec: CommunicatorSpec) -> None:
-        self.spec = spec
+    def __init__(self, join: AnyJoin) -> None:
+        self.name = join.group_name
+        self._join = join
         self._process: Process | None = None
         self._ended = False
 
@@ -46,15 +44,15 @@ class TrainerGroup:
         """Start the process and form the group.
 
         Raises:
-            DeadlineExceeded: The other ranks did not join within ``spec.timeout`` seconds.
+            DeadlineExceeded: The other ranks did not join within the timeout.
             InvalidRequest: The server cannot join a group of this backend.
             WeightSyncError: The group did not form.
         """
-        spec = self.spec
-        if spec.rank_offset >= spec.world_size:
+        join = self._join
+        if not 0 <= join.rank < join.world_size:
             raise InvalidRequest(
-                f"rank_offset={spec.rank_offset} is not in a group of {spec.world_size}; world_size counts the trainer "
-                "and one rank per server",
+                f"rank_offset={join.rank} is not in a group of {join.world_size}; world_size counts the trainer and "
+                "one rank per server",
                 field="rank_offset",
             )
         self._process = await asyncio.create_subprocess_exec(
@@ -65,25 +63,16 @@ class TrainerGroup:
             stdout=PIPE,
             start_new_session=True,  # Ctrl-C is for the server
         )
-        join = Join(
-            master_address=spec.master_address,
-            master_port=spec.master_port,
-            rank=spec.rank_offset,
-            world_size=spec.world_size,
-            group_name=spec.group_name,
-            backend=spec.backend,
-            timeout=spec.timeout + _GRACE_S,
-        )
-        await self._ask(join, f"the {spec.world_size} ranks of the group {spec.group_name!r} to join")
+        await self._ask(join, f"the {join.world_size} ranks of the group {self.name!r} to join")
 
     async def receive(self, pieces: Sequence[Piece], path: str | None, nbytes: int) -> None:
         """Receive broadcasts into the file at ``path``, or discard them if it is None.
 
         Raises:
-            DeadlineExceeded: The broadcasts did not come within ``spec.timeout`` seconds.
+            DeadlineExceeded: The broadcasts did not come within the timeout.
             WeightSyncError: The trainer is gone, or the group was ended meanwhile.
         """
-        what = f"{len(pieces)} broadcasts in the group {self.spec.group_name!r}"
+        what = f"{len(pieces)} broadcasts in the group {self.name!r}"
         await self._ask(Receive(tuple(pieces), path, nbytes), what)
 
     async def end(self) -> None:
@@ -102,8 +91,8 @@ class TrainerGroup:
         assert process.stdout is not None
         try:
             if self._ended:
-                raise WeightSyncError(f"the group {self.spec.group_name!r} was ended")
-            async with deadline(self.spec.timeout, waited_for):
+                raise WeightSyncError(f"the group {self.name!r} was ended")
+            async with deadline(self._join.timeout, waited_for):
                 with suppress(BrokenPipeError, ConnectionResetError):
                     process.stdin.write(_REQUESTS.encode(request) + b"\n")
                     await process.stdin.drain()
@@ -115,7 +104,7 @@ class TrainerGroup:
             raise
 
     def _require_done(self, line: bytes, waited_for: str) -> None:
-        name = self.spec.group_name
+        name = self.name
         if not line:
             how = "was ended" if self._ended else "was lost: its receiving process died"
             raise WeightSyncError(f"the group {name!r} {how} while the server waited for {waited_for}")

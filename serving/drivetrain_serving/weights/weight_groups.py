@@ -11,7 +11,7 @@ from drivetrain.checks.extras import from_extra
 from drivetrain.checks.safe_repr import shown
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import DrivetrainError, InvalidRequest
-from drivetrain.types.weights import CommunicatorSpec
+from drivetrain_serving.weights.messages import AnyJoin
 from drivetrain_serving.weights.trainer_group import TrainerGroup
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class WeightGroups:
 
     # Groups ------------------------------------------------------------------------------------------------------
 
-    async def init(self, spec: CommunicatorSpec) -> None:
+    async def init(self, join: AnyJoin) -> None:
         """Join a trainer's group; return once every rank has joined. A group of that name is left first.
 
         Raises:
@@ -61,10 +61,10 @@ class WeightGroups:
             DeadlineExceeded, WeightSyncError: The group did not form.
         """
         self._connect()
-        name = spec.group_name
+        name = join.group_name
         if name in self._groups:
             await self._groups[name].end()
-        group = self._groups[name] = TrainerGroup(spec)
+        group = self._groups[name] = TrainerGroup(join)
         self._drop("a trainer formed a new group")
         try:
             await group.join()
@@ -102,8 +102,8 @@ class WeightGroups:
         return self._groups[name]
 
     def _forget(self, group: TrainerGroup) -> None:
-        if self._groups.get(group.spec.group_name) is group:
-            del self._groups[group.spec.group_name]
+        if self._groups.get(group.name) is group:
+            del self._groups[group.name]
 
     def _connect(self) -> WeightSync:
         if self._sync is None:
@@ -128,8 +128,17 @@ class WeightGroups:
                 raise InvalidRequest("an update is open; end it first")
             self._open = await self._new_update(explicit=True)
 
-    async def end(self) -> None:
-        """Commit the open update, or drop it if it cannot be committed.
+    def require_open(self) -> None:
+        """Raise unless an update is open, for trainers that must begin each.
+
+        Raises:
+            InvalidRequest: No update is open.
+        """
+        if self._open is None:
+            raise InvalidRequest("no update was started; start one first")
+
+    async def end(self, version: str | None = None) -> None:
+        """Commit the open update as ``version``, or drop it if it cannot be committed.
 
         Raises:
             InvalidRequest: No update is open.
@@ -138,6 +147,7 @@ class WeightGroups:
         async with self._turn:
             if self._open is None:
                 raise InvalidRequest("no update is open; begin one, or send a bucket")
+            self._open.version = version or self._open.version
             try:
                 await _to_its_end(self._commit(self._open))
             finally:
@@ -214,7 +224,7 @@ class WeightGroups:
 
     async def _lose(self, group: TrainerGroup) -> None:
         self._forget(group)
-        self._drop(f"the group {group.spec.group_name!r} was lost")
+        self._drop(f"the group {group.name!r} was lost")
         await group.end()
 
     async def _new_update(self, *, explicit: bool = False) -> OpenUpdate:

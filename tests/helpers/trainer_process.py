@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -46,6 +47,18 @@ def broadcast(group: Any, tensors: list[torch.Tensor]) -> None:
         handle.wait()
 
 
+def chunks(tensors: list[torch.Tensor], buffer_size: int) -> Iterator[torch.Tensor]:
+    """Pack tensors as vLLM does: a chunk ends once its bytes exceed the buffer's size."""
+    packed: list[torch.Tensor] = []
+    for tensor in tensors:
+        packed.append(tensor.flatten().view(torch.uint8))
+        if sum(len(part) for part in packed) > buffer_size:
+            yield torch.cat(packed)
+            packed = []
+    if packed:
+        yield torch.cat(packed)
+
+
 def made(folder: str, sent: list[dict[str, Any]]) -> list[torch.Tensor]:
     """Return the tensors to send: those of a checkpoint, or one value throughout."""
     stored = load_file(os.path.join(folder, "model.safetensors"))
@@ -74,8 +87,7 @@ def main() -> None:
                 case "send":
                     tensors = made(command["folder"], command["tensors"])
                     if command["flattened"]:
-                        flat = [tensor.flatten().view(torch.uint8) for tensor in tensors]
-                        tensors = [torch.cat(flat)]
+                        tensors = list(chunks(tensors, command.get("chunk_bytes", sys.maxsize)))
                     broadcast(groups[command["group"]], tensors)
                 case "destroy":
                     dist.destroy_process_group(groups.pop(command["group"]))
