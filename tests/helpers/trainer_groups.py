@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import socket
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -47,9 +48,12 @@ class Trainer:
 
 
 @asynccontextmanager
-async def a_trainer() -> AsyncIterator[Trainer]:
+async def a_trainer(**environment: str) -> AsyncIterator[Trainer]:
+    """Start a trainer's process, with these variables in its environment; kill it at the end."""
     script = Path(__file__).with_name("trainer_process.py")
-    process = await asyncio.create_subprocess_exec(sys.executable, str(script), stdin=PIPE, stdout=PIPE)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(script), stdin=PIPE, stdout=PIPE, env={**os.environ, **environment}
+    )
     try:
         yield Trainer(process)
     finally:
@@ -95,7 +99,9 @@ class Group:
 
 
 @asynccontextmanager
-async def a_group(trainer: Trainer, *clients: httpx.AsyncClient, name: str | None = None) -> AsyncIterator[Group]:
+async def a_group(
+    trainer: Trainer, *clients: httpx.AsyncClient, name: str | None = None, backend: str = "gloo"
+) -> AsyncIterator[Group]:
     """Form a group; the trainer leaves it at the end."""
     name = name or f"slime-pp_{next(_names)}"
     port = free_port()
@@ -109,12 +115,12 @@ async def a_group(trainer: Trainer, *clients: httpx.AsyncClient, name: str | Non
                 "rank_offset": rank,
                 "world_size": world_size,
                 "group_name": name,
-                "backend": "gloo",
+                "backend": backend,
             },
         )
         for rank, client in enumerate(clients, 1)
     ]
-    joining = trainer.do("join", address="127.0.0.1", port=port, world_size=world_size, group=name)
+    joining = trainer.do("join", address="127.0.0.1", port=port, world_size=world_size, group=name, backend=backend)
     async with asyncio.timeout(HANGING):
         error, answers = await asyncio.gather(joining, asyncio.gather(*posts))
     assert error == ""
@@ -174,3 +180,23 @@ async def a_client(engine: InferenceEngine, **config: Any) -> AsyncIterator[http
         httpx.AsyncClient(base_url=server.url, timeout=HANGING) as client,
     ):
         yield client
+
+
+async def send_as_trl(group: Group, folder: Path, tensors: list[Tensor], **info: object) -> tuple[httpx.Response, str]:
+    """Send tensors as TRL does: all names in one request."""
+    update_info = {
+        "names": [one["name"] for one in tensors],
+        "dtype_names": [one["dtype"] for one in tensors],
+        "shapes": [one["shape"] for one in tensors],
+        **info,
+    }
+    (client,) = group.clients
+    packed: dict[str, object] = {"flattened": info.get("packed") is True}
+    if packed["flattened"]:
+        packed["chunk_bytes"] = info["packed_buffer_size_bytes"]
+    async with asyncio.timeout(HANGING):
+        answer, error = await asyncio.gather(
+            client.post("/update_weights", json={"update_info": update_info}),
+            group.trainer.do("send", group=group.name, folder=str(folder), tensors=tensors, **packed),
+        )
+    return answer, error

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -396,3 +399,16 @@ async def test_two_servers_are_two_ranks_of_one_group(
             assert same(await answers_of(client), expected)
             assert same(await answers_of(other_client), expected)
     await engine.update_weight_version("initial")
+
+
+async def test_the_receiving_process_ends_with_the_server() -> None:
+    receiving = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "drivetrain_serving.weights.receiving_process", stdin=PIPE, stdout=PIPE
+    )
+    assert receiving.stdin is not None
+    join = {"type": "join", "group_name": "g", "rank": 1, "world_size": 2, "timeout": 600, "backend": "gloo"}
+    join |= {"master_address": "127.0.0.1", "master_port": free_port()}
+    receiving.stdin.write(json.dumps(join).encode() + b"\n")
+    receiving.stdin.close()
+    async with asyncio.timeout(HANGING):
+        assert await receiving.wait() == 0, "it ends although it waits for a trainer"

@@ -28,13 +28,13 @@ from drivetrain_serving.weights.nccl import id_from_pickle, id_from_store
 from engines import HANGING
 from trainer_groups import (
     Group,
-    Tensor,
     Trainer,
     a_group,
     answers_of,
     free_port,
     fresh,
     same,
+    send_as_trl,
     tensors_of,
     version_of,
 )
@@ -134,26 +134,6 @@ async def transfer(
     await engine.continue_generation()
 
 
-async def send(group: Group, folder: Path, tensors: list[Tensor], **info: object) -> tuple[httpx.Response, str]:
-    """Send tensors as TRL does: all names in one request."""
-    update_info = {
-        "names": [one["name"] for one in tensors],
-        "dtype_names": [one["dtype"] for one in tensors],
-        "shapes": [one["shape"] for one in tensors],
-        **info,
-    }
-    (client,) = group.clients
-    packed: dict[str, object] = {"flattened": info.get("packed") is True}
-    if packed["flattened"]:
-        packed["chunk_bytes"] = info["packed_buffer_size_bytes"]
-    async with asyncio.timeout(HANGING):
-        answer, error = await asyncio.gather(
-            client.post("/update_weights", json={"update_info": update_info}),
-            group.trainer.do("send", group=group.name, folder=str(folder), tensors=tensors, **packed),
-        )
-    return answer, error
-
-
 @pytest.mark.parametrize("info", [{}, {"packed": True, "packed_buffer_size_bytes": 200_000}], ids=["each", "packed"])
 async def test_an_update_is_served_when_it_is_finished(
     transfer: Group, other_model: Path, info: dict[str, object]
@@ -165,7 +145,7 @@ async def test_an_update_is_served_when_it_is_finished(
     assert (await client.post("/start_weight_update", json={})).json()["message"]
     assert (await client.post("/start_weight_update")).status_code == 400
     for part in (tensors[:9], tensors[9:]):
-        answer, error = await send(transfer, other_model, part, **info)
+        answer, error = await send_as_trl(transfer, other_model, part, **info)
         assert (answer.status_code, error) == (200, ""), answer.text
     assert same(await answers_of(client), before)
     finished = await client.post("/finish_weight_update", json={"weight_version": "step-4"})
@@ -180,21 +160,21 @@ async def test_what_cannot_be_taken_is_received_and_the_update_is_dropped(transf
     before = await answers_of(client)
     tensors = tensors_of(other_model)
     await client.post("/start_weight_update")
-    answer, error = await send(transfer, other_model, [*tensors, {**tensors[0], "name": "absent"}])
+    answer, error = await send_as_trl(transfer, other_model, [*tensors, {**tensors[0], "name": "absent"}])
     assert (answer.status_code, error) == (400, ""), answer.text
     assert "absent" in answer.json()["error"]["message"]
     finished = await client.post("/finish_weight_update", json={})
     assert finished.status_code == 400
     assert same(await answers_of(client), before)
     await client.post("/start_weight_update")
-    assert (await send(transfer, other_model, tensors))[0].status_code == 200
+    assert (await send_as_trl(transfer, other_model, tensors))[0].status_code == 200
     assert (await client.post("/finish_weight_update")).status_code == 200
     assert same(await answers_of(client), await fresh(other_model))
 
 
 async def test_an_update_that_was_not_started_ends_the_group(transfer: Group, other_model: Path) -> None:
     (client,) = transfer.clients
-    answer, _ = await send(transfer, other_model, tensors_of(other_model)[:1])
+    answer, _ = await send_as_trl(transfer, other_model, tensors_of(other_model)[:1])
     assert answer.status_code == 400, answer.text
     assert (await client.post("/shutdown_weight_transfer_engine")).status_code == 400
 

@@ -33,6 +33,7 @@ class TrainerGroup:
         self.name = join.group_name
         self._join = join
         self._process: Process | None = None
+        self._asking = asyncio.Lock()
         self._ended = False
 
     @property
@@ -92,7 +93,7 @@ class TrainerGroup:
         try:
             if self._ended:
                 raise WeightSyncError(f"the group {self.name!r} was ended")
-            async with deadline(self._join.timeout, waited_for):
+            async with self._asking, deadline(self._join.timeout, waited_for):
                 with suppress(BrokenPipeError, ConnectionResetError):
                     process.stdin.write(_REQUESTS.encode(request) + b"\n")
                     await process.stdin.drain()
