@@ -1,4 +1,4 @@
-"""An HTTP server over any engine or fleet, which speaks the routes of vLLM: see :func:`create_app`."""
+"""An HTTP server over any engine or fleet, which speaks the routes of vLLM and SGLang: see :func:`create_app`."""
 
 from __future__ import annotations
 

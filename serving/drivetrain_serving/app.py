@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Final
 
 from starlette.applications import Starlette
@@ -15,12 +15,14 @@ from starlette.routing import Route
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import DrivetrainError
 from drivetrain_serving.config import ServerConfig
+from drivetrain_serving.http.answers import json_answer
 from drivetrain_serving.http.keys import Keys
 from drivetrain_serving.operations import OperationRoutes
 from drivetrain_serving.served_engine import ServedEngine
-from drivetrain_serving.sglang.weight_groups import WeightGroupRoutes
+from drivetrain_serving.sglang import errors as sglang_errors
+from drivetrain_serving.sglang.routes import SGLangRoutes
+from drivetrain_serving.vllm import errors as vllm_errors
 from drivetrain_serving.vllm.control import ControlRoutes
-from drivetrain_serving.vllm.errors import error_answer, http_error_answer, unauthorized
 from drivetrain_serving.vllm.generation import GenerationRoutes
 from drivetrain_serving.vllm.tokens import TokenRoutes
 from drivetrain_serving.vllm.weight_transfer import WeightTransferRoutes
@@ -28,6 +30,8 @@ from drivetrain_serving.weights.weight_groups import WeightGroups
 
 Answer = Callable[[Request], Awaitable[Response]]
 
+OPENAI_ROUTES: Final = ("/v1/completions", "/v1/chat/completions")
+"""Routes whose error bodies follow the server's dialect."""
 _GONE: Final = 499
 """Status of a request whose client went before the answer, as nginx logs it; nobody receives it."""
 
@@ -44,12 +48,23 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
     """
     config = config or ServerConfig()
     served = ServedEngine(engine, config)
+    sglang = config.dialect == "sglang"
     weight_groups = WeightGroups(engine)
-    groups, transfer = WeightGroupRoutes(weight_groups, config), WeightTransferRoutes(engine, weight_groups, config)
+    transfer = WeightTransferRoutes(engine, weight_groups, config)
     operations, control = OperationRoutes(served), ControlRoutes(served, transfer)
-    generation, tokens = GenerationRoutes(served), TokenRoutes(served)
+    sglang_routes = SGLangRoutes(served, weight_groups)
+    generation = GenerationRoutes(served, sglang_errors.flat_body if sglang else vllm_errors.body_of)
+    tokens = TokenRoutes(served)
+    more = sglang_routes.always()
+
+    async def server_info(request: Request) -> Response:
+        """Answer GET ``/server_info`` with what either dialect's clients read."""
+        del request
+        return json_answer({**sglang_routes.description.server_info(), **control.server_info()})
+
     opened: dict[str, Answer] = {
         "/health": control.health,
+        "/health_generate": control.health,
         "/ready": operations.ready,
         "/version": control.version,
         "/metrics": operations.metrics,
@@ -63,7 +78,8 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
     }
     described: dict[str, Answer] = {"/v1/models": control.models, "/load": control.load}
     asked: dict[str, Answer] = {
-        "/server_info": control.server_info,
+        "/server_info": server_info,
+        "/get_server_info": server_info,
         "/get_world_size": control.world_size,
         "/is_paused": control.is_paused,
         "/is_sleeping": control.is_sleeping,
@@ -88,34 +104,56 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
         "/shutdown_weight_transfer_engine": transfer.shutdown,
         "/start_weight_update": transfer.start,
         "/finish_weight_update": transfer.finish,
-        "/init_weights_update_group": groups.init_weights_update_group,
-        "/destroy_weights_update_group": groups.destroy_weights_update_group,
-        "/update_weights_from_distributed": groups.update_weights_from_distributed,
-        "/begin_weight_update": groups.begin_weight_update,
-        "/end_weight_update": groups.end_weight_update,
     }
+    posted: dict[str, Answer] = {**data, **told, **(sglang_routes.of_the_dialect() if sglang else {})}
+    of_data = {*data, *described, *(one.path for one in more if one.is_data)}
+    own = {one.path for one in more} | (sglang_routes.of_the_dialect().keys() if sglang else set())
+    errors = _Errors(config.dialect, own)
     app = Starlette(
         routes=[
             *(Route(path, answer, methods=["GET"]) for path, answer in (opened | described | asked).items()),
-            *(Route(path, answer, methods=["POST"]) for path, answer in (data | told).items()),
+            *(Route(path, answer, methods=["POST"]) for path, answer in posted.items()),
+            *(Route(one.path, one.answer, methods=list(one.methods)) for one in more),
         ],
-        middleware=[Middleware(Keys, config, opened, (data | described).keys(), unauthorized)],
-        exception_handlers={HTTPException: _http_error, DrivetrainError: _error, ClientDisconnect: _gone},
+        middleware=[Middleware(Keys, config, opened, of_data, vllm_errors.unauthorized)],
+        exception_handlers={
+            HTTPException: errors.of_http,
+            DrivetrainError: errors.of_engine,
+            ClientDisconnect: _gone,
+        },
     )
     app.state.weight_groups = weight_groups
     return app
 
 
-def _http_error(request: Request, error: Exception) -> Response:
-    del request
-    assert isinstance(error, HTTPException)
-    return http_error_answer(error)
+class _Errors:
+    """Answers to requests that fail, in the form of the route's dialect.
 
+    Args:
+        dialect: The dialect of the paths that both have.
+        sglang_paths: Paths that SGLang's routes answer.
+    """
 
-def _error(request: Request, error: Exception) -> Response:
-    del request
-    assert isinstance(error, DrivetrainError)
-    return error_answer(error)
+    def __init__(self, dialect: str, sglang_paths: Collection[str]) -> None:
+        self._flat = dialect == "sglang"
+        self._sglang_paths = sglang_paths
+
+    def of_http(self, request: Request, error: Exception) -> Response:
+        """Answer a request that HTTP itself refuses."""
+        assert isinstance(error, HTTPException)
+        if self._flat or request.url.path in self._sglang_paths:
+            return sglang_errors.http_error_answer(error)
+        return vllm_errors.http_error_answer(error)
+
+    def of_engine(self, request: Request, error: Exception) -> Response:
+        """Answer a request that the engine or its route refuses, or that failed."""
+        assert isinstance(error, DrivetrainError)
+        path = request.url.path
+        if path in self._sglang_paths:
+            return sglang_errors.error_answer(error)
+        if self._flat and path in OPENAI_ROUTES:
+            return sglang_errors.flat_error_answer(error)
+        return vllm_errors.error_answer(error)
 
 
 def _gone(request: Request, error: Exception) -> Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import typer
 from pydantic import ValidationError
@@ -42,6 +42,10 @@ def serve(
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="Name of the model in requests; repeatable.", show_default=False)
     ] = None,
+    dialect: Annotated[
+        Literal["vllm", "sglang"],
+        typer.Option(help="Server whose answers are given on paths that vLLM and SGLang both have."),
+    ] = "vllm",
     api_key: Annotated[
         str | None,
         typer.Option(envvar=API_KEY_VARIABLE, help="Key of the routes that generate.", show_default=False),
@@ -60,7 +64,7 @@ def serve(
         typer.Option(help="Folder of adapters that are loaded when a request first names one.", show_default=False),
     ] = None,
 ) -> None:
-    """Serve an engine by HTTP, as vllm serve does: OpenAI's routes, and vLLM's for RL.
+    """Serve an engine by HTTP: OpenAI's routes, and those of vLLM's and SGLang's servers for RL.
 
     Prints the address once the engine is ready. At SIGTERM or Ctrl-C requests in flight get 30 s to end; then the
     engine ends too.
@@ -70,6 +74,7 @@ def serve(
             host=host,
             port=port,
             served_model_name=tuple(served_model_name or ()),
+            dialect=dialect,
             api_key=api_key,
             control_key=control_key,
             open_control=open_control,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
@@ -16,6 +17,9 @@ class ServerConfig(BaseModel):
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0: any free one.")
     served_model_name: tuple[str, ...] = Field(
         default=(), description="Names of the model in requests and answers; the first is the one in answers."
+    )
+    dialect: Literal["vllm", "sglang"] = Field(
+        default="vllm", description="Server whose answers are given on paths that vLLM and SGLang both have."
     )
     api_key: str | None = Field(
         default=None, min_length=16, repr=False, description="Key of the routes that generate; None: anyone may."

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Final
 
 from drivetrain.checks.safe_repr import shown
 from drivetrain.engine.engine import InferenceEngine
-from drivetrain.errors import InvalidRequest
+from drivetrain.errors import EngineBusy, InvalidRequest
 from drivetrain.types.capability import Capability
 from drivetrain.types.weights import LoraSource, WeightUpdateRequest
 from drivetrain_serving.config import ServerConfig
+
+_POLL_S: Final = 0.05
 
 
 class ServedEngine:
@@ -29,6 +32,8 @@ class ServedEngine:
         self._accepted = {*self._names, model, Path(model).name}
         self.adapters: dict[str, str] = {}
         """Name → folder of each loaded adapter."""
+        self.slept = False
+        """True if the pause is that of a sleep, which waking up ends."""
         self._loading = asyncio.Lock()
         self._updates = 0
 
@@ -100,6 +105,23 @@ class ServedEngine:
         async with self._loading:
             await self.engine.unload_lora_adapter(name)
             self.adapters.pop(name, None)
+
+    async def unload_idle_adapter(self, name: str) -> None:
+        """Unload an adapter once no request uses it, within the time of a control call.
+
+        Raises:
+            InvalidRequest: none of that name is loaded.
+            EngineBusy: requests use it all that time.
+        """
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self.engine.config.timeouts.control
+        while True:
+            try:
+                return await self.unload_adapter(name)
+            except EngineBusy:
+                if loop.time() > until:
+                    raise
+                await asyncio.sleep(_POLL_S)
 
     def version_of(self, path: str) -> str:
         """Return a label for an update whose sender gave none: its folder's name, or a number if that is served."""

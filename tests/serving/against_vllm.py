@@ -6,12 +6,8 @@ Run in the environment that holds vLLM: ``make test-vllm-routes``.
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Final
 
-import httpx
 import pytest
 from vllm_cpu_server import launch_of
 
@@ -19,22 +15,10 @@ from drivetrain import EngineConfig, create_engine
 from drivetrain.testing import tiny_model
 from drivetrain_conformance.harness.server_suite import Server as VLLMServer
 from drivetrain_serving import Server, ServerConfig
+from two_servers import Asked, answers, compare
 
 MESSAGES: Final = [{"role": "user", "content": "hello"}]
 SHORT: Final = {"max_tokens": 4, "temperature": 0}
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A request, and what of vLLM's answer ours may lack."""
-
-    name: str
-    method: str
-    path: str
-    body: Mapping[str, object] | None = None
-    lacks: tuple[str, ...] = ()
-    """Paths of fields that only vLLM writes, each with its reason in a comment."""
-    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 # Fields of other features: audio, key-value transfer, speculative decoding, annotations.
@@ -105,77 +89,22 @@ ASKED: Final = (
 )  # fmt: skip
 
 
-def answers(url: str) -> dict[str, tuple[int, object]]:
-    """Return the status and body of each request; a stream is the list of its events."""
-    found: dict[str, tuple[int, object]] = {}
-    for asked in ASKED:
-        data = None if asked.body is None else json.dumps(asked.body)
-        kinds = {"content-type": "application/json"} if data else {}
-        content = data or ("{" if asked.headers else None)
-        headers = {**kinds, **asked.headers}
-        response = httpx.request(asked.method, url + asked.path, content=content, headers=headers, timeout=120)
-        found[asked.name] = response.status_code, _read(response)
-    return found
-
-
-def _read(response: httpx.Response) -> object:
-    if response.headers.get("content-type", "").startswith("text/event-stream"):
-        events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
-        return [event if event == "[DONE]" else json.loads(event) for event in events]
-    try:
-        return response.json()
-    except ValueError:
-        return response.text
-
-
-def shape(value: object, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the path and type of each field; of a list, all entries count as one."""
-    match value:
-        case Mapping():
-            by_token = path.endswith(("logprobs.top_logprobs.[]", "prompt_logprobs.[]"))
-            for key, one in value.items():
-                name = "TOKEN" if by_token else str(key)
-                yield from shape(one, f"{path}.{name}" if path else name)
-        case list():
-            yield path, "list"
-            for one in value:
-                yield from shape(one, f"{path}.[]" if path else "[]")
-        case _:
-            yield (
-                path,
-                "number" if isinstance(value, int | float) and not isinstance(value, bool) else type(value).__name__,
-            )
-
-
 @pytest.fixture(scope="module")
 def both() -> tuple[dict[str, tuple[int, object]], dict[str, tuple[int, object]]]:
     folder = str(tiny_model("qwen2"))
     theirs = VLLMServer(launch_of(EngineConfig(backend="vllm-server", model=folder, endpoint="http://unused")))
     try:
-        of_vllm = answers(theirs.endpoint)
+        of_vllm = answers(theirs.endpoint, ASKED)
     finally:
         theirs.stop()
 
     async def serve() -> dict[str, tuple[int, object]]:
         async with create_engine("transformers", model=folder) as engine, Server(engine, ServerConfig(port=0)) as ours:
-            return await asyncio.to_thread(answers, ours.url)
+            return await asyncio.to_thread(answers, ours.url, ASKED)
 
     return of_vllm, asyncio.run(serve())
 
 
 @pytest.mark.parametrize("asked", ASKED, ids=lambda asked: asked.name)
 def test_ours_answers_as_vllm_does(asked: Asked, both: Any) -> None:
-    (their_status, theirs), (our_status, ours) = (one[asked.name] for one in both)
-    assert our_status == their_status, (theirs, ours)
-    their_shape, our_shape = dict.fromkeys(shape(theirs)), dict.fromkeys(shape(ours))
-    our_types: dict[str, set[str]] = {}
-    for path, kind in our_shape:
-        our_types.setdefault(path, set()).add(kind)
-    absent = sorted({path for path, _ in their_shape} - our_types.keys() - set(asked.lacks))
-    assert not absent, f"ours lacks {absent}"
-    differ = sorted(
-        f"{path}: {kind}, ours {sorted(our_types[path])}"
-        for path, kind in their_shape
-        if path in our_types and kind not in our_types[path] and kind != "NoneType" and our_types[path] != {"NoneType"}
-    )
-    assert not differ
+    compare(asked, *both)

@@ -1,1 +1,1 @@
-"""SGLang's dialect: its routes over any engine."""
+"""The routes of `sglang.launch_server`, with its payloads, bodies and status codes."""

@@ -12,20 +12,19 @@ from starlette.responses import Response
 
 from drivetrain.checks.pydantic_errors import describe_validation_error
 from drivetrain.checks.safe_repr import shown
-from drivetrain.errors import DrivetrainError, InvalidRequest, InvalidWeights, WeightPlanMismatch
+from drivetrain.errors import DrivetrainError, InvalidRequest
 from drivetrain.types.weights import CommunicatorSpec, TensorSpec
 from drivetrain_serving.config import ServerConfig
 from drivetrain_serving.http.answers import json_answer
 from drivetrain_serving.http.bodies import read_json, unless_disconnected
-from drivetrain_serving.vllm.errors import status_of
+from drivetrain_serving.http.error_statuses import described
+from drivetrain_serving.sglang.errors import status_here
 from drivetrain_serving.weights.bucket import WHOLE, WeightBucket
 from drivetrain_serving.weights.messages import Join
 from drivetrain_serving.weights.weight_groups import WeightGroups
 
 _GROUP: Final = "weight_update_group"
 """SGLang's default for ``group_name``."""
-_REFUSED: Final = (WeightPlanMismatch, InvalidWeights)
-"""Errors of weight sync after which the engine is as before."""
 _Route = Callable[["WeightGroupRoutes", Request], Awaitable[str]]
 
 
@@ -37,8 +36,8 @@ def _answered(route: _Route) -> Callable[[WeightGroupRoutes, Request], Awaitable
         try:
             message = await route(self, request)
         except DrivetrainError as error:
-            status = 400 if isinstance(error, _REFUSED) else status_of(error)
-            return json_answer({"success": False, "message": str(error)}, status)
+            body = {"success": False, "message": str(error), "drivetrain": described(error)}
+            return json_answer(body, status_here(error))
         return json_answer({"success": True, "message": message})
 
     return call

@@ -17,7 +17,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from drivetrain.checks.safe_repr import shown
 from drivetrain.engine.states import EngineState
-from drivetrain.errors import DrivetrainError, EngineBusy, InvalidRequest, UnsupportedCapability
+from drivetrain.errors import DrivetrainError, InvalidRequest, UnsupportedCapability
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain_serving.http.answers import json_answer
@@ -28,7 +28,6 @@ from drivetrain_serving.vllm.weight_transfer import WeightTransferRoutes, can_tr
 
 _R = TypeVar("_R", bound="ControlRoutes")
 _Route = Callable[[_R, Request], Awaitable[Response]]
-_POLL_S: Final = 0.05
 
 _PERMISSION: Final = MappingProxyType(
     {
@@ -71,8 +70,6 @@ class ControlRoutes:
         self._transfer = transfer
         self._engine = served.engine
         self._started = int(time.time())
-        self._asleep = False
-        """True if the pause is that of a sleep, which waking up ends."""
 
     # Description -------------------------------------------------------------------------------------------------
 
@@ -100,47 +97,44 @@ class ControlRoutes:
             "id": name,
             "object": "model",
             "created": self._started,
-            "owned_by": "vllm",
+            "owned_by": self._served.config.dialect,
             "root": root,
             "parent": parent,
             "max_model_len": length,
             "permission": [{"id": f"modelperm-{name}", "created": self._started, **_PERMISSION}],
         }
 
-    async def server_info(self, request: Request) -> Response:
-        """Answer GET ``/server_info``: the part of vLLM's configuration that trainers read, and the engine's own."""
-        del request
+    def server_info(self) -> dict[str, object]:
+        """Return vLLM's part of ``/server_info``, the configuration that trainers read, and the engine's own."""
         engine, info = self._engine, self._engine.model_info
         config = engine.config
         lora = {"max_lora_rank": config.max_lora_rank, "max_loras": config.max_loras} if config.enable_lora else None
         described = engine.describe()
-        return json_answer(
-            {
-                "vllm_config": {
-                    "model_config": {
-                        "model": config.model,
-                        "dtype": f"torch.{info.dtype}",
-                        "max_model_len": info.context_length,
-                    },
-                    "parallel_config": {
-                        "tensor_parallel_size": config.tensor_parallel_size,
-                        "pipeline_parallel_size": config.pipeline_parallel_size,
-                        "data_parallel_size": config.data_parallel_size,
-                    },
-                    "lora_config": lora,
-                    "weight_transfer_config": {"backend": "nccl"} if can_transfer(engine) else None,
+        return {
+            "vllm_config": {
+                "model_config": {
+                    "model": config.model,
+                    "dtype": f"torch.{info.dtype}",
+                    "max_model_len": info.context_length,
                 },
-                "vllm_env": {},
-                "system_env": {},
-                "drivetrain": {
-                    "backend": described.backend,
-                    "state": described.state,
-                    "weight_version": described.weight_version,
-                    "versions": described.versions,
-                    "capabilities": described.capabilities,
+                "parallel_config": {
+                    "tensor_parallel_size": config.tensor_parallel_size,
+                    "pipeline_parallel_size": config.pipeline_parallel_size,
+                    "data_parallel_size": config.data_parallel_size,
                 },
-            }
-        )
+                "lora_config": lora,
+                "weight_transfer_config": {"backend": "nccl"} if can_transfer(engine) else None,
+            },
+            "vllm_env": {},
+            "system_env": {},
+            "drivetrain": {
+                "backend": described.backend,
+                "state": described.state,
+                "weight_version": described.weight_version,
+                "versions": described.versions,
+                "capabilities": described.capabilities,
+            },
+        }
 
     async def world_size(self, request: Request) -> Response:
         """Answer GET ``/get_world_size``: the number of processes that receive weights."""
@@ -161,7 +155,7 @@ class ControlRoutes:
         mode = request.query_params.get("mode", "abort")
         clear = query_flag(request.query_params, "clear_cache", True)
         await self._pause(mode, clear)
-        self._asleep = False
+        self._served.slept = False
         return json_answer({"status": "paused"})
 
     async def _pause(self, mode: str, clear: bool) -> None:
@@ -180,7 +174,7 @@ class ControlRoutes:
         """Answer POST ``/resume``."""
         del request
         await self._engine.continue_generation()
-        self._asleep = False
+        self._served.slept = False
         return json_answer({"status": "resumed"})
 
     async def is_paused(self, request: Request) -> Response:
@@ -219,7 +213,7 @@ class ControlRoutes:
         await self._pause(query.get("mode", "abort"), level != "0")
         if level != "0":
             await self._engine.sleep()
-        self._asleep = True
+        self._served.slept = True
         return json_answer({"status": "sleeping", "level": int(level)})
 
     def _frees(self, tag: MemoryTag) -> bool:
@@ -233,15 +227,15 @@ class ControlRoutes:
         if memory or not tags:
             await self._engine.wake_up(memory or None)
         awake = not self._engine.status.asleep
-        if awake and self._asleep and self._engine.status.state is not EngineState.DIRTY:
+        if awake and self._served.slept and self._engine.status.state is not EngineState.DIRTY:
             await self._engine.continue_generation()
-            self._asleep = False
+            self._served.slept = False
         return json_answer({"status": "awake" if awake else "sleeping", "tags": tags or None})
 
     async def is_sleeping(self, request: Request) -> Response:
         """Answer GET ``/is_sleeping``."""
         del request
-        return json_answer({"is_sleeping": self._asleep or bool(self._engine.status.asleep)})
+        return json_answer({"is_sleeping": self._served.slept or bool(self._engine.status.asleep)})
 
     @_refusals(error_answer)
     async def reset_prefix_cache(self, request: Request) -> Response:
@@ -282,11 +276,16 @@ class ControlRoutes:
 
     @_refusals(error_answer)
     async def update_weight_version(self, request: Request) -> Response:
-        """Answer POST ``/update_weight_version``: a new label for the weights that are served."""
+        """Answer POST ``/update_weight_version``: a new label for the weights that are served.
+
+        ``abort_all_requests: true``, which SGLang's clients send, ends all requests first.
+        """
         body = await read_json(request, self._served.config)
         version = body.get("new_version")
         if not isinstance(version, str):
             raise InvalidRequest(f"new_version={shown(version)}: expected a string", field="new_version")
+        if body.get("abort_all_requests") is True:
+            await self._engine.abort_generation()
         await self._engine.update_weight_version(version)
         return json_answer({"success": True, "new_version": version})
 
@@ -326,20 +325,8 @@ class ControlRoutes:
         name = _text(await read_json(request, self._served.config, wants_type=True), "lora_name")
         if name not in self._served.adapters:
             raise HTTPException(404, f"The lora adapter '{name}' cannot be found.")
-        await self._unload(name)
+        await self._served.unload_idle_adapter(name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
-
-    async def _unload(self, name: str) -> None:
-        """Unload an adapter once no request uses it, within the time of a control call."""
-        loop = asyncio.get_running_loop()
-        until = loop.time() + self._engine.config.timeouts.control
-        while True:
-            try:
-                return await self._served.unload_adapter(name)
-            except EngineBusy:
-                if loop.time() > until:
-                    raise
-                await asyncio.sleep(_POLL_S)
 
 
 def _text(body: Mapping[str, object], name: str) -> str:

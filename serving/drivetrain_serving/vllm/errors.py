@@ -7,18 +7,9 @@ from typing import Final
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from drivetrain.errors import (
-    DeadlineExceeded,
-    DrivetrainError,
-    EngineBusy,
-    EngineOutOfMemory,
-    EngineStateError,
-    InvalidConfig,
-    InvalidRequest,
-    UnsupportedCapability,
-    WeightVersionGone,
-)
+from drivetrain.errors import DrivetrainError, InvalidRequest
 from drivetrain_serving.http.answers import json_answer
+from drivetrain_serving.http.error_statuses import UNREAD, described, field_of, status_of
 
 _TYPES: Final = {
     400: "BadRequestError",
@@ -30,41 +21,11 @@ _TYPES: Final = {
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
 }
-_STATUSES: Final[tuple[tuple[type[DrivetrainError], int], ...]] = (
-    (InvalidRequest, 400),
-    (InvalidConfig, 400),
-    (UnsupportedCapability, 501),
-    (EngineBusy, 503),
-    (EngineStateError, 503),
-    (EngineOutOfMemory, 503),
-    (WeightVersionGone, 409),
-    (DeadlineExceeded, 504),
-)
-_UNREAD: Final = frozenset({408, 413})
-"""Statuses of requests whose body was not read to its end."""
-_OVER: Final = frozenset({"failed", "closed"})
-"""States that no waiting ends: 503 would make clients ask again for ever."""
-
-
-def status_of(error: DrivetrainError) -> int:
-    """Return the HTTP status of an error. A model or an adapter that is not served is 404, as there."""
-    if isinstance(error, InvalidRequest) and error.field == "model":
-        return 404
-    if isinstance(error, EngineStateError) and error.state in _OVER:
-        return 500
-    return next((status for cls, status in _STATUSES if isinstance(error, cls)), 500)
 
 
 def body_of(error: DrivetrainError) -> dict[str, object]:
     """Return the body of an error; ``drivetrain`` names its class, and the field or capability that is meant."""
-    status = status_of(error)
-    about: dict[str, object] = {"error": type(error).__name__}
-    if isinstance(error, UnsupportedCapability):
-        about["capability"] = error.capability
-    if isinstance(error, EngineStateError):
-        about["state"] = error.state
-    field = error.field or None if isinstance(error, InvalidRequest | InvalidConfig) else None
-    return {**_body(status, str(error), field), "drivetrain": about}
+    return {**_body(status_of(error), str(error), field_of(error)), "drivetrain": described(error)}
 
 
 def _body(status: int, message: str, param: str | None = None) -> dict[str, object]:
@@ -87,7 +48,7 @@ def plain_error_answer(error: DrivetrainError) -> Response:
 def http_error_answer(error: HTTPException) -> Response:
     """Return the answer to a request that HTTP itself refuses: its path, method, size or JSON."""
     answer = json_answer(_body(error.status_code, error.detail), error.status_code)
-    if error.status_code in _UNREAD:
+    if error.status_code in UNREAD:
         answer.headers["connection"] = "close"  # else the server would read on to the end of the body
     return answer
 

@@ -24,7 +24,7 @@ from drivetrain_serving.http.answers import event_stream, json_answer
 from drivetrain_serving.http.bodies import read_json, unless_disconnected
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.vllm.chat_and_completion_answers import ChatResponses, CompletionResponses
-from drivetrain_serving.vllm.errors import body_of, error_answer
+from drivetrain_serving.vllm.errors import body_of
 from drivetrain_serving.vllm.generate_answers import GenerateResponses
 from drivetrain_serving.vllm.json_objects import Json
 from drivetrain_serving.vllm.payloads import ChatRequest, CompletionRequest, read_chat, read_completion, read_generate
@@ -47,10 +47,16 @@ class Responses(Protocol):
 
 
 class GenerationRoutes:
-    """Routes that generate with the served engine."""
+    """Routes that generate with the served engine.
 
-    def __init__(self, served: ServedEngine) -> None:
+    Args:
+        served: The engine.
+        error_body: Makes the last event of a stream of OpenAI's routes that failed.
+    """
+
+    def __init__(self, served: ServedEngine, error_body: Callable[[DrivetrainError], Mapping[str, object]]) -> None:
         self._served = served
+        self._error_body = error_body
         self._texts = TokenTexts(served.engine.tokenizer)
 
     async def completions(self, request: Request) -> Response:
@@ -69,10 +75,7 @@ class GenerationRoutes:
         self, request: Request, answer: Callable[[Mapping[str, object]], Coroutine[object, object, Response]]
     ) -> Response:
         body = await read_json(request, self._served.config, wants_type=True)
-        try:
-            return await unless_disconnected(request.receive, answer(body))
-        except DrivetrainError as error:
-            return error_answer(error)
+        return await unless_disconnected(request.receive, answer(body))
 
     async def _completions(self, body: Mapping[str, object]) -> Response:
         asked = read_completion(body, stream=body.get("stream") is True)
@@ -95,7 +98,9 @@ class GenerationRoutes:
         call = dataclasses.replace(call, lora=await self._served.adapter_of(asked.model))
         responses = GenerateResponses(asked, self._served, self._texts)
         if asked.stream:
-            return await self._streamed(call, responses, include_usage=asked.include_usage, with_ids=False)
+            return await self._streamed(
+                call, responses, include_usage=asked.include_usage, with_ids=False, error_body=body_of
+            )
         return json_answer(responses.whole(await self._completed(call)))
 
     # Parts of the answers ----------------------------------------------------------------------------------------
@@ -116,7 +121,9 @@ class GenerationRoutes:
     async def _response(self, call: Call, responses: Responses, asked: CompletionRequest | ChatRequest) -> Response:
         if asked.stream:
             with_ids = asked.return_token_ids is True
-            return await self._streamed(call, responses, include_usage=asked.include_usage, with_ids=with_ids)
+            return await self._streamed(
+                call, responses, include_usage=asked.include_usage, with_ids=with_ids, error_body=self._error_body
+            )
         return json_answer(responses.whole(await self._completed(call)))
 
     async def _completed(self, call: Call) -> list[Completion]:
@@ -132,7 +139,15 @@ class GenerationRoutes:
 
     # Streams -----------------------------------------------------------------------------------------------------
 
-    async def _streamed(self, call: Call, responses: Responses, *, include_usage: bool, with_ids: bool) -> Response:
+    async def _streamed(
+        self,
+        call: Call,
+        responses: Responses,
+        *,
+        include_usage: bool,
+        with_ids: bool,
+        error_body: Callable[[DrivetrainError], Mapping[str, object]],
+    ) -> Response:
         ids: list[Sequence[int] | None] = [None] * len(call.prompts)
         if with_ids:
             with call.refusals():
@@ -140,7 +155,7 @@ class GenerationRoutes:
             call = dataclasses.replace(call, prompts=tuple(read))
             ids = [prompt.token_ids if isinstance(prompt, TokenPrompt) else None for prompt in read]
         pieces = self._pieces(call, responses, ids, include_usage)
-        return await event_stream(pieces, body_of, self._served.config.send_timeout)
+        return await event_stream(pieces, error_body, self._served.config.send_timeout)
 
     async def _read(self, prompt: Prompt, index: int) -> Prompt:
         """Return a prompt as token ids, which a stream's first chunk tells; one with media stays as it is."""

@@ -8,7 +8,6 @@ would change the tokens and cannot be honoured is refused.
 from __future__ import annotations
 
 import json
-import re
 import uuid
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -23,9 +22,7 @@ from drivetrain.openai.engine_calls import Call
 from drivetrain.openai.payloads import ChatPayload, CompletionPayload, parse
 from drivetrain.types.prompts import TokenPrompt
 from drivetrain.types.sampling import EbnfGrammar, JsonSchema, RegexGrammar, StructuredOutput, TokenId
-
-_SEEDS: Final = (1 << 63) - 1
-"""Engines take seeds from 0; a negative one keeps its other 63 bits."""
+from drivetrain_serving.sampling_fields import ids_from_json, regex_of_choices, seed_of
 
 _REFUSED: Final = (
     *("allowed_media_domains", "bad_words", "chat_template", "documents", "ec_transfer_params", "guided_choice"),
@@ -129,8 +126,8 @@ def _common(body: Mapping[str, object]) -> dict[str, object]:
     if isinstance(priority, int):
         fields["priority"] = -priority
     seed = fields.get("seed")
-    if isinstance(seed, int) and not isinstance(seed, bool) and seed < 0:
-        fields["seed"] = seed & _SEEDS
+    if isinstance(seed, int) and not isinstance(seed, bool):
+        fields["seed"] = seed_of(seed)
     _join_masks(fields)
     _join_grammars(fields)
     stream_options = fields.get("stream_options")
@@ -180,7 +177,7 @@ def grammar_of(given: object) -> StructuredOutput:
             case "regex":
                 return RegexGrammar(regex=value)
             case "choice":
-                return RegexGrammar(regex="|".join(f"(?:{re.escape(one)})" for one in value))
+                return RegexGrammar(regex=regex_of_choices(value))
             case _:
                 return EbnfGrammar(ebnf=value)
     except (TypeError, ValueError) as error:
@@ -240,7 +237,7 @@ def read_generate(body: Mapping[str, object]) -> tuple[GenerateRequest, Call]:
         raise InvalidRequest("sampling_params.temperature is null; expected a number", field="temperature")
     fields = _common(asked.sampling_params)
     if isinstance(fields.get("logit_bias"), Mapping):
-        fields["logit_bias"] = _ids_from_json(fields["logit_bias"])
+        fields["logit_bias"] = ids_from_json(fields["logit_bias"])
     params: dict[str, object] = {name: fields[name] for name in _SAME if name in fields}
     params |= {ours: fields[theirs] for theirs, ours in _SAMPLING.items() if theirs in fields}
     names = {"prompts": "token_ids", **{ours: theirs for theirs, ours in _SAMPLING.items()}}
@@ -252,10 +249,3 @@ def read_generate(body: Mapping[str, object]) -> tuple[GenerateRequest, Call]:
         priority=-(asked.priority or 0),
         names=names,
     )
-
-
-def _ids_from_json(biases: object) -> object:
-    """Return token ids as integers, which the keys of a JSON object are not."""
-    if not isinstance(biases, Mapping):
-        return biases
-    return {int(key) if isinstance(key, str) and key.isdecimal() else key: value for key, value in biases.items()}

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from drivetrain.checks.pydantic_errors import describe_validation_error
 from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import DrivetrainError, InvalidRequest
-from drivetrain.openai.messages import to_template
 from drivetrain.text.prompt_threads import in_prompt_thread
-from drivetrain.types.prompts import ChatPrompt, Message, Prompt, TextPrompt
 from drivetrain_serving.http.answers import json_answer
 from drivetrain_serving.http.bodies import read_json
+from drivetrain_serving.prompt_of_body import prompt_of_body
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.vllm.errors import error_answer
 
@@ -35,7 +32,7 @@ class TokenRoutes:
             return error_answer(error)
 
     async def _tokenize(self, body: Mapping[str, object]) -> dict[str, object]:
-        prompt = _prompt(body)
+        prompt = prompt_of_body(body)
         tokenizer, length = self._served.engine.tokenizer, self._served.engine.model_info.context_length
         ids = await in_prompt_thread(lambda: tokenizer.encode(prompt))
         texts = None
@@ -54,28 +51,3 @@ class TokenRoutes:
         except DrivetrainError as error:
             return error_answer(error)
         return json_answer({"prompt": text})
-
-
-def _prompt(body: Mapping[str, object]) -> Prompt:
-    if isinstance(text := body.get("prompt"), str):
-        return TextPrompt(text=text, add_special_tokens=body.get("add_special_tokens") is not False)
-    try:
-        messages, _ = to_template(tuple(Message.model_validate(one) for one in _list(body, "messages")))
-        return ChatPrompt.model_validate(
-            {
-                "messages": messages,
-                "tools": _list(body, "tools") if body.get("tools") else (),
-                "add_generation_prompt": body.get("add_generation_prompt") is not False,
-                "continue_final_message": body.get("continue_final_message") is True,
-                "template_kwargs": body.get("chat_template_kwargs") or {},
-            }
-        )
-    except ValidationError as error:
-        raise InvalidRequest(describe_validation_error(error, ChatPrompt)[1], field="messages") from None
-
-
-def _list(body: Mapping[str, object], name: str) -> list[object]:
-    value = body.get(name)
-    if not isinstance(value, list):
-        raise InvalidRequest(f"{name}={shown(value)}: expected a list", field=name)
-    return value

@@ -1,0 +1,164 @@
+"""Answers to ``/generate``: text, token ids, and all else in ``meta_info``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any
+
+from drivetrain.engine.engine import InferenceEngine
+from drivetrain.openai.choices import json_logprob
+from drivetrain.types.outputs import Completion, CompletionChunk, FinishReason, TopLogprobs
+from drivetrain_serving.sglang.generate_request import Asked, Generation
+
+Json = dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Growing:
+    """Ids, text and logprobs of one sample that have been streamed."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+
+
+class GenerateAnswers:
+    """Builds the answer to one request, whole or as a stream.
+
+    Args:
+        asked: The request.
+        engine: The engine.
+        prompt_lengths: Number of tokens of each prompt.
+    """
+
+    def __init__(self, asked: Generation, engine: InferenceEngine, prompt_lengths: Sequence[int]) -> None:
+        self._asked = asked
+        self._engine = engine
+        self._lengths = prompt_lengths
+        self._begun = monotonic()
+        self._growing: dict[str, _Growing] = {}
+        self._with_text = asked.body.return_text_in_logprobs is True
+
+    def whole(self, completions: Sequence[Completion]) -> Json | list[Json]:
+        """Return the whole answer: an object for one completion of one prompt, else a list."""
+        answers = [self._finished(completion) for completion in completions]
+        return answers[0] if self._asked.single else answers
+
+    def event(self, chunk: CompletionChunk) -> Json:
+        """Return an event of a stream, which holds all that the sample has so far."""
+        known = self._growing.setdefault(chunk.request_id, _Growing())
+        known.token_ids += chunk.token_ids
+        known.text += chunk.text
+        known.logprobs += chunk.logprobs or ()
+        known.top_logprobs += chunk.top_logprobs or ()
+        if chunk.completion is not None:
+            answer = self._finished(chunk.completion)
+        else:
+            answer = self._unfinished(chunk, known)
+        if not self._asked.single:
+            samples = self._asked.asked[0].sampling.n or 1
+            answer["index"] = chunk.prompt_index * samples + chunk.sample_index
+        return answer
+
+    def _unfinished(self, chunk: CompletionChunk, known: _Growing) -> Json:
+        asked = self._asked.asked[chunk.prompt_index]
+        meta: Json = {
+            "id": chunk.request_id,
+            "finish_reason": None,
+            "prompt_tokens": self._lengths[chunk.prompt_index],
+            "weight_version": self._engine.get_weight_version(),
+            "completion_tokens": len(known.token_ids),
+        }
+        if asked.logprobs:
+            meta |= self._output_logprobs(asked, known.token_ids, known.logprobs, known.top_logprobs)
+        return {"text": known.text, "output_ids": list(known.token_ids), "meta_info": meta}
+
+    def _finished(self, completion: Completion) -> Json:
+        asked = self._asked.asked[completion.prompt_index]
+        spans = [{"version": one.version, "start": one.start, "end": one.end} for one in completion.weight_versions]
+        meta: Json = {
+            "id": completion.request_id,
+            "finish_reason": finish_reason(completion),
+            "prompt_tokens": len(completion.prompt_token_ids),
+            "weight_version": spans[-1]["version"] if spans else self._engine.get_weight_version(),
+            "weight_versions": spans,
+            "completion_tokens": len(completion.token_ids),
+            "cached_tokens": completion.cached_tokens,
+            "e2e_latency": monotonic() - self._begun,
+        }
+        if asked.logprobs:
+            meta |= self._input_logprobs(asked, completion)
+            meta |= self._output_logprobs(asked, completion.token_ids, completion.logprobs, completion.top_logprobs)
+        text = text_of(completion, asked, self._engine)
+        answer: Json = {"text": text, "output_ids": completion.token_ids, "meta_info": meta}
+        if self._asked.body.return_prompt_token_ids:
+            answer["prompt_token_ids"] = completion.prompt_token_ids
+        return answer
+
+    # Logprobs ----------------------------------------------------------------------------------------------------
+
+    def _output_logprobs(
+        self, asked: Asked, ids: Sequence[int], logprobs: Sequence[float] | None, top: Sequence[TopLogprobs] | None
+    ) -> Json:
+        given = list(zip(ids, logprobs or (), strict=False))
+        found: Json = {
+            "output_token_logprobs": [self._entry(token_id, value) for token_id, value in given],
+            "output_token_logprobs_length": len(given),
+        }
+        if asked.top_logprobs:
+            found["output_top_logprobs"] = [self._entries(others) for others in top or ()]
+        return found
+
+    def _input_logprobs(self, asked: Asked, completion: Completion) -> Json:
+        """Return the logprobs of the prompt from ``logprob_start_len`` on; the first has none, as in SGLang."""
+        start = asked.logprob_start
+        found: Json = {"input_token_logprobs": []}
+        if asked.top_logprobs:
+            found["input_top_logprobs"] = []
+        if start < 0 or completion.prompt_logprobs is None:
+            return found
+        given = [None, *completion.prompt_logprobs[start + 1 :]]
+        ids = completion.prompt_token_ids[start:]
+        found["input_token_logprobs"] = [self._entry(*one) for one in zip(ids, given, strict=False)]
+        if asked.top_logprobs:
+            tops = (completion.prompt_top_logprobs or [])[start + 1 :]
+            found["input_top_logprobs"] = [None, *(self._entries(others or []) for others in tops)]
+        return found
+
+    def _entries(self, others: Iterable[tuple[int, float]]) -> list[list[object]]:
+        return [self._entry(token_id, value) for token_id, value in others]
+
+    def _entry(self, token_id: int, logprob: float | None) -> list[object]:
+        text = self._engine.decode([token_id], skip_special_tokens=False) if self._with_text else None
+        return [None if logprob is None else json_logprob(logprob), token_id, text]
+
+
+def finish_reason(completion: Completion) -> Json:
+    """Return the object that says why a completion ended."""
+    match completion.finish_reason:
+        case FinishReason.STOP:
+            return {"type": "stop", "matched": completion.matched_stop}
+        case FinishReason.LENGTH:
+            return {"type": "length", "length": len(completion.token_ids)}
+        case FinishReason.ABORT:
+            message = "Aborted" if completion.token_ids else "Abort in waiting queue"
+            return {"type": "abort", "message": message, "status_code": None, "err_type": None}
+
+
+def text_of(completion: Completion, asked: Asked, engine: InferenceEngine) -> str:
+    """Return the text as SGLang trims it: without a stop string or token, or with it under ``no_stop_trim``.
+
+    The match of a stop regex stays. The ids hold all that was matched.
+    """
+    matched, text = completion.matched_stop, completion.text
+    if isinstance(matched, int):
+        if asked.sampling.no_stop_trim:
+            skip = asked.sampling.skip_special_tokens is not False
+            return engine.decode(completion.token_ids, skip_special_tokens=skip)
+        return text
+    if matched in asked.sampling.stop_strings and not asked.sampling.no_stop_trim:
+        return text[: text.find(matched)] if matched in text else text
+    return text

@@ -1,0 +1,113 @@
+"""The route ``/generate``, and which of its requests are in flight."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from drivetrain.errors import InvalidRequest
+from drivetrain.text.prompt_threads import in_prompt_thread
+from drivetrain.types.prompts import Prompt, TokenPrompt
+from drivetrain_serving.http.answers import event_stream, json_answer
+from drivetrain_serving.http.bodies import read_json, unless_disconnected
+from drivetrain_serving.served_engine import ServedEngine
+from drivetrain_serving.sglang.errors import BrokenContract, contract_answer, stream_body
+from drivetrain_serving.sglang.generate_answers import GenerateAnswers, Json
+from drivetrain_serving.sglang.generate_request import Generation, read_generate
+
+
+class GenerateRoute:
+    """Generates with the served engine."""
+
+    def __init__(self, served: ServedEngine) -> None:
+        self._served = served
+        self._in_flight: Counter[str] = Counter()
+
+    async def generate(self, request: Request) -> Response:
+        """Answer POST and PUT ``/generate``."""
+        body = await read_json(request, self._served.config)
+        try:
+            return await unless_disconnected(request.receive, self._generate(body))
+        except BrokenContract as error:
+            return contract_answer(error)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request, and all of ``/generate`` whose ids begin with its id; an unknown id ends none."""
+        if request_id not in self._in_flight:
+            await self._served.engine.abort(request_id)  # of another route
+            return
+        for one in [one for one in self._in_flight if one.startswith(request_id)]:
+            await self._served.engine.abort(one)
+
+    async def _generate(self, body: Mapping[str, object]) -> Response:
+        engine = self._served.engine
+        asked = read_generate(body, engine.model_info.vocab_size)
+        lora = await self._adapter(asked.lora)
+        with asked.call.refusals():
+            prompts = tuple([await self._read(prompt, index) for index, prompt in enumerate(asked.prompts)])
+        _check_starts(asked, prompts)
+        asked = dataclasses.replace(asked, prompts=prompts, lora=lora)
+        answers = GenerateAnswers(asked, engine, [len(prompt.token_ids) for prompt in prompts])
+        if asked.body.stream:
+            return await event_stream(self._events(asked, answers), stream_body, self._served.config.send_timeout)
+        with asked.call.refusals(), self._known(asked):
+            output = await engine.generate(
+                asked.prompts,
+                asked.params,
+                request_ids=asked.request_ids,
+                lora=asked.lora,
+                priority=asked.call.priority,
+            )
+        return json_answer(answers.whole(output.completions))
+
+    async def _events(self, asked: Generation, answers: GenerateAnswers) -> AsyncGenerator[Json, None]:
+        chunks = self._served.engine.generate_stream(
+            asked.prompts,
+            asked.params,
+            request_ids=asked.request_ids,
+            lora=asked.lora,
+            priority=asked.call.priority,
+        )
+        with asked.call.refusals(), self._known(asked):
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    yield answers.event(chunk)
+
+    @contextmanager
+    def _known(self, asked: Generation) -> Iterator[None]:
+        """Keep the request's ids where :meth:`abort` finds them."""
+        self._in_flight.update(asked.request_ids)
+        try:
+            yield
+        finally:
+            self._in_flight -= Counter(asked.request_ids)
+
+    async def _adapter(self, name: str | None) -> str | None:
+        try:
+            return await self._served.adapter_of(name)
+        except InvalidRequest as error:
+            if error.field != "model":
+                raise
+            raise InvalidRequest(f"lora_path: no adapter {name!r} is loaded", field="lora_path") from None
+
+    async def _read(self, prompt: Prompt, index: int) -> TokenPrompt:
+        if isinstance(prompt, TokenPrompt):
+            return prompt
+        engine = self._served.engine
+        length = engine.model_info.context_length
+        ids = await in_prompt_thread(lambda: engine.tokenizer.encode(prompt, length, f"prompts[{index}]"))
+        return TokenPrompt(token_ids=tuple(ids))
+
+
+def _check_starts(asked: Generation, prompts: tuple[TokenPrompt, ...]) -> None:
+    for one, prompt in zip(asked.asked, prompts, strict=True):
+        if one.logprobs and one.logprob_start > len(prompt.token_ids):
+            raise InvalidRequest(
+                f"logprob_start_len={one.logprob_start} is more than the {len(prompt.token_ids)} tokens of the prompt",
+                field="logprob_start_len",
+            )

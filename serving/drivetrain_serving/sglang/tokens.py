@@ -1,0 +1,56 @@
+"""SGLang's ``/tokenize`` and ``/detokenize``: one text or several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from drivetrain.checks.safe_repr import shown
+from drivetrain.errors import InvalidRequest
+from drivetrain.text.prompt_threads import in_prompt_thread
+from drivetrain_serving.http.answers import json_answer
+from drivetrain_serving.http.bodies import read_json
+from drivetrain_serving.prompt_of_body import prompt_of_body
+from drivetrain_serving.served_engine import ServedEngine
+from drivetrain_serving.sglang.control import flag
+
+
+class TokenRoutes:
+    """Routes of the served engine's tokenizer."""
+
+    def __init__(self, served: ServedEngine) -> None:
+        self._served = served
+
+    async def tokenize(self, request: Request) -> Response:
+        """Answer POST ``/tokenize``: a prompt, several, or messages."""
+        body = await read_json(request, self._served.config, wants_type=True)
+        given = body.get("prompt")
+        several = given if isinstance(given, list) else None
+        bodies = [body] if several is None else [{**body, "prompt": one} for one in several]
+        ids = [await self._encode(one) for one in bodies]
+        counts = [len(one) for one in ids]
+        length = self._served.engine.model_info.context_length
+        if several is None:
+            return json_answer({"tokens": ids[0], "count": counts[0], "max_model_len": length})
+        return json_answer({"tokens": ids, "count": counts, "max_model_len": length})
+
+    async def _encode(self, body: Mapping[str, object]) -> list[int]:
+        prompt = prompt_of_body(body)
+        return await in_prompt_thread(lambda: self._served.engine.tokenizer.encode(prompt))
+
+    async def detokenize(self, request: Request) -> Response:
+        """Answer POST ``/detokenize``: the ids of a text, or of several."""
+        body = await read_json(request, self._served.config, wants_type=True)
+        given, skip = body.get("tokens"), flag(body, "skip_special_tokens", True)
+        several = isinstance(given, list) and bool(given) and isinstance(given[0], list)
+        batch: list[object] = given if several and isinstance(given, list) else [given]
+        for ids in batch:
+            if not isinstance(ids, list) or not all(type(one) is int for one in ids):
+                raise InvalidRequest(f"tokens={shown(ids)}: expected a list of token ids", field="tokens")
+        texts = [await self._decode(ids, skip) for ids in batch if isinstance(ids, list)]
+        return json_answer({"text": texts if several else texts[0]})
+
+    async def _decode(self, ids: list[int], skip: bool) -> str:
+        return await in_prompt_thread(lambda: self._served.engine.decode(ids, skip_special_tokens=skip))
