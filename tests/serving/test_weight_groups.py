@@ -117,6 +117,19 @@ async def test_an_update_that_ends_too_early_is_dropped(
     assert same(await answers_of(client), await fresh(other_model))
 
 
+async def test_a_folder_takes_the_place_of_an_update_that_was_not_completed(
+    group: Group, client: httpx.AsyncClient, model: Path, other_model: Path
+) -> None:
+    before = await answers_of(client)
+    tensors = tensors_of(other_model)
+    await group.send_all(other_model, tensors[:9])
+    loaded = await client.post("/update_weights", json={"weight_dir": str(model), "weight_version": "folder"})
+    assert loaded.status_code == 200, loaded.text
+    await group.send_all(other_model, tensors[9:])
+    assert (await client.post("/end_weight_update")).status_code == 400, "the first tensors were dropped"
+    assert same(await answers_of(client), before)
+
+
 async def test_two_groups_bring_one_update(
     group: Group, trainer: Trainer, client: httpx.AsyncClient, other_model: Path
 ) -> None:

@@ -262,6 +262,7 @@ class ControlRoutes:
         if not isinstance(folder, str) or not folder:
             raise UnsupportedCapability("give weight_dir, a checkpoint folder that the engine can read, or update_info")
         await self._engine.load_weights_from_disk(folder, self._label(body, folder))
+        self._transfer.drop_open_update()
         return json_answer({"status": "ok", "weight_version": self._engine.get_weight_version()})
 
     def _label(self, body: Mapping[str, object], folder: str) -> str:

@@ -125,6 +125,10 @@ class WeightTransferRoutes:
             raise InvalidRequest(str(error), field="update_info") from error
         return "Weights updated"
 
+    def drop_open_update(self) -> None:
+        """Forget tensors that have come, when a folder brought all weights."""
+        self._groups.drop_open_update()
+
     @_answered
     async def finish(self, request: Request) -> str:
         """Answer POST ``/finish_weight_update``, once the engine serves the new weights."""

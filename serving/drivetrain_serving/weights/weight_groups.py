@@ -11,6 +11,7 @@ from drivetrain.checks.extras import from_extra
 from drivetrain.checks.safe_repr import shown
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import DrivetrainError, InvalidRequest
+from drivetrain.types.capability import Capability
 from drivetrain_serving.weights.messages import AnyJoin
 from drivetrain_serving.weights.trainer_group import TrainerGroup
 
@@ -167,6 +168,10 @@ class WeightGroups:
             if self._open is not None:
                 await _to_its_end(self._commit(self._open))
 
+    def drop_open_update(self) -> None:
+        """Drop the open update if there is one; call it when the engine got all weights in another way."""
+        self._drop("the weights came in another way")
+
     async def receive(self, bucket: WeightBucket) -> None:
         """Receive a bucket; commit the update if it completes it.
 
@@ -182,9 +187,12 @@ class WeightGroups:
         received = False
         try:
             async with self._turn:
+                before = self._open
                 update, names, refusal = await self._checked(bucket)
                 tensors = await self._received(group, bucket, keep=refusal is None)
                 received = True
+                if self._open is not before:
+                    raise InvalidRequest("the update was dropped while this bucket came; send every tensor again")
                 if refusal is not None:
                     if update is not None:
                         update.refuse(bucket, str(refusal))
@@ -259,7 +267,8 @@ class WeightGroups:
     async def _push(self, update: OpenUpdate) -> None:
         update.require_complete()
         sync = self._connect()
-        if update.abort_requests:
+        # AReaL always asks for it. An engine that cannot abort recomputes the caches of its requests instead.
+        if update.abort_requests and self._engine.supports(Capability.ABORT):
             await self._engine.abort_generation()
         self._source.update(update.tensors)
         try:
