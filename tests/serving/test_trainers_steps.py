@@ -95,3 +95,13 @@ async def test_nothing_goes_on_while_tensors_are_missing(
         answer = await waiting
     assert answer["meta_info"]["weight_version"] == "2"
     assert answer["output_ids"] == (await fresh(other_model))[0]
+
+
+async def test_a_folder_takes_the_place_of_missing_tensors(
+    group: Group, client: httpx.AsyncClient, engine: InferenceEngine, other_model: Path
+) -> None:
+    await ok(client, "/pause_generation")
+    await group.send_all(other_model, tensors_of(other_model)[:-1])
+    await ok(client, "/update_weights_from_disk", model_path=str(other_model), weight_version="folder")
+    await ok(client, "/continue_generation")
+    assert (await generated(client))["output_ids"] == (await fresh(other_model))[0]

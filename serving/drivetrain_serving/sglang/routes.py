@@ -50,7 +50,7 @@ class SGLangRoutes:
         self.control = ControlRoutes(served, self.generation, weight_groups)
         self.groups = WeightGroupRoutes(weight_groups, served.config)
         self.description = DescriptionRoutes(served)
-        self.weights = WeightRoutes(served)
+        self.weights = WeightRoutes(served, weight_groups)
         self.tokens = TokenRoutes(served)
 
     def always(self) -> list[PathAnswer]:
