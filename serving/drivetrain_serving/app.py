@@ -20,6 +20,7 @@ from drivetrain_serving.http.keys import Keys
 from drivetrain_serving.operations import OperationRoutes
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.sglang import errors as sglang_errors
+from drivetrain_serving.sglang import openai_fields
 from drivetrain_serving.sglang.routes import SGLangRoutes
 from drivetrain_serving.vllm import errors as vllm_errors
 from drivetrain_serving.vllm.control import ControlRoutes
@@ -53,7 +54,11 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
     transfer = WeightTransferRoutes(engine, weight_groups, config)
     operations, control = OperationRoutes(served), ControlRoutes(served, transfer)
     sglang_routes = SGLangRoutes(served, weight_groups)
-    generation = GenerationRoutes(served, sglang_errors.flat_body if sglang else vllm_errors.body_of)
+    generation = (
+        GenerationRoutes(served, sglang_errors.flat_body, openai_fields.translated)
+        if sglang
+        else GenerationRoutes(served)
+    )
     tokens = TokenRoutes(served)
     more = sglang_routes.always()
 

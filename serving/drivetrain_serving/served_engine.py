@@ -47,6 +47,10 @@ class ServedEngine:
         """All names of the model."""
         return self._names
 
+    def is_model(self, name: str) -> bool:
+        """Return whether requests know the model itself by this name."""
+        return name in self._accepted
+
     async def adapter_of(self, model: str | None) -> str | None:
         """Return the adapter that a request's ``model`` names; None for the model itself.
 
@@ -111,7 +115,7 @@ class ServedEngine:
 
         Raises:
             InvalidRequest: none of that name is loaded.
-            EngineBusy: requests use it all that time.
+            EngineBusy: requests use it until the end of that time.
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + self.engine.config.timeouts.control

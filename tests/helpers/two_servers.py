@@ -21,7 +21,7 @@ class Asked:
     path: str
     body: Mapping[str, object] | None = None
     lacks: tuple[str, ...] = ()
-    """Paths of fields that only they write, with all that these hold; the reason is in a comment."""
+    """Paths of fields that only they write, with the fields inside; the reason is in a comment."""
     headers: Mapping[str, str] = field(default_factory=dict)
 
 

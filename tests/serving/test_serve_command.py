@@ -64,12 +64,18 @@ def test_a_server_lets_requests_end_when_it_is_told_to(model: Path) -> None:
 
 @pytest.mark.slow
 def test_several_engines_serve_behind_one_port(model: Path) -> None:
-    with serving(model, "--engines", "2", "--isolation", "process") as (server, url):
+    with serving(model, "--engines", "2", "--isolation", "process", "--dialect", "sglang") as (server, url):
         body = {"prompt": [[5], [6], [7], [8]], "max_tokens": 4, "temperature": 0}
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=HANGING)
         assert len(answer.json()["choices"]) == 4
         info = httpx.get(f"{url}/server_info", timeout=HANGING).json()
         assert info["drivetrain"]["state"] == "ready"
+        assert httpx.get(f"{url}/v1/models", timeout=HANGING).json()["data"][0]["owned_by"] == "sglang"
+        asked = {"input_ids": body["prompt"], "sampling_params": {"temperature": 0, "max_new_tokens": 4}}
+        generated = httpx.post(f"{url}/generate", json=asked, timeout=HANGING).json()
+        assert [one["text"] for one in generated] == [one["text"] for one in answer.json()["choices"]]
+        for path in ("/v1/loads", "/model_info", "/flush_cache"):
+            assert httpx.get(url + path, timeout=HANGING).status_code == 200, path
         server.send_signal(signal.SIGINT)
         assert server.wait(HANGING) == 0
 
@@ -80,6 +86,7 @@ def test_several_engines_serve_behind_one_port(model: Path) -> None:
         (["--host", "0.0.0.0"], "api_key"),
         (["--host", "0.0.0.0", "--api-key", KEY], "control_key"),
         (["--api-key", "short"], "api_key"),
+        (["--dialect", "other"], "sglang"),
         (["--model", "/nowhere"], "/nowhere"),
     ],
 )

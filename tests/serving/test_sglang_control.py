@@ -287,6 +287,44 @@ async def test_errors_of_openais_routes_follow_the_dialect(
     assert (nowhere.status_code, nowhere.json()["type"]) == (404, "404")
 
 
+async def test_sglangs_fields_of_openais_requests_are_honoured(
+    client: httpx.AsyncClient, sglang: httpx.AsyncClient, engine: InferenceEngine, adapters: Path
+) -> None:
+    asked = {"prompt": [5, 6], "max_tokens": 8, "temperature": 0}
+    plain = await ok(sglang, "/v1/completions", **asked)
+    named = await ok(sglang, "/v1/completions", **asked, rid="mine", lora_path=None, regex=None, no_stop_trim=False)
+    assert (named["id"], named["choices"][0]["text"]) == ("cmpl-mine", plain["choices"][0]["text"])
+    await ok(sglang, "/load_lora_adapter", lora_name="fresh", lora_path=str(adapters / "one"))
+    texts = [
+        (await ok(sglang, "/v1/completions", **asked, **adapter))["choices"][0]["text"]
+        for adapter in ({"lora_path": "fresh"}, {"model": "policy:fresh"}, {"model": "fresh"})
+    ]
+    assert texts == [texts[0]] * 3
+    assert texts[0] != plain["choices"][0]["text"]
+    await ok(sglang, "/unload_lora_adapter", lora_name="fresh")
+    for refused in ({"custom_logit_processor": "00"}, {"no_stop_trim": True}, {"session_params": {"id": "s"}}):
+        (name,) = refused
+        for path, more in (
+            ("/v1/completions", asked),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ):
+            response = await sglang.post(path, json={**more, **refused})
+            assert (response.status_code, response.json()["param"]) == (400, name)
+    unknown = await sglang.post("/v1/completions", json={**asked, "model": "policy:nobody"})
+    assert unknown.status_code == 404
+
+
+async def test_a_profile_is_recorded(client: httpx.AsyncClient, engine: InferenceEngine, tmp_path: Path) -> None:
+    if not engine.supports("profile"):
+        assert (await client.post("/start_profile", json={})).status_code == 400
+        return
+    assert (await client.post("/start_profile", json={"num_steps": 3})).status_code == 400
+    assert (await client.post("/start_profile", json={"output_dir": 3})).status_code == 400
+    assert (await client.post("/start_profile", json={"output_dir": str(tmp_path)})).status_code == 200
+    await ids(client)
+    assert str(tmp_path) in (await client.get("/stop_profile")).text
+
+
 async def test_a_new_label_ends_requests_in_sglangs_dialect_only(
     client: httpx.AsyncClient, sglang: httpx.AsyncClient, engine: InferenceEngine
 ) -> None:

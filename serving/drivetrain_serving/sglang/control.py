@@ -103,7 +103,9 @@ class ControlRoutes:
             if name != "output_dir" and value not in (None, False):
                 raise InvalidRequest(f"{name}={shown(value)} is not supported; leave it out", field=name)
         folder = body.get("output_dir") or str(Path(tempfile.gettempdir(), "drivetrain-profile"))
-        await self._engine.start_profile(str(folder))
+        if not isinstance(folder, str):
+            raise HTTPException(400, f"output_dir={shown(folder)}: expected a string")
+        await self._engine.start_profile(folder)
         return PlainTextResponse("Start profiling.\n")
 
     async def stop_profile(self, request: Request) -> Response:

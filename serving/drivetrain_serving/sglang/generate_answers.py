@@ -9,7 +9,7 @@ from typing import Any
 
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.openai.choices import json_logprob
-from drivetrain.types.outputs import Completion, CompletionChunk, FinishReason, TopLogprobs
+from drivetrain.types.outputs import Completion, CompletionChunk, FinishReason
 from drivetrain_serving.sglang.generate_request import Asked, Generation
 
 Json = dict[str, Any]
@@ -21,8 +21,8 @@ class _Growing:
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
-    logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    logprobs: list[list[object]] = field(default_factory=list)
+    top_logprobs: list[list[list[object]]] = field(default_factory=list)
 
 
 class GenerateAnswers:
@@ -40,6 +40,7 @@ class GenerateAnswers:
         self._lengths = prompt_lengths
         self._begun = monotonic()
         self._growing: dict[str, _Growing] = {}
+        self._texts: dict[int, str] = {}
         self._with_text = asked.body.return_text_in_logprobs is True
 
     def whole(self, completions: Sequence[Completion]) -> Json | list[Json]:
@@ -48,12 +49,12 @@ class GenerateAnswers:
         return answers[0] if self._asked.single else answers
 
     def event(self, chunk: CompletionChunk) -> Json:
-        """Return an event of a stream, which holds all that the sample has so far."""
+        """Return an event of a stream: text, ids and logprobs of the sample from its beginning."""
         known = self._growing.setdefault(chunk.request_id, _Growing())
         known.token_ids += chunk.token_ids
         known.text += chunk.text
-        known.logprobs += chunk.logprobs or ()
-        known.top_logprobs += chunk.top_logprobs or ()
+        known.logprobs += [self._entry(*one) for one in zip(chunk.token_ids, chunk.logprobs or (), strict=False)]
+        known.top_logprobs += [self._entries(others) for others in chunk.top_logprobs or ()]
         if chunk.completion is not None:
             answer = self._finished(chunk.completion)
         else:
@@ -73,7 +74,7 @@ class GenerateAnswers:
             "completion_tokens": len(known.token_ids),
         }
         if asked.logprobs:
-            meta |= self._output_logprobs(asked, known.token_ids, known.logprobs, known.top_logprobs)
+            meta |= _output_logprobs(asked, list(known.logprobs), list(known.top_logprobs))
         return {"text": known.text, "output_ids": list(known.token_ids), "meta_info": meta}
 
     def _finished(self, completion: Completion) -> Json:
@@ -91,7 +92,9 @@ class GenerateAnswers:
         }
         if asked.logprobs:
             meta |= self._input_logprobs(asked, completion)
-            meta |= self._output_logprobs(asked, completion.token_ids, completion.logprobs, completion.top_logprobs)
+            given = zip(completion.token_ids, completion.logprobs or (), strict=False)
+            tops = [self._entries(others) for others in completion.top_logprobs or ()]
+            meta |= _output_logprobs(asked, [self._entry(*one) for one in given], tops)
         text = text_of(completion, asked, self._engine)
         answer: Json = {"text": text, "output_ids": completion.token_ids, "meta_info": meta}
         if self._asked.body.return_prompt_token_ids:
@@ -99,18 +102,6 @@ class GenerateAnswers:
         return answer
 
     # Logprobs ----------------------------------------------------------------------------------------------------
-
-    def _output_logprobs(
-        self, asked: Asked, ids: Sequence[int], logprobs: Sequence[float] | None, top: Sequence[TopLogprobs] | None
-    ) -> Json:
-        given = list(zip(ids, logprobs or (), strict=False))
-        found: Json = {
-            "output_token_logprobs": [self._entry(token_id, value) for token_id, value in given],
-            "output_token_logprobs_length": len(given),
-        }
-        if asked.top_logprobs:
-            found["output_top_logprobs"] = [self._entries(others) for others in top or ()]
-        return found
 
     def _input_logprobs(self, asked: Asked, completion: Completion) -> Json:
         """Return the logprobs of the prompt from ``logprob_start_len`` on; the first has none, as in SGLang."""
@@ -132,8 +123,15 @@ class GenerateAnswers:
         return [self._entry(token_id, value) for token_id, value in others]
 
     def _entry(self, token_id: int, logprob: float | None) -> list[object]:
-        text = self._engine.decode([token_id], skip_special_tokens=False) if self._with_text else None
+        text = None
+        if self._with_text and (text := self._texts.get(token_id)) is None:
+            text = self._texts[token_id] = self._engine.decode([token_id], skip_special_tokens=False)
         return [None if logprob is None else json_logprob(logprob), token_id, text]
+
+
+def _output_logprobs(asked: Asked, entries: list[list[object]], tops: list[list[list[object]]]) -> Json:
+    found: Json = {"output_token_logprobs": entries, "output_token_logprobs_length": len(entries)}
+    return found | {"output_top_logprobs": tops} if asked.top_logprobs else found
 
 
 def finish_reason(completion: Completion) -> Json:
@@ -151,7 +149,7 @@ def finish_reason(completion: Completion) -> Json:
 def text_of(completion: Completion, asked: Asked, engine: InferenceEngine) -> str:
     """Return the text as SGLang trims it: without a stop string or token, or with it under ``no_stop_trim``.
 
-    The match of a stop regex stays. The ids hold all that was matched.
+    The match of a stop regex stays. The ids hold the match in every case.
     """
     matched, text = completion.matched_stop, completion.text
     if isinstance(matched, int):

@@ -54,7 +54,7 @@ class SGLangRoutes:
         self.tokens = TokenRoutes(served)
 
     def always(self) -> list[PathAnswer]:
-        """Return the routes whose paths vLLM does not have."""
+        """Return the routes whose paths vLLM does not have, which both dialects serve. Further routes go here."""
         control, weights, description = self.control, self.weights, self.description
         return [
             PathAnswer("/generate", ("POST", "PUT"), self.generation.generate, is_data=True),

@@ -52,11 +52,18 @@ class GenerationRoutes:
     Args:
         served: The engine.
         error_body: Makes the last event of a stream of OpenAI's routes that failed.
+        translated: Puts the requests of OpenAI's routes into vLLM's words.
     """
 
-    def __init__(self, served: ServedEngine, error_body: Callable[[DrivetrainError], Mapping[str, object]]) -> None:
+    def __init__(
+        self,
+        served: ServedEngine,
+        error_body: Callable[[DrivetrainError], Mapping[str, object]] = body_of,
+        translated: Callable[[Mapping[str, object], ServedEngine], Mapping[str, object]] = lambda body, served: body,
+    ) -> None:
         self._served = served
         self._error_body = error_body
+        self._translated = translated
         self._texts = TokenTexts(served.engine.tokenizer)
 
     async def completions(self, request: Request) -> Response:
@@ -78,6 +85,7 @@ class GenerationRoutes:
         return await unless_disconnected(request.receive, answer(body))
 
     async def _completions(self, body: Mapping[str, object]) -> Response:
+        body = self._translated(body, self._served)
         asked = read_completion(body, stream=body.get("stream") is True)
         call = await self._routed(completion_call(asked), asked)
         answer = CompletionAnswer(asked, self._id("cmpl", asked), self._name(asked), self._served.engine.tokenizer)
@@ -85,6 +93,7 @@ class GenerationRoutes:
         return await self._response(call, responses, asked)
 
     async def _chat_completions(self, body: Mapping[str, object]) -> Response:
+        body = self._translated(body, self._served)
         engine = self._served.engine
         asked = read_chat(body, engine.tokenizer.chat_template(()) or "", stream=body.get("stream") is True)
         call = await self._routed(chat_call(asked), asked)
