@@ -27,17 +27,11 @@ from drivetrain_serving.vllm import errors as vllm_errors
 from drivetrain_serving.vllm.control import ControlRoutes
 from drivetrain_serving.vllm.generation import GenerationRoutes
 from drivetrain_serving.vllm.tokens import TokenRoutes
+from drivetrain_serving.vllm.weight_transfer import WeightTransferRoutes
+from drivetrain_serving.weights.weight_groups import WeightGroups
 
 Answer = Callable[[Request], Awaitable[Response]]
 
-TRANSFER_ROUTES: Final = (
-    "/init_weight_transfer_engine",
-    "/shutdown_weight_transfer_engine",
-    "/start_weight_update",
-    "/start_draft_weight_update",
-    "/finish_weight_update",
-)
-"""Routes of vLLM's weight transfer engines, which this server does not have."""
 OPENAI_ROUTES: Final = ("/v1/completions", "/v1/chat/completions")
 """Routes whose error bodies follow the server's dialect."""
 _GONE: Final = 499
@@ -52,11 +46,17 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
     Args:
         engine: A started engine, or a fleet. The application does not end it.
         config: Names, keys and bounds.
+
+    Await ``app.state.weight_groups.close()`` when the application is no longer served: it ends the processes that
+    receive weights.
     """
     config = config or ServerConfig()
     served = ServedEngine(engine, config)
     sglang = config.dialect == "sglang"
-    operations, control, sglang_routes = OperationRoutes(served), ControlRoutes(served), SGLangRoutes(served)
+    weight_groups = WeightGroups(engine)
+    transfer = WeightTransferRoutes(engine, weight_groups, config)
+    operations, control = OperationRoutes(served), ControlRoutes(served, transfer)
+    sglang_routes = SGLangRoutes(served, weight_groups)
     generation = (
         GenerationRoutes(served, sglang_errors.flat_body, openai_fields.translated)
         if sglang
@@ -107,7 +107,11 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
         "/v1/load_lora_adapter": control.load_lora_adapter,
         "/load_lora_adapter": control.reload_lora_adapter,
         "/v1/unload_lora_adapter": control.unload_lora_adapter,
-        **dict.fromkeys(TRANSFER_ROUTES, control.refuse_transfer),
+        "/start_draft_weight_update": control.refuse_draft,
+        "/init_weight_transfer_engine": transfer.init,
+        "/shutdown_weight_transfer_engine": transfer.shutdown,
+        "/start_weight_update": transfer.start,
+        "/finish_weight_update": transfer.finish,
     }
     posted: dict[str, Answer] = {**data, **told, **(sglang_routes.of_the_dialect() if sglang else {})}
     of_data = {*data, *described, *(one.path for one in more if one.is_data)}
@@ -129,6 +133,7 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
         },
     )
     app.state.sessions = sessions
+    app.state.weight_groups = weight_groups
     return app
 
 

@@ -72,6 +72,10 @@ class ServerConfig(BaseModel):
         default=60.0, description="Seconds in which a client must take a part of a stream; else its requests end."
     )
     sessions: SessionConfig = Field(default_factory=SessionConfig, description="Bounds of recorded sessions.")
+    weight_group_timeout: PositiveFloat = Field(
+        default=1800.0,
+        description="Seconds in which a trainer's weight group must form, and each bucket must have been broadcast.",
+    )
     shutdown_timeout: PositiveFloat = Field(
         default=30.0, description="Seconds that requests in flight get to end after SIGTERM."
     )

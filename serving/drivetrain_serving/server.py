@@ -88,9 +88,12 @@ class Server:
     async def close(self) -> None:
         """Take no more requests, give those in flight ``shutdown_timeout`` to end, and stop."""
         self._server.should_exit = True
-        if self._serving is not None:
-            await self._serving
-        await self._app.state.sessions.close()
+        try:
+            if self._serving is not None:
+                await self._serving
+        finally:
+            await self._app.state.weight_groups.close()
+            await self._app.state.sessions.close()
 
     async def __aenter__(self) -> Self:
         """Start."""

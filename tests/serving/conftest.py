@@ -16,6 +16,7 @@ from drivetrain import InferenceEngine, create_engine
 from drivetrain.testing import tiny_model
 from drivetrain_serving import Server, ServerConfig
 from engines import require_ready_and_idle
+from trainer_groups import Trainer, a_trainer
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -71,3 +72,9 @@ async def server(served: InferenceEngine, adapters: Path) -> AsyncIterator[Serve
 async def client(server: Server) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
         yield client
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def trainer() -> AsyncIterator[Trainer]:
+    async with a_trainer() as trainer:
+        yield trainer

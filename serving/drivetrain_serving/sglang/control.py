@@ -20,6 +20,7 @@ from drivetrain_serving.http.answers import json_answer
 from drivetrain_serving.http.bodies import read_json
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.sglang.generation import GenerateRoute
+from drivetrain_serving.weights.weight_groups import WeightGroups
 
 _MODES: Final = tuple(mode.value for mode in (PauseMode.ABORT, PauseMode.RETRACT, PauseMode.IN_PLACE))
 _POLL_S: Final = 0.05
@@ -28,10 +29,11 @@ _POLL_S: Final = 0.05
 class ControlRoutes:
     """Routes that control the served engine."""
 
-    def __init__(self, served: ServedEngine, generation: GenerateRoute) -> None:
+    def __init__(self, served: ServedEngine, generation: GenerateRoute, weight_groups: WeightGroups) -> None:
         self._served = served
         self._engine = served.engine
         self._generation = generation
+        self._weight_groups = weight_groups
 
     # Pauses and aborts -------------------------------------------------------------------------------------------
 
@@ -45,8 +47,9 @@ class ControlRoutes:
         return json_answer({"message": "Generation paused successfully.", "status": "ok"})
 
     async def continue_generation(self, request: Request) -> Response:
-        """Answer POST ``/continue_generation``."""
+        """Answer POST ``/continue_generation``, once the weights that a trainer has broadcast are served."""
         await read_json(request, self._served.config)
+        await self._weight_groups.commit_open_update()
         await self._engine.continue_generation()
         self._served.slept = False
         return json_answer({"message": "Generation continued successfully.", "status": "ok"})

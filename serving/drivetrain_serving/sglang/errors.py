@@ -7,7 +7,14 @@ from http import HTTPStatus
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from drivetrain.errors import DrivetrainError, EngineBusy, InvalidRequest, UnsupportedCapability
+from drivetrain.errors import (
+    DrivetrainError,
+    EngineBusy,
+    InvalidRequest,
+    InvalidWeights,
+    UnsupportedCapability,
+    WeightPlanMismatch,
+)
 from drivetrain_serving.http.answers import json_answer
 from drivetrain_serving.http.error_statuses import UNREAD, described, field_of, status_of
 
@@ -18,7 +25,9 @@ class BrokenContract(Exception):
 
 def status_here(error: DrivetrainError) -> int:
     """Return the status of an error on SGLang's own routes: a refusal is 400, also of something that is unsupported."""
-    refused = isinstance(error, InvalidRequest | UnsupportedCapability | EngineBusy)
+    refused = isinstance(
+        error, InvalidRequest | UnsupportedCapability | EngineBusy | WeightPlanMismatch | InvalidWeights
+    )
     return 400 if refused else status_of(error)
 
 

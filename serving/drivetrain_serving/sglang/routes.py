@@ -14,7 +14,9 @@ from drivetrain_serving.sglang.control import ControlRoutes
 from drivetrain_serving.sglang.description import DescriptionRoutes
 from drivetrain_serving.sglang.generation import GenerateRoute
 from drivetrain_serving.sglang.tokens import TokenRoutes
+from drivetrain_serving.sglang.weight_groups import WeightGroupRoutes
 from drivetrain_serving.sglang.weights import WeightRoutes
+from drivetrain_serving.weights.weight_groups import WeightGroups
 
 Answer = Callable[[Request], Awaitable[Response]]
 
@@ -43,11 +45,12 @@ class PathAnswer:
 class SGLangRoutes:
     """All routes of this dialect over one served engine."""
 
-    def __init__(self, served: ServedEngine) -> None:
+    def __init__(self, served: ServedEngine, weight_groups: WeightGroups) -> None:
         self.generation = GenerateRoute(served)
-        self.control = ControlRoutes(served, self.generation)
+        self.control = ControlRoutes(served, self.generation, weight_groups)
+        self.groups = WeightGroupRoutes(weight_groups, served.config)
         self.description = DescriptionRoutes(served)
-        self.weights = WeightRoutes(served)
+        self.weights = WeightRoutes(served, weight_groups)
         self.tokens = TokenRoutes(served)
 
     def always(self) -> list[PathAnswer]:
@@ -71,6 +74,11 @@ class SGLangRoutes:
             PathAnswer("/start_profile", _EITHER, control.start_profile),
             PathAnswer("/stop_profile", _EITHER, control.stop_profile),
             PathAnswer("/update_weights_from_disk", _POST, weights.update_weights_from_disk),
+            PathAnswer("/init_weights_update_group", _POST, self.groups.init_weights_update_group),
+            PathAnswer("/destroy_weights_update_group", _POST, self.groups.destroy_weights_update_group),
+            PathAnswer("/update_weights_from_distributed", _POST, self.groups.update_weights_from_distributed),
+            PathAnswer("/begin_weight_update", _POST, self.groups.begin_weight_update),
+            PathAnswer("/end_weight_update", _POST, self.groups.end_weight_update),
             PathAnswer("/get_weights_by_name", _EITHER, weights.get_weights_by_name),
             PathAnswer("/weights_checker", _EITHER, weights.weights_checker),
             PathAnswer("/unload_lora_adapter", _POST, weights.unload_lora_adapter),

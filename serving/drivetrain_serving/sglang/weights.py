@@ -23,6 +23,7 @@ from drivetrain_serving.http.error_statuses import described
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.sglang.control import flag
 from drivetrain_serving.sglang.errors import status_here
+from drivetrain_serving.weights.weight_groups import WeightGroups
 
 _REFUSED_OF_DISK: Final = ("is_async", "keep_pause", "recapture_cuda_graph", "manifest")
 """Fields of ``/update_weights_from_disk`` that are not honoured; null, false and empty values are taken."""
@@ -36,8 +37,9 @@ _ROWS: Final = 100
 class WeightRoutes:
     """Routes on the served engine's weights and adapters."""
 
-    def __init__(self, served: ServedEngine) -> None:
+    def __init__(self, served: ServedEngine, weight_groups: WeightGroups) -> None:
         self._served = served
+        self._weight_groups = weight_groups
         self._engine = served.engine
 
     # Updates -----------------------------------------------------------------------------------------------------
@@ -57,6 +59,7 @@ class WeightRoutes:
             version = body.get("weight_version")
             label = version if isinstance(version, str) and version else self._served.version_of(folder)
             await self._engine.load_weights_from_disk(folder, label, mode=self._mode())
+            self._weight_groups.drop_open_update()
         except DrivetrainError as error:
             return _failed(error, num_paused_requests=paused)
         message = "Succeeded to update model weights."

@@ -24,6 +24,7 @@ from drivetrain_serving.http.answers import json_answer
 from drivetrain_serving.http.bodies import query_flag, read_json
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.vllm.errors import error_answer, plain_error_answer
+from drivetrain_serving.vllm.weight_transfer import WeightTransferRoutes, can_transfer
 
 _R = TypeVar("_R", bound="ControlRoutes")
 _Route = Callable[[_R, Request], Awaitable[Response]]
@@ -43,10 +44,6 @@ _PERMISSION: Final = MappingProxyType(
     }
 )
 """An entry that OpenAI's API no longer has, and vLLM writes."""
-_NO_TRANSFER: Final = (
-    "this server takes weights from a folder (POST /update_weights {{weight_dir}}); it has no weight transfer engine, "
-    "so {what} is refused"
-)
 
 
 def _refusals(answer: Callable[[DrivetrainError], Response]) -> Callable[[_Route[_R]], _Route[_R]]:
@@ -68,8 +65,9 @@ def _refusals(answer: Callable[[DrivetrainError], Response]) -> Callable[[_Route
 class ControlRoutes:
     """Routes that control the served engine or describe it."""
 
-    def __init__(self, served: ServedEngine) -> None:
+    def __init__(self, served: ServedEngine, transfer: WeightTransferRoutes) -> None:
         self._served = served
+        self._transfer = transfer
         self._engine = served.engine
         self._started = int(time.time())
 
@@ -125,7 +123,7 @@ class ControlRoutes:
                     "data_parallel_size": config.data_parallel_size,
                 },
                 "lora_config": lora,
-                "weight_transfer_config": None,
+                "weight_transfer_config": {"backend": "nccl"} if can_transfer(engine) else None,
             },
             "vllm_env": {},
             "system_env": {},
@@ -256,12 +254,15 @@ class ControlRoutes:
 
     @_refusals(error_answer)
     async def update_weights(self, request: Request) -> Response:
-        """Answer POST ``/update_weights`` with ``weight_dir``, a checkpoint folder that the engine can read."""
+        """Answer POST ``/update_weights``: of ``weight_dir``, or of tensors that the trainer broadcasts."""
         body = await read_json(request, self._served.config)
+        if body.get("update_info") is not None:
+            return json_answer({"message": await self._transfer.receive(request, body)})
         folder = body.get("weight_dir")
         if not isinstance(folder, str) or not folder:
-            raise UnsupportedCapability(_NO_TRANSFER.format(what="/update_weights without weight_dir"))
+            raise UnsupportedCapability("give weight_dir, a checkpoint folder that the engine can read, or update_info")
         await self._engine.load_weights_from_disk(folder, self._label(body, folder))
+        self._transfer.drop_open_update()
         return json_answer({"status": "ok", "weight_version": self._engine.get_weight_version()})
 
     def _label(self, body: Mapping[str, object], folder: str) -> str:
@@ -269,9 +270,10 @@ class ControlRoutes:
         return given if isinstance(given, str) and given else self._served.version_of(folder)
 
     @_refusals(error_answer)
-    async def refuse_transfer(self, request: Request) -> Response:
-        """Refuse the routes of vLLM's weight transfer engines."""
-        raise UnsupportedCapability(_NO_TRANSFER.format(what=request.url.path))
+    async def refuse_draft(self, request: Request) -> Response:
+        """Refuse POST ``/start_draft_weight_update``."""
+        del request
+        raise UnsupportedCapability("weights of draft models cannot be updated")
 
     @_refusals(error_answer)
     async def update_weight_version(self, request: Request) -> Response:

@@ -1,0 +1,227 @@
+"""vLLM's routes for weights that a trainer broadcasts through NCCL."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Awaitable, Callable, Mapping
+from functools import wraps
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from drivetrain.checks.safe_repr import shown
+from drivetrain.engine.engine import InferenceEngine
+from drivetrain.errors import DrivetrainError, InvalidRequest, InvalidWeights, UnsupportedCapability, WeightPlanMismatch
+from drivetrain.types.weights import TensorSpec
+from drivetrain_serving.config import ServerConfig
+from drivetrain_serving.http.answers import json_answer
+from drivetrain_serving.http.bodies import read_json, unless_disconnected
+from drivetrain_serving.vllm.errors import error_answer
+from drivetrain_serving.weights.bucket import WeightBucket
+from drivetrain_serving.weights.messages import JoinNccl
+from drivetrain_serving.weights.weight_groups import WeightGroups
+
+GROUP: Final = "weight transfer engine"
+"""Name of the one group that these routes form."""
+_CHUNK_BYTES: Final = 1 << 30
+_ID_BYTES: Final = 128
+_INIT_FIELDS: Final = frozenset(
+    {
+        "master_address",
+        "master_port",
+        "nccl_unique_id_b64",
+        "rank_offset",
+        "world_size",
+        "packed",
+        "packed_buffer_size_bytes",
+        "packed_num_buffers",
+    }
+)
+_Route = Callable[["WeightTransferRoutes", Request], Awaitable[str]]
+
+
+def can_transfer(engine: InferenceEngine) -> bool:
+    """Return whether weights can come by NCCL, which needs a GPU of the engine's."""
+    return bool(engine.gpus)
+
+
+def _answered(route: _Route) -> Callable[[WeightTransferRoutes, Request], Awaitable[Response]]:
+    """Answer with a message; weights that are refused are 400, since a trainer would send a 500 again."""
+
+    @wraps(route)
+    async def call(self: WeightTransferRoutes, request: Request) -> Response:
+        try:
+            return json_answer({"message": await route(self, request)})
+        except (WeightPlanMismatch, InvalidWeights) as error:
+            return error_answer(InvalidRequest(str(error)))
+        except DrivetrainError as error:
+            return error_answer(error)
+
+    return call
+
+
+class WeightTransferRoutes:
+    """Routes of vLLM's NCCL weight transfer engine.
+
+    Args:
+        engine: The served engine.
+        groups: The groups of trainers.
+        config: Bounds of bodies and waits.
+    """
+
+    def __init__(self, engine: InferenceEngine, groups: WeightGroups, config: ServerConfig) -> None:
+        self._engine = engine
+        self._groups = groups
+        self._config = config
+        self._chunk_bytes: int | None = None
+
+    @_answered
+    async def init(self, request: Request) -> str:
+        """Answer POST ``/init_weight_transfer_engine``, once every rank has joined."""
+        body = await self._body(request)
+        info = body.get("init_info")
+        if not isinstance(info, dict):
+            raise InvalidRequest(f"init_info={shown(info)}: expected an object", field="init_info")
+        join, chunk_bytes = _join(info, self._config.weight_group_timeout), _chunk_bytes(info)
+        await unless_disconnected(request.receive, self._groups.init(join))
+        self._chunk_bytes = chunk_bytes
+        return "Weight transfer initialized"
+
+    @_answered
+    async def shutdown(self, request: Request) -> str:
+        """Answer POST ``/shutdown_weight_transfer_engine``."""
+        await self._body(request)
+        await self._groups.destroy(GROUP)
+        return "Weight transfer engine shut down"
+
+    @_answered
+    async def start(self, request: Request) -> str:
+        """Answer POST ``/start_weight_update``."""
+        await self._body(request)
+        await self._groups.begin()
+        return "Weight update started"
+
+    async def receive(self, request: Request, body: Mapping[str, object]) -> str:
+        """Receive the tensors of ``/update_weights`` with ``update_info``, and return the message of the answer.
+
+        Raises:
+            UnsupportedCapability: The engine has no GPU.
+            InvalidRequest: No update was started, or the tensors cannot be taken.
+            DrivetrainError: as ``WeightGroups.receive``.
+        """
+        self._require_gpu()
+        try:
+            bucket = self._bucket(body.get("update_info"))
+            self._groups.require_open()
+        except InvalidRequest:
+            # The trainer broadcasts something all the same: without the group, that fails instead of waiting.
+            await self._groups.abandon(GROUP)
+            raise
+        try:
+            await unless_disconnected(request.receive, self._groups.receive(bucket))
+        except WeightPlanMismatch as error:
+            raise InvalidRequest(str(error), field="update_info") from error
+        return "Weights updated"
+
+    def drop_open_update(self) -> None:
+        """Forget tensors that have come, when a folder brought all weights."""
+        self._groups.drop_open_update()
+
+    @_answered
+    async def finish(self, request: Request) -> str:
+        """Answer POST ``/finish_weight_update``, once the engine serves the new weights."""
+        version = (await self._body(request)).get("weight_version")
+        await self._groups.end(version if isinstance(version, str) and version else None)
+        return "Weight update finished"
+
+    async def _body(self, request: Request) -> dict[str, object]:
+        body = await read_json(request, self._config)
+        self._require_gpu()
+        return body
+
+    def _require_gpu(self) -> None:
+        if not can_transfer(self._engine):
+            raise UnsupportedCapability(
+                "weight transfer is by NCCL, and this engine has no GPU; send a folder (POST /update_weights "
+                "{weight_dir}), or broadcast through gloo (POST /init_weights_update_group)"
+            )
+
+    def _bucket(self, given: object) -> WeightBucket:
+        info = given[0] if isinstance(given, list) and len(given) == 1 else given
+        if not isinstance(info, dict):
+            raise InvalidRequest(f"update_info={shown(given)}: expected an object", field="update_info")
+        names, dtypes, shapes = (info.get(field) for field in ("names", "dtype_names", "shapes"))
+        if not (isinstance(names, list) and isinstance(dtypes, list) and isinstance(shapes, list)):
+            raise InvalidRequest("names, dtype_names and shapes: expected lists", field="update_info")
+        if not len(names) == len(dtypes) == len(shapes):
+            raise InvalidRequest(
+                f"names, dtype_names and shapes have {len(names)}, {len(dtypes)} and {len(shapes)} entries; give one "
+                "of each per tensor",
+                field="update_info",
+            )
+        packed = info.get("packed")
+        chunk_bytes = self._chunk_bytes if packed is None else _chunk_bytes(info)
+        specs = tuple(_spec(*one) for one in zip(names, dtypes, shapes, strict=True))
+        return WeightBucket(group_name=GROUP, specs=specs, chunk_bytes=chunk_bytes)
+
+
+def _join(info: Mapping[str, object], timeout: float) -> JoinNccl:
+    unknown = info.keys() - _INIT_FIELDS
+    if unknown:
+        raise InvalidRequest(f"init_info holds {', '.join(sorted(unknown))}, which is unknown", field="init_info")
+    rank, world_size = _integer(info, "rank_offset"), _integer(info, "world_size")
+    encoded, address = info.get("nccl_unique_id_b64"), info.get("master_address")
+    if encoded:
+        if address is not None:
+            raise InvalidRequest("give nccl_unique_id_b64, or master_address and master_port", field="init_info")
+        return JoinNccl(
+            group_name=GROUP, rank=rank, world_size=world_size, timeout=timeout, unique_id=_identity(encoded)
+        )
+    if not isinstance(address, str) or not address:
+        raise InvalidRequest(f"master_address={shown(address)}: expected an address", field="init_info.master_address")
+    port = _integer(info, "master_port")
+    return JoinNccl(
+        group_name=GROUP,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        master_address=address.removeprefix("[").removesuffix("]"),
+        master_port=port,
+    )
+
+
+def _identity(encoded: object) -> bytes:
+    try:
+        decoded = base64.b64decode(str(encoded), validate=True)
+    except binascii.Error:
+        decoded = b""
+    if len(decoded) != _ID_BYTES:
+        raise InvalidRequest(
+            f"nccl_unique_id_b64: expected {_ID_BYTES} bytes in standard base64", field="init_info.nccl_unique_id_b64"
+        )
+    return decoded
+
+
+def _chunk_bytes(info: Mapping[str, object]) -> int | None:
+    return (_integer(info, "packed_buffer_size_bytes", _CHUNK_BYTES)) if info.get("packed") is True else None
+
+
+def _integer(info: Mapping[str, object], name: str, default: int | None = None) -> int:
+    value = info.get(name, default)
+    if type(value) is not int or value < 0:
+        raise InvalidRequest(
+            f"{name}={shown(value)}: expected a number that is not negative", field=f"init_info.{name}"
+        )
+    return value
+
+
+def _spec(name: object, dtype: object, shape: object) -> TensorSpec:
+    if not isinstance(name, str) or not isinstance(dtype, str):
+        raise InvalidRequest(
+            f"update_info holds {shown(name)} of {shown(dtype)}; expected texts", field="update_info.names"
+        )
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise InvalidRequest(f"shapes holds {shown(shape)}; expected lists of sizes", field="update_info.shapes")
+    return TensorSpec(name, dtype.removeprefix("torch."), tuple(shape))

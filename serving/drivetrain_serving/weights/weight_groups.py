@@ -1,0 +1,297 @@
+"""The groups in which trainers broadcast weights to this server, and the update that their buckets make."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Mapping
+from typing import TYPE_CHECKING, Final
+
+from drivetrain.checks.extras import from_extra
+from drivetrain.checks.safe_repr import shown
+from drivetrain.engine.engine import InferenceEngine
+from drivetrain.errors import DrivetrainError, InvalidRequest
+from drivetrain.types.capability import Capability
+from drivetrain_serving.weights.messages import AnyJoin
+from drivetrain_serving.weights.trainer_group import TrainerGroup
+
+if TYPE_CHECKING:
+    import torch
+
+    from drivetrain_serving.weights.bucket import WeightBucket
+    from drivetrain_serving.weights.open_update import OpenUpdate, TiedTensors
+    from drivetrain_weight_sync import WeightSync
+    from drivetrain_weight_sync.trainer.in_memory_names import InMemoryNames
+
+_logger: Final = logging.getLogger(__name__)
+
+
+class WeightGroups:
+    """Receives buckets, stages them in memory, and pushes complete updates to the engine by weight sync.
+
+    Until the commit the engine serves its old weights. An update opens with :meth:`begin`, or with the first bucket. It
+    is committed by :meth:`end`, by :meth:`commit_open_update`, or, unless :meth:`begin` opened it, as soon as every
+    tensor of the engine has come. It is dropped if a group is lost or a new one forms.
+
+    Args:
+        engine: A started engine, or a fleet.
+    """
+
+    def __init__(self, engine: InferenceEngine) -> None:
+        self._engine = engine
+        self._groups: dict[str, TrainerGroup] = {}
+        self._turn = asyncio.Lock()
+        """Held while a bucket is received, and while an update is committed."""
+        self._open: OpenUpdate | None = None
+        self._committed: TiedTensors | None = None
+        """Tied weights of the last committed update."""
+        self._sync: WeightSync | None = None
+        self._source: dict[str, torch.Tensor] = {}
+        """The tensors that ``_sync`` pushes; empty between pushes."""
+        self._names: InMemoryNames | None = None
+        self._commits = 0
+
+    # Groups ------------------------------------------------------------------------------------------------------
+
+    async def init(self, join: AnyJoin) -> None:
+        """Join a trainer's group; return once every rank has joined. A group of that name is left first.
+
+        Raises:
+            UnsupportedCapability: The engine takes no weight updates.
+            InvalidRequest: The server cannot join such a group.
+            DeadlineExceeded, WeightSyncError: The group did not form.
+        """
+        self._connect()
+        name = join.group_name
+        if name in self._groups:
+            await self._groups[name].end()
+        group = self._groups[name] = TrainerGroup(join)
+        self._drop("a trainer formed a new group")
+        try:
+            await group.join()
+        except BaseException:
+            self._forget(group)
+            raise
+
+    async def destroy(self, name: str) -> None:
+        """Leave a group; a bucket that is being received fails.
+
+        Raises:
+            InvalidRequest: There is no group of that name.
+        """
+        group = self._group(name)
+        self._forget(group)
+        await group.end()
+
+    async def close(self) -> None:
+        """Leave all groups, and drop an open update."""
+        for group in list(self._groups.values()):
+            self._forget(group)
+            await group.end()
+        self._drop("the server closes")
+        sync, self._sync = self._sync, None
+        if sync is not None:
+            await sync.close()
+
+    def _group(self, name: str) -> TrainerGroup:
+        if name not in self._groups:
+            known = ", ".join(map(repr, self._groups)) or "none"
+            raise InvalidRequest(
+                f"group_name={shown(name)}: the server is in no such group (it is in: {known}); form it first",
+                field="group_name",
+            )
+        return self._groups[name]
+
+    def _forget(self, group: TrainerGroup) -> None:
+        if self._groups.get(group.name) is group:
+            del self._groups[group.name]
+
+    def _connect(self) -> WeightSync:
+        if self._sync is None:
+            with from_extra("weight-sync", "weights by a trainer's group"):
+                from drivetrain_weight_sync import WeightSync
+                from drivetrain_weight_sync.trainer.in_memory_names import InMemoryNames
+
+            self._sync = WeightSync.connect(self._source, self._engine)
+            self._names = InMemoryNames(self._engine.config)
+        return self._sync
+
+    # Updates -----------------------------------------------------------------------------------------------------
+
+    async def begin(self) -> None:
+        """Open an update that :meth:`end` or :meth:`commit_open_update` commits.
+
+        Raises:
+            InvalidRequest: An update is open, and has not failed.
+        """
+        async with self._turn:
+            if self._open is not None and not self._open.failed:
+                raise InvalidRequest("an update is open; end it first")
+            self._open = await self._new_update(explicit=True)
+
+    def require_open(self) -> None:
+        """Raise unless an update is open, for trainers that must begin each.
+
+        Raises:
+            InvalidRequest: No update is open.
+        """
+        if self._open is None:
+            raise InvalidRequest("no update was started; start one first")
+
+    async def end(self, version: str | None = None) -> None:
+        """Commit the open update as ``version``, or drop it if it cannot be committed.
+
+        Raises:
+            InvalidRequest: No update is open.
+            DrivetrainError: as :meth:`commit_open_update`.
+        """
+        async with self._turn:
+            if self._open is None:
+                raise InvalidRequest("no update is open; begin one, or send a bucket")
+            self._open.version = version or self._open.version
+            try:
+                await _to_its_end(self._commit(self._open))
+            finally:
+                self._drop("it could not be committed")
+
+    async def commit_open_update(self) -> None:
+        """Commit the open update if there is one; call it before requests go on after a pause.
+
+        If this raises, don't let requests go on: the trainer expects new weights, and the engine has the old ones, or
+        is dirty. The update stays open until the next bucket begins another, and calling this again tries again.
+
+        Raises:
+            InvalidRequest, WeightPlanMismatch: A bucket was refused, or tensors are missing; nothing was changed.
+            DrivetrainError: as ``WeightSync.push``.
+        """
+        async with self._turn:
+            if self._open is not None:
+                await _to_its_end(self._commit(self._open))
+
+    def drop_open_update(self) -> None:
+        """Drop the open update if there is one; call it when the engine got all weights in another way."""
+        self._drop("the weights came in another way")
+
+    async def receive(self, bucket: WeightBucket) -> None:
+        """Receive a bucket; commit the update if it completes it.
+
+        Tensors that the engine cannot take are received and then refused, because the trainer broadcasts them anyway.
+
+        Raises:
+            InvalidRequest: There is no such group, or the tensors cannot be taken.
+            WeightPlanMismatch: The tensors are not those of the engine.
+            DeadlineExceeded, WeightSyncError: The group is lost, and the update is dropped. The engine is as before.
+            DrivetrainError: as ``WeightSync.push``, if the bucket completes the update.
+        """
+        group = self._group(bucket.group_name)
+        received = False
+        try:
+            async with self._turn:
+                before = self._open
+                update, names, refusal = await self._checked(bucket)
+                tensors = await self._received(group, bucket, keep=refusal is None)
+                received = True
+                if self._open is not before:
+                    raise InvalidRequest("the update was dropped while this bucket came; send every tensor again")
+                if refusal is not None:
+                    if update is not None:
+                        update.refuse(bucket, str(refusal))
+                        self._open = update
+                    raise refusal
+                assert update is not None
+                if self._open is None and await self._repeats_committed(tensors):
+                    return
+                update.take(bucket, tensors, names)
+                self._open = update
+                del tensors
+                if update.complete and not update.explicit:
+                    await _to_its_end(self._commit(update))
+        except BaseException:
+            if not received:  # the trainer must not wait in a broadcast that nobody receives
+                await self._lose(group)
+            raise
+
+    async def _checked(self, bucket: WeightBucket) -> tuple[OpenUpdate | None, set[str], DrivetrainError | None]:
+        """Return the bucket's update, the engine's names of its tensors, and why they cannot be taken."""
+        update: OpenUpdate | None = None
+        try:
+            update = (self._open or await self._new_update()).for_bucket(bucket)
+            return update, await asyncio.to_thread(update.check, bucket), None
+        except DrivetrainError as error:
+            return update, set(), error
+
+    async def _repeats_committed(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Return whether these are second names of tied tensors, sent after the update that they belong to."""
+        return self._committed is not None and await asyncio.to_thread(self._committed.hold, tensors)
+
+    async def abandon(self, name: str) -> None:
+        """Leave a group, if there is one, whose trainer broadcasts what cannot be received."""
+        group = self._groups.get(name)
+        if group is not None:
+            await self._lose(group)
+
+    async def _lose(self, group: TrainerGroup) -> None:
+        self._forget(group)
+        self._drop(f"the group {group.name!r} was lost")
+        await group.end()
+
+    async def _new_update(self, *, explicit: bool = False) -> OpenUpdate:
+        from drivetrain_serving.weights.open_update import OpenUpdate
+
+        self._connect()
+        assert self._names is not None
+        return OpenUpdate(await self._engine.weight_manifest(), self._names, explicit=explicit)
+
+    async def _received(self, group: TrainerGroup, bucket: WeightBucket, *, keep: bool) -> dict[str, torch.Tensor]:
+        from drivetrain_serving.weights.bucket_layout import BucketLayout
+        from drivetrain_weight_sync.transports.shared_arena import Arena
+
+        layout = BucketLayout(bucket)
+        if not keep:
+            await group.receive(layout.pieces, None, 0)
+            return {}
+        arena = await asyncio.to_thread(Arena, layout.nbytes)
+        await group.receive(layout.pieces, arena.path, layout.nbytes)
+        return layout.tensors(arena.memory)
+
+    async def _commit(self, update: OpenUpdate) -> None:
+        try:
+            await self._push(update)
+        except BaseException:
+            update.failed = True
+            raise
+        self._commits += 1
+        self._open = None
+        self._committed = await asyncio.to_thread(update.tied)
+
+    async def _push(self, update: OpenUpdate) -> None:
+        update.require_complete()
+        sync = self._connect()
+        # AReaL always asks for it. An engine that cannot abort recomputes the caches of its requests instead.
+        if update.abort_requests and self._engine.supports(Capability.ABORT):
+            await self._engine.abort_generation()
+        self._source.update(update.tensors)
+        try:
+            await sync.push(version=update.version or self._next_version())
+        finally:
+            self._source.clear()
+
+    def _next_version(self) -> str:
+        served = self._engine.get_weight_version()
+        return str(int(served) + 1 if served.isdecimal() else self._commits + 1)
+
+    def _drop(self, reason: str) -> None:
+        if self._open is not None:
+            _logger.warning("the weight update under way was dropped: %s", reason)
+            self._open = None
+
+
+async def _to_its_end(work: Coroutine[object, object, None]) -> None:
+    """Run ``work`` to its end, also if the caller is cancelled: a commit that is cut off leaves the engine dirty."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        if not task.done():
+            await asyncio.wait({task})
+        raise

@@ -1,0 +1,199 @@
+"""vLLM's weight transfer: the rendezvous, the chunks, and the routes. NCCL itself needs two GPUs."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import pickle
+import sys
+from collections.abc import AsyncIterator
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+import torch.distributed
+
+from drivetrain import InferenceEngine, InvalidRequest
+from drivetrain.types.weights import TensorSpec
+from drivetrain_serving import Server, ServerConfig
+from drivetrain_serving.vllm.weight_transfer import GROUP
+from drivetrain_serving.weights.bucket import WHOLE, WeightBucket
+from drivetrain_serving.weights.bucket_layout import BucketLayout
+from drivetrain_serving.weights.messages import JoinNccl
+from drivetrain_serving.weights.nccl import id_from_pickle, id_from_store
+from engines import HANGING
+from trainer_groups import (
+    Group,
+    Trainer,
+    a_group,
+    answers_of,
+    free_port,
+    fresh,
+    same,
+    send_as_trl,
+    tensors_of,
+    version_of,
+)
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+IDENTITY = bytes(range(1, 129))
+
+
+def pickled_id(monkeypatch: pytest.MonkeyPatch, protocol: int | None = None) -> bytes:
+    """Pickle an id as vLLM's ``StatelessProcessGroup`` does, by a class of the same full name."""
+    name = "vllm.distributed.device_communicators.pynccl_wrapper"
+    module = ModuleType(name)
+
+    class ncclUniqueId(ctypes.Structure):
+        _fields_ = (("internal", ctypes.c_byte * 128),)
+
+    ncclUniqueId.__module__, ncclUniqueId.__qualname__ = name, "ncclUniqueId"
+    module.ncclUniqueId = ncclUniqueId  # type: ignore[attr-defined]
+    parts = name.split(".")
+    for count in range(1, len(parts)):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:count]), ModuleType(parts[count - 1]))
+    monkeypatch.setitem(sys.modules, name, module)
+    return pickle.dumps(ncclUniqueId.from_buffer_copy(IDENTITY), protocol)
+
+
+@pytest.mark.parametrize("protocol", [None, 4, 5])
+async def test_the_id_is_read_off_its_pickle(monkeypatch: pytest.MonkeyPatch, protocol: int | None) -> None:
+    assert id_from_pickle(pickled_id(monkeypatch, protocol)) == IDENTITY
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"no pickle", pickle.dumps(IDENTITY), pickle.dumps([IDENTITY, "ncclUniqueId", b""]), IDENTITY]
+)
+async def test_other_data_is_no_id(data: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="no NCCL id"):
+        id_from_pickle(data)
+
+
+async def test_the_id_comes_from_the_trainers_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As vLLM makes it: without libuv, and waiting in its constructor until every rank has connected.
+    dist: Any = torch.distributed
+    timeout = timedelta(seconds=HANGING)
+    hosting = asyncio.create_task(
+        asyncio.to_thread(dist.TCPStore, "127.0.0.1", port := free_port(), 2, True, timeout, use_libuv=False)
+    )
+    join = JoinNccl(
+        group_name=GROUP, rank=1, world_size=2, timeout=HANGING, master_address="127.0.0.1", master_port=port
+    )
+    asking = asyncio.create_task(asyncio.to_thread(id_from_store, join))
+    async with asyncio.timeout(HANGING):
+        store = await hosting
+        store.set("broadcast_from/0/0", pickled_id(monkeypatch))
+        assert await asking == IDENTITY
+
+
+async def test_a_chunk_ends_with_the_tensor_that_exceeds_the_buffer() -> None:
+    sizes = [40, 60, 1, 100, 101, 3]
+    specs = tuple(TensorSpec(str(index), "uint8", (size,)) for index, size in enumerate(sizes))
+    layout = BucketLayout(WeightBucket("g", specs, 100))
+    assert [(piece.dtype, piece.shape, piece.offset) for piece in layout.pieces] == [
+        ("uint8", (101,), 0),
+        ("uint8", (201,), 101),
+        ("uint8", (3,), 302),
+    ]
+    assert len(BucketLayout(WeightBucket("g", specs, WHOLE)).pieces) == 1
+    assert len(BucketLayout(WeightBucket("g", specs, None)).pieces) == len(sizes)
+    assert BucketLayout(WeightBucket("g", (), WHOLE)).pieces == []
+
+
+async def test_a_tensor_at_an_odd_offset_is_read() -> None:
+    specs = (TensorSpec("a", "uint8", (3,)), TensorSpec("b", "bfloat16", (2, 2)), TensorSpec("c", "float32", (0, 4)))
+    values = torch.tensor([[1.0, 2.0], [3.0, -4.0]], dtype=torch.bfloat16)
+    memory = torch.cat([torch.tensor([7, 8, 9], dtype=torch.uint8), values.flatten().view(torch.uint8)])
+    found = BucketLayout(WeightBucket("g", specs, WHOLE)).tensors(memory)
+    assert found["a"].tolist() == [7, 8, 9]
+    assert torch.equal(found["b"], values)
+    assert found["c"].shape == (0, 4)
+
+
+# Routes --------------------------------------------------------------------------------------------------------------
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def transfer(
+    trainer: Trainer, engine: InferenceEngine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Group]:
+    """A server that takes its engine for one with a GPU, and a gloo group in the place of the NCCL communicator."""
+    monkeypatch.setattr(type(engine), "gpus", property(lambda self: ("GPU-of-the-test",)))
+    async with (
+        Server(engine, ServerConfig(port=0, served_model_name=("policy",))) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=HANGING) as client,
+        a_group(trainer, client, name=GROUP) as group,
+    ):
+        yield group
+    await engine.load_weights_from_disk(str(model), "initial")
+    await engine.continue_generation()
+
+
+@pytest.mark.parametrize("info", [{}, {"packed": True, "packed_buffer_size_bytes": 200_000}], ids=["each", "packed"])
+async def test_an_update_is_served_when_it_is_finished(
+    transfer: Group, other_model: Path, info: dict[str, object]
+) -> None:
+    (client,) = transfer.clients
+    assert (await client.get("/server_info")).json()["vllm_config"]["weight_transfer_config"] == {"backend": "nccl"}
+    before = await answers_of(client)
+    tensors = tensors_of(other_model)
+    assert (await client.post("/start_weight_update", json={})).json()["message"]
+    assert (await client.post("/start_weight_update")).status_code == 400
+    for part in (tensors[:9], tensors[9:]):
+        answer, error = await send_as_trl(transfer, other_model, part, **info)
+        assert (answer.status_code, error) == (200, ""), answer.text
+    assert same(await answers_of(client), before)
+    finished = await client.post("/finish_weight_update", json={"weight_version": "step-4"})
+    assert finished.status_code == 200, finished.text
+    assert await version_of(client) == "step-4"
+    assert same(await answers_of(client), await fresh(other_model))
+    assert (await client.post("/finish_weight_update")).status_code == 400
+
+
+async def test_what_cannot_be_taken_is_received_and_the_update_is_dropped(transfer: Group, other_model: Path) -> None:
+    (client,) = transfer.clients
+    before = await answers_of(client)
+    tensors = tensors_of(other_model)
+    await client.post("/start_weight_update")
+    answer, error = await send_as_trl(transfer, other_model, [*tensors, {**tensors[0], "name": "absent"}])
+    assert (answer.status_code, error) == (400, ""), answer.text
+    assert "absent" in answer.json()["error"]["message"]
+    finished = await client.post("/finish_weight_update", json={})
+    assert finished.status_code == 400
+    assert same(await answers_of(client), before)
+    await client.post("/start_weight_update")
+    assert (await send_as_trl(transfer, other_model, tensors))[0].status_code == 200
+    assert (await client.post("/finish_weight_update")).status_code == 200
+    assert same(await answers_of(client), await fresh(other_model))
+
+
+async def test_an_update_that_was_not_started_ends_the_group(transfer: Group, other_model: Path) -> None:
+    (client,) = transfer.clients
+    answer, _ = await send_as_trl(transfer, other_model, tensors_of(other_model)[:1])
+    assert answer.status_code == 400, answer.text
+    assert (await client.post("/shutdown_weight_transfer_engine")).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        None,
+        {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, "unknown": 1},
+        {"master_port": 1, "rank_offset": 1, "world_size": 2},
+        {"master_address": "127.0.0.1", "master_port": "x", "rank_offset": 1, "world_size": 2},
+        {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 2, "world_size": 2},
+        {"nccl_unique_id_b64": "AAAA", "rank_offset": 1, "world_size": 2},
+        {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2},
+    ],
+    ids=["none", "unknown key", "no address", "port", "rank", "short id", "no GPU here"],
+)
+async def test_an_init_that_cannot_be_is_refused(transfer: Group, info: object) -> None:
+    (client,) = transfer.clients
+    answer = await client.post("/init_weight_transfer_engine", json={"init_info": info})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"]
