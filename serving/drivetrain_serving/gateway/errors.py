@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from drivetrain.errors import DrivetrainError
 from drivetrain_serving.http.answers import json_answer
+from drivetrain_serving.http.error_statuses import status_of
 from drivetrain_serving.vllm import errors as of_vllm
 
 
@@ -40,7 +41,7 @@ def body_and_status(error: DrivetrainError) -> tuple[dict[str, object], int]:
     """Return the body of an error in the form of the other routes' errors, and its status."""
     found = _STATUSES.get(type(error))
     if found is None:
-        return of_vllm.body_of(error), of_vllm.status_of(error)
+        return of_vllm.body_of(error), status_of(error)
     status, kind = found
     said = {"message": str(error), "type": kind, "param": None, "code": status}
     return {"error": said, "drivetrain": {"error": type(error).__name__}}, status
