@@ -16,7 +16,7 @@ from drivetrain_conformance.assertions.same_answers import check_prefix, check_s
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench
 from drivetrain_conformance.references.oracle import Logits, log_softmax
-from drivetrain_conformance.references.reference_sampling import steps
+from drivetrain_conformance.references.reference_sampling import steps, with_effective_filters
 
 _TEMPERATURES: Final = (0.0, 0.5, 1.0, 1.7, 0.03)
 _TRANSFORMS: Final[Mapping[str, tuple[Capability, object]]] = {
@@ -120,9 +120,6 @@ async def processed_follows_everything_at_once(bench: Bench) -> None:
         temperature=1.4,
         max_new_tokens=12,
         n=2,
-        top_k=40,
-        top_p=0.8,
-        min_p=0.1,
         repetition_penalty=1.3,
         frequency_penalty=0.6,
         presence_penalty=-0.4,
@@ -130,9 +127,11 @@ async def processed_follows_everything_at_once(bench: Bench) -> None:
         logprobs=0,
         logprobs_mode=LogprobsMode.PROCESSED,
     )
-    variants = [params, *_held_back(bench)]
+    prompts = bench.prompts(4)
+    rows = np.stack([bench.oracle().logits(prompt)[-1] for prompt in prompts])
+    variants = [with_effective_filters(params, prompts, rows), *_held_back(bench)]
     for one in variants:
-        output = await bench.engine.generate(bench.prompts(4), one)
+        output = await bench.engine.generate(prompts, one)
         for completion in output.completions:
             _assert_logprobs(bench, completion, one, LogprobsMode.PROCESSED)
 

@@ -206,9 +206,9 @@ def a_stream_with_any_stops_agrees_with_the_reference(bench: Bench) -> None:
     strings = st.lists(st.text(alphabet=[a, b, c], min_size=1, max_size=5), max_size=3)
     patterns = [f"{a}+{b}", f"[{a}{b}]{{3}}", f"{c}({a}|{b}{b})", f"{b}.{b}", f"{a}(?={c})", f"(?<!{a}){b}{{2}}"]
     stops = {"stop": strings, "stop_regex": st.lists(st.sampled_from(patterns), max_size=2)}
-    asked = st.tuples(
-        st.sampled_from(runs), st.fixed_dictionaries({**stops, "include_stop_str_in_output": st.booleans()})
-    )
+    least = 6 if bench.claims(Capability.MIN_NEW_TOKENS) else 0
+    more = {"include_stop_str_in_output": st.booleans(), "min_new_tokens": st.integers(0, least)}
+    asked = st.tuples(st.sampled_from(runs), st.fixed_dictionaries({**stops, **more}))
 
     @seed(bench.seed)
     @settings(

@@ -161,6 +161,9 @@ def _check_text(bench: Bench, params: SamplingParams, completion: Completion) ->
             assert stop not in before, f"{text!r} went on past {stop!r}"
         for pattern in params.stop_regex:
             assert not re.search(pattern, before), f"{text!r} went on past {pattern!r}"
+    elif not isinstance(matched, str):
+        expected = expected_ending(completion, params, bench.engine.tokenizer)
+        assert Ending.of(completion) == expected, f"{text!r} went on past a stop; it must be {expected}"
     if params.structured_output is not None and completion.finish_reason is FinishReason.STOP:
         match params.structured_output:
             case JsonSchema():

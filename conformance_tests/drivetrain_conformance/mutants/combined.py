@@ -148,6 +148,13 @@ def streams_without_the_adapter(request: GenerateRequest) -> GenerateRequest:
     return dataclasses.replace(request, lora=None)
 
 
+@streamed_mutant("streaming/a_stream_with_any_stops_agrees_with_the_reference", says="'min_new_tokens':")
+def streams_without_min_new_tokens_where_text_stops(request: GenerateRequest) -> GenerateRequest:
+    """A stream with a stop string may end before min_new_tokens."""
+    fields = {"min_new_tokens": 0} if request.params.stop else {}
+    return dataclasses.replace(request, params=request.params.model_copy(update=fields))
+
+
 @streamed_mutant("generate/higher_priority_starts_sooner", says="assert ended == sorted(priorities, reverse=True)")
 def streams_without_the_priority(request: GenerateRequest) -> GenerateRequest:
     """The priority of a stream is not passed on."""

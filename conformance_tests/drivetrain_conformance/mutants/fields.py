@@ -36,6 +36,12 @@ def drops_min_p(_: GenerateRequest) -> Mapping[str, object]:
     return {"min_p": 0.0}
 
 
+@params_mutant("logprob/processed_follows_everything_at_once", says="in mode processed at temperature")
+def drops_min_p_beside_top_k(request: GenerateRequest) -> Mapping[str, object]:
+    """The field min_p has an effect only without top_k."""
+    return {"min_p": 0.0} if request.params.top_k else {}
+
+
 @params_mutant("sampling/greedy_follows_the_presence_penalty", says="below the best after penalties and bias")
 def drops_the_presence_penalty(_: GenerateRequest) -> Mapping[str, object]:
     """The field presence_penalty is not passed on."""

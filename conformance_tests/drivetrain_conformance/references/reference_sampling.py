@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,9 @@ from drivetrain.types.sampling import ActionMask, DisallowedTokens, LogprobsMode
 from drivetrain_conformance.references.oracle import Logits, log_softmax
 
 Mask = NDArray[np.bool_]
+
+_FILTERS_OFF: Final[dict[str, float]] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+_MIN_P: Final = (0.05, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +117,32 @@ def step(
     surely = least if least.all() else least & (scaled > scaled[~least].max() + slack)
     surely[scaled.argmax()] = True
     return Step(raw, tempered, scaled, kept, surely, possibly & (scaled > -np.inf))
+
+
+def with_effective_filters(params: SamplingParams, prompts: Sequence[Sequence[int]], logits: Logits) -> SamplingParams:
+    """Set top-k, top-p and min-p such that each rules out tokens that the other two would leave.
+
+    Otherwise an engine that forgets one of them could not be told from one that honours all.
+
+    Args:
+        params: The other fields.
+        prompts: The prompts, as token ids.
+        logits: The model's logits for the token after each prompt, shape (prompts, vocabulary).
+    """
+
+    def kept(fields: dict[str, float]) -> list[bytes]:
+        one = params.model_copy(update=fields)
+        scaled = (_adjusted(row, one, prompt, []) for row, prompt in zip(logits, prompts, strict=True))
+        return [_kept(row / (one.temperature or 1.0), one).tobytes() for row in scaled]
+
+    def effective(fields: dict[str, float]) -> int:
+        """For how many prompts the filter matters that matters least."""
+        together = kept(fields)
+        without = (kept({**fields, name: off}) for name, off in _FILTERS_OFF.items())
+        return min(sum(one != other for one, other in zip(together, left, strict=True)) for left in without)
+
+    choices = ({"top_k": k, "top_p": p, "min_p": m} for k in (40, 20, 10) for p in (0.9, 0.75) for m in _MIN_P)
+    return params.model_copy(update=max(choices, key=effective))
 
 
 def _adjusted(logits: Logits, params: SamplingParams, prompt: Sequence[int], generated: Sequence[int]) -> Logits:
