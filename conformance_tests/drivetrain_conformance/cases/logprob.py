@@ -19,6 +19,8 @@ from drivetrain_conformance.references.oracle import Logits, log_softmax
 from drivetrain_conformance.references.reference_sampling import steps, with_effective_filters
 
 _TEMPERATURES: Final = (0.0, 0.5, 1.0, 1.7, 0.03)
+_COLD: Final = 0.004
+"""So near to greedy that an engine may take it for 0."""
 _TRANSFORMS: Final[Mapping[str, tuple[Capability, object]]] = {
     "top_k": (Capability.TOP_K, 5),
     "top_p": (Capability.TOP_P, 0.6),
@@ -59,7 +61,7 @@ async def processed_is_the_distribution_drawn_from(bench: Bench) -> None:
 async def _check_mode(bench: Bench, mode: LogprobsMode) -> None:
     params = [
         SamplingParams(temperature=temperature, max_new_tokens=12, n=2, logprobs=0, logprobs_mode=mode)
-        for temperature in _TEMPERATURES
+        for temperature in (*_TEMPERATURES, _COLD)
     ]
     output = await bench.engine.generate(bench.prompts(len(params)), params)
     _assert_not_rounded([value for completion in output.completions for value in completion.logprobs or ()])

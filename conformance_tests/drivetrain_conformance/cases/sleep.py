@@ -163,6 +163,7 @@ async def weights_can_change_while_the_cache_sleeps(bench: Bench) -> None:
         await engine.wake_up([KV_CACHE])
         _check_awake(engine)
         after = await bench.greedy(prompts)
+        _check_labels(bench, after, version)
         if version == own:
             check_same(bench, after, before)
         else:
@@ -186,6 +187,7 @@ async def a_training_step(bench: Bench) -> None:
         await engine.wake_up_all()
         _check_awake(engine)
         answers.append(await bench.greedy(prompts))
+        _check_labels(bench, answers[-1], f"step-{seed}")
         assert [c.token_ids for c in answers[-1]] != [c.token_ids for c in answers[-2]]
     await engine.load_weights_from_disk(str(bench.model), own)
     check_same(bench, await bench.greedy(prompts), answers[0])
@@ -675,6 +677,13 @@ def _check_asleep(engine: InferenceEngine, tags: Iterable[MemoryTag]) -> None:
     assert engine.state is EngineState.ASLEEP
     assert engine.status.asleep == frozenset(tags)
     assert all(tag.value in engine.describe().state for tag in tags)
+
+
+def _check_labels(bench: Bench, completions: Iterable[Completion], version: str) -> None:
+    """Check that completions are of a version alone, where the engine says which."""
+    if bench.claims(Capability.VERSION_SPANS):
+        found = sorted({span.version for completion in completions for span in completion.weight_versions})
+        assert found == [version], f"the engine serves {version!r}, and its completions are labelled {found}"
 
 
 def _check_awake(engine: InferenceEngine) -> None:

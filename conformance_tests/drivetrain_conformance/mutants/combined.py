@@ -323,6 +323,16 @@ class labels_requests_as_they_come(SoundBackend):
         return dataclasses.replace(result, weight_versions=[*spans, *result.weight_versions[1:]])
 
 
+@mutant("sleep/weights_can_change_while_the_cache_sleeps", says="and its completions are labelled ['initial']")
+class forgets_the_label_asleep(SoundBackend):
+    """Once the KV cache wakes up, tokens carry the label that the engine started with."""
+
+    async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
+        await super().wake_up(tags)
+        if MemoryTag.KV_CACHE in tags:
+            await super().set_weight_version(self.config.weight_version)
+
+
 @mutant("logprob/processed_follows_everything_at_once", says="in mode processed at temperature")
 class forbids_eos_though_it_is_ignored(KnowingEos):
     """A completion of a fixed length (min_new_tokens is max_new_tokens) never holds EOS, also with ignore_eos."""

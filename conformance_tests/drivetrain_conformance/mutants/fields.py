@@ -30,6 +30,12 @@ def drops_top_k(_: GenerateRequest) -> Mapping[str, object]:
     return {"top_k": 0}
 
 
+@params_mutant("logprob/temperature_is_what_a_trainer_recomputes", says="in mode temperature at temperature 0.004 is")
+def takes_a_low_temperature_for_none(request: GenerateRequest) -> Mapping[str, object]:
+    """A temperature below 0.01 is taken for 0, that is greedy."""
+    return {"temperature": 0.0} if request.params.temperature < 0.01 else {}
+
+
 @params_mutant("sampling/min_p_of_one_is_greedy", says="below the best after penalties and bias")
 def drops_min_p(_: GenerateRequest) -> Mapping[str, object]:
     """The field min_p is not passed on."""
