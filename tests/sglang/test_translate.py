@@ -113,6 +113,14 @@ def test_a_release_without_labels_is_told_when_weights_were_replaced() -> None:
     assert collected.result("c").weight_versions == [VersionSpan("a", 0, 1), VersionSpan("c", 1, 3)]
 
 
+@pytest.mark.parametrize("said", ["length", "abort"])
+def test_a_stop_id_ends_a_sample_whatever_comes_at_the_same_time(said: str) -> None:
+    collected = translate.Collected(request(stops=(9,)))
+    collected.add({"output_ids": [4, 9], "meta_info": {"finish_reason": {"type": said, "message": "x"}}})
+    result = collected.result("v1")
+    assert (result.token_ids, result.finish_reason, result.matched_stop) == ([4, 9], FinishReason.STOP, 9)
+
+
 def test_an_abort_before_any_token_is_empty() -> None:
     collected = translate.Collected(request(SamplingParams(logprobs=0)))
     collected.add({"meta_info": {"finish_reason": {"type": "abort", "message": "x"}}})

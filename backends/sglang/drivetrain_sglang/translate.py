@@ -421,8 +421,8 @@ class Collected(CollectedSample):
         if failure is not None:
             raise failure.error(self.request)
         reason, matched = _finish(meta.get("finish_reason"), self.request)
-        if reason is FinishReason.LENGTH and count and self.token_ids[-1] in self.request.stop_token_ids:
-            # Some releases check the length first.
+        if reason is not FinishReason.STOP and count and self.token_ids[-1] in self.request.stop_token_ids:
+            # An abort that comes with the last token is looked at before stops, and in some releases the length is too.
             reason, matched = FinishReason.STOP, self.token_ids[-1]
         wants_prompt = params.prompt_logprobs is not None
         prompt = meta.get("input_token_logprobs") if wants_prompt else None
