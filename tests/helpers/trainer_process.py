@@ -71,6 +71,7 @@ def broadcast(group: Any, tensors: list[torch.Tensor]) -> None:
         tensors = [tensor.cuda() for tensor in tensors]
     handles = [dist.broadcast(tensor, 0, group=group, async_op=True) for tensor in tensors]
     for handle in handles:
+        assert handle is not None
         handle.wait()
     if tensors and tensors[0].is_cuda:
         torch.cuda.synchronize()

@@ -31,12 +31,13 @@ async def respond(gateway: Gateway, given: Any, *, stream: bool = False, **field
         return await gateway.api.responses.create(model="policy", input=given, **fields)
     async with gateway.api.responses.stream(model="policy", input=given, **fields) as events:
         text = ""
-        numbers = []
-        async for event in events:
-            numbers.append(event.sequence_number)
-            text += event.delta if event.type == "response.output_text.delta" else ""
-    assert event.type in ("response.completed", "response.incomplete")
-    whole = event.response
+        numbers: list[int] = []
+        last: Any = None
+        async for last in events:
+            numbers.append(last.sequence_number)
+            text += last.delta if last.type == "response.output_text.delta" else ""
+    assert last.type in ("response.completed", "response.incomplete")
+    whole = last.response
     assert numbers == list(range(len(numbers)))
     assert text == whole.output_text
     return whole

@@ -36,7 +36,8 @@ def _branch(index: int, path: list[Turn], seen: set[int]) -> Json:
     mask: list[int] = []
     logprobs: list[float | None] = []
     spans: list[Json] = []
-    experts: list[list[list[int]] | None] | None = None
+    experts: list[list[list[int]] | None] = []
+    has_experts = False
     shared = 0
     for turn in path:
         record = turn.record.read()
@@ -50,11 +51,9 @@ def _branch(index: int, path: list[Turn], seen: set[int]) -> Json:
         spans += [
             {"version": span.version, "start": at + span.start, "end": at + span.end} for span in turn.weight_versions
         ]
-        if record.routed_experts is not None:
-            experts = [None] * at if experts is None else [*experts, *[None] * len(prompt)]
-            experts += record.routed_experts
-        elif experts is not None:
-            experts += [None] * (len(prompt) + len(sampled))
+        experts += [None] * len(prompt)
+        experts += [None] * len(sampled) if record.routed_experts is None else record.routed_experts
+        has_experts = has_experts or record.routed_experts is not None
         if turn.number in seen:
             shared = len(ids)
     return {
@@ -64,7 +63,7 @@ def _branch(index: int, path: list[Turn], seen: set[int]) -> Json:
         "loss_mask": mask,
         "logprobs": logprobs,
         "weight_versions": spans,
-        "routed_experts": experts,
+        "routed_experts": experts if has_experts else None,
         "shared_length": shared,
         "begins_because": path[0].begins_because,
         "continues": path[0].continues,
