@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 from collections.abc import AsyncGenerator
@@ -191,3 +192,22 @@ async def test_a_port_that_is_taken_is_named(engine: InferenceEngine) -> None:
             async with Server(engine, ServerConfig(port=port)):
                 pass
     assert caught.value.field == "port"
+
+
+async def test_answers_do_not_wait_for_the_acknowledgement_of_their_headers(engine: InferenceEngine) -> None:
+    async with Server(engine, ServerConfig(port=0)) as server:
+        port = int(server.url.rpartition(":")[2])
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        until = asyncio.get_running_loop().time() + 30
+        while not (accepted := sockets_at(port)):
+            assert asyncio.get_running_loop().time() < until
+            await asyncio.sleep(0.01)
+        assert all(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for one in accepted)
+        writer.close()
+
+
+def sockets_at(port: int) -> list[socket.socket]:
+    """Return the accepted sockets of a server in this process."""
+    found = [one.get_extra_info("socket") for one in gc.get_objects() if isinstance(one, asyncio.Transport)]
+    return [one for one in found if one is not None and one.fileno() >= 0 and one.getsockname()[1] == port]
