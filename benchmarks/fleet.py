@@ -37,8 +37,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from drivetrain import Capability, InferenceEngine, Isolation, SamplingParams, create_engine
-from drivetrain.backend.base import Backend, EngineStats, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
+from simulated import SimulatedBackend, simulated_engine
+
+from drivetrain import Capability, InferenceEngine, SamplingParams, create_engine
+from drivetrain.backend.base import GenerateRequest, GenerateResult, TokenDelta
 from drivetrain.testing import tiny_model
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import PauseMode
@@ -51,55 +53,34 @@ from drivetrain_fleet.routing import Load, Router, Work
 AT_ONCE = 256
 PREFILL_PER_S = 8_000
 CACHED_TOKENS = 2_000_000
-CONTEXT = 200_000
 TOKENS = 32
-CLAIMED = frozenset(
-    {
-        Capability.STREAMING,
-        Capability.ABORT,
-        Capability.IGNORE_EOS,
-        Capability.PAUSE_ABORT,
-        Capability.PAUSE_WAIT,
-        Capability.PAUSE_IN_PLACE,
-        Capability.PAUSE_RETRACT,
-        Capability.PREFIX_CACHE,
-        Capability.SESSIONS,
-        Capability.VERSION_SPANS,
-    }
-)
 
 
-class SimulatedBackend(Backend):
-    """Makes tokens in a stated time."""
+class TimedBackend(SimulatedBackend):
+    """Makes tokens in a stated time, of a bounded number of requests at once."""
 
-    name = "simulated"
-    engine_distribution = "drivetrain"
+    claimed = frozenset(
+        {
+            Capability.STREAMING,
+            Capability.ABORT,
+            Capability.IGNORE_EOS,
+            Capability.PAUSE_ABORT,
+            Capability.PAUSE_WAIT,
+            Capability.PAUSE_IN_PLACE,
+            Capability.PAUSE_RETRACT,
+            Capability.PREFIX_CACHE,
+            Capability.SESSIONS,
+            Capability.VERSION_SPANS,
+        }
+    )
 
     def __init__(self, config: EngineConfig, seconds: float) -> None:
-        super().__init__(config)
-        self.seconds = seconds
+        super().__init__(config, seconds)
         self.cache = PrefixIndex(CACHED_TOKENS // BLOCK)
         self.room = asyncio.Semaphore(AT_ONCE)
         self.going = asyncio.Event()
         self.going.set()
-        self.running = 0
         self.prompt_tokens = self.cached_tokens = 0
-
-    @classmethod
-    def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
-        return CLAIMED
-
-    async def start(self, report: Callable[[str], None]) -> ModelInfo:
-        return ModelInfo(260, CONTEXT, (), "float32", "Simulated", 0, "cpu")
-
-    async def close(self) -> None:
-        return None
-
-    async def stats(self) -> EngineStats:
-        return EngineStats(self.running, 0, 0, 0)
-
-    async def abort(self, request_ids: list[str]) -> None:
-        return None
 
     async def freeze(self, mode: PauseMode) -> None:
         self.going.clear()
@@ -134,14 +115,12 @@ class SimulatedBackend(Backend):
 
 
 def engine_of(model: Path, seconds: float) -> InferenceEngine:
-    config = EngineConfig(backend="simulated", model=str(model))
-    backend = SimulatedBackend(config, seconds)
-    return InferenceEngine(config, backend, capabilities=CLAIMED, isolation=Isolation.INLINE, versions={})
+    return simulated_engine(TimedBackend, model, seconds)
 
 
-def simulated(engine: InferenceEngine) -> SimulatedBackend:
+def timed(engine: InferenceEngine) -> TimedBackend:
     backend = engine.parts.backend
-    assert isinstance(backend, SimulatedBackend)
+    assert isinstance(backend, TimedBackend)
     return backend
 
 
@@ -351,7 +330,7 @@ async def replay(model: Path, count: int, name: str, router: Router, seconds: fl
         prompts = [system + [rng.randrange(250) for _ in range(500)] for rng in firsts]
         await asyncio.gather(*(converse(number, prompt, 43) for number, prompt in enumerate(prompts)))
         took = time.perf_counter() - begun
-        found = [simulated(engine) for engine in engines]
+        found = [timed(engine) for engine in engines]
         cached = sum(one.cached_tokens for one in found) / sum(one.prompt_tokens for one in found)
         return Replay(name, count, cached, took)
 

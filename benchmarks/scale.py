@@ -34,13 +34,13 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+from simulated import SimulatedBackend, simulated_engine
 
-from drivetrain import Capability, InferenceEngine, Isolation, SamplingParams, attach
-from drivetrain.backend.base import Backend, EngineStats, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
+from drivetrain import Capability, InferenceEngine, SamplingParams, attach
+from drivetrain.backend.base import GenerateRequest, GenerateResult, TokenDelta
 from drivetrain.process.pulse import PulseWatch
 from drivetrain.process.wire import FrameReader, Item, frame, from_host, read
 from drivetrain.testing import tiny_model
-from drivetrain.types.config import EngineConfig
 from drivetrain.types.outputs import FinishReason, VersionSpan
 from drivetrain.types.sampling import LogprobsMode
 from drivetrain_fleet.members import Member, Members, on_each
@@ -51,30 +51,12 @@ from drivetrain_fleet.sending import Sending
 PROMPT: Final = 8_000
 """Tokens of a prompt; the first half is a system prompt that every engine has seen."""
 NEW_TOKENS: Final = 32
-CLAIMED: Final = frozenset({Capability.STREAMING, Capability.ABORT, Capability.IGNORE_EOS, Capability.VERSION_SPANS})
 
 
-class AtOnce(Backend):
+class AtOnce(SimulatedBackend):
     """Makes all tokens of a request at once, so that a request costs only what drivetrain adds."""
 
-    name = "at-once"
-    engine_distribution = "drivetrain"
-
-    @classmethod
-    def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
-        return CLAIMED
-
-    async def start(self, report: Callable[[str], None]) -> ModelInfo:
-        return ModelInfo(260, 100_000, (), "float32", "Simulated", 0, "cpu")
-
-    async def close(self) -> None:
-        return None
-
-    async def stats(self) -> EngineStats:
-        return EngineStats(0, 0, 0, 0)
-
-    async def abort(self, request_ids: list[str]) -> None:
-        return None
+    claimed = frozenset({Capability.STREAMING, Capability.ABORT, Capability.IGNORE_EOS, Capability.VERSION_SPANS})
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         made = [index % 250 for index in range(request.max_new_tokens)]
@@ -86,8 +68,7 @@ class AtOnce(Backend):
 
 
 def engine_of(model: Path) -> InferenceEngine:
-    config = EngineConfig(backend="at-once", model=str(model))
-    return InferenceEngine(config, AtOnce(config), capabilities=CLAIMED, isolation=Isolation.INLINE, versions={})
+    return simulated_engine(AtOnce, model, 0.0)
 
 
 def line(name: str, value: float, unit: str) -> None:

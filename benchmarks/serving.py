@@ -35,68 +35,38 @@ from dataclasses import dataclass
 from typing import Any
 
 import psutil
+from simulated import SimulatedBackend, simulated_engine
 
-from drivetrain import Capability, InferenceEngine, Isolation, SamplingParams
-from drivetrain.backend.base import Backend, EngineStats, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
+from drivetrain import Capability, SamplingParams
+from drivetrain.backend.base import GenerateRequest, GenerateResult, TokenDelta
 from drivetrain.testing import tiny_model
-from drivetrain.types.config import EngineConfig
-from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import FinishReason, VersionSpan
 from drivetrain_serving import Server, ServerConfig, SessionConfig
 
 TOKENS = 256
 MS_PER_TOKEN = 20.0
-CONTEXT = 400_000
 CONVERSATION = 100_000
 ROUNDS = 3
-CLAIMED = frozenset(
-    {
-        Capability.STREAMING,
-        Capability.ABORT,
-        Capability.IGNORE_EOS,
-        Capability.PAUSE_ABORT,
-        Capability.LOGPROBS_RAW,
-        Capability.LOGPROBS_TEMPERATURE,
-        Capability.VERSION_SPANS,
-    }
-)
 
 
 # The engine and the server ----------------------------------------------------------------------------------------
 
 
-class TimedBackend(Backend):
+class TimedBackend(SimulatedBackend):
     """Makes letters in a stated time."""
 
-    name = "simulated"
-    engine_distribution = "drivetrain"
-
-    def __init__(self, config: EngineConfig, seconds: float) -> None:
-        super().__init__(config)
-        self.seconds = seconds
-        self.running = 0
-
-    @classmethod
-    def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
-        return CLAIMED
-
-    async def start(self, report: Callable[[str], None]) -> ModelInfo:
-        return ModelInfo(260, CONTEXT, (), "float32", "Simulated", 0, "cpu")
-
-    async def close(self) -> None:
-        return None
-
-    async def stats(self) -> EngineStats:
-        return EngineStats(self.running, 0, 0, 0)
-
-    async def abort(self, request_ids: list[str]) -> None:
-        return None
-
-    async def freeze(self, mode: PauseMode) -> None:
-        return None
-
-    async def unfreeze(self) -> None:
-        return None
+    claimed = frozenset(
+        {
+            Capability.STREAMING,
+            Capability.ABORT,
+            Capability.IGNORE_EOS,
+            Capability.PAUSE_ABORT,
+            Capability.LOGPROBS_RAW,
+            Capability.LOGPROBS_TEMPERATURE,
+            Capability.VERSION_SPANS,
+        }
+    )
+    context_length = 400_000
 
     def _result(self, request: GenerateRequest) -> GenerateResult:
         count = request.max_new_tokens
@@ -126,17 +96,11 @@ class TimedBackend(Backend):
             self.running -= 1
 
 
-def engine_of(seconds: float) -> InferenceEngine:
-    config = EngineConfig(backend="simulated", model=str(tiny_model()))
-    backend = TimedBackend(config, seconds)
-    return InferenceEngine(config, backend, capabilities=CLAIMED, isolation=Isolation.INLINE, versions={})
-
-
 async def serve(seconds: float) -> None:
     """Serve until standard input ends; each line of it asks for as many requests by the Python page, and their time."""
     gc.collect()
     gc.freeze()
-    async with engine_of(seconds) as engine:
+    async with simulated_engine(TimedBackend, tiny_model(), seconds) as engine:
         sessions = SessionConfig(most_sessions=20_000, memory_bytes=8 << 30)
         async with Server(engine, ServerConfig(port=0, served_model_name=("m",), sessions=sessions)) as server:
             print(server.url.rpartition(":")[2], flush=True)
@@ -274,7 +238,7 @@ ROUTES: dict[str, Callable[[int], object]] = {
 }
 
 
-# What is measured -------------------------------------------------------------------------------------------------
+# Measurements -----------------------------------------------------------------------------------------------------
 
 
 async def routes() -> dict[str, float]:

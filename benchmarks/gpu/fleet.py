@@ -103,7 +103,7 @@ async def equal_on_all(engines: Sequence[InferenceEngine], weights: Weights) -> 
 
 
 async def refusal(call: Awaitable[object]) -> str:
-    """Return the typed error of a call that must be refused, and the seconds that it took."""
+    """Make a call that must be refused; return its error, and the seconds until it came."""
     begun = time.perf_counter()
     try:
         await call
