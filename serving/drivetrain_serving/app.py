@@ -116,8 +116,8 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
     posted: dict[str, Answer] = {**data, **told, **(sglang_routes.of_the_dialect() if sglang else {})}
     of_data = {*data, *described, *(one.path for one in more if one.is_data)}
     own = {one.path for one in more} | (sglang_routes.of_the_dialect().keys() if sglang else set())
-    errors = _Errors(config.dialect, own)
-    sessions = SessionRoutes(served)
+    errors = _Errors(own, flat=sglang)
+    sessions = SessionRoutes(served, openai_fields.translated) if sglang else SessionRoutes(served)
     app = Starlette(
         routes=[
             *sessions.routes(control.models),
@@ -141,12 +141,12 @@ class _Errors:
     """Answers to requests that fail, in the form of the route's dialect.
 
     Args:
-        dialect: The dialect of the paths that both have.
         sglang_paths: Paths that SGLang's routes answer.
+        flat: Answer OpenAI's routes with SGLang's flat bodies.
     """
 
-    def __init__(self, dialect: str, sglang_paths: Collection[str]) -> None:
-        self._flat = dialect == "sglang"
+    def __init__(self, sglang_paths: Collection[str], *, flat: bool) -> None:
+        self._flat = flat
         self._sglang_paths = sglang_paths
 
     def of_http(self, request: Request, error: Exception) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,14 @@ async def test_a_refused_request_leaves_no_turn(gateway: Gateway) -> None:
     assert await gateway.branches() == []
 
 
+async def test_requests_that_generate_nothing_make_no_session(gateway: Gateway) -> None:
+    count = {"model": "policy", "messages": [user("hello")]}
+    assert (await gateway.http.post("/sessions/a/v1/messages/count_tokens", json=count)).status_code == 200
+    for body in ({"messages": 5}, {"messages": [user("hello")], "model": "nobody"}):
+        assert (await gateway.http.post("/sessions/a/v1/chat/completions", json=body)).status_code in (400, 404)
+    assert (await gateway.http.get("/sessions")).json() == {"sessions": []}
+
+
 # Weights -------------------------------------------------------------------------------------------------------------
 
 
@@ -275,12 +284,12 @@ async def test_records_beyond_the_memory_go_to_disk_and_come_back(engine: Infere
         _, answers = await gateway.talk(["hello", "and then?", "go on"], seed=3)
         await other.talk(["hello"])
         (made,) = files_in(tmp_path)
-        assert len(files_in(made)) == 2, "one file for each session"
+        assert len(list(made.glob("*.records"))) == 2, "one file for each session"
         (branch,) = await gateway.branches()
         assert branch["token_ids"] == ids_of(answers[-1])
         await require_own_logprobs(engine, branch)
         await gateway.http.delete("/sessions/a")
-        assert len(files_in(made)) == 1
+        assert len(list(made.glob("*.records"))) == 1
         assert len(await other.branches()) == 1
     assert files_in(tmp_path) == []
 
@@ -302,6 +311,30 @@ async def test_a_turn_beyond_a_bound_is_refused(
         assert refused.value.status_code == status
         assert refused.value.response.json()["drivetrain"] == {"error": error}
         assert len(await gateway.branches()) == 1, "earlier turns stay"
+
+
+async def test_choices_count_as_turns(engine: InferenceEngine) -> None:
+    async with gateway_of(engine, most_turns=2) as gateway:
+        with pytest.raises(openai.BadRequestError, match="and the request makes 3"):
+            await gateway.ask([user("hello")], n=3)
+        await gateway.ask([user("hello")], n=2)
+
+
+async def test_folders_of_killed_servers_are_removed(engine: InferenceEngine, tmp_path: Path) -> None:
+    script = (
+        "import asyncio, os, sys; from drivetrain_serving.gateway.records import *\n"
+        "async def spill():\n"
+        "    store = RecordStore(1, 1 << 20, sys.argv[1]); store.put(Record(b'', b'', b''), SpillFile())\n"
+        "    await store.spill(); os.kill(os.getpid(), 9)\n"
+        "asyncio.run(spill())"
+    )
+    killed = await asyncio.create_subprocess_exec(sys.executable, "-c", script, str(tmp_path))
+    assert await asyncio.wait_for(killed.wait(), HANGING) == -9
+    (left,) = files_in(tmp_path)
+    async with gateway_of(engine, memory_bytes=1, folder=str(tmp_path)) as gateway:
+        await gateway.talk(["hello"])
+        (made,) = files_in(tmp_path)
+        assert made != left
 
 
 async def test_a_session_beyond_the_bound_is_refused(engine: InferenceEngine) -> None:

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from drivetrain import InferenceEngine
+from drivetrain import InferenceEngine, InvalidRequest
 from drivetrain_serving import Server, ServerConfig
 from drivetrain_serving.gateway.anthropic import to_chat
 from engines import HANGING
@@ -131,7 +131,7 @@ async def test_tokens_are_counted_and_nothing_is_recorded(talking: Talking) -> N
     gateway, backend, _ = talking
     body = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]}
     counted = (await gateway.http.post("/sessions/a/v1/messages/count_tokens", json=body)).json()
-    assert await gateway.branches() == []
+    assert (await gateway.http.get("/sessions")).json() == {"sessions": []}
     backend.says = ["well"]
     usage = (await message(gateway, messages=body["messages"]))["usage"]
     assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
@@ -193,3 +193,32 @@ async def test_thinking_is_told_to_a_template_that_reads_it() -> None:
     body = {"messages": [], "thinking": {"type": "enabled", "budget_tokens": 1024}}
     assert "chat_template_kwargs" not in to_chat(body, "")
     assert to_chat(body, "{% if enable_thinking %}")["chat_template_kwargs"] == {"enable_thinking": True}
+
+
+async def test_an_answer_goes_on_from_what_the_agent_began(talking: Talking) -> None:
+    gateway, backend, engine = talking
+    backend.says = ["1}"]
+    begun = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": '{"a": '}]
+    answer = await message(gateway, messages=begun)
+    assert answer["content"] == [{"type": "text", "text": "1}"}]
+    (branch,) = await gateway.branches()
+    text = engine.decode(branch["token_ids"], skip_special_tokens=False)
+    assert text.endswith('<|im_start|>assistant\n{"a": 1}<|im_end|>')
+
+
+def test_fields_of_chat_completions_pass() -> None:
+    same = {"seed": 3, "min_p": 0.2, "top_k": 4, "stop_token_ids": [4], "structured_outputs": {"regex": "a"}}
+    schema = {"type": "json_schema", "schema": {"type": "object"}}
+    chat = to_chat({"messages": [], "output_format": schema, "output_config": {"effort": "low"}, **same}, "")
+    assert chat == {
+        "messages": [],
+        **same,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "output", "schema": {"type": "object"}}},
+        "reasoning_effort": "low",
+    }
+
+
+@pytest.mark.parametrize("field", [{"n": 2}, {"logprobs": True}, {"output_format": {"type": "text"}}])
+def test_fields_that_the_answer_has_no_place_for_are_refused(field: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest, match=next(iter(field))):
+        to_chat({"messages": [], **field}, "")

@@ -10,7 +10,8 @@ import openai
 import pytest
 import pytest_asyncio
 
-from drivetrain import InferenceEngine
+from drivetrain import InferenceEngine, InvalidRequest
+from drivetrain_serving.gateway.openai_responses import to_chat
 from gateways import Gateway, gateway_of, sampled
 from scripted_backend import CALL, ScriptedBackend, scripted_engine
 
@@ -108,3 +109,17 @@ async def test_what_cannot_be_honoured_is_refused(talking: Talking, fields: dict
 async def gateway_is_empty(gateway: Gateway) -> bool:
     listed = (await gateway.http.get("/sessions")).json()["sessions"]
     return not any(session["turns"] for session in listed)
+
+
+def test_fields_of_chat_completions_pass() -> None:
+    same = {"seed": 3, "min_p": 0.2, "top_k": 4, "stop": ["x"], "logit_bias": {"3": 1}}
+    assert to_chat({"input": "hi", "store": False, "include": ["reasoning.encrypted_content"], **same}) == {
+        "messages": [{"role": "user", "content": "hi"}],
+        **same,
+    }
+
+
+@pytest.mark.parametrize("field", [{"n": 2}, {"top_logprobs": 3}, {"include": ["message.output_text.logprobs"]}])
+def test_fields_that_the_response_has_no_place_for_are_refused(field: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest, match=next(iter(field))):
+        to_chat({"input": "hi", **field})

@@ -9,8 +9,12 @@ from typing import Any, Final
 
 import pytest
 import pytest_asyncio
+import tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from drivetrain import ChatPrompt, InferenceEngine, TextPrompt
+from drivetrain.text.tokenizer import Tokenizer
+from drivetrain_serving.gateway.continuation import ids_after
 from gateways import Gateway, gateway_of, ids_of, sampled, user
 from scripted_backend import CALL, END, MERGED, ScriptedBackend, scripted_engine
 
@@ -36,6 +40,48 @@ async def test_a_prompt_reads_as_the_template_renders_it(talking: Talking) -> No
     assert answers[-1].prompt_token_ids == whole, "none of these answers has other ids when it is tokenised again"
     (branch,) = await gateway.branches()
     assert branch["turns"] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("messages", "fields"),
+    [
+        ([user("hi"), {"role": "assistant", "content": "part"}], {"continue_final_message": True}),
+        ([user("hi")], {}),
+    ],
+)
+async def test_what_follows_no_opening_of_an_answer_is_not_extended(
+    talking: Talking, messages: list[Any], fields: dict[str, Any]
+) -> None:
+    gateway, backend, engine = talking
+    backend.says = ["rest", "bye"]
+    await gateway.ask(messages, add_generation_prompt=False, **fields)
+    more = [*messages, {"role": "assistant", "content": "rest"}, user("more")]
+    answer = await gateway.ask(more)
+    assert answer.prompt_token_ids == engine.tokenizer.encode(ChatPrompt.model_validate({"messages": tuple(more)}))
+    assert [branch["turns"] for branch in await gateway.branches()] == [[0], [1]]
+
+
+@pytest.mark.parametrize("content", ["ab", "ab "])
+async def test_of_answers_that_differ_in_spaces_the_one_that_came_back_is_extended(
+    talking: Talking, content: str
+) -> None:
+    gateway, backend, _ = talking
+    backend.says = ["ab", "ab ", "bye"]
+    answer = await gateway.ask([user("hi")], n=2)
+    (chosen,) = [choice for choice in answer.choices if choice.message.content == content]
+    more = await gateway.ask([user("hi"), {"role": "assistant", "content": content}, user("more")])
+    assert more.prompt_token_ids[: len(ids_of(answer, chosen.index))] == ids_of(answer, chosen.index)
+
+
+def test_text_behind_any_id_is_not_the_beginning_of_a_text() -> None:
+    vocabulary = {"<unk>": 0, "</s>": 1, "▁": 2, "a": 3, "b": 4, "U": 5, ":": 6, "▁U": 7}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[("▁", "U")], unk_token="<unk>"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    inner.decoder = tokenizers.decoders.Metaspace(prepend_scheme="first")
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", unk_token="<unk>"))
+    assert tokenizer.encode(TextPrompt(text="U:", add_special_tokens=False)) == [7, 6]
+    assert ids_after(tokenizer, "U:", 4, 100, "messages") == [5, 6]
+    assert ids_after(tokenizer, "U:", 1, 100, "messages") == [5, 6]
 
 
 async def test_answers_are_never_tokenised_again(talking: Talking) -> None:

@@ -155,7 +155,7 @@ def random_requests_are_honoured(bench: Bench) -> None:
     modes = [None, *(mode for capability, mode in PAUSES.items() if bench.claims(capability))]
 
     @seed(bench.seed)
-    @property_settings(3 * bench.profile.examples)
+    @property_settings(3 * bench.profile.examples)  # a pair of fields meets rarely
     @given(calls, st.booleans() if bench.claims(Capability.STREAMING) else st.just(False), st.sampled_from(modes))
     def hold(batch: Batch, streamed: bool, pause: PauseMode | None) -> None:
         bench.run(check_honoured(bench, batch, repeats, streamed=streamed, pause=pause))

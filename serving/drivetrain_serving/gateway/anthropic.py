@@ -13,8 +13,12 @@ from drivetrain.errors import DrivetrainError, InvalidRequest
 from drivetrain_serving.gateway.errors import body_and_status
 from drivetrain_serving.vllm.json_objects import Json
 
-_SAME: Final = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
-_REFUSED: Final = ("container", "mcp_servers")
+_OWN: Final = (
+    *("messages", "system", "tools", "tool_choice", "stop_sequences", "thinking", "stop", "stream_options"),
+    *("output_format", "output_config", "metadata", "service_tier", "context_management", "logprobs", "top_logprobs"),
+)
+"""Fields that are translated, or that change no answer; the others are those of chat completions."""
+_REFUSED: Final = ("container", "mcp_servers", "logprobs", "top_logprobs", "n")
 _ACCOUNTING: Final = "x-anthropic-billing-header:"
 """Beginning of a system block that some agents change with each request; it is not for the model."""
 _CHOICES: Final = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}
@@ -42,12 +46,20 @@ def to_chat(body: Mapping[str, object], template: str) -> Json:
     for name in _REFUSED:
         if body.get(name):
             raise InvalidRequest(f"{name}={shown(body[name])} is not supported; leave it out", field=name)
-    chat: Json = {name: body[name] for name in _SAME if body.get(name) is not None}
+    chat: Json = {name: value for name, value in body.items() if name not in _OWN and value is not None}
     if body.get("stop_sequences"):
         chat["stop"] = body["stop_sequences"]
     chat["messages"] = _system(body.get("system"))
     for index, message in enumerate(_list(body.get("messages"), "messages")):
         chat["messages"] += _messages(message, f"messages.{index}")
+    if chat["messages"] and chat["messages"][-1]["role"] == "assistant":  # the answer goes on from its text
+        chat |= {"continue_final_message": True, "add_generation_prompt": False}
+    config = body.get("output_config")
+    config = config if isinstance(config, Mapping) else {}
+    if output := body.get("output_format") or config.get("format"):
+        chat["response_format"] = _format(output)
+    if config.get("effort"):
+        chat["reasoning_effort"] = config["effort"]
     if body.get("tools"):
         tools = enumerate(_list(body["tools"], "tools"))
         chat["tools"] = [_tool(tool, f"tools.{index}") for index, tool in tools]
@@ -58,10 +70,18 @@ def to_chat(body: Mapping[str, object], template: str) -> Json:
             chat["parallel_tool_calls"] = False
     thinking = body.get("thinking")
     if isinstance(thinking, Mapping) and re.search(r"\benable_thinking\b", template):
-        chat["chat_template_kwargs"] = {"enable_thinking": thinking.get("type") != "disabled"}
+        given = chat.get("chat_template_kwargs") or {}
+        chat["chat_template_kwargs"] = {"enable_thinking": thinking.get("type") != "disabled", **given}
     if chat.get("stream"):
         chat["stream_options"] = {"include_usage": True}
     return chat
+
+
+def _format(output: object) -> Json:
+    match output:
+        case {"type": "json_schema", "schema": dict(schema)}:
+            return {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
+    raise InvalidRequest(f"output_format={shown(output)}: expected a json_schema with a schema", field="output_format")
 
 
 def _system(system: object) -> list[Json]:

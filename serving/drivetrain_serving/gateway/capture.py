@@ -17,8 +17,8 @@ from drivetrain.openai.messages import to_template
 from drivetrain.types.outputs import Completion, CompletionChunk
 from drivetrain.types.prompts import ChatPrompt, Message
 from drivetrain_serving.gateway.ledger import Session, Turn
-from drivetrain_serving.gateway.messages import prefix_digests
-from drivetrain_serving.gateway.prompts import PreparedPrompt
+from drivetrain_serving.gateway.messages import Conversation, conversations
+from drivetrain_serving.gateway.prompts import PreparedPrompt, opens_answer
 from drivetrain_serving.gateway.records import Record, packed_ids, packed_logprobs
 from drivetrain_serving.gateway.sessions import Sessions
 from drivetrain_serving.served_engine import ServedEngine
@@ -198,16 +198,18 @@ class Capture:
             ended=time.time(),
             record=self._sessions.records.put(record, session.file),
         )
-        session.add(turn, None if reason == DISCONNECT else _conversation(asked.prompt, message))
+        session.add(turn, None if reason == DISCONNECT else _conversation(asked, message))
 
 
-def _conversation(prompt: ChatPrompt, answer: Json) -> bytes | None:
-    """Return the digest of a conversation with its answer; None if no request can bring the answer back."""
+def _conversation(asked: Asked, answer: Json) -> Conversation | None:
+    """Return a conversation with its answer; None if no request can continue it."""
+    if not opens_answer(asked.prompt):
+        return None
     try:
         (message,), _ = to_template((Message.model_validate(answer),))
     except (InvalidRequest, ValidationError):
         return None
-    return prefix_digests([*prompt.messages, message])[-1]
+    return conversations([*asked.prompt.messages, message], asked.call.lora)[-1]
 
 
 _Piece = TypeVar("_Piece", Completion, CompletionChunk)

@@ -133,8 +133,8 @@ def _same_characters(one: str, other: str) -> bool:
 def ids_after(tokenizer: Tokenizer, text: str, before: int, context_length: int, where: str) -> list[int]:
     """Tokenise text that follows the id ``before``.
 
-    Tokenizers may write the beginning of a text in another way than its middle. If ``before`` is a special token, which
-    splits a text for any tokenizer, the text is tokenised behind it.
+    Tokenizers may write the beginning of a text in another way than its middle. So the text is tokenised behind a
+    special token, which splits a text for any tokenizer: behind ``before`` if it is one, else behind any.
     """
     if not text:
         return []
@@ -142,6 +142,10 @@ def ids_after(tokenizer: Tokenizer, text: str, before: int, context_length: int,
     if token in tokenizer.special_tokens:
         ids = _encoded(tokenizer, token + text, context_length, where)
         if ids[:1] == [before]:
+            return ids[1:]
+    elif tokenizer.special_tokens:
+        ids = _encoded(tokenizer, min(tokenizer.special_tokens) + text, context_length, where)
+        if tokenizer(ids, skip_special_tokens=False) == min(tokenizer.special_tokens) + text:  # some take spaces
             return ids[1:]
     return _encoded(tokenizer, text, context_length, where)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from drivetrain.types.outputs import VersionSpan
 from drivetrain_serving.gateway.continuation import RenderedPrompt
+from drivetrain_serving.gateway.messages import Conversation
 from drivetrain_serving.gateway.records import Record, SpillFile, StoredRecord, unpacked_ids
 
 
@@ -60,24 +61,29 @@ class Session:
     """Requests that generate or read the session."""
     turns: list[Turn] = field(default_factory=list)
     file: SpillFile = field(default_factory=SpillFile)
-    _by_messages: dict[bytes, list[int]] = field(default_factory=dict)
+    _by_messages: dict[bytes, list[tuple[bytes, int]]] = field(default_factory=dict)
+    """Digest of a conversation → the exact digests and the numbers of the turns that end with it."""
 
-    def add(self, turn: Turn, conversation: bytes | None) -> None:
+    def add(self, turn: Turn, conversation: Conversation | None) -> None:
         """Add a turn.
 
         Args:
             turn: The turn.
-            conversation: Digest of its messages, its answer included, by which later requests find it; None if none
-                can continue it.
+            conversation: Its messages, its answer included, by which later requests find it; None if none can continue
+                it.
         """
         self.turns.append(turn)
         if conversation is not None:
-            self._by_messages.setdefault(conversation, []).append(turn.number)
+            self._by_messages.setdefault(conversation.digest, []).append((conversation.exact, turn.number))
 
-    def continued_by(self, digests: Sequence[bytes]) -> Iterator[Turn]:
-        """Yield the turns that a conversation continues: those with the most messages first, then the latest."""
-        for digest in reversed(digests):
-            for number in reversed(self._by_messages.get(digest, ())):
+    def continued_by(self, conversations: Sequence[Conversation]) -> Iterator[Turn]:
+        """Yield the turns that a conversation continues.
+
+        Those with the most messages come first, of these the ones whose answer came back unchanged, then the latest.
+        """
+        for digest, exact in reversed(conversations):
+            turns = self._by_messages.get(digest, ())
+            for _, number in sorted(turns, key=lambda one: (one[0] == exact, one[1]), reverse=True):
                 yield self.turns[number]
 
     def path_to(self, turn: Turn) -> list[Turn]:

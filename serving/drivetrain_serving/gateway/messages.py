@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from drivetrain.types.prompts import Message
 
@@ -13,18 +13,28 @@ _OF_ANSWERS: Final = ("reasoning", "reasoning_content", "thinking")
 """Fields of an assistant's message that count beside its content and tool calls. Clients add and drop others."""
 
 
-def prefix_digests(messages: Sequence[Message]) -> list[bytes]:
-    """Return a digest of each prefix of ``messages``, from the first message alone to all of them.
+class Conversation(NamedTuple):
+    """Digests of the messages up to one of them."""
+
+    digest: bytes
+    """Equal for all forms in which clients send answers back."""
+    exact: bytes
+    """Equal only if the last message has the same content, spaces around it included."""
+
+
+def conversations(messages: Sequence[Message], adapter: str | None) -> list[Conversation]:
+    """Return the digests of each prefix of ``messages``, from the first message alone to all of them.
 
     Args:
         messages: Messages in template form, so that arguments of tool calls are objects.
+        adapter: The adapter that answers them: a conversation with another one is another conversation.
     """
-    digests: list[bytes] = []
-    before = b""
+    found: list[Conversation] = []
+    before = json.dumps(adapter).encode()
     for message in messages:
         before = hashlib.sha256(before + _described(message)).digest()
-        digests.append(before)
-    return digests
+        found.append(Conversation(before, hashlib.sha256(before + repr(message.content).encode()).digest()))
+    return found
 
 
 def _described(message: Message) -> bytes:

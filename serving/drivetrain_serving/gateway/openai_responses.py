@@ -12,13 +12,22 @@ from drivetrain.errors import DrivetrainError, InvalidRequest
 from drivetrain_serving.gateway.errors import body_and_status
 from drivetrain_serving.vllm.json_objects import Json
 
-_SAME: Final = ("model", "temperature", "top_p", "stream", "tool_choice")
+_OWN: Final = (
+    *("input", "instructions", "max_output_tokens", "max_tokens", "parallel_tool_calls", "reasoning", "text", "tools"),
+    *("truncation", "include", "top_logprobs", "logprobs", "stream_options", "previous_response_id", "conversation"),
+    *("prompt", "background", "max_tool_calls", "store", "metadata", "user", "service_tier", "prompt_cache_key"),
+)
+"""Fields that are translated, refused, or that change no answer; the others are those of chat completions."""
+_LOGPROBS: Final = "message.output_text.logprobs"
 _REFUSED: Final = {
     "previous_response_id": "responses are not stored; send the whole conversation as input",
     "conversation": "responses are not stored; send the whole conversation as input",
     "prompt": "prompts are not stored; send the text as instructions and input",
     "background": "responses are not stored; wait for the answer",
     "max_tool_calls": "tools are called by the client",
+    "top_logprobs": "logprobs are in the trajectory",
+    "logprobs": "logprobs are in the trajectory",
+    "n": "there is one response",
 }
 _ROLES: Final = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _TEXTS: Final = ("input_text", "output_text", "text")
@@ -36,7 +45,10 @@ def to_chat(body: Mapping[str, object]) -> Json:
             raise InvalidRequest(f"{name}={shown(body[name])} is not supported: {remedy}", field=name)
     if body.get("truncation") not in (None, "disabled"):
         raise InvalidRequest(f"truncation={shown(body['truncation'])}: nothing is truncated", field="truncation")
-    chat: Json = {name: body[name] for name in _SAME if body.get(name) is not None}
+    include = body.get("include")
+    if isinstance(include, list) and _LOGPROBS in include:
+        raise InvalidRequest(f"include={_LOGPROBS!r} is not supported: logprobs are in the trajectory", field="include")
+    chat: Json = {name: value for name, value in body.items() if name not in _OWN and value is not None}
     if body.get("max_output_tokens") is not None:
         chat["max_completion_tokens"] = body["max_output_tokens"]
     if body.get("parallel_tool_calls") is False:

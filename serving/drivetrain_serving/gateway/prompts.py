@@ -12,11 +12,11 @@ from drivetrain.text.tokenizer import Tokenizer
 from drivetrain.types.prompts import ChatPrompt, TextPrompt
 from drivetrain_serving.gateway.continuation import CannotExtend, RenderedPrompt, ids_after, text_after, text_after_any
 from drivetrain_serving.gateway.ledger import Session, Turn, ids_of
-from drivetrain_serving.gateway.messages import prefix_digests
+from drivetrain_serving.gateway.messages import conversations
 from drivetrain_serving.gateway.records import unpacked_ids
 
 FIRST: Final = "it is the first turn"
-OTHER_MESSAGES: Final = "its messages continue those of no earlier turn"
+OTHER_MESSAGES: Final = "its messages continue those of no earlier turn of the model or adapter that it names"
 NO_NEW_ANSWER: Final = "the request asks for no new answer, but continues a message"
 _MOST_TRIED: Final = 8
 """Maximum number of earlier turns that a prompt is tried to extend; each costs up to three renderings."""
@@ -52,6 +52,7 @@ def prepare(
     prompt: ChatPrompt,
     context_length: int,
     *,
+    adapter: str | None,
     keep_answers: bool,
     where: str = "messages",
 ) -> PreparedPrompt:
@@ -62,6 +63,7 @@ def prepare(
         session: The session.
         prompt: The conversation, with messages in template form.
         context_length: The model's context length.
+        adapter: The adapter that answers; None: the model itself.
         keep_answers: Extend an answer's ids also where the template renders it differently by now.
         where: The messages' name in errors.
 
@@ -72,10 +74,10 @@ def prepare(
     rendered = RenderedPrompt.of(text)
     continues: int | None = None
     because = OTHER_MESSAGES if session.turns else FIRST
-    if prompt.continue_final_message or not prompt.add_generation_prompt:
+    if not opens_answer(prompt):
         because = NO_NEW_ANSWER
     else:
-        for turn in islice(session.continued_by(prefix_digests(prompt.messages)), _MOST_TRIED):
+        for turn in islice(session.continued_by(conversations(prompt.messages, adapter)), _MOST_TRIED):
             sampled = unpacked_ids(turn.record.read().token_ids)
             try:
                 after = _text_after(tokenizer, prompt, text, turn, sampled, keep_answers)
@@ -89,6 +91,11 @@ def prepare(
             return PreparedPrompt(ids, path, turn.number if continues is None else continues, None, rendered)
     ids = tokenizer.encode(TextPrompt(text=text, add_special_tokens=False), context_length, where)
     return PreparedPrompt(ids, (), continues, because, rendered)
+
+
+def opens_answer(prompt: ChatPrompt) -> bool:
+    """Return whether a prompt ends with the opening of a new answer; else no later prompt can extend what follows."""
+    return prompt.add_generation_prompt and not prompt.continue_final_message
 
 
 def _text_after(

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
+import tempfile
 import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Final
 
 import msgspec
+
+from drivetrain.backend.toolkit.owned_folder import OwnedFolder
 
 _LOGGER: Final = logging.getLogger(__name__)
 _FOLDER: Final = "drivetrain-sessions-"
@@ -113,12 +114,14 @@ class RecordStore:
     Args:
         memory_bytes: Memory for records.
         disk_bytes: Disk space for spilled ones.
-        folder: Folder in which a temporary folder is made when the first record is spilled; None: the system's.
+        folder: Folder in which a folder is made when the first record is spilled; None: the system's temporary one.
+            Those that killed servers left there are removed.
     """
 
     def __init__(self, memory_bytes: int, disk_bytes: int, folder: str | None) -> None:
-        self._most_memory, self._most_disk, self._parent = memory_bytes, disk_bytes, folder
-        self._folder: TemporaryDirectory[str] | None = None
+        self._most_memory, self._most_disk = memory_bytes, disk_bytes
+        self._parent = Path(folder or tempfile.gettempdir())
+        self._folder: OwnedFolder | None = None
         self._in_memory: OrderedDict[StoredRecord, None] = OrderedDict()
         self._files = 0
         self._spilling = asyncio.Lock()
@@ -153,9 +156,7 @@ class RecordStore:
                 try:
                     written = await asyncio.to_thread(self._write, record)
                 except OSError as error:
-                    _LOGGER.warning(
-                        "cannot write recorded turns to %s: %s", self._parent or "a temporary folder", error
-                    )
+                    _LOGGER.warning("cannot write recorded turns to %s: %s", self._parent, error)
                     self._most_disk = self.disk_bytes
                     return
                 if written and record in self._in_memory:
@@ -168,10 +169,10 @@ class RecordStore:
             if record.file.deleted:
                 return False
             if self._folder is None:
-                self._folder = TemporaryDirectory(prefix=_FOLDER, dir=self._parent)
+                self._folder = OwnedFolder(self._parent, _FOLDER)
             if record.file.path is None:
                 self._files += 1
-                record.file.path = Path(self._folder.name, f"{self._files}.records")
+                record.file.path = self._folder.path / f"{self._files}.records"
             record.spill()
             self.disk_bytes += record.size
             return True
@@ -191,14 +192,12 @@ class RecordStore:
                 file.path.unlink(missing_ok=True)
                 self.disk_bytes -= file.size
 
-    @property
-    def folder(self) -> Path | None:
-        """The folder of spilled records, if there is one."""
-        return None if self._folder is None else Path(self._folder.name)
-
     def close(self) -> None:
         """Delete all files."""
         with self._writing:
-            if self._folder is not None and os.path.isdir(self._folder.name):
-                self._folder.cleanup()
+            if self._folder is not None:
+                try:
+                    self._folder.remove()
+                except OSError as error:
+                    _LOGGER.warning("cannot remove recorded turns in %s: %s", self._folder.path, error)
             self._folder = None

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from drivetrain.errors import DrivetrainError, InvalidRequest
 from drivetrain.openai.chat_answer import ChatAnswer
-from drivetrain.openai.engine_calls import chat_call
+from drivetrain.openai.engine_calls import Call, chat_call
 from drivetrain.openai.token_texts import TokenTexts
 from drivetrain.text.prompt_threads import in_prompt_thread
 from drivetrain.types.prompts import ChatPrompt, TokenPrompt
@@ -49,10 +49,16 @@ class SessionRoutes:
 
     Args:
         served: The engine.
+        translated: Puts requests into vLLM's words.
     """
 
-    def __init__(self, served: ServedEngine) -> None:
+    def __init__(
+        self,
+        served: ServedEngine,
+        translated: Callable[[Mapping[str, object], ServedEngine], Mapping[str, object]] = lambda body, served: body,
+    ) -> None:
         self._served = served
+        self._translated = translated
         self._sessions = Sessions(served.config.sessions)
         self._capture = Capture(served, self._sessions)
         self._texts = TokenTexts(served.engine.tokenizer)
@@ -139,7 +145,8 @@ class SessionRoutes:
 
     async def _count(self, session_id: str, chat: Json) -> Response:
         chat = {name: value for name, value in chat.items() if name not in ("stream", "stream_options")}
-        _, asked, _ = await self._prepared(session_id, chat)
+        payload, call = await self._read(chat)
+        asked = await self._asked(self._sessions.for_turns(session_id, 0), payload, call)
         return json_answer({"input_tokens": len(asked.prepared.token_ids)})
 
     async def responses(self, request: Request) -> Response:
@@ -178,14 +185,15 @@ class SessionRoutes:
 
     async def _prepared(self, session_id: str, body: Mapping[str, object]) -> tuple[ChatRequest, Asked, ChatResponses]:
         """Read a chat completion request, and find its place in the session."""
-        session = self._sessions.for_a_turn(session_id)
         engine = self._served.engine
-        payload = read_chat(body, self._template, stream=body.get("stream") is True)
+        payload, call = await self._read(body)
+        session = self._sessions.for_turns(session_id, payload.n or 1)
         self._sessions.begin(session)
         try:
-            asked = await self._asked(session, payload)
+            asked = await self._asked(session, payload, call)
         finally:
             self._sessions.end(session)
+        asked = dataclasses.replace(asked, session=self._sessions.keep(session))
         answer_id = f"chatcmpl-{payload.request_id or uuid.uuid4().hex}"
         answer = ChatAnswer(payload, answer_id, asked.model, engine.tokenizer, engine.config.tool_call_parser)
         return payload, asked, ChatResponses(payload, answer, self._texts, engine.model_info.eos_token_ids)
@@ -197,11 +205,16 @@ class SessionRoutes:
         if payload.include_usage:
             yield responses.usage_chunk()
 
-    async def _asked(self, session: Session, payload: ChatRequest) -> Asked:
+    async def _read(self, body: Mapping[str, object]) -> tuple[ChatRequest, Call]:
+        """Read a chat completion request, and translate it to a call of the engine."""
+        body = self._translated(body, self._served)
+        payload = read_chat(body, self._template, stream=body.get("stream") is True)
+        call = chat_call(payload)
+        return payload, dataclasses.replace(call, lora=await self._served.adapter_of(payload.model) or call.lora)
+
+    async def _asked(self, session: Session, payload: ChatRequest, call: Call) -> Asked:
         """Return the request with the prompt's ids, which extend an earlier turn's where its messages do."""
         engine = self._served.engine
-        lora = await self._served.adapter_of(payload.model)
-        call = chat_call(payload)
         (prompt,) = call.prompts
         assert isinstance(prompt, ChatPrompt)
         if prompt.media:
@@ -210,20 +223,18 @@ class SessionRoutes:
             keep = self._served.config.sessions.keep_answers
             length = engine.model_info.context_length
             prepared = await in_prompt_thread(
-                lambda: prepare(engine.tokenizer, session, prompt, length, keep_answers=keep)
+                lambda: prepare(engine.tokenizer, session, prompt, length, adapter=call.lora, keep_answers=keep)
             )
         params = {"logprobs": 0, **call.params}
         if payload.prompt_logprobs is not None:
             params["prompt_logprobs"] = payload.prompt_logprobs
         if self._served.config.sessions.routed_experts:
             params["return_routed_experts"] = True
-        call = dataclasses.replace(
-            call,
-            prompts=(TokenPrompt.model_construct(token_ids=tuple(prepared.token_ids), media=()),),
-            params=params,
-            lora=lora or call.lora,
+        ready = dataclasses.replace(
+            call, prompts=(TokenPrompt.model_construct(token_ids=tuple(prepared.token_ids), media=()),), params=params
         )
-        return Asked(session, prompt, prepared, call, payload.model or self._served.name, payload.logprobs)
+        name = call.lora or payload.model or self._served.name
+        return Asked(session, prompt, prepared, ready, name, payload.logprobs)
 
     # The trainer -------------------------------------------------------------------------------------------------
 

@@ -62,8 +62,8 @@ class Sessions:
         session.in_flight -= 1
         session.last_used = time.monotonic()
 
-    def for_a_turn(self, session_id: str) -> Session:
-        """Return a session that may get another turn; make it if there is none of that id.
+    def for_turns(self, session_id: str, turns: int) -> Session:
+        """Return a session that may get so many turns; if there is none of that id, a new one, for :meth:`keep`.
 
         Raises:
             InvalidRequest: The id is none.
@@ -83,18 +83,32 @@ class Sessions:
             )
         session = self._sessions.get(session_id)
         if session is None:
-            if len(self._sessions) >= self._config.most_sessions:
-                raise GatewayFull(
-                    f"there are {len(self._sessions)} sessions, as many as allowed; delete some, or raise most_sessions"
-                )
-            session = self._sessions[session_id] = Session(session_id)
-            self._plan_sweep()
-        if len(session.turns) + session.in_flight >= self._config.most_turns:
+            self._require_room()
+            session = Session(session_id)
+        if len(session.turns) + session.in_flight + turns > self._config.most_turns:
             raise SessionFull(
-                f"the session {session_id} has {len(session.turns)} turns and {session.in_flight} requests in flight; "
-                f"at most {self._config.most_turns} turns are kept"
+                f"the session {session_id} has {len(session.turns)} turns and {session.in_flight} requests in flight, "
+                f"and the request makes {turns}; at most {self._config.most_turns} turns are kept"
             )
         return session
+
+    def keep(self, session: Session) -> Session:
+        """Keep a session once a request of it goes to the engine; return the one of its id that is kept.
+
+        Raises:
+            GatewayFull: There are too many sessions.
+        """
+        if session.id not in self._sessions:
+            self._require_room()
+            self._sessions[session.id] = session
+            self._plan_sweep()
+        return self._sessions[session.id]
+
+    def _require_room(self) -> None:
+        if len(self._sessions) >= self._config.most_sessions:
+            raise GatewayFull(
+                f"there are {len(self._sessions)} sessions, as many as allowed; delete some, or raise most_sessions"
+            )
 
     async def delete(self, session_id: str) -> None:
         """Delete a session.
