@@ -1,4 +1,4 @@
-"""What simulated engines share: a backend of which only the way in which it makes tokens is missing."""
+"""Simulated engines of benchmarks: their backend, without the way in which it makes tokens."""
 
 from __future__ import annotations
 
