@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import socket
 from collections.abc import AsyncGenerator
@@ -14,6 +13,7 @@ import pytest
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from drivetrain import EngineDied, InferenceEngine, InvalidConfig
 from drivetrain_serving import Server, ServerConfig
@@ -194,20 +194,17 @@ async def test_a_port_that_is_taken_is_named(engine: InferenceEngine) -> None:
     assert caught.value.field == "port"
 
 
-async def test_answers_do_not_wait_for_the_acknowledgement_of_their_headers(engine: InferenceEngine) -> None:
-    async with Server(engine, ServerConfig(port=0)) as server:
-        port = int(server.url.rpartition(":")[2])
-        _, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-        until = asyncio.get_running_loop().time() + 30
-        while not (accepted := sockets_at(port)):
-            assert asyncio.get_running_loop().time() < until
-            await asyncio.sleep(0.01)
-        assert all(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for one in accepted)
-        writer.close()
+async def test_answers_do_not_wait_for_the_acknowledgement_of_their_headers(
+    engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_delay: list[int] = []
+    made = H11Protocol.connection_made
 
+    def connection_made(protocol: H11Protocol, transport: asyncio.Transport) -> None:
+        no_delay.append(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        made(protocol, transport)
 
-def sockets_at(port: int) -> list[socket.socket]:
-    """Return the accepted sockets of a server in this process."""
-    found = [one.get_extra_info("socket") for one in gc.get_objects() if isinstance(one, asyncio.Transport)]
-    return [one for one in found if one is not None and one.fileno() >= 0 and one.getsockname()[1] == port]
+    monkeypatch.setattr(H11Protocol, "connection_made", connection_made)
+    async with Server(engine, ServerConfig(port=0)) as server, httpx.AsyncClient(base_url=server.url) as client:
+        assert (await client.get("/health")).status_code == 200
+    assert no_delay == [1]
