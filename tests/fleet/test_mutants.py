@@ -33,6 +33,7 @@ class Mutant:
 
 
 UPDATES = "test_updates.py::"
+RESUMING = "test_resuming.py::"
 MUTANTS = [
     Mutant(
         "one commit is enough",
@@ -215,6 +216,41 @@ MUTANTS = [
         "if not known and",
         "if False and",
         "test_fleet.py::test_an_engine_that_joins_is_stale_unless_it_is_shown_to_serve_the_same",
+    ),
+    Mutant(
+        "who goes on begins from the prompt",
+        "resuming.py",
+        "prompt_token_ids=[*self.whole.prompt_token_ids, *self._ids],",
+        "",
+        RESUMING + "test_greedy_answers_equal_those_of_an_unbroken_run[whole]",
+    ),
+    Mutant(
+        "who goes on gets the whole length once more",
+        "resuming.py",
+        "max_new_tokens=self.whole.max_new_tokens - made,",
+        "",
+        RESUMING + "test_greedy_answers_equal_those_of_an_unbroken_run[whole]",
+    ),
+    Mutant(
+        "logprobs of the lost engine are dropped",
+        "resuming.py",
+        "self._logprobs[:made] + result.logprobs,",
+        "result.logprobs,",
+        RESUMING + "test_greedy_answers_equal_those_of_an_unbroken_run[whole]",
+    ),
+    Mutant(
+        "a seed begins anew at the next engine",
+        "resuming.py",
+        '"seed": params.seed is not None and params.temperature > 0,',
+        '"seed": False,',
+        RESUMING + "test_a_request_that_needs_the_lost_state_is_named_by_field[seed-1]",
+    ),
+    Mutant(
+        "all tokens are of the version that began",
+        "resuming.py",
+        "if span.start == 0 and span.version == spans[-1].version:",
+        "if span.start == 0:",
+        RESUMING + "test_spans_tell_the_version_of_each_engine",
     ),
 ]
 
