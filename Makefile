@@ -47,8 +47,11 @@ OLDEST_TRANSFORMERS ?= transformers==4.57.*
 NEWEST_TRANSFORMERS ?= transformers
 HOST_PYTHON ?= $(BIN)/python
 TRAINER_READY := .venvs/trainer/.ready-$(shell (cat pyproject.toml; echo '$(TORCH)') | sha256sum | cut -c1-16)
+HTTP_TRAINER_READY := .venvs/http-trainer/.ready-$(shell echo '$(TORCH)' | sha256sum | cut -c1-16)
+# The port of `make serve-demo`.
+PORT ?= 8000
 
-.PHONY: help setup demo test test-unit test-fast test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-trainer-half faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint site docs bench clean
+.PHONY: help setup demo serve-demo test test-unit test-fast test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-trainer-half faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint site docs bench clean
 .PHONY: environments environment-transformers environment-echo environment-trainer environment-sglang environment-sglang-server environment-vllm environment-vllm-server
 
 help: ## show this list
@@ -65,6 +68,20 @@ $(READY): | pyproject.toml
 
 demo: $(READY) ## train a small policy with GRPO against the embedded backend (two minutes)
 	@$(BIN)/drivetrain demo $(ARGS)
+
+# The trainer's environment holds nothing of drivetrain.
+serve-demo: environment-$(BACKEND) $(HTTP_TRAINER_READY) ## train by HTTP against `drivetrain serve` on BACKEND, from an environment without drivetrain
+	@$(ENVIRONMENT)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[serve]'
+	@policy=$$($(BIN)/python -c 'from drivetrain_demo.settings import tiny_policy; print(tiny_policy(0))'); \
+	$(ENGINE_ENV) $(ENVIRONMENT)/bin/drivetrain serve --backend $(BACKEND) --model $$policy --port $(PORT) & \
+	trap "kill $$! 2>/dev/null; wait" EXIT; \
+	.venvs/http-trainer/bin/python examples/train_over_http.py --url http://127.0.0.1:$(PORT) --model $$policy $(ARGS)
+
+$(HTTP_TRAINER_READY): $(READY) | pyproject.toml
+	@echo "setting up .venvs/http-trainer with $(PYTHON): 2 GB, a minute"
+	@[[ -x .venvs/http-trainer/bin/python ]] || $(PYTHON) -m venv .venvs/http-trainer
+	@.venvs/http-trainer/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' '$(NEWEST_TRANSFORMERS)' httpx
+	@rm -f .venvs/http-trainer/.ready-* && touch $@
 
 test: environments test-unit conformance-all ## run all tests, and the conformance suite on every backend
 

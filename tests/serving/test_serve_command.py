@@ -16,14 +16,17 @@ from pathlib import Path
 import httpx
 import pytest
 
+from drivetrain_demo.settings import tiny_policy
 from engines import HANGING
 
 KEY = "a-key-for-requests"
+STARTED_S = 200
+"""Longest time in which another process loads torch and trains."""
 
 
 @contextmanager
 def serving(model: Path, *more: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Start a server on a free port; yield it and its address."""
+    """Start a server on a free port; yield it and its address. One that has ended must have released all it held."""
     command = [sys.executable, "-W", "ignore", "-m", "drivetrain", "serve", "--model", str(model), "--port", "0", *more]
     server = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
@@ -38,6 +41,9 @@ def serving(model: Path, *more: str, **environment: str) -> Iterator[tuple[subpr
         found = re.search(r"http://\S+:\d+", said)
         assert found, (said, server.poll(), errors)
         yield server, found[0]
+        if server.poll() == 0:
+            reading.join(HANGING)
+            assert not [line for line in errors if "leaked" in line]
     finally:
         server.kill()
         server.wait(HANGING)
@@ -78,6 +84,22 @@ def test_several_engines_serve_behind_one_port(model: Path) -> None:
             assert httpx.get(url + path, timeout=HANGING).status_code == 200, path
         server.send_signal(signal.SIGINT)
         assert server.wait(HANGING) == 0
+
+
+@pytest.mark.slow
+def test_the_example_trains_over_http() -> None:
+    policy = tiny_policy(0)
+    with serving(policy) as (_, url):
+        example = Path(__file__).parents[2] / "examples/train_over_http.py"
+        done = subprocess.run(
+            [sys.executable, str(example), "--url", url, "--model", str(policy)],
+            capture_output=True,
+            text=True,
+            timeout=STARTED_S,
+            check=False,
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 29" in done.stdout
 
 
 @pytest.mark.parametrize(
