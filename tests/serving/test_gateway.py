@@ -58,6 +58,15 @@ async def test_each_prompt_extends_the_ids_before_it(gateway: Gateway, engine: I
     await require_own_logprobs(engine, branch)
 
 
+async def test_each_turn_says_how_it_was_sampled(gateway: Gateway) -> None:
+    await gateway.ask([user("hello")], temperature=0.5, seed=7, top_k=20)
+    await gateway.ask([user("hello")], presence_penalty=0.5)
+    first, second = (await gateway.http.get("/sessions/a/trajectory")).json()["turns"]
+    off = {"top_p": 1, "top_k": 0, "min_p": 0, "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1}
+    assert first["sampling_params"] == {**off, "temperature": 0.5, "top_k": 20, "seed": 7}
+    assert second["sampling_params"] == {**off, "temperature": 1, "presence_penalty": 0.5, "seed": None}
+
+
 async def test_ids_stay_as_sampled_where_their_text_has_others(gateway: Gateway, engine: InferenceEngine) -> None:
     _, answers = await gateway.talk(["hello", "and then?", "go on"], seed=5, ignore_eos=True)
     drifted = [
@@ -318,6 +327,17 @@ async def test_choices_count_as_turns(engine: InferenceEngine) -> None:
         with pytest.raises(openai.BadRequestError, match="and the request makes 3"):
             await gateway.ask([user("hello")], n=3)
         await gateway.ask([user("hello")], n=2)
+
+
+async def test_choices_in_flight_count_as_turns(engine: InferenceEngine) -> None:
+    async with gateway_of(engine, most_turns=4) as gateway:
+        long = asyncio.ensure_future(gateway.ask([user("hello")], n=3, max_tokens=700))
+        await until_running(engine, 3)
+        with pytest.raises(openai.BadRequestError, match="and the request makes 2"):
+            await gateway.ask([user("hello")], n=2)
+        await gateway.ask([user("hello")])
+        await long
+        assert len((await gateway.http.get("/sessions/a/trajectory")).json()["turns"]) == 4
 
 
 async def test_folders_of_killed_servers_are_removed(engine: InferenceEngine, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from drivetrain.openai.engine_calls import Call
 from drivetrain.openai.messages import to_template
 from drivetrain.types.outputs import Completion, CompletionChunk
 from drivetrain.types.prompts import ChatPrompt, Message
+from drivetrain.types.sampling import SamplingParams
 from drivetrain_serving.gateway.ledger import Session, Turn
 from drivetrain_serving.gateway.messages import Conversation, conversations
 from drivetrain_serving.gateway.prompts import PreparedPrompt, opens_answer
@@ -29,6 +30,11 @@ _T = TypeVar("_T")
 
 DISCONNECT: Final = "disconnect"
 """Finish reason of a turn whose client went before its end."""
+_RECORDED: Final = (
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty", "seed"),
+)
+"""Fields of SamplingParams by which a trainer computes the logprobs of a turn anew."""
 _ABORT_AGAIN_S: Final = 0.05
 """Seconds after which an abort is repeated: the first may come before the request has reached the engine."""
 
@@ -44,6 +50,8 @@ class Asked:
     model: str
     shows_logprobs: bool
     """True if the client asked for logprobs; they are recorded in any case."""
+    turns: int
+    """Turns that the request makes."""
 
 
 class Capture:
@@ -130,9 +138,9 @@ class Capture:
 
     def _begin(self, work: Coroutine[Any, Any, _T], asked: Asked) -> asyncio.Task[_T]:
         """Start generating; the session is in use until it has ended."""
-        self._sessions.begin(asked.session)
+        self._sessions.begin(asked.session, asked.turns)
         task = asyncio.ensure_future(work)
-        task.add_done_callback(lambda _: self._sessions.end(asked.session))
+        task.add_done_callback(lambda _: self._sessions.end(asked.session, asked.turns))
         self._keep(task)
         return task
 
@@ -181,6 +189,7 @@ class Capture:
             packed_logprobs(completion.logprobs or ()),
             completion.routed_experts,
         )
+        params = SamplingParams.model_validate(asked.call.params)
         self._sessions.records.touch([turn.record for turn in prepared.path])
         turn = Turn(
             number=len(session.turns),
@@ -195,6 +204,7 @@ class Capture:
             weight_versions=completion.weight_versions,
             logprobs_mode=completion.logprobs_mode.value if completion.logprobs_mode else None,
             model=asked.model,
+            sampling_params={name: getattr(params, name) for name in _RECORDED},
             ended=time.time(),
             record=self._sessions.records.put(record, session.file),
         )

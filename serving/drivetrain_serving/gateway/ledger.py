@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from drivetrain.types.outputs import VersionSpan
@@ -40,6 +40,8 @@ class Turn:
     """The distribution that the logprobs belong to."""
     model: str
     """Name of the model or adapter that the request named."""
+    sampling_params: Mapping[str, float | int | None]
+    """Fields of the request that shape the distribution of its ids."""
     ended: float
     """Unix time at which the turn ended."""
     record: StoredRecord
@@ -59,6 +61,8 @@ class Session:
     last_used: float = field(default_factory=time.monotonic)
     in_flight: int = 0
     """Requests that generate or read the session."""
+    turns_in_flight: int = 0
+    """Turns that the requests in flight may still add."""
     turns: list[Turn] = field(default_factory=list)
     file: SpillFile = field(default_factory=SpillFile)
     _by_messages: dict[bytes, list[tuple[bytes, int]]] = field(default_factory=dict)

@@ -188,11 +188,11 @@ class SessionRoutes:
         engine = self._served.engine
         payload, call = await self._read(body)
         session = self._sessions.for_turns(session_id, payload.n or 1)
-        self._sessions.begin(session)
+        self._sessions.begin(session, payload.n or 1)
         try:
             asked = await self._asked(session, payload, call)
         finally:
-            self._sessions.end(session)
+            self._sessions.end(session, payload.n or 1)
         asked = dataclasses.replace(asked, session=self._sessions.keep(session))
         answer_id = f"chatcmpl-{payload.request_id or uuid.uuid4().hex}"
         answer = ChatAnswer(payload, answer_id, asked.model, engine.tokenizer, engine.config.tool_call_parser)
@@ -234,7 +234,7 @@ class SessionRoutes:
             call, prompts=(TokenPrompt.model_construct(token_ids=tuple(prepared.token_ids), media=()),), params=params
         )
         name = call.lora or payload.model or self._served.name
-        return Asked(session, prompt, prepared, ready, name, payload.logprobs)
+        return Asked(session, prompt, prepared, ready, name, payload.logprobs, payload.n or 1)
 
     # The trainer -------------------------------------------------------------------------------------------------
 

@@ -53,13 +53,15 @@ class Sessions:
         finally:
             self.end(session)
 
-    def begin(self, session: Session) -> None:
-        """Count a use of a session; :meth:`end` ends it."""
+    def begin(self, session: Session, turns: int = 0) -> None:
+        """Count a use of a session that may add ``turns``; :meth:`end` ends it."""
         session.in_flight += 1
+        session.turns_in_flight += turns
 
-    def end(self, session: Session) -> None:
+    def end(self, session: Session, turns: int = 0) -> None:
         """End a use of a session."""
         session.in_flight -= 1
+        session.turns_in_flight -= turns
         session.last_used = time.monotonic()
 
     def for_turns(self, session_id: str, turns: int) -> Session:
@@ -85,10 +87,10 @@ class Sessions:
         if session is None:
             self._require_room()
             session = Session(session_id)
-        if len(session.turns) + session.in_flight + turns > self._config.most_turns:
+        if len(session.turns) + session.turns_in_flight + turns > self._config.most_turns:
             raise SessionFull(
-                f"the session {session_id} has {len(session.turns)} turns and {session.in_flight} requests in flight, "
-                f"and the request makes {turns}; at most {self._config.most_turns} turns are kept"
+                f"the session {session_id} has {len(session.turns)} turns and {session.turns_in_flight} in flight, and "
+                f"the request makes {turns}; at most {self._config.most_turns} turns are kept"
             )
         return session
 

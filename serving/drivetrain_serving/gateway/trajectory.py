@@ -82,5 +82,6 @@ def _turn(turn: Turn) -> Json:
         "finish_reason": turn.finish_reason,
         "logprobs_mode": turn.logprobs_mode,
         "model": turn.model,
+        "sampling_params": turn.sampling_params,
         "ended": turn.ended,
     }
