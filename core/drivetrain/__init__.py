@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         WeightVersionGone,
         WireError,
     )
+    from drivetrain.synchronous import SyncEngine, sync_engine
     from drivetrain.types.capability import Capability
     from drivetrain.types.config import EngineConfig, Isolation, MediaLimits, Task, Timeouts
     from drivetrain.types.handle import EngineHandle
@@ -171,6 +172,7 @@ _EXPORTS = {
         "WeightVersionGone",
         "WireError",
     ),
+    "synchronous": ("SyncEngine", "sync_engine"),
     "types.capability": ("Capability",),
     "types.config": (
         "EngineConfig",
@@ -305,6 +307,7 @@ __all__ = [
     "SharedMemorySource",
     "StopKind",
     "StructuredOutput",
+    "SyncEngine",
     "Task",
     "TemperatureSchedule",
     "TensorData",
@@ -340,6 +343,7 @@ __all__ = [
     "hookimpl",
     "list_backends",
     "load_backend",
+    "sync_engine",
 ]
 
 # Hidden from type checkers, which would accept any misspelt import from a module with __getattr__.

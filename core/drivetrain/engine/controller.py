@@ -28,6 +28,7 @@ class Controller:
         self._transition = asyncio.Lock()
         self._weights = asyncio.Lock()
         self._listeners: list[Callable[[], None]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     # Status ------------------------------------------------------------------------------------------------------
 
@@ -45,12 +46,13 @@ class Controller:
         self._listeners.remove(listener)
 
     def starting(self) -> None:
-        """CREATED → STARTING.
+        """CREATED → STARTING. The engine belongs to the running event loop from now on.
 
         Raises:
             EngineStateError: the engine was started before.
         """
         self._status = self._status.start()
+        self._loop = asyncio.get_running_loop()
 
     def started(self) -> None:
         """STARTING → READY."""
@@ -80,9 +82,19 @@ class Controller:
 
     # Permission --------------------------------------------------------------------------------------------------
 
+    def require_own_loop(self, action: str) -> None:
+        """Raise unless the running event loop is the one that the engine was started in."""
+        if self._loop not in (None, asyncio.get_running_loop()):
+            raise EngineStateError(
+                f"{action} was called in another event loop than the engine was started in; use one loop (one "
+                "asyncio.run) for all of an engine's life, or drivetrain.sync_engine",
+                state=self._status.state.value,
+            )
+
     def require(self, action: str, capability: Capability) -> None:
         """Raise unless the engine is open and claims ``capability``."""
         self._status.require_open(action)
+        self.require_own_loop(action)
         self.require_claimed(action, capability)
 
     def require_claimed(self, action: str, capability: Capability) -> None:
@@ -92,6 +104,7 @@ class Controller:
     def require_admission(self, action: str) -> None:
         """Raise unless a request that arrives now is served, or may wait at the gate."""
         self._status.require_admission(action)
+        self.require_own_loop(action)
 
     def not_started(self, action: str) -> EngineStateError:
         """Make the error for ``action``, which is known only after start."""
@@ -129,7 +142,9 @@ class Controller:
 
         Raises:
             DeadlineExceeded: another change took longer than ``timeouts.control``.
+            EngineStateError: this is another event loop than the engine's.
         """
+        self.require_own_loop(action)
         async with deadline(self.config.timeouts.control, f"another change of state to end before {action}"):
             await self._transition.acquire()
         try:
@@ -145,7 +160,9 @@ class Controller:
 
         Raises:
             DeadlineExceeded: another owner took longer than ``timeouts.weight_update``.
+            EngineStateError: this is another event loop than the engine's.
         """
+        self.require_own_loop(action)
         seconds = self.config.timeouts.weight_update
         async with deadline(seconds, f"a weight update or a save to end before {action}"):
             await self._weights.acquire()

@@ -98,11 +98,16 @@ class InferenceEngine(Conveniences, OpenAICalls, SessionCalls, LoraCalls, Sharin
         self._death_watch = asyncio.create_task(self._watch_for_death())
 
     async def teardown(self) -> None:
-        """Stop the engine and leave nothing behind; idempotent. Requests in flight come back aborted."""
+        """Stop the engine and leave nothing behind; idempotent. Requests in flight come back aborted.
+
+        Raises:
+            EngineStateError: this is another event loop than the one that the engine was started in.
+        """
         controller, in_flight = self.parts.controller, self.parts.in_flight
         if self.state in (EngineState.CLOSED, EngineState.CREATED):
             controller.close()
             return
+        controller.require_own_loop("teardown()")
         await self.parts.sharing.close()
         if self.state is not EngineState.FAILED:
             try:

@@ -1,0 +1,227 @@
+"""The engine page for trainers without an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from drivetrain import (
+    DrivetrainError,
+    EngineStateError,
+    FinishReason,
+    InferenceEngine,
+    InvalidRequest,
+    SamplingParams,
+    SyncEngine,
+    create_engine,
+    sync_engine,
+)
+from drivetrain.testing import tiny_model
+from drivetrain_fleet import InferenceEngineClient
+from drivetrain_weight_sync import WeightSync
+from engines import HANGING
+
+GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
+LONG = SamplingParams(max_new_tokens=900, temperature=0.0, ignore_eos=True)
+THREAD = "drivetrain-sync-engine"
+
+
+@pytest.fixture(scope="module")
+def model() -> str:
+    return str(tiny_model("qwen2"))
+
+
+@pytest.fixture(scope="module")
+def engine(model: str) -> Iterator[SyncEngine]:
+    with sync_engine("transformers", model=model) as engine:
+        yield engine
+
+
+@pytest.fixture
+def other(model: str) -> Iterator[SyncEngine]:
+    with sync_engine("transformers", model=model) as engine:
+        yield engine
+
+
+def greedy_ids(engine: SyncEngine, prompt: list[int], params: SamplingParams = GREEDY) -> list[int]:
+    return engine.generate(prompt, params).completions[0].token_ids
+
+
+async def awaited_ids(model: str, prompts: list[list[int]]) -> list[list[int]]:
+    async with create_engine("transformers", model=model) as engine:
+        return [one.token_ids for one in (await engine.generate(prompts, GREEDY)).completions]
+
+
+def test_answers_are_those_of_the_page_that_is_awaited(engine: SyncEngine, model: str) -> None:
+    prompts = [[5, 6, 7], [8, 9]]
+    expected = asyncio.run(awaited_ids(model, prompts))
+    assert [greedy_ids(engine, prompt) for prompt in prompts] == expected
+    chunks = list(engine.generate_stream(prompts[0], GREEDY))
+    assert [token for chunk in chunks for token in chunk.token_ids] == expected[0]
+    assert engine.decode(expected[0]) == "".join(chunk.text for chunk in chunks)
+
+
+def test_every_call_of_the_page_blocks_here() -> None:
+    left_out = {
+        *("teardown", "get_remote_weight_version"),
+        # Steps of an update, which WeightSync takes.
+        *("init_weight_update_communicator", "destroy_weight_update_communicator", "prepare_weight_update"),
+        *("release_weight_sources", "start_weight_transfer", "weight_update"),
+    }
+    for name, call in inspect.getmembers(InferenceEngine, callable):
+        if not name.startswith("_") and name not in left_out:
+            mine = getattr(SyncEngine, name)
+            assert not inspect.iscoroutinefunction(mine), name
+            if inspect.iscoroutinefunction(call):
+                assert inspect.signature(mine) == inspect.signature(call), name
+
+
+def test_errors_are_those_of_the_page(engine: SyncEngine) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        engine.generate([5], {"temperature": -1})
+    assert caught.value.field == "sampling_params.temperature"
+    stream = engine.generate_stream([5], {"temperature": -1})
+    with pytest.raises(InvalidRequest):
+        next(stream)
+
+
+def test_threads_may_call_at_once(engine: SyncEngine) -> None:
+    prompts = [[token] for token in range(5, 21)]
+    alone = [greedy_ids(engine, prompt) for prompt in prompts]
+    with ThreadPoolExecutor(16) as threads:
+        assert list(threads.map(lambda prompt: greedy_ids(engine, prompt), prompts)) == alone
+
+
+def test_a_stream_that_is_left_ends_in_the_engine(engine: SyncEngine) -> None:
+    stream = engine.generate_stream([5], LONG)
+    next(stream)
+    engine.pause_generation("in_place")  # so that it cannot end by itself
+    assert engine.stats().running == 1
+    del stream
+    deadline = time.monotonic() + HANGING
+    while engine.stats().running:
+        assert time.monotonic() < deadline
+    engine.continue_generation()
+
+
+def test_a_pause_in_another_thread_ends_a_call(engine: SyncEngine) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        stream = engine.generate_stream([5], LONG)
+        next(stream)
+        rest = threads.submit(list, stream)
+        engine.pause_generation("abort")
+        last = rest.result(HANGING)[-1]
+    engine.continue_generation()
+    assert last.completion is not None
+    assert last.completion.finish_reason is FinishReason.ABORT
+
+
+def test_a_trainer_pushes_its_weights(other: SyncEngine) -> None:
+    changed = tiny_model("qwen2", seed=1)
+    sync = WeightSync.connect(AutoModelForCausalLM.from_pretrained(changed), other.engine)
+    other.run(sync.push(version="step-1"))
+    other.run(sync.close())
+    assert other.get_weight_version() == "step-1"
+    assert [greedy_ids(other, [5, 6, 7])] == asyncio.run(awaited_ids(str(changed), [[5, 6, 7]]))
+
+
+def test_a_call_in_the_engines_own_thread_is_refused(engine: SyncEngine) -> None:
+    async def callback() -> None:
+        engine.generate([5], GREEDY)
+
+    with pytest.raises(EngineStateError, match="own thread"):
+        engine.run(callback())
+
+
+def test_an_engine_that_was_closed_is_refused(model: str) -> None:
+    engine = sync_engine("transformers", model=model)
+    with engine:
+        stream = engine.generate_stream([5], LONG)
+        next(stream)
+        waiting = ThreadPoolExecutor(1).submit(list, stream)
+    last = waiting.result(HANGING)[-1]
+    assert last.completion is not None
+    assert last.completion.finish_reason is FinishReason.ABORT
+    engine.teardown()
+    with pytest.raises(EngineStateError, match="closed"):
+        engine.generate([5], GREEDY)
+
+
+def test_an_engine_that_does_not_start_leaves_no_thread(tmp_path: Path) -> None:
+    before = [thread for thread in threading.enumerate() if thread.name == THREAD]
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(DrivetrainError, match="tokenizer"), sync_engine("transformers", model=str(tmp_path)):
+        pass
+    assert [thread for thread in threading.enumerate() if thread.name == THREAD] == before
+
+
+def test_a_fleet_and_a_handle_block_as_well(model: str, other: SyncEngine) -> None:
+    with sync_engine(other.handle()) as attached:
+        assert greedy_ids(attached, [5, 6]) == greedy_ids(other, [5, 6])
+    assert greedy_ids(other, [5, 6]), "the owner serves on"
+    fleet = InferenceEngineClient([create_engine("transformers", model=model) for _ in range(2)])
+    with sync_engine(fleet) as two:
+        assert greedy_ids(two, [5, 6]) == greedy_ids(other, [5, 6])
+
+
+def test_what_it_cannot_take_is_refused(engine: SyncEngine, model: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        sync_engine(create_engine("transformers", model=model), dtype="float32")
+    assert caught.value.field == "dtype"
+    with pytest.raises(EngineStateError, match="another event loop"):
+        sync_engine(engine.engine)
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_call_and_the_engine(model: str) -> None:
+    script = (
+        "import os, signal, sys, threading\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from drivetrain import SamplingParams, sync_engine\n"
+        "with sync_engine('transformers', model=sys.argv[1]) as engine:\n"
+        "    def interrupt():\n"
+        "        while not engine.stats().running: pass\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "    threading.Thread(target=interrupt, daemon=True).start()\n"
+        "    try: engine.generate([5], SamplingParams(max_new_tokens=1000, ignore_eos=True))\n"
+        "    except KeyboardInterrupt: print('interrupted', engine.generate([5], {'max_new_tokens': 2}) is not None)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script, model],
+        capture_output=True, text=True, timeout=HANGING * 3, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "interrupted True\n"), done.stderr
+
+
+@pytest.mark.parametrize("isolation", ["inline", "process"])
+def test_an_engine_in_two_event_loops_is_refused_by_name(model: str, isolation: str) -> None:
+    engine = create_engine("transformers", model=model, isolation=isolation)
+    own = asyncio.new_event_loop()
+    own.run_until_complete(engine.start())
+    calls = [
+        lambda: engine.generate([5], GREEDY),
+        lambda: engine.load_weights_from_disk(model, "2"),
+        engine.pause_generation,
+        engine.teardown,
+    ]
+    for call in calls:
+
+        async def elsewhere(call: Callable[[], Coroutine[Any, Any, object]] = call) -> None:
+            with pytest.raises(EngineStateError, match="another event loop"):
+                await call()
+
+        asyncio.run(elsewhere())
+    assert own.run_until_complete(engine.generate([5], GREEDY)).completions[0].token_ids, "it serves on"
+    own.run_until_complete(engine.teardown())
+    own.close()
