@@ -1,4 +1,4 @@
-"""What trainers and their clients do that a server may not expect, where no other test of the routes shows it."""
+"""Habits of trainers and their clients that may surprise a server, where no other test of the routes shows them."""
 
 from __future__ import annotations
 
