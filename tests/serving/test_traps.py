@@ -133,8 +133,10 @@ async def test_a_client_that_sends_equal_prompts_with_one_seed(
 async def test_a_client_that_writes_null_for_what_it_does_not_set(
     client: httpx.AsyncClient, engine: InferenceEngine
 ) -> None:
-    absent = ("stop", "stop_token_ids", "seed", "model", "n", "top_p", "top_k", "min_p", "logit_bias", "user")
-    absent += ("repetition_penalty", "presence_penalty", "structured_outputs", "truncate_prompt_tokens", "stream")
+    absent = (
+        *("stop", "stop_token_ids", "seed", "model", "n", "top_p", "top_k", "min_p", "logit_bias", "user"),
+        *("repetition_penalty", "presence_penalty", "structured_outputs", "truncate_prompt_tokens", "stream"),
+    )
     (plain,) = await completion(client)
     (given,) = await completion(client, **dict.fromkeys(absent))
     assert given["token_ids"] == plain["token_ids"]
