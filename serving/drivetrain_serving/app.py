@@ -53,7 +53,7 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
     config = config or ServerConfig()
     served = ServedEngine(engine, config)
     sglang = config.dialect == "sglang"
-    weight_groups = WeightGroups(engine)
+    weight_groups = WeightGroups(engine, cast=config.cast_weights)
     transfer = WeightTransferRoutes(engine, weight_groups, config)
     operations, control = OperationRoutes(served), ControlRoutes(served, transfer)
     sglang_routes = SGLangRoutes(served, weight_groups)

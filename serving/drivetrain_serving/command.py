@@ -63,6 +63,13 @@ def serve(
         Path | None,
         typer.Option(help="Folder of adapters that are loaded when a request first names one.", show_default=False),
     ] = None,
+    cast_weights: Annotated[
+        bool,
+        typer.Option(
+            "--cast-weights/--no-cast-weights",
+            help="Round weights of a trainer's group to the engine's dtype, or refuse a dtype that would be rounded.",
+        ),
+    ] = True,
     keep_answers: Annotated[
         bool,
         typer.Option("--keep-answers", help="Recorded sessions keep answers whose reasoning the chat template drops."),
@@ -93,6 +100,7 @@ def serve(
             control_key=control_key,
             open_control=open_control,
             lora_folder=None if lora_folder is None else str(lora_folder),
+            cast_weights=cast_weights,
             sessions=SessionConfig(
                 keep_answers=keep_answers,
                 timeout=session_timeout,

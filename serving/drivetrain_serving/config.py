@@ -76,6 +76,11 @@ class ServerConfig(BaseModel):
         default=1800.0,
         description="Seconds in which a trainer's weight group must form, and each bucket must have been broadcast.",
     )
+    cast_weights: bool = Field(
+        default=True,
+        description="Round floating-point tensors of a trainer's weight group to the engine's dtype, as vLLM and "
+        "SGLang do; False: refuse a dtype that would be rounded. Conversions that keep every value are always made.",
+    )
     shutdown_timeout: PositiveFloat = Field(
         default=30.0, description="Seconds that requests in flight get to end after SIGTERM."
     )

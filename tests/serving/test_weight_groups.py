@@ -12,6 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 import pytest_asyncio
+import torch
+from safetensors.torch import load_file
 
 from drivetrain import InferenceEngine, WeightPlanMismatch, create_engine
 from drivetrain.testing import tiny_model
@@ -84,6 +86,57 @@ async def test_casts_that_lose_nothing_are_made(group: Group, client: httpx.Asyn
     rounded = tiny_model("qwen2", seed=1, dtype="bfloat16")
     await group.send_all(rounded, tensors_of(rounded))
     assert same(await answers_of(client), await fresh(rounded, dtype="float32"))
+
+
+@pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
+async def test_a_float32_trainer_updates_a_bfloat16_engine(
+    trainer: Trainer, model: Path, other_model: Path, load_format: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        create_engine("transformers", model=str(model), dtype="bfloat16") as engine,
+        a_client(engine) as client,
+        a_group(trainer, client) as group,
+    ):
+        tensors = tensors_of(other_model)
+        assert {one["dtype"] for one in tensors} == {"float32"}
+        await group.send_all(other_model, tensors, load_format=load_format, weight_version="1")
+        assert same(await answers_of(client), await fresh(other_model, dtype="bfloat16"))
+        name = "model.norm.weight"
+        rounded = load_file(other_model / "model.safetensors")[name].bfloat16().float().tolist()
+        held = await client.post("/get_weights_by_name", json={"name": name, "truncate_size": len(rounded)})
+        assert held.json() == rounded
+        await group.send_all(model, tensors_of(model), weight_version="2")
+        assert await version_of(client) == "2"
+        assert caplog.text.count("weights are rounded to the engine's dtype: float32 to bfloat16") == 1
+        before = await answers_of(client)
+        beyond = {**tensors[0], "values": torch.finfo(torch.float32).max}
+        await group.send_all(other_model, tensors[1:])
+        answer, _ = await group.send(other_model, tensors[:1], sent=[beyond])
+        assert answer.status_code == 400, answer.text
+        assert "not finite" in answer.json()["message"], "it is infinite in bfloat16"
+        assert same(await answers_of(client), before)
+
+
+async def test_quantised_values_are_not_cast(group: Group, client: httpx.AsyncClient, other_model: Path) -> None:
+    quantised = tensors_of(other_model, "float8_e4m3fn")
+    answer, error = await group.send(other_model, quantised, load_format="flattened_bucket")
+    assert (answer.status_code, error) == (400, ""), answer.text
+    assert "float8_e4m3fn" in answer.json()["message"], "they mean nothing without their scales"
+
+
+async def test_a_server_without_casts_refuses_what_would_be_rounded(
+    trainer: Trainer, model: Path, other_model: Path
+) -> None:
+    async with (
+        create_engine("transformers", model=str(model), dtype="bfloat16") as engine,
+        a_client(engine, cast_weights=False) as client,
+        a_group(trainer, client) as group,
+    ):
+        before = await answers_of(client)
+        answer, error = await group.send(other_model, tensors_of(other_model))
+        assert (answer.status_code, error) == (400, ""), answer.text
+        assert "float32" in answer.json()["message"]
+        assert same(await answers_of(client), before)
 
 
 async def test_an_update_between_begin_and_end_is_applied_at_the_end(
@@ -208,9 +261,9 @@ async def test_tied_weights_may_be_sent_or_not(trainer: Trainer, order: str) -> 
     [
         ({"name": "model.absent.weight"}, "model.absent.weight"),
         ({"shape": [1, 128]}, "shape|expected"),
-        ({"dtype": "float64"}, "float64"),
+        ({"dtype": "int32"}, "int32"),
     ],
-    ids=["unknown name", "wrong shape", "rounding cast"],
+    ids=["unknown name", "wrong shape", "integers"],
 )
 async def test_what_cannot_be_taken_is_received_and_refused(
     group: Group, client: httpx.AsyncClient, other_model: Path, wrong: Tensor, why: str, load_format: str | None

@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 import torch.distributed
 
-from drivetrain import InferenceEngine, InvalidRequest
+from drivetrain import InferenceEngine, InvalidRequest, create_engine
 from drivetrain.types.weights import TensorSpec
 from drivetrain_serving import Server, ServerConfig
 from drivetrain_serving.vllm.weight_transfer import GROUP
@@ -29,6 +29,7 @@ from engines import HANGING
 from trainer_groups import (
     Group,
     Trainer,
+    a_client,
     a_group,
     answers_of,
     free_port,
@@ -153,6 +154,24 @@ async def test_an_update_is_served_when_it_is_finished(
     assert await version_of(client) == "step-4"
     assert same(await answers_of(client), await fresh(other_model))
     assert (await client.post("/finish_weight_update")).status_code == 400
+
+
+@pytest.mark.parametrize("info", [{}, {"packed": True, "packed_buffer_size_bytes": 200_000}], ids=["each", "packed"])
+async def test_a_float32_trainer_updates_a_bfloat16_engine(
+    trainer: Trainer, model: Path, other_model: Path, info: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        create_engine("transformers", model=str(model), dtype="bfloat16") as engine,
+        a_client(engine) as client,
+        a_group(trainer, client, name=GROUP) as group,
+    ):
+        monkeypatch.setattr(type(engine), "gpus", property(lambda self: ("GPU-of-the-test",)))
+        assert (await client.post("/start_weight_update", json={})).status_code == 200
+        answer, error = await send_as_trl(group, other_model, tensors_of(other_model, "float32"), **info)
+        assert (answer.status_code, error) == (200, ""), answer.text
+        finished = await client.post("/finish_weight_update")
+        assert finished.status_code == 200, finished.text
+        assert same(await answers_of(client), await fresh(other_model, dtype="bfloat16"))
 
 
 async def test_what_cannot_be_taken_is_received_and_the_update_is_dropped(transfer: Group, other_model: Path) -> None:

@@ -11,7 +11,7 @@ from drivetrain.types.weights import TensorSpec, WeightManifest
 from drivetrain_serving.weights.bucket import WeightBucket
 from drivetrain_weight_sync.copying.digest import digest
 from drivetrain_weight_sync.copying.plan import check_plan
-from drivetrain_weight_sync.tensors.dtypes import dtype_of, spec_of, widens
+from drivetrain_weight_sync.tensors.dtypes import dtype_of, rounds, spec_of, widens
 from drivetrain_weight_sync.tensors.names import listed, unwrapped
 from drivetrain_weight_sync.trainer.in_memory_names import InMemoryNames
 
@@ -22,13 +22,15 @@ class OpenUpdate:
     Args:
         manifest: The engine's tensors.
         names: Translates names of a model in memory to those of its checkpoint.
+        cast: Take floating-point tensors that are to be rounded to the engine's dtype.
         explicit: True if the trainer said when the update begins, so that it also says when it ends.
     """
 
-    def __init__(self, manifest: WeightManifest, names: InMemoryNames, *, explicit: bool = False) -> None:
+    def __init__(self, manifest: WeightManifest, names: InMemoryNames, *, cast: bool, explicit: bool = False) -> None:
         self._manifest = manifest
         self._expected = {spec.name: spec for spec in manifest.tensors}
         self._names = names
+        self._cast = cast
         self._arrived: set[str] = set()
         """Names in the manifest of the tensors that have come."""
         self._announced: set[str] = set()
@@ -38,6 +40,8 @@ class OpenUpdate:
         self.failed = False
         """True if the trainer was told of a refusal, or of a commit that failed."""
         self.tensors: dict[str, torch.Tensor] = {}
+        self.rounded: set[str] = set()
+        """Pairs of dtypes, as ``float32 to bfloat16``, of the tensors that are rounded."""
         self.version: str | None = None
         self.abort_requests = False
 
@@ -49,7 +53,7 @@ class OpenUpdate:
         """
         names = {spec.name for spec in bucket.specs}
         if (self.failed and not self.explicit) or not names.isdisjoint(self._announced):
-            return OpenUpdate(self._manifest, self._names, explicit=self.explicit)
+            return OpenUpdate(self._manifest, self._names, cast=self._cast, explicit=self.explicit)
         return self
 
     def check(self, bucket: WeightBucket) -> set[str]:
@@ -83,8 +87,12 @@ class OpenUpdate:
     def _require_fits(self, spec: TensorSpec) -> None:
         wanted = self._expected.get(self._main(spec.name))
         one = WeightManifest((wanted,) if wanted else (), self._manifest.aliases)
-        if wanted is not None and widens(dtype_of(spec), dtype_of(wanted)):
-            spec = TensorSpec(spec.name, wanted.dtype, spec.shape)
+        if wanted is not None:
+            rounded = self._cast and rounds(dtype_of(spec), dtype_of(wanted))
+            if rounded:
+                self.rounded.add(f"{spec.dtype} to {wanted.dtype}")
+            if rounded or widens(dtype_of(spec), dtype_of(wanted)):
+                spec = TensorSpec(spec.name, wanted.dtype, spec.shape)
         check_plan([spec], one)
 
     def _main(self, name: str) -> str:

@@ -35,10 +35,12 @@ class WeightGroups:
 
     Args:
         engine: A started engine, or a fleet.
+        cast: Round floating-point tensors to the engine's dtype; if false, they are refused.
     """
 
-    def __init__(self, engine: InferenceEngine) -> None:
+    def __init__(self, engine: InferenceEngine, *, cast: bool = True) -> None:
         self._engine = engine
+        self._cast = cast
         self._groups: dict[str, TrainerGroup] = {}
         self._turn = asyncio.Lock()
         """Held while a bucket is received, and while an update is committed."""
@@ -50,6 +52,8 @@ class WeightGroups:
         """The tensors that ``_sync`` pushes; empty between pushes."""
         self._names: InMemoryNames | None = None
         self._commits = 0
+        self._rounded = False
+        """True once the log says that weights are rounded."""
 
     # Groups ------------------------------------------------------------------------------------------------------
 
@@ -112,7 +116,7 @@ class WeightGroups:
                 from drivetrain_weight_sync import WeightSync
                 from drivetrain_weight_sync.trainer.in_memory_names import InMemoryNames
 
-            self._sync = WeightSync.connect(self._source, self._engine)
+            self._sync = WeightSync.connect(self._source, self._engine, cast=self._cast)
             self._names = InMemoryNames(self._engine.config)
         return self._sync
 
@@ -240,7 +244,7 @@ class WeightGroups:
 
         self._connect()
         assert self._names is not None
-        return OpenUpdate(await self._engine.weight_manifest(), self._names, explicit=explicit)
+        return OpenUpdate(await self._engine.weight_manifest(), self._names, cast=self._cast, explicit=explicit)
 
     async def _received(self, group: TrainerGroup, bucket: WeightBucket, *, keep: bool) -> dict[str, torch.Tensor]:
         from drivetrain_serving.weights.bucket_layout import BucketLayout
@@ -266,6 +270,9 @@ class WeightGroups:
 
     async def _push(self, update: OpenUpdate) -> None:
         update.require_complete()
+        if update.rounded and not self._rounded:
+            self._rounded = True
+            _logger.warning("weights are rounded to the engine's dtype: %s", ", ".join(sorted(update.rounded)))
         sync = self._connect()
         # AReaL always asks for it. An engine that cannot abort recomputes the caches of its requests instead.
         if update.abort_requests and self._engine.supports(Capability.ABORT):

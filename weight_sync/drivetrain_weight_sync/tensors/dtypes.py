@@ -16,6 +16,8 @@ _WIDER: Final = {
     torch.float32: frozenset({torch.float64}),
 }
 """8-bit types are left out: quantised values mean nothing without their scales."""
+_PLAIN: Final = frozenset({*_WIDER, torch.float64})
+"""Floating dtypes whose values need no scales."""
 
 
 def widens(dtype: torch.dtype, wanted: torch.dtype) -> bool:
@@ -24,8 +26,8 @@ def widens(dtype: torch.dtype, wanted: torch.dtype) -> bool:
 
 
 def rounds(dtype: torch.dtype, wanted: torch.dtype) -> bool:
-    """Return whether a conversion to another floating dtype can change values."""
-    return dtype != wanted and dtype.is_floating_point and wanted.is_floating_point and not widens(dtype, wanted)
+    """Return whether a conversion rounds values to another floating dtype; false for quantised (8-bit) values."""
+    return dtype != wanted and {dtype, wanted} <= _PLAIN and not widens(dtype, wanted)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
