@@ -1,8 +1,8 @@
-"""Train with SkyRL's Tinker server, which samples at `drivetrain serve`: neither knows the other, only a URL is set.
+"""Train with SkyRL's Tinker server, which samples at `drivetrain serve`: neither knows the other; a URL is set.
 
-SkyRL 0.3 trains LoRA adapters with JAX. With ``--external-inference-url`` it unpacks each adapter into a folder and asks
-that server for samples by the adapter's name. The policy learns to write lower-case letters. SkyRL wants Python 3.12, and
-its server starts its engine by ``uv``. ``make train-skyrl`` does all of this:
+SkyRL 0.3 trains LoRA adapters with JAX. With ``--external-inference-url`` it unpacks each adapter into a folder and
+asks that server for samples by the adapter's name. The policy learns to write lower-case letters. SkyRL wants Python
+3.12, and its server starts its engine by ``uv``. ``make train-skyrl`` does all of this:
 
     python3.12 -m venv skyrl && skyrl/bin/pip install 'skyrl[tinker,jax]==0.3.0' 'tinker<=0.24.1' uv
     drivetrain serve --backend transformers --model FOLDER --set enable_lora=true --lora-folder ADAPTERS &
@@ -44,7 +44,7 @@ def wait(url: str, seconds: float) -> None:
 
 
 def datum(prompt: list[int], drawn: list[int], logprobs: list[float], advantage: float) -> types.Datum:
-    """Return a sample as SkyRL trains on it: each position predicts the next id, and those of the prompt weigh nothing."""
+    """Return a sample to train on: each position predicts the next id, and those of the prompt weigh nothing."""
     ids, before = [*prompt, *drawn], len(prompt) - 1
     return types.Datum(
         model_input=types.ModelInput.from_ints(ids[:-1]),
@@ -71,10 +71,14 @@ def main(url: str, model: str, steps: int) -> None:
         saved = trainer.save_weights_for_sampler(name=f"step{step}").result()
         sampler = trainer.create_sampling_client(saved.path)
         asked = types.SamplingParams(max_tokens=TOKENS, temperature=1.0, seed=step)
-        pending = [sampler.sample(types.ModelInput.from_ints(prompt), SAMPLES, asked) for prompt in prompts]
+        first, *others = (types.ModelInput.from_ints(prompt) for prompt in prompts)
+        # SkyRL 0.3 fails if two requests unpack an adapter at once, so the first goes alone.
+        answers = [sampler.sample(first, SAMPLES, asked).result()]
+        pending = [sampler.sample(other, SAMPLES, asked) for other in others]
+        answers += [one.result() for one in pending]
         samples, texts, rewards = [], [], []
-        for prompt, answer in zip(prompts, pending, strict=True):
-            drawn = answer.result().sequences
+        for prompt, answer in zip(prompts, answers, strict=True):
+            drawn = answer.sequences
             texts += (new := [tokenizer.decode(one.tokens, skip_special_tokens=True) for one in drawn])
             rewards += (group := [sum("a" <= letter <= "z" for letter in text) / TOKENS for text in new])
             samples += [
@@ -107,6 +111,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8001", help="Address of SkyRL's server.")
     parser.add_argument("--model", required=True, help="Folder of the model that it trains.")
-    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--steps", type=int, default=15)
     given = parser.parse_args()
     main(given.url, given.model, given.steps)
