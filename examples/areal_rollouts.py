@@ -1,7 +1,7 @@
 """Drive `drivetrain serve` by AReaL's own client, `RemoteSGLangEngine`, through rollouts and weight updates.
 
 AReaL changes the weights while it generates: a pause ends the requests in flight, and the client asks again with what
-it has got. Version 1 comes from a folder, the next two from a ``torch.distributed`` group, in buckets, by the calls and
+it has got. Version 1 comes from a folder, the others from a ``torch.distributed`` group, in buckets, by the calls and
 in the order of AReaL's FSDP engine. Each token's logprob must be that of the version that AReaL counts it to. AReaL
 1.0.4 pins many packages that its client does not import; these are enough:
 
@@ -120,6 +120,7 @@ def main(server: str, model: str) -> None:
         engine = RemoteSGLangEngine(config)
         engine.initialize(addr=[server])
         meta, group = form_group(engine)
+        update_by_group(engine, policies[0], meta, group)  # whatever the server served before
         pending = threads.submit(asyncio.run, roll_out(engine))
         for version in range(1, 4):
             time.sleep(0.5)
