@@ -58,11 +58,11 @@ class ServedEngine:
         """Return the adapter that a request's ``model`` names; None for the model itself.
 
         An adapter of ``lora_folder`` is loaded when it is first named. If the engine has no room, it takes the place of
-        the one so loaded that was named least recently and that no request uses.
+        the one loaded so that was named least recently and that no request uses.
 
         Raises:
             InvalidRequest: nothing of that name is served, or the engine's adapters were all loaded by control routes.
-            EngineBusy: requests use all that could make room, until the end of a control call's time.
+            EngineBusy: requests use every such adapter for longer than ``timeouts.control``.
         """
         if model is None or model in self._accepted:
             return None
@@ -99,7 +99,7 @@ class ServedEngine:
                     self._forget(name)
                     return
             if loop.time() > until:
-                raise EngineBusy("requests use all adapters that could make room for another; raise max_loras")
+                raise EngineBusy("requests use every adapter that another could replace; raise max_loras")
             await asyncio.sleep(_POLL_S)
 
     def _forget(self, name: str) -> None:
