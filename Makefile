@@ -46,12 +46,14 @@ SGLANG_READY := .venvs/sglang/.ready-$(shell (cat pyproject.toml $(SGLANG_PLATFO
 OLDEST_TRANSFORMERS ?= transformers==4.57.*
 NEWEST_TRANSFORMERS ?= transformers
 HOST_PYTHON ?= $(BIN)/python
+SKYRL ?= skyrl[tinker,jax]==0.3.0
+SKYRL_READY := .venvs/skyrl/.ready-$(shell echo '$(SKYRL)' | sha256sum | cut -c1-16)
 TRAINER_READY := .venvs/trainer/.ready-$(shell (cat pyproject.toml; echo '$(TORCH)') | sha256sum | cut -c1-16)
 HTTP_TRAINER_READY := .venvs/http-trainer/.ready-$(shell echo '$(TORCH)' | sha256sum | cut -c1-16)
 # The port of `make serve-demo`.
 PORT ?= 8000
 
-.PHONY: help setup demo serve-demo test test-unit test-fast test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-trainer-half faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint site docs bench clean
+.PHONY: help setup demo serve-demo test test-unit test-fast test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-trainer-half train-skyrl faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint site docs bench clean
 .PHONY: environments environment-transformers environment-echo environment-trainer environment-sglang environment-sglang-server environment-vllm environment-vllm-server
 
 help: ## show this list
@@ -143,6 +145,28 @@ $(TRAINER_READY): | pyproject.toml
 	@.venvs/light/bin/python -m pip install --quiet --disable-pip-version-check -e . pytest
 	@$(PIP_TRAINER) '$(OLDEST_TRANSFORMERS)' pytest
 	@rm -f .venvs/trainer/.ready-* && touch $@
+
+# SkyRL names a new adapter at each step, and unloads none: the server keeps four.
+train-skyrl: environment-$(BACKEND) $(SKYRL_READY) ## train with SkyRL's Tinker server, which samples at `drivetrain serve` on BACKEND
+	@$(if $(filter-out transformers,$(BACKEND)),$(ENVIRONMENT)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[serve]')
+	@export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1; work=$$(mktemp -d); trap 'kill $$(jobs -p) 2>/dev/null; wait; rm -r $$work' EXIT; \
+	model=$$($(BIN)/python -c 'from drivetrain.testing import tiny_model; print(tiny_model("qwen3"))'); \
+	$(ENGINE_ENV) $(ENVIRONMENT)/bin/drivetrain serve --backend $(BACKEND) --model $$model --port 8000 --lora-folder $$work/adapters \
+		--set enable_lora=true --set max_loras=4 --set max_lora_rank=8 >$$work/serve.log 2>&1 & \
+	until grep -q ^serving $$work/serve.log; do kill -0 $$! || { cat $$work/serve.log; exit 1; }; sleep 1; done; \
+	. .venvs/skyrl/bin/activate; \
+	uv run --active --no-project -m skyrl.tinker.api --base-model $$model --backend jax --backend-config '{"max_lora_rank": 8}' \
+		--external-inference-url http://127.0.0.1:8000 --external-inference-lora-base $$work/adapters \
+		--checkpoints-base $$work/checkpoints --database-url sqlite:///$$work/tinker.db --port 8001 >$$work/skyrl.log 2>&1 & \
+	.venvs/skyrl/bin/python examples/skyrl_tinker.py --url http://127.0.0.1:8001 --model $$model $(ARGS) || { tail -n 50 $$work/*.log; exit 1; }
+
+$(SKYRL_READY): | pyproject.toml
+	@[[ -n "$(SGLANG_PYTHON)" ]] || { echo "SkyRL needs Python 3.12; install it, or: make SGLANG_PYTHON=/path/to/python" >&2; exit 1; }
+	@$(call ROOM_FOR,SkyRL,6)
+	@echo "setting up .venvs/skyrl with $(SGLANG_PYTHON): 6 GB, two minutes"
+	@[[ -x .venvs/skyrl/bin/python ]] || $(SGLANG_PYTHON) -m venv .venvs/skyrl
+	@.venvs/skyrl/bin/python -m pip install --quiet --disable-pip-version-check --retries 10 '$(TORCH)' '$(SKYRL)' 'tinker<=0.24.1' uv
+	@rm -f .venvs/skyrl/.ready-* && touch $@
 
 faults: environment-$(BACKEND) $(READY) ## kill and freeze processes during weight updates of BACKEND; EXAMPLES=300 by chance
 	@FAULTS=$(EXAMPLES) FAULTS_BACKEND=$(BACKEND) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(if $(filter transformers,$(BACKEND)),tests/faults,tests/faults/with_an_engine.py) $(ARGS)

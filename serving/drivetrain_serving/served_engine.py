@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +33,8 @@ class ServedEngine:
         self._accepted = {*self._names, model, Path(model).name}
         self.adapters: dict[str, str] = {}
         """Name → folder of each loaded adapter."""
+        self._by_request: dict[str, None] = {}
+        """Names that requests had loaded; the least recently named first."""
         self.slept = False
         """True if the pause is that of a sleep, which waking up ends."""
         self._loading = asyncio.Lock()
@@ -54,10 +57,12 @@ class ServedEngine:
     async def adapter_of(self, model: str | None) -> str | None:
         """Return the adapter that a request's ``model`` names; None for the model itself.
 
-        An adapter of ``lora_folder`` is loaded when it is first named.
+        An adapter of ``lora_folder`` is loaded when it is first named. If the engine has no room, it takes the place of
+        the one loaded so that was named least recently and that no request uses.
 
         Raises:
-            InvalidRequest: nothing of that name is served.
+            InvalidRequest: nothing of that name is served, or the engine's adapters were all loaded by control routes.
+            EngineBusy: requests use every such adapter for longer than ``timeouts.control``.
         """
         if model is None or model in self._accepted:
             return None
@@ -67,8 +72,39 @@ class ServedEngine:
                 raise InvalidRequest(f"The model {shown(model)} does not exist.", field="model")
             async with self._loading:
                 if model not in self.adapters:
-                    await self._load(model, str(path))
+                    await self._load_by_request(model, str(path))
+        if model in self._by_request:
+            self._by_request[model] = self._by_request.pop(model)
         return model
+
+    async def _load_by_request(self, name: str, path: str) -> None:
+        try:
+            await self._load(name, path)
+        except InvalidRequest as error:
+            # The name is free: an error of the name, not of the folder, says that there is no room for it.
+            if error.field != "lora_name" or not self._by_request:
+                raise
+            await self._make_room()
+            await self._load(name, path)
+        self._by_request[name] = None
+
+    async def _make_room(self) -> None:
+        """Unload an adapter that a request had loaded."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self.engine.config.timeouts.control
+        while True:
+            for name in tuple(self._by_request):
+                with suppress(EngineBusy):
+                    await self.engine.unload_lora_adapter(name)
+                    self._forget(name)
+                    return
+            if loop.time() > until:
+                raise EngineBusy("requests use every adapter that another could replace; raise max_loras")
+            await asyncio.sleep(_POLL_S)
+
+    def _forget(self, name: str) -> None:
+        self.adapters.pop(name, None)
+        self._by_request.pop(name, None)
 
     def _in_folder(self, name: str) -> Path | None:
         folder = self.config.lora_folder
@@ -95,7 +131,7 @@ class ServedEngine:
         else:
             if replace and name in self.adapters:
                 await self.engine.unload_lora_adapter(name)
-                del self.adapters[name]
+                self._forget(name)
             await self.engine.load_lora_adapter(name, path)
         self.adapters[name] = path
 
@@ -108,7 +144,7 @@ class ServedEngine:
         """
         async with self._loading:
             await self.engine.unload_lora_adapter(name)
-            self.adapters.pop(name, None)
+            self._forget(name)
 
     async def unload_idle_adapter(self, name: str) -> None:
         """Unload an adapter once no request uses it, within the time of a control call.

@@ -1,0 +1,74 @@
+"""Adapters of a folder, loaded by the requests that name them, behind an engine with room for one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from drivetrain import InferenceEngine, create_engine
+from drivetrain_serving import Server, ServerConfig
+from engines import until_running
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+Served = tuple[InferenceEngine, httpx.AsyncClient]
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def small(model: Path, adapters: Path) -> AsyncIterator[Served]:
+    async with (
+        create_engine("transformers", model=str(model), enable_lora=True, max_loras=1) as engine,
+        Server(engine, ServerConfig(port=0, lora_folder=str(adapters))) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=240) as client,
+    ):
+        yield engine, client
+
+
+async def completed(client: httpx.AsyncClient, model: str, tokens: int = 8) -> Any:
+    body = {"model": model, "prompt": [5, 6], "max_tokens": tokens, "temperature": 0, "return_token_ids": True}
+    response = await client.post("/v1/completions", json={**body, "ignore_eos": True})
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["token_ids"]
+
+
+async def names(client: httpx.AsyncClient) -> list[str]:
+    return [card["id"] for card in (await client.get("/v1/models")).json()["data"][1:]]
+
+
+async def test_an_adapter_takes_the_place_of_another(small: Served) -> None:
+    _, client = small
+    answers = []
+    for name in ("one", "two", "one", "two"):
+        answers.append(await completed(client, name))
+        assert await names(client) == [name]
+    assert answers[:2] == answers[2:]
+    assert answers[0] != answers[1]
+
+
+async def test_an_adapter_in_use_is_waited_for(small: Served) -> None:
+    engine, client = small
+    alone = await completed(client, "one", 200)
+    running = asyncio.create_task(completed(client, "one", 200))
+    await until_running(engine, 1)
+    other = asyncio.create_task(completed(client, "two"))
+    assert await running == alone
+    assert len(await other) == 8
+    assert await names(client) == ["two"]
+
+
+async def test_an_adapter_loaded_by_a_route_stays(small: Served, adapters: Path) -> None:
+    _, client = small
+    body = {"lora_name": "kept", "lora_path": str(adapters / "one")}
+    assert (await client.post("/v1/load_lora_adapter", json=body)).status_code == 200
+    refused = await client.post("/v1/completions", json={"model": "two", "prompt": [5]})
+    assert refused.status_code == 400
+    assert "max_loras=1" in refused.json()["error"]["message"]
+    assert await names(client) == ["kept"]
+    assert (await client.post("/v1/unload_lora_adapter", json={"lora_name": "kept"})).status_code == 200
+    assert len(await completed(client, "two")) == 8
