@@ -23,6 +23,7 @@ from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.sglang import errors as sglang_errors
 from drivetrain_serving.sglang import openai_fields
 from drivetrain_serving.sglang.routes import SGLangRoutes
+from drivetrain_serving.status.routes import StatusRoutes
 from drivetrain_serving.vllm import errors as vllm_errors
 from drivetrain_serving.vllm.control import ControlRoutes
 from drivetrain_serving.vllm.generation import GenerationRoutes
@@ -63,6 +64,7 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
         else GenerationRoutes(served)
     )
     tokens = TokenRoutes(served)
+    status = StatusRoutes(served)
     more = sglang_routes.always()
 
     async def server_info(request: Request) -> Response:
@@ -71,6 +73,7 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
         return json_answer({**sglang_routes.description.server_info(), **control.server_info()})
 
     opened: dict[str, Answer] = {
+        "/": status.page,
         "/health": control.health,
         "/health_generate": control.health,
         "/ready": operations.ready,
@@ -84,7 +87,7 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
         "/tokenize": tokens.tokenize,
         "/detokenize": tokens.detokenize,
     }
-    described: dict[str, Answer] = {"/v1/models": control.models, "/load": control.load}
+    described: dict[str, Answer] = {"/v1/models": control.models, "/load": control.load, "/status": status.status}
     asked: dict[str, Answer] = {
         "/server_info": server_info,
         "/get_server_info": server_info,

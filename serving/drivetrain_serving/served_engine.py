@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Final
 
 from drivetrain.checks.safe_repr import shown
 from drivetrain.engine.engine import InferenceEngine
+from drivetrain.engine.request_builder import ParamsLike
 from drivetrain.errors import EngineBusy, InvalidRequest
 from drivetrain.types.capability import Capability
+from drivetrain.types.outputs import CompletionChunk, GenerationOutput
+from drivetrain.types.prompts import Prompt
 from drivetrain.types.weights import LoraSource, WeightUpdateRequest
 from drivetrain_serving.config import ServerConfig
+from drivetrain_serving.traffic import Traffic
 
 _POLL_S: Final = 0.05
 
@@ -34,6 +40,7 @@ class ServedEngine:
         """Name → folder of each loaded adapter."""
         self.slept = False
         """True if the pause is that of a sleep, which waking up ends."""
+        self.traffic = Traffic()
         self._loading = asyncio.Lock()
         self._updates = 0
 
@@ -50,6 +57,36 @@ class ServedEngine:
     def is_model(self, name: str) -> bool:
         """Return whether requests know the model itself by this name."""
         return name in self._accepted
+
+    async def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: ParamsLike | Sequence[ParamsLike],
+        *,
+        request_ids: Sequence[str],
+        lora: str | None,
+        priority: int,
+    ) -> GenerationOutput:
+        """Generate as the engine does, and count the tokens."""
+        output = await self.engine.generate(prompts, params, request_ids=request_ids, lora=lora, priority=priority)
+        self.traffic.add(sum(len(completion.token_ids) for completion in output.completions))
+        return output
+
+    async def generate_stream(
+        self,
+        prompts: Sequence[Prompt],
+        params: ParamsLike | Sequence[ParamsLike],
+        *,
+        request_ids: Sequence[str],
+        lora: str | None,
+        priority: int,
+    ) -> AsyncGenerator[CompletionChunk, None]:
+        """Generate as the engine does, chunk by chunk, and count the tokens."""
+        chunks = self.engine.generate_stream(prompts, params, request_ids=request_ids, lora=lora, priority=priority)
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                self.traffic.add(len(chunk.token_ids))
+                yield chunk
 
     async def adapter_of(self, model: str | None) -> str | None:
         """Return the adapter that a request's ``model`` names; None for the model itself.
