@@ -26,6 +26,7 @@ from drivetrain_serving.sglang.routes import SGLangRoutes
 from drivetrain_serving.status.routes import StatusRoutes
 from drivetrain_serving.vllm import errors as vllm_errors
 from drivetrain_serving.vllm.control import ControlRoutes
+from drivetrain_serving.vllm.embeddings import EmbeddingRoute
 from drivetrain_serving.vllm.generation import GenerationRoutes
 from drivetrain_serving.vllm.tokens import TokenRoutes
 from drivetrain_serving.vllm.weight_transfer import WeightTransferRoutes
@@ -33,7 +34,7 @@ from drivetrain_serving.weights.weight_groups import WeightGroups
 
 Answer = Callable[[Request], Awaitable[Response]]
 
-OPENAI_ROUTES: Final = ("/v1/completions", "/v1/chat/completions")
+OPENAI_ROUTES: Final = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
 """Routes whose error bodies follow the server's dialect."""
 _GONE: Final = 499
 """Status of a request whose client went before the answer, as nginx logs it; nobody receives it."""
@@ -83,6 +84,7 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
     data: dict[str, Answer] = {
         "/v1/completions": generation.completions,
         "/v1/chat/completions": generation.chat_completions,
+        "/v1/embeddings": EmbeddingRoute(served).embeddings,
         "/inference/v1/generate": generation.generate,
         "/tokenize": tokens.tokenize,
         "/detokenize": tokens.detokenize,

@@ -22,9 +22,9 @@ TOKENS = {"ignore_eos": True, "max_tokens": 8}
 
 
 async def test_every_route_that_generates_is_counted(engine: InferenceEngine) -> None:
-    sglang = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 8, "ignore_eos": True}}
-    chat = {"messages": [{"role": "user", "content": "Hi"}], **TOKENS}
-    tokens = {"token_ids": [5, 6], "sampling_params": TOKENS}
+    sglang: dict[str, object] = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 8, "ignore_eos": True}}
+    chat: dict[str, object] = {"messages": [{"role": "user", "content": "Hi"}], **TOKENS}
+    tokens: dict[str, object] = {"token_ids": [5, 6], "sampling_params": TOKENS}
     asked: list[tuple[str, dict[str, object]]] = [
         ("/v1/completions", {"prompt": [5, 6], "n": 3, **TOKENS}),
         ("/v1/completions", {"prompt": [5, 6], "stream": True, **TOKENS}),
@@ -38,7 +38,7 @@ async def test_every_route_that_generates_is_counted(engine: InferenceEngine) ->
     ]
     async with Server(engine, ServerConfig(port=0)) as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=HANGING) as client:
-            expected = 0
+            expected, facts = 0, {}
             for path, body in asked:
                 response = await client.post(path, json=body)
                 assert response.status_code == 200, response.text

@@ -28,7 +28,7 @@ class StatusRoutes:
 
     def __init__(self, served: ServedEngine) -> None:
         self._served = served
-        page = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+        page = files("drivetrain_serving.status").joinpath("page.html").read_text(encoding="utf-8")
         self._page = page.encode()
         self._headers = {
             "content-security-policy": policy_of(page),
