@@ -18,6 +18,7 @@ from drivetrain_serving.config import ServerConfig
 from drivetrain_serving.gateway.routes import AGENT_PATHS, SessionRoutes
 from drivetrain_serving.http.answers import json_answer
 from drivetrain_serving.http.keys import Keys
+from drivetrain_serving.http.request_records import RECORD, RequestRecord, RequestRecords, log_record
 from drivetrain_serving.operations import OperationRoutes
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.sglang import errors as sglang_errors
@@ -123,6 +124,7 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
     own = {one.path for one in more} | (sglang_routes.of_the_dialect().keys() if sglang else set())
     errors = _Errors(own, flat=sglang)
     sessions = SessionRoutes(served, openai_fields.translated) if sglang else SessionRoutes(served)
+    observers: list[Callable[[RequestRecord], None]] = [log_record] if config.log_requests else []
     app = Starlette(
         routes=[
             *sessions.routes(control.models),
@@ -130,7 +132,10 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
             *(Route(path, answer, methods=["POST"]) for path, answer in posted.items()),
             *(Route(one.path, one.answer, methods=list(one.methods)) for one in more),
         ],
-        middleware=[Middleware(Keys, config, opened, of_data, vllm_errors.unauthorized, AGENT_PATHS)],
+        middleware=[
+            *([Middleware(RequestRecords, observers)] if observers else []),
+            Middleware(Keys, config, opened, of_data, vllm_errors.unauthorized, AGENT_PATHS),
+        ],
         exception_handlers={
             HTTPException: errors.of_http,
             DrivetrainError: errors.of_engine,
@@ -164,6 +169,8 @@ class _Errors:
     def of_engine(self, request: Request, error: Exception) -> Response:
         """Answer a request that the engine or its route refuses, or that failed."""
         assert isinstance(error, DrivetrainError)
+        if (record := RECORD.get()) is not None:
+            record.failed(error)
         path = request.url.path
         if path in self._sglang_paths:
             return sglang_errors.error_answer(error)

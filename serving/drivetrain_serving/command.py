@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -24,6 +25,7 @@ from drivetrain.create import create_engine
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import InvalidConfig
 from drivetrain_serving.config import ServerConfig, SessionConfig
+from drivetrain_serving.http.request_records import LOGGER
 from drivetrain_serving.server import Server
 
 API_KEY_VARIABLE: Final = "DRIVETRAIN_API_KEY"
@@ -63,6 +65,9 @@ def serve(
         Path | None,
         typer.Option(help="Folder of adapters that are loaded when a request first names one.", show_default=False),
     ] = None,
+    log_requests: Annotated[
+        bool, typer.Option("--log-requests", help="Write each request to stderr as a line of JSON, without prompts.")
+    ] = False,
     keep_answers: Annotated[
         bool,
         typer.Option("--keep-answers", help="Recorded sessions keep answers whose reasoning the chat template drops."),
@@ -93,6 +98,7 @@ def serve(
             control_key=control_key,
             open_control=open_control,
             lora_folder=None if lora_folder is None else str(lora_folder),
+            log_requests=log_requests,
             sessions=SessionConfig(
                 keep_answers=keep_answers,
                 timeout=session_timeout,
@@ -103,6 +109,10 @@ def serve(
     except ValidationError as error:
         field, message = describe_validation_error(error, ServerConfig)
         raise InvalidConfig(message, field=field) from None
+    if log_requests:
+        LOGGER.addHandler(logging.StreamHandler())  # bare lines on stderr, unlike the other messages
+        LOGGER.setLevel(logging.INFO)
+        LOGGER.propagate = False
     engine_config = configuration(config, settings or [], backend, model, isolation)
     asyncio.run(_serve(_engine([create_engine(engine_config) for _ in range(engines)]), served))
 

@@ -64,6 +64,11 @@ class ServerConfig(BaseModel):
     lora_folder: str | None = Field(
         default=None, description="Folder of adapters that are loaded when a request first names one."
     )
+    log_requests: bool = Field(
+        default=False,
+        description="Log each request as a line of JSON, without prompts and keys, to the logger "
+        "``drivetrain.serving.requests``.",
+    )
     max_body_bytes: PositiveInt = Field(
         default=256 << 20, description="Largest request body: a trainer may send a whole batch in one."
     )

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Final
 
 from drivetrain.checks.safe_repr import shown
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.request_builder import ParamsLike
-from drivetrain.errors import EngineBusy, InvalidRequest
+from drivetrain.errors import DrivetrainError, EngineBusy, InvalidRequest
 from drivetrain.types.capability import Capability
 from drivetrain.types.outputs import CompletionChunk, GenerationOutput
 from drivetrain.types.prompts import Prompt
 from drivetrain.types.weights import LoraSource, WeightUpdateRequest
 from drivetrain_serving.config import ServerConfig
+from drivetrain_serving.http.request_records import RECORD, RequestRecord
 from drivetrain_serving.traffic import Traffic
 
 _POLL_S: Final = 0.05
@@ -68,8 +69,14 @@ class ServedEngine:
         priority: int,
     ) -> GenerationOutput:
         """Generate as the engine does, and count the tokens."""
-        output = await self.engine.generate(prompts, params, request_ids=request_ids, lora=lora, priority=priority)
-        self.traffic.add(sum(len(completion.token_ids) for completion in output.completions))
+        with self._recorded(lora, request_ids) as record:
+            output = await self.engine.generate(prompts, params, request_ids=request_ids, lora=lora, priority=priority)
+            tokens = sum(len(completion.token_ids) for completion in output.completions)
+            self.traffic.add(tokens)
+            if record is not None:
+                record.sampled(tokens)
+                for completion in output.completions:
+                    record.completed(completion)
         return output
 
     async def generate_stream(
@@ -82,11 +89,29 @@ class ServedEngine:
         priority: int,
     ) -> AsyncGenerator[CompletionChunk, None]:
         """Generate as the engine does, chunk by chunk, and count the tokens."""
-        chunks = self.engine.generate_stream(prompts, params, request_ids=request_ids, lora=lora, priority=priority)
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                self.traffic.add(len(chunk.token_ids))
-                yield chunk
+        with self._recorded(lora, request_ids) as record:
+            chunks = self.engine.generate_stream(prompts, params, request_ids=request_ids, lora=lora, priority=priority)
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    self.traffic.add(len(chunk.token_ids))
+                    if record is not None:
+                        record.sampled(len(chunk.token_ids))
+                        if chunk.completion is not None:
+                            record.completed(chunk.completion)
+                    yield chunk
+
+    @contextmanager
+    def _recorded(self, lora: str | None, request_ids: Sequence[str]) -> Iterator[RequestRecord | None]:
+        """Tell the request's record, if there is one, that the engine is asked, and the error that it raises."""
+        record = RECORD.get()
+        if record is not None:
+            record.generates(lora or self.name, request_ids)
+        try:
+            yield record
+        except DrivetrainError as error:
+            if record is not None:
+                record.failed(error)
+            raise
 
     async def adapter_of(self, model: str | None) -> str | None:
         """Return the adapter that a request's ``model`` names; None for the model itself.
