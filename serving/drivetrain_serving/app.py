@@ -125,6 +125,10 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
     errors = _Errors(own, flat=sglang)
     sessions = SessionRoutes(served, openai_fields.translated) if sglang else SessionRoutes(served)
     observers: list[Callable[[RequestRecord], None]] = [log_record] if config.log_requests else []
+    if config.trace_requests:
+        from drivetrain_serving.http.tracing import span_maker  # OpenTelemetry is optional
+
+        observers.append(span_maker())
     app = Starlette(
         routes=[
             *sessions.routes(control.models),

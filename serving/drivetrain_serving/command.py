@@ -68,6 +68,9 @@ def serve(
     log_requests: Annotated[
         bool, typer.Option("--log-requests", help="Write each request to stderr as a line of JSON, without prompts.")
     ] = False,
+    trace_requests: Annotated[
+        bool, typer.Option("--trace-requests", help="Make an OpenTelemetry span of each request (extra otel).")
+    ] = False,
     keep_answers: Annotated[
         bool,
         typer.Option("--keep-answers", help="Recorded sessions keep answers whose reasoning the chat template drops."),
@@ -99,6 +102,7 @@ def serve(
             open_control=open_control,
             lora_folder=None if lora_folder is None else str(lora_folder),
             log_requests=log_requests,
+            trace_requests=trace_requests,
             sessions=SessionConfig(
                 keep_answers=keep_answers,
                 timeout=session_timeout,
