@@ -53,7 +53,7 @@ HTTP_TRAINER_READY := .venvs/http-trainer/.ready-$(shell echo '$(TORCH)' | sha25
 # The port of `make serve-demo`.
 PORT ?= 8000
 
-.PHONY: help setup demo serve-demo test test-unit test-fast test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-trainer-half train-skyrl faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint site docs bench clean
+.PHONY: help setup demo serve-demo test test-unit test-fast test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-status-page test-trainer-half train-skyrl faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint site docs bench clean
 .PHONY: environments environment-transformers environment-echo environment-trainer environment-sglang environment-sglang-server environment-vllm environment-vllm-server
 
 help: ## show this list
@@ -114,6 +114,9 @@ test-sglang-routes: environment-sglang ## the same requests to a real SGLang ser
 	@.venvs/sglang/bin/python -m pip install --quiet --disable-pip-version-check -e '.[serve]'
 	@PYTHONPATH=tests/helpers OMP_NUM_THREADS=1 .venvs/sglang/bin/python -m pytest -q -c /dev/null --rootdir tests/serving \
 		--noconftest -p no:cacheprovider tests/serving/against_sglang.py $(ARGS)
+
+test-status-page: $(READY) ## the server's status page in headless Chromium; SCREENSHOT=FILE keeps its picture
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/serving/status_page_in_chromium.py $(ARGS)
 
 # Their settings are those of the environment alone: the project's own ask for plugins that are not there.
 AGAINST_A_SERVER = PYTHONPATH=tests/helpers OMP_NUM_THREADS=1 .venvs/$(1)/bin/python -m pytest -c /dev/null \

@@ -18,13 +18,16 @@ from drivetrain_serving.config import ServerConfig
 from drivetrain_serving.gateway.routes import AGENT_PATHS, SessionRoutes
 from drivetrain_serving.http.answers import json_answer
 from drivetrain_serving.http.keys import Keys
+from drivetrain_serving.http.request_records import RECORD, RequestRecord, RequestRecords, log_record
 from drivetrain_serving.operations import OperationRoutes
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.sglang import errors as sglang_errors
 from drivetrain_serving.sglang import openai_fields
 from drivetrain_serving.sglang.routes import SGLangRoutes
+from drivetrain_serving.status.routes import StatusRoutes
 from drivetrain_serving.vllm import errors as vllm_errors
 from drivetrain_serving.vllm.control import ControlRoutes
+from drivetrain_serving.vllm.embeddings import EmbeddingRoute
 from drivetrain_serving.vllm.generation import GenerationRoutes
 from drivetrain_serving.vllm.tokens import TokenRoutes
 from drivetrain_serving.vllm.weight_transfer import WeightTransferRoutes
@@ -32,7 +35,7 @@ from drivetrain_serving.weights.weight_groups import WeightGroups
 
 Answer = Callable[[Request], Awaitable[Response]]
 
-OPENAI_ROUTES: Final = ("/v1/completions", "/v1/chat/completions")
+OPENAI_ROUTES: Final = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
 """Routes whose error bodies follow the server's dialect."""
 _GONE: Final = 499
 """Status of a request whose client went before the answer, as nginx logs it; nobody receives it."""
@@ -63,6 +66,7 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
         else GenerationRoutes(served)
     )
     tokens = TokenRoutes(served)
+    status = StatusRoutes(served)
     more = sglang_routes.always()
 
     async def server_info(request: Request) -> Response:
@@ -71,6 +75,7 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
         return json_answer({**sglang_routes.description.server_info(), **control.server_info()})
 
     opened: dict[str, Answer] = {
+        "/": status.page,
         "/health": control.health,
         "/health_generate": control.health,
         "/ready": operations.ready,
@@ -80,11 +85,12 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
     data: dict[str, Answer] = {
         "/v1/completions": generation.completions,
         "/v1/chat/completions": generation.chat_completions,
+        "/v1/embeddings": EmbeddingRoute(served).embeddings,
         "/inference/v1/generate": generation.generate,
         "/tokenize": tokens.tokenize,
         "/detokenize": tokens.detokenize,
     }
-    described: dict[str, Answer] = {"/v1/models": control.models, "/load": control.load}
+    described: dict[str, Answer] = {"/v1/models": control.models, "/load": control.load, "/status": status.status}
     asked: dict[str, Answer] = {
         "/server_info": server_info,
         "/get_server_info": server_info,
@@ -118,6 +124,11 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
     own = {one.path for one in more} | (sglang_routes.of_the_dialect().keys() if sglang else set())
     errors = _Errors(own, flat=sglang)
     sessions = SessionRoutes(served, openai_fields.translated) if sglang else SessionRoutes(served)
+    observers: list[Callable[[RequestRecord], None]] = [log_record] if config.log_requests else []
+    if config.trace_requests:
+        from drivetrain_serving.http.tracing import span_maker  # OpenTelemetry is optional
+
+        observers.append(span_maker())
     app = Starlette(
         routes=[
             *sessions.routes(control.models),
@@ -125,7 +136,10 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
             *(Route(path, answer, methods=["POST"]) for path, answer in posted.items()),
             *(Route(one.path, one.answer, methods=list(one.methods)) for one in more),
         ],
-        middleware=[Middleware(Keys, config, opened, of_data, vllm_errors.unauthorized, AGENT_PATHS)],
+        middleware=[
+            *([Middleware(RequestRecords, observers)] if observers else []),
+            Middleware(Keys, config, opened, of_data, vllm_errors.unauthorized, AGENT_PATHS),
+        ],
         exception_handlers={
             HTTPException: errors.of_http,
             DrivetrainError: errors.of_engine,
@@ -159,6 +173,8 @@ class _Errors:
     def of_engine(self, request: Request, error: Exception) -> Response:
         """Answer a request that the engine or its route refuses, or that failed."""
         assert isinstance(error, DrivetrainError)
+        if (record := RECORD.get()) is not None:
+            record.failed(error)
         path = request.url.path
         if path in self._sglang_paths:
             return sglang_errors.error_answer(error)

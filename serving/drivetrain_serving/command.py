@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -24,6 +25,7 @@ from drivetrain.create import create_engine
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import InvalidConfig
 from drivetrain_serving.config import ServerConfig, SessionConfig
+from drivetrain_serving.http.request_records import LOGGER
 from drivetrain_serving.server import Server
 
 API_KEY_VARIABLE: Final = "DRIVETRAIN_API_KEY"
@@ -70,6 +72,12 @@ def serve(
             help="Round weights of a trainer's group to the engine's dtype, or refuse a dtype that would be rounded.",
         ),
     ] = True,
+    log_requests: Annotated[
+        bool, typer.Option("--log-requests", help="Write each request to stderr as a line of JSON, without prompts.")
+    ] = False,
+    trace_requests: Annotated[
+        bool, typer.Option("--trace-requests", help="Make an OpenTelemetry span of each request (extra otel).")
+    ] = False,
     keep_answers: Annotated[
         bool,
         typer.Option("--keep-answers", help="Recorded sessions keep answers whose reasoning the chat template drops."),
@@ -101,6 +109,8 @@ def serve(
             open_control=open_control,
             lora_folder=None if lora_folder is None else str(lora_folder),
             cast_weights=cast_weights,
+            log_requests=log_requests,
+            trace_requests=trace_requests,
             sessions=SessionConfig(
                 keep_answers=keep_answers,
                 timeout=session_timeout,
@@ -111,6 +121,10 @@ def serve(
     except ValidationError as error:
         field, message = describe_validation_error(error, ServerConfig)
         raise InvalidConfig(message, field=field) from None
+    if log_requests:
+        LOGGER.addHandler(logging.StreamHandler())  # bare lines on stderr, unlike the other messages
+        LOGGER.setLevel(logging.INFO)
+        LOGGER.propagate = False
     engine_config = configuration(config, settings or [], backend, model, isolation)
     asyncio.run(_serve(_engine([create_engine(engine_config) for _ in range(engines)]), served))
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import ipaddress
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 
 class SessionConfig(BaseModel):
@@ -64,6 +65,16 @@ class ServerConfig(BaseModel):
     lora_folder: str | None = Field(
         default=None, description="Folder of adapters that are loaded when a request first names one."
     )
+    log_requests: bool = Field(
+        default=False,
+        description="Log each request as a line of JSON, without prompts and keys, to the logger "
+        "``drivetrain.serving.requests``.",
+    )
+    trace_requests: bool = Field(
+        default=False,
+        description="Make an OpenTelemetry span of each request, for the tracer provider of the process; needs the "
+        "extra ``otel``.",
+    )
     max_body_bytes: PositiveInt = Field(
         default=256 << 20, description="Largest request body: a trainer may send a whole batch in one."
     )
@@ -84,6 +95,16 @@ class ServerConfig(BaseModel):
     shutdown_timeout: PositiveFloat = Field(
         default=30.0, description="Seconds that requests in flight get to end after SIGTERM."
     )
+
+    @field_validator("trace_requests")
+    @classmethod
+    def _only_with_opentelemetry(cls, wanted: bool) -> bool:
+        if wanted:
+            try:
+                importlib.import_module("opentelemetry.trace")
+            except ImportError as error:
+                raise ValueError(f"spans need OpenTelemetry; install drivetrain[otel] ({error})") from None
+        return wanted
 
     @model_validator(mode="after")
     def _keys_where_others_can_call(self) -> ServerConfig:

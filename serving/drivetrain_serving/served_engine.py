@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from drivetrain.checks.safe_repr import shown
 from drivetrain.engine.engine import InferenceEngine
-from drivetrain.errors import EngineBusy, InvalidRequest
+from drivetrain.engine.request_builder import ParamsLike
+from drivetrain.errors import DrivetrainError, EngineBusy, InvalidRequest
 from drivetrain.types.capability import Capability
+from drivetrain.types.outputs import CompletionChunk, GenerationOutput
+from drivetrain.types.prompts import Prompt
 from drivetrain.types.weights import LoraSource, WeightUpdateRequest
 from drivetrain_serving.config import ServerConfig
+from drivetrain_serving.http.request_records import RECORD, RequestRecord
+from drivetrain_serving.traffic import Traffic
 
 _POLL_S: Final = 0.05
 
@@ -37,6 +43,7 @@ class ServedEngine:
         """Names that requests had loaded; the least recently named first."""
         self.slept = False
         """True if the pause is that of a sleep, which waking up ends."""
+        self.traffic = Traffic()
         self._loading = asyncio.Lock()
         self._updates = 0
 
@@ -53,6 +60,60 @@ class ServedEngine:
     def is_model(self, name: str) -> bool:
         """Return whether requests know the model itself by this name."""
         return name in self._accepted
+
+    async def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: ParamsLike | Sequence[ParamsLike],
+        *,
+        request_ids: Sequence[str],
+        lora: str | None,
+        priority: int,
+    ) -> GenerationOutput:
+        """Generate as the engine does, and count the tokens."""
+        with self._recorded(lora, request_ids) as record:
+            output = await self.engine.generate(prompts, params, request_ids=request_ids, lora=lora, priority=priority)
+            tokens = sum(len(completion.token_ids) for completion in output.completions)
+            self.traffic.add(tokens)
+            if record is not None:
+                record.sampled(tokens)
+                for completion in output.completions:
+                    record.completed(completion)
+        return output
+
+    async def generate_stream(
+        self,
+        prompts: Sequence[Prompt],
+        params: ParamsLike | Sequence[ParamsLike],
+        *,
+        request_ids: Sequence[str],
+        lora: str | None,
+        priority: int,
+    ) -> AsyncGenerator[CompletionChunk, None]:
+        """Generate as the engine does, chunk by chunk, and count the tokens."""
+        with self._recorded(lora, request_ids) as record:
+            chunks = self.engine.generate_stream(prompts, params, request_ids=request_ids, lora=lora, priority=priority)
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    self.traffic.add(len(chunk.token_ids))
+                    if record is not None:
+                        record.sampled(len(chunk.token_ids))
+                        if chunk.completion is not None:
+                            record.completed(chunk.completion)
+                    yield chunk
+
+    @contextmanager
+    def _recorded(self, lora: str | None, request_ids: Sequence[str]) -> Iterator[RequestRecord | None]:
+        """Tell the request's record, if there is one, that the engine is asked, and the error that it raises."""
+        record = RECORD.get()
+        if record is not None:
+            record.generates(lora or self.name, request_ids)
+        try:
+            yield record
+        except DrivetrainError as error:
+            if record is not None:
+                record.failed(error)
+            raise
 
     async def adapter_of(self, model: str | None) -> str | None:
         """Return the adapter that a request's ``model`` names; None for the model itself.

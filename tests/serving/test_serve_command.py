@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -100,6 +101,28 @@ def test_the_example_trains_over_http() -> None:
         )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 29" in done.stdout
+
+
+@pytest.mark.slow
+def test_requests_are_logged_to_stderr_as_bare_lines(model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "drivetrain", "serve", "--model", str(model), "--port", "0"]
+    with (tmp_path / "errors").open("w+") as errors:
+        server = subprocess.Popen([*command, "--log-requests"], stdout=subprocess.PIPE, stderr=errors, text=True)
+        try:
+            assert server.stdout is not None
+            found = re.search(r"http://\S+:\d+", server.stdout.readline())
+            assert found
+            answer = httpx.post(
+                f"{found[0]}/v1/completions", json={"prompt": "hello", "max_tokens": 2}, timeout=HANGING
+            )
+            assert answer.status_code == 200
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(HANGING) == 0
+        finally:
+            server.kill()
+        errors.seek(0)
+        lines = [json.loads(line) for line in errors if line.startswith("{")]
+    assert [(line["path"], line["status"]) for line in lines] == [("/v1/completions", 200)]
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def _ids_from_json(value: object) -> object:
     return biases
 
 
-def _prompts(value: object) -> object:
+def prompts_from_json(value: object) -> object:
     """Convert one prompt or a list of prompts, each text or token ids, to prompt objects."""
     if isinstance(value, str) or (isinstance(value, Sequence) and value and isinstance(value[0], int)):
         value = [value]
@@ -261,7 +261,7 @@ class CompletionPayload(_Payload):
         }
     )
 
-    prompt: Annotated[tuple[TextPrompt | TokenPrompt, ...], BeforeValidator(_prompts)] = Field(
+    prompt: Annotated[tuple[TextPrompt | TokenPrompt, ...], BeforeValidator(prompts_from_json)] = Field(
         description="Text, token ids, or a list of either."
     )
     max_tokens: StrictInt | None = Field(default=16, description="Maximum tokens to generate.")

@@ -66,6 +66,7 @@ class Capture:
     """
 
     def __init__(self, served: ServedEngine, sessions: Sessions) -> None:
+        self._served = served
         self._engine = served.engine
         self._sessions = sessions
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -77,7 +78,7 @@ class Capture:
 
     async def _whole(self, asked: Asked, responses: ChatResponses, gone: asyncio.Event) -> Json:
         with asked.call.refusals():
-            output = await self._engine.generate(
+            output = await self._served.generate(
                 asked.call.prompts,
                 asked.call.params,
                 request_ids=asked.call.request_ids,
@@ -108,7 +109,7 @@ class Capture:
         self, asked: Asked, responses: ChatResponses, pieces: asyncio.Queue[Json | None], gone: asyncio.Event
     ) -> None:
         messages: dict[int, Json] = {}
-        chunks = self._engine.generate_stream(
+        chunks = self._served.generate_stream(
             asked.call.prompts,
             asked.call.params,
             request_ids=asked.call.request_ids,

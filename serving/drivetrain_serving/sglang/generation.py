@@ -56,7 +56,7 @@ class GenerateRoute:
         if asked.body.stream:
             return await event_stream(self._events(asked, answers), stream_body, self._served.config.send_timeout)
         with asked.call.refusals(), self._known(asked):
-            output = await engine.generate(
+            output = await self._served.generate(
                 asked.prompts,
                 asked.params,
                 request_ids=asked.request_ids,
@@ -66,7 +66,7 @@ class GenerateRoute:
         return json_answer(answers.whole(output.completions))
 
     async def _events(self, asked: Generation, answers: GenerateAnswers) -> AsyncGenerator[Json, None]:
-        chunks = self._served.engine.generate_stream(
+        chunks = self._served.generate_stream(
             asked.prompts,
             asked.params,
             request_ids=asked.request_ids,

@@ -137,7 +137,7 @@ class GenerationRoutes:
 
     async def _completed(self, call: Call) -> list[Completion]:
         with call.refusals():
-            output = await self._served.engine.generate(
+            output = await self._served.generate(
                 call.prompts,
                 call.params,
                 request_ids=call.request_ids,
@@ -178,7 +178,7 @@ class GenerationRoutes:
     async def _pieces(
         self, call: Call, responses: Responses, ids: Sequence[Sequence[int] | None], include_usage: bool
     ) -> AsyncGenerator[Json, None]:
-        chunks = self._served.engine.generate_stream(
+        chunks = self._served.generate_stream(
             call.prompts,
             call.params,
             request_ids=call.request_ids,

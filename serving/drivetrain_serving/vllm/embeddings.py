@@ -1,0 +1,125 @@
+"""The route ``/v1/embeddings``."""
+
+from __future__ import annotations
+
+import base64
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Final, Literal
+
+import numpy as np
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from drivetrain.checks.pydantic_errors import describe_validation_error
+from drivetrain.checks.safe_repr import shown
+from drivetrain.errors import InvalidRequest
+from drivetrain.openai.engine_calls import Call
+from drivetrain.openai.payloads import prompts_from_json
+from drivetrain.text.prompt_threads import in_prompt_thread
+from drivetrain.types.capability import Capability
+from drivetrain.types.prompts import TextPrompt, TokenPrompt
+from drivetrain_serving.http.answers import json_answer
+from drivetrain_serving.http.bodies import read_json, unless_disconnected
+from drivetrain_serving.served_engine import ServedEngine
+
+_REFUSED: Final = ("messages", "truncate_prompt_tokens", "mm_processor_kwargs", "chat_template", "embed_dtype")
+"""Fields of vLLM that change the vectors and are not honoured; null, false and empty values are taken."""
+
+
+class EmbeddingRequest(BaseModel):
+    """A request to ``/v1/embeddings``."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    input: Annotated[tuple[TextPrompt | TokenPrompt, ...], BeforeValidator(prompts_from_json)] = Field(
+        description="One or several texts, or lists of token ids."
+    )
+    model: StrictStr | None = Field(default=None, description="Name of the model.")
+    encoding_format: Literal["float", "base64"] = Field(
+        default="float", description="Numbers, or base64 of little-endian float32."
+    )
+    dimensions: StrictInt | None = Field(default=None, description="Shortens the vectors, for models trained for that.")
+    add_special_tokens: StrictBool = Field(default=True, description="Add special tokens to texts.")
+    request_id: StrictStr | None = Field(default=None, min_length=1, description="Id of the answer.")
+
+
+class EmbeddingRoute:
+    """Embeds with the served engine."""
+
+    def __init__(self, served: ServedEngine) -> None:
+        self._served = served
+
+    async def embeddings(self, request: Request) -> Response:
+        """Answer POST ``/v1/embeddings``."""
+        body = await read_json(request, self._served.config, wants_type=True)
+        return await unless_disconnected(request.receive, self._answer(body))
+
+    async def _answer(self, body: Mapping[str, object]) -> Response:
+        asked, call = read_embedding(body)
+        engine = self._served.engine
+        with call.refusals():
+            engine.parts.controller.require("/v1/embeddings", Capability.EMBED)
+            if await self._served.adapter_of(asked.model) is not None:
+                raise InvalidRequest(
+                    f"model={shown(asked.model)} is an adapter, of which no embeddings are served; name the model "
+                    f"{self._served.name!r}",
+                    field="model",
+                )
+            prompts = [await self._read(prompt, index) for index, prompt in enumerate(asked.input)]
+            vectors = await engine.encode(prompts, dimensions=asked.dimensions)
+        tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        encoded = _base64 if asked.encoding_format == "base64" else list
+        return json_answer(
+            {
+                "id": f"embd-{asked.request_id or uuid.uuid4().hex}",
+                "object": "list",
+                "created": int(time.time()),
+                "model": asked.model or self._served.name,
+                "data": [
+                    {"object": "embedding", "index": index, "embedding": encoded(vector)}
+                    for index, vector in enumerate(vectors)
+                ],
+                "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+            }
+        )
+
+    async def _read(self, prompt: TextPrompt | TokenPrompt, index: int) -> TokenPrompt:
+        """Return a prompt as token ids, which the answer counts."""
+        if isinstance(prompt, TokenPrompt):
+            return prompt
+        engine = self._served.engine
+        length = engine.model_info.context_length
+        ids = await in_prompt_thread(lambda: engine.tokenizer.encode(prompt, length, f"prompts[{index}]"))
+        return TokenPrompt(token_ids=tuple(ids))
+
+
+def read_embedding(body: Mapping[str, object]) -> tuple[EmbeddingRequest, Call]:
+    """Read a request to ``/v1/embeddings``; the call names its fields in the engine's refusals.
+
+    Raises:
+        InvalidRequest: a field is wrong, or cannot be honoured.
+    """
+    for name in _REFUSED:
+        if body.get(name):
+            raise InvalidRequest(f"{name}={shown(body[name])} is not supported; leave it out", field=name)
+    try:
+        asked = EmbeddingRequest.model_validate({name: one for name, one in body.items() if one is not None})
+    except ValidationError as error:
+        field, message = describe_validation_error(error, EmbeddingRequest)
+        raise InvalidRequest(message, field=field) from None
+    prompts = tuple(
+        TextPrompt(text=prompt.text, add_special_tokens=asked.add_special_tokens)
+        if isinstance(prompt, TextPrompt)
+        else prompt
+        for prompt in asked.input
+    )
+    asked = asked.model_copy(update={"input": prompts})
+    names = {"prompts": "input"}
+    return asked, Call(id="", prompts=prompts, params={}, lora=None, priority=0, names=names)
+
+
+def _base64(vector: Sequence[float]) -> str:
+    return base64.b64encode(np.asarray(vector, dtype="<f4").tobytes()).decode()
