@@ -52,9 +52,12 @@ TRAINER_READY := .venvs/trainer/.ready-$(shell (cat pyproject.toml; echo '$(TORC
 HTTP_TRAINER_READY := .venvs/http-trainer/.ready-$(shell echo '$(TORCH)' | sha256sum | cut -c1-16)
 # The port of `make serve-demo`.
 PORT ?= 8000
+# The clients and trainers that drive our server unmodified, in the releases of the table in the docs.
+TRAINERS ?= openai==2.54.0 anthropic==2.14.0 langchain-openai==1.7.4 verifiers==0.4.0 renderers==0.1.12
+TRAINERS_READY := .venvs/trainers/.ready-$(shell echo '$(TRAINERS)' | sha256sum | cut -c1-16)
 
-.PHONY: help setup demo serve-demo test test-unit test-fast test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-status-page test-trainer-half train-skyrl faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint site docs bench clean
-.PHONY: environments environment-transformers environment-echo environment-trainer environment-sglang environment-sglang-server environment-vllm environment-vllm-server
+.PHONY: help setup demo serve-demo test test-unit test-fast test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-status-page test-trainer-half test-trainers train-skyrl faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint site docs bench clean
+.PHONY: environments environment-transformers environment-echo environment-trainer environment-trainers environment-sglang environment-sglang-server environment-vllm environment-vllm-server
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -170,6 +173,20 @@ $(SKYRL_READY): | pyproject.toml
 	@[[ -x .venvs/skyrl/bin/python ]] || $(SGLANG_PYTHON) -m venv .venvs/skyrl
 	@.venvs/skyrl/bin/python -m pip install --quiet --disable-pip-version-check --retries 10 '$(TORCH)' '$(SKYRL)' 'tinker<=0.24.1' uv
 	@rm -f .venvs/skyrl/.ready-* && touch $@
+
+# Their packages know nothing of drivetrain: the server runs in the project's environment.
+test-trainers: environment-trainers ## unmodified clients and trainers from the registry against drivetrain serve
+	@PROJECT_PYTHON=$(abspath $(BIN)/python) PYTHONPATH=tests/helpers OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venvs/trainers/bin/python -m pytest -q \
+		-c /dev/null --rootdir tests/trainers --confcutdir tests/trainers -p no:cacheprovider tests/trainers/*_sdk.py \
+		tests/trainers/langchain_agent.py tests/trainers/verifiers_rollouts.py $(ARGS)
+
+environment-trainers: $(READY) $(TRAINERS_READY)
+
+$(TRAINERS_READY):
+	@echo "setting up .venvs/trainers with $(PYTHON): 1 GB, a minute"
+	@[[ -x .venvs/trainers/bin/python ]] || $(PYTHON) -m venv .venvs/trainers
+	@.venvs/trainers/bin/python -m pip install --quiet --disable-pip-version-check $(TRAINERS) pytest
+	@rm -f .venvs/trainers/.ready-* && touch $@
 
 faults: environment-$(BACKEND) $(READY) ## kill and freeze processes during weight updates of BACKEND; EXAMPLES=300 by chance
 	@FAULTS=$(EXAMPLES) FAULTS_BACKEND=$(BACKEND) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(if $(filter transformers,$(BACKEND)),tests/faults,tests/faults/with_an_engine.py) $(ARGS)

@@ -218,6 +218,17 @@ def test_fields_of_chat_completions_pass() -> None:
     }
 
 
+@pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
+async def test_a_client_is_told_to_send_all_messages_itself(talking: Talking, thread: dict[str, str]) -> None:
+    """Anthropic's package asks the server to hold the messages, and sends them all after this error."""
+    gateway, _, _ = talking
+    body = {"model": "policy", "max_tokens": 8, "messages": [{"role": "user", "content": "hello"}], "thread": thread}
+    refused = await gateway.http.post("/sessions/a/v1/messages", json=body)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["type"]) == (400, "invalid_request_error")
+    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+
 @pytest.mark.parametrize("field", [{"n": 2}, {"logprobs": True}, {"output_format": {"type": "text"}}])
 def test_fields_that_the_answer_has_no_place_for_are_refused(field: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest, match=next(iter(field))):

@@ -7,9 +7,11 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import openai
 import pytest
 import pytest_asyncio
 import tokenizers
+from pydantic import BaseModel
 from transformers import PreTrainedTokenizerFast
 
 from drivetrain import ChatPrompt, InferenceEngine, TextPrompt
@@ -232,3 +234,24 @@ async def test_experts_are_recorded_if_told_to(talking: Talking) -> None:
         (branch,) = await gateway.branches()
     expected = [[[i]] if one else None for i, one in zip(branch["token_ids"], branch["loss_mask"], strict=True)]
     assert branch["routed_experts"] == expected
+
+
+class Add(BaseModel):
+    a: int
+    b: list[int]
+
+
+async def test_openais_helpers_send_strict_tools(talking: Talking) -> None:
+    """They check the arguments themselves; the prompt is that of the same tool without ``strict``."""
+    gateway, backend, _ = talking
+    backend.says = [CALL, CALL]
+    tool = openai.pydantic_function_tool(Add, name="add")
+    answer = await gateway.api.chat.completions.parse(
+        model="policy", messages=[{"role": "user", "content": "add"}], tools=[tool],
+        extra_body={"return_token_ids": True},
+    )  # fmt: skip
+    assert answer.choices[0].message.tool_calls
+    assert answer.choices[0].message.tool_calls[0].function.parsed_arguments == Add(a=1, b=[12])
+    function = {name: value for name, value in tool["function"].items() if name != "strict"}
+    other = await gateway.ask([user("add")], tools=[{"type": "function", "function": function}])
+    assert other.prompt_token_ids == answer.prompt_token_ids  # type: ignore[attr-defined]

@@ -33,6 +33,10 @@ _ERROR_TYPES: Final = {
 }
 
 
+class ThreadUnsupported(InvalidRequest):
+    """The request asks the server to hold the conversation's messages. Clients can send them all instead."""
+
+
 def to_chat(body: Mapping[str, object], template: str) -> Json:
     """Return a Messages request as a chat completion request.
 
@@ -43,6 +47,8 @@ def to_chat(body: Mapping[str, object], template: str) -> Json:
     Raises:
         InvalidRequest: A field cannot be read or honoured.
     """
+    if body.get("thread"):
+        raise ThreadUnsupported("thread: messages are not kept for later requests; send them all", field="thread")
     for name in _REFUSED:
         if body.get(name):
             raise InvalidRequest(f"{name}={shown(body[name])} is not supported; leave it out", field=name)
@@ -302,7 +308,10 @@ class MessageEvents:
 def error_of(error: DrivetrainError) -> tuple[Json, int]:
     """Return the body and the status of an error."""
     body, status = body_and_status(error)
-    return http_error(status, str(error)) | {"drivetrain": body["drivetrain"]}, status
+    answer: Json = http_error(status, str(error)) | {"drivetrain": body["drivetrain"]}
+    if isinstance(error, ThreadUnsupported):
+        answer["error"]["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return answer, status
 
 
 def http_error(status: int, message: str) -> Json:

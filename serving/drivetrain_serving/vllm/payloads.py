@@ -91,6 +91,8 @@ def read_chat(body: Mapping[str, object], template: str, *, stream: bool) -> Cha
         fields.pop("tools", None)
         if fields.get("tool_choice") == "auto":
             del fields["tool_choice"]
+    elif isinstance(fields["tools"], list):
+        fields["tools"] = [_not_strict(tool) for tool in fields["tools"]]
     if fields.get("logprobs") is None or fields["logprobs"] is False:
         fields.pop("logprobs", None)
         if not fields.get("top_logprobs"):
@@ -99,6 +101,14 @@ def read_chat(body: Mapping[str, object], template: str, *, stream: bool) -> Cha
     if effort is not None and "reasoning_effort" in template and isinstance(variables, Mapping):
         fields["chat_template_kwargs"] = {"reasoning_effort": effort, **variables}
     return _parsed(ChatRequest, fields, stream)
+
+
+def _not_strict(tool: object) -> object:
+    """Leave ``strict`` out of a tool: OpenAI's helpers always send it, and check the arguments themselves."""
+    match tool:
+        case {"function": {"strict": True, **function}, **more}:
+            return {**more, "function": function}
+    return tool
 
 
 def _parsed(kind: type[_A], fields: dict[str, object], stream: bool) -> _A:

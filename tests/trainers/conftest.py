@@ -1,0 +1,64 @@
+"""``drivetrain serve`` in the project's environment, for clients that run in another: ``make test-trainers``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tool_conversation import Score
+
+
+@contextmanager
+def in_the_project(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Run Python of the project's environment until the context ends; its errors go to ours."""
+    command = [os.environ["PROJECT_PYTHON"], "-W", "ignore", *arguments]
+    environment = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=environment
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the taught model."""
+    return tmp_path_factory.mktemp("taught")
+
+
+@pytest.fixture(scope="session")
+def score(model: Path) -> Iterator[Score]:
+    with in_the_project(str(Path(__file__).with_name("taught_model.py")), str(model)) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        reads, writes = process.stdout, process.stdin
+        assert reads.readline() == "taught\n", process.poll()
+
+        def ask(token_ids: Sequence[int]) -> list[float]:
+            writes.write(json.dumps([*token_ids]) + "\n")
+            logprobs: list[float] = json.loads(reads.readline())
+            return logprobs
+
+        yield ask
+
+
+@pytest.fixture(scope="session")
+def url(model: Path, score: Score) -> Iterator[str]:
+    """Address of the server. The model is called ``policy``."""
+    arguments = ["-m", "drivetrain", "serve", "--backend", "transformers", "--model", str(model)]
+    with in_the_project(*arguments, "--served-model-name", "policy", "--port", "0") as process:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        found = re.search(r"http://\S+:\d+", said)
+        assert found, (said, process.poll())
+        yield found[0]
