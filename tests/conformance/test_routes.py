@@ -194,7 +194,7 @@ VLLM: Final = {
     "vllm_tokens/streamed_ids_are_deltas": Wrong(COMPLETIONS, put([5], "choices", "*", "token_ids")),
     "vllm_tokens/generated_ids_have_a_logprob_each": Wrong(IDS, put([], *LOGPROBS, "content")),
     "vllm_tokens/generated_logprobs_name_their_tokens": Wrong(IDS, drop(*LOGPROBS, "content", "*", "token")),
-    "vllm_tokens/generation_has_a_finish_reason_and_usage": Wrong(IDS, put(None, "choices", "*", "finish_reason")),
+    "vllm_tokens/generation_has_a_finish_reason_and_an_id": Wrong(IDS, put(None, "choices", "*", "finish_reason")),
     "vllm_tokens/a_chat_is_tokenized": Wrong("/tokenize", put(0, "count")),
     "vllm_control/control_answers_can_be_read": Wrong("/pause", chunked=True),
     "vllm_control/the_world_size_can_be_read": Wrong("/get_world_size", chunked=True),
@@ -344,7 +344,7 @@ async def test_a_route_that_does_not_answer_fails_at_its_deadline(engine: Infere
 
 
 async def test_keys_are_sent_and_their_lack_is_told(engine: InferenceEngine) -> None:
-    keys = {"api_key": "a-key-for-requests", "control_key": "a-key-for-control"}
+    keys: dict[str, Any] = {"api_key": "a-key-for-requests", "control_key": "a-key-for-control"}
     cases = {"openai/choices_are_numbered", "vllm_control/pauses_repeat"}
     async with serving(engine, Dialect.VLLM, **keys) as url:
         assert [entry.verdict for entry in await run(url, cases, **keys)] == [Verdict.PASSED] * 2

@@ -40,7 +40,7 @@ class Field:
         assert isinstance(self.value, list), f"{self.path} is {self.shown}; expected a list"
         return [Field(value, f"{self.path}.{index}") for index, value in enumerate(self.value)]
 
-    def object(self) -> Mapping[str, object]:
+    def mapping(self) -> Mapping[str, object]:
         """Return an object."""
         assert isinstance(self.value, Mapping), f"{self.path} is {self.shown}; expected an object"
         return self.value

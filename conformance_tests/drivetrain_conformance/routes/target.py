@@ -53,7 +53,7 @@ class Stream:
                 self.is_done = True
                 continue
             event = parsed(data, f"an event of {self._asked}")
-            assert "error" not in event.object(), f"{self._asked}: the stream ends in {event.shown}"
+            assert "error" not in event.mapping(), f"{self._asked}: the stream ends in {event.shown}"
             return event
         return None
 
@@ -242,14 +242,14 @@ async def connected(
     limits = httpx.Limits(max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=base, timeout=timeout, trust_env=False, limits=limits) as client:
         card = await _first_card(client, base, timeout, api_key)
-        owner = card.object().get("owned_by")
+        owner = card.mapping().get("owned_by")
         told = dialect or _OWNERS.get(str(owner))
         if told is None:
             raise InvalidConfig(
                 f"--url {url}: its model is owned by {owner!r}, which tells no dialect; give --dialect",
                 field="--dialect",
             )
-        context = card.object().get("max_model_len")
+        context = card.mapping().get("max_model_len")
         yield Target(
             client,
             dialect=told,

@@ -123,20 +123,20 @@ async def a_stream_ends_in_a_finish_reason_and_done(target: Target) -> None:
 async def a_wrong_type_is_a_client_error(target: Target) -> None:
     """A field of a wrong type is refused with 4xx and a JSON object. Clients repeat what fails with 5xx."""
     body = {"model": target.model, "prompt": "hello", "max_tokens": "four"}
-    (await target.refused("/v1/completions", body)).json().object()
+    (await target.refused("/v1/completions", body)).json().mapping()
 
 
 @route_case
 async def a_wrong_value_is_a_client_error(target: Target) -> None:
     """A negative temperature is refused with 4xx and a JSON object. Clients repeat what fails with 5xx."""
     body = {"model": target.model, "prompt": "hello", "temperature": -1}
-    (await target.refused("/v1/completions", body)).json().object()
+    (await target.refused("/v1/completions", body)).json().mapping()
 
 
 @route_case
 async def a_body_that_is_no_json_is_a_client_error(target: Target) -> None:
     """A body that is no JSON is refused with 4xx and a JSON object. Clients repeat what fails with 5xx."""
-    (await target.refused("/v1/completions", '{"prompt":')).json().object()
+    (await target.refused("/v1/completions", '{"prompt":')).json().mapping()
 
 
 @route_case

@@ -43,13 +43,14 @@ async def interrupted(target: Target, interrupt: Callable[[], Awaitable[object]]
     """
     params = {"max_new_tokens": target.long, "ignore_eos": True}
     body: Mapping[str, object] = {"input_ids": [5], "sampling_params": params, "return_logprob": True, **fields}
-    for _ in range(TRIES):
-        last = (await target.interrupted("/generate", body, interrupt))[-1]
+    last = (await target.interrupted("/generate", body, interrupt))[-1]
+    for _ in range(TRIES - 1):
         if last["meta_info"]["finish_reason"]["type"].value != "length":
             break
+        last = (await target.interrupted("/generate", body, interrupt))[-1]
     reason = last["meta_info"]["finish_reason"]
     reason["type"].equals("abort")
-    message = reason.object().get("message", "")
+    message = reason.mapping().get("message", "")
     assert isinstance(message, str), f"{reason.path}.message is {message!r}; AReaL expects a string"
     return last
 
@@ -78,8 +79,8 @@ async def get_health_may_have_a_body(target: Target) -> None:
 @route_case
 async def control_answers_can_be_read(target: Target) -> None:
     """Pauses, and their ends, answer a JSON object with Content-Length. slime parses every answer."""
-    require_readable(await target.post("/pause_generation", {})).object()
-    require_readable(await target.post("/continue_generation", {})).object()
+    require_readable(await target.post("/pause_generation", {})).mapping()
+    require_readable(await target.post("/continue_generation", {})).mapping()
 
 
 @route_case
@@ -214,14 +215,14 @@ async def an_update_of_an_unknown_group_is_a_client_error(target: Target) -> Non
     """An update by a group that was never formed is 4xx, with a JSON object. slime repeats nothing, AReaL all."""
     lists: dict[str, object] = {"names": [], "dtypes": [], "shapes": []}
     body = {**lists, "group_name": f"conformance-{uuid.uuid4().hex}", "flush_cache": False}
-    (await target.refused("/update_weights_from_distributed", body)).json().object()
+    (await target.refused("/update_weights_from_distributed", body)).json().mapping()
 
 
 @route_case
 async def a_group_of_nobody_is_a_client_error(target: Target) -> None:
     """To destroy an unknown group is 4xx, with a JSON object. slime does so before it forms one."""
     body = {"group_name": f"conformance-{uuid.uuid4().hex}"}
-    (await target.refused("/destroy_weights_update_group", body)).json().object()
+    (await target.refused("/destroy_weights_update_group", body)).json().mapping()
 
 
 @route_case

@@ -148,20 +148,20 @@ async def a_stream_ends_in_a_finish_reason_and_done(target: Target) -> None:
 async def an_unknown_parameter_is_a_client_error(target: Target) -> None:
     """An unknown key of ``sampling_params`` is 4xx, with a JSON object. slime repeats any failure 60 times."""
     body = {"input_ids": [5], "sampling_params": {"of_nobody": 4}}
-    (await target.refused("/generate", body)).json().object()
+    (await target.refused("/generate", body)).json().mapping()
 
 
 @route_case
 async def a_wrong_type_is_a_client_error(target: Target) -> None:
     """A parameter of a wrong type is 4xx, with a JSON object. Clients repeat what fails with 5xx."""
     body = {"input_ids": [5], "sampling_params": {"max_new_tokens": "four"}}
-    (await target.refused("/generate", body)).json().object()
+    (await target.refused("/generate", body)).json().mapping()
 
 
 @route_case
 async def no_prompt_is_a_client_error(target: Target) -> None:
     """A request without a prompt is 4xx, with a JSON object. Clients repeat what fails with 5xx."""
-    (await target.refused("/generate", {"sampling_params": SHORT})).json().object()
+    (await target.refused("/generate", {"sampling_params": SHORT})).json().mapping()
 
 
 @route_case

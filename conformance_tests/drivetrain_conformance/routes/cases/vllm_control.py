@@ -26,7 +26,7 @@ async def paused(target: Target, mode: str) -> AsyncIterator[None]:
 
 def require_readable(answer: Answer) -> None:
     """Require a JSON object with its length."""
-    answer.json().object()
+    answer.json().mapping()
     kind = answer.headers.get("content-type", "")
     assert kind.startswith("application/json"), f"{answer.asked} answers the content type {kind!r}"
     assert "content-length" in answer.headers, f"{answer.asked} answers without Content-Length"
@@ -51,6 +51,7 @@ async def interrupted(
 
     A fast server may end a request before it is interrupted, so there are several tries.
     """
+    choices: list[Field] = []
     for _ in range(TRIES):
         events = await target.interrupted(path, body, interrupt)
         choices = [event["choices"][0] for event in events if event["choices"].entries()]
@@ -89,7 +90,8 @@ async def the_configuration_can_be_read(target: Target) -> None:
     config = (await target.get("/server_info", config_format="json")).json()["vllm_config"]
     config["model_config"]["dtype"].text()
     config["parallel_config"]["data_parallel_size"].integer()
-    config["lora_config"], config["weight_transfer_config"]
+    for name in ("lora_config", "weight_transfer_config"):
+        assert name in config.mapping(), f"{config.path}.{name} is absent"
 
 
 @route_case

@@ -77,7 +77,7 @@ async def logprobs_of_zero_give_the_sampled_token(target: Target) -> None:
     for choice in await of_a_step(target):
         logprobs = choice["logprobs"]["token_logprobs"].numbers()
         for entry, logprob in zip(choice["logprobs"]["top_logprobs"].entries(), logprobs, strict=True):
-            values = list(entry.object().values())
+            values = list(entry.mapping().values())
             assert values == [logprob], f"{entry.path} is {entry.shown}; expected only the sampled token's {logprob}"
 
 
@@ -88,7 +88,7 @@ async def token_strings_name_their_ids(target: Target) -> None:
         expected = [f"token_id:{token}" for token in choice["token_ids"].ids()]
         choice["logprobs"]["tokens"].equals(expected)
         for entry, name in zip(choice["logprobs"]["top_logprobs"].entries(), expected, strict=True):
-            assert name in entry.object(), f"{entry.path} is {entry.shown}; expected the key {name}"
+            assert name in entry.mapping(), f"{entry.path} is {entry.shown}; expected the key {name}"
 
 
 @route_case
@@ -111,7 +111,7 @@ async def prompt_logprobs_begin_with_the_prompts_token(target: Target) -> None:
     assert first.is_null(), f"{first.path} is {first.shown}; expected null"
     assert len(rest) == 2, f"{answered.path} has {len(rest) + 1} entries for 3 tokens"
     for entry, token in zip(rest, prompt[1:], strict=True):
-        keys = list(entry.object())
+        keys = list(entry.mapping())
         assert keys[:1] == [str(token)], f"{entry.path} begins with {keys[:1]}; expected {token}"
         entry[str(token)]["logprob"].number()
 
@@ -213,7 +213,7 @@ async def generated_logprobs_name_their_tokens(target: Target) -> None:
 
 
 @route_case
-async def generation_has_a_finish_reason_and_usage(target: Target) -> None:
+async def generation_has_a_finish_reason_and_an_id(target: Target) -> None:
     """``/inference/v1/generate`` answers a finish reason and the request's id. SkyRL indexes them."""
     answer = await generate(target, ignore_eos=True)
     answer["choices"][0]["finish_reason"].equals("length")
