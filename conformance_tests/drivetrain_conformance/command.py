@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import logging
 import time
@@ -19,13 +20,17 @@ from drivetrain.cli.output import err, out, print_error, print_json
 from drivetrain.errors import DrivetrainError, InvalidConfig
 from drivetrain.types.config import Isolation
 from drivetrain_conformance.harness.progress_bar import progress_bar
+from drivetrain_conformance.harness.verdict import Verdict
+from drivetrain_conformance.routes.dialect import Dialect
 
 if TYPE_CHECKING:
     from drivetrain_conformance.harness.case import Case
     from drivetrain_conformance.harness.runner import CaseResult, Runner
     from drivetrain_conformance.reports.report import CaseEntry, Report
+    from drivetrain_conformance.routes.run import RouteEntry, RouteReport
 
 _NEEDED = ("hypothesis", "pytest", "scipy", "torch", "transformers")
+_NEEDED_FOR_ROUTES = ("httpx",)
 SetFields = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="FIELD=VALUE", help="A field of every engine's configuration, as YAML; repeatable."),
@@ -92,20 +97,58 @@ def conformance(
     mutants: Annotated[
         bool, typer.Option("--mutants", help="Spoil the backend in many ways, and check that each is caught.")
     ] = False,
+    url: Annotated[
+        str | None,
+        typer.Option(help="Check the routes of the server at this address instead; its weights stay as they are."),
+    ] = None,
+    dialect: Annotated[
+        Dialect | None,
+        typer.Option(help="With --url: the routes to expect.", show_default="told by the server's models"),
+    ] = None,
+    api_key: Annotated[
+        str,
+        typer.Option(envvar="DRIVETRAIN_API_KEY", help="With --url: the key of requests.", show_default=False),
+    ] = "",
+    control_key: Annotated[
+        str,
+        typer.Option(
+            envvar="DRIVETRAIN_CONTROL_KEY",
+            help="With --url: the key of control routes.",
+            show_default="that of requests",
+        ),
+    ] = "",
+    timeout: Annotated[
+        float, typer.Option(min=1, max=86400, metavar="SECONDS", help="With --url: deadline of each request.")
+    ] = 60.0,
     show: Annotated[bool, typer.Option("--list", help="List the cases and what they need; run nothing.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the report, or the list, on stdout.")] = False,
 ) -> None:
-    """Run the conformance suite on a backend.
+    """Run the conformance suite on a backend, or with --url on the routes of a running server.
 
     Claimed means it works, unclaimed means it refuses; anything else fails. Exits with 1 if anything failed, with 2
     for a mistake in the arguments.
     """
-    lacking = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    of_routes = url is not None or dialect is not None
+    needed = _NEEDED_FOR_ROUTES if of_routes else _NEEDED
+    lacking = [name for name in needed if importlib.util.find_spec(name) is None]
     if lacking:
         print_error(f"the suite needs {', '.join(lacking)}; run: pip install 'drivetrain[conformance]'")
         raise typer.Exit(2)
     logging.getLogger("drivetrain").setLevel(logging.CRITICAL)  # cases provoke errors; their verdicts report them
-    if mutants:
+    if of_routes:
+        beside = {"BACKEND": backend, "--mutants": mutants, "--remote": remote, "--ray": in_ray, "--set": engine_fields}
+        given = [name for name, value in beside.items() if value]
+        if given:
+            raise InvalidConfig(f"--url checks a running server: leave out {', '.join(given)}", field=given[0])
+        if show:
+            _list_routes(dialect, as_json=json)
+            return
+        if url is None:
+            raise InvalidConfig("--dialect says which routes --url has; give --url, or --list", field="--url")
+        keys = api_key, control_key
+        made_of_routes = asyncio.run(_run_routes(url, dialect, keys, timeout, group, case, report))
+        passed = _tell(made_of_routes, as_json=json, require_complete=require_complete)
+    elif mutants:
         from drivetrain_conformance.mutants.run import run_mutants
 
         passed = run_mutants(backend or "transformers", as_json=json)
@@ -189,8 +232,6 @@ def record(
     engine_fields: SetFields = None,
 ) -> None:
     """Record a backend's answers to the requests by which backends are compared."""
-    import asyncio
-
     from drivetrain_conformance.reports import parity
 
     made = asyncio.run(parity.record(backend, dtype, _fields(engine_fields or [])))
@@ -370,20 +411,64 @@ def _with_progress(runner: Runner, cases: list[Case]) -> Iterator[CaseResult]:
             advance(case.id, by=0)
             result = runner.execute(case)
             advance(case.id)
-            if result.verdict.is_failure:
-                err.print(Text(f"failed  {case.id}: {result.judgement.message}"), style="red", soft_wrap=True)
-            elif not err.is_terminal:
-                err.print(Text(f"{result.verdict.value:13} {result.seconds:6.2f} s  {case.id}"), soft_wrap=True)
+            _tell_case(case.id, result.verdict, result.seconds, result.judgement.message)
             yield result
+
+
+def _tell_case(name: str, verdict: Verdict, seconds: float, message: str) -> None:
+    if verdict.is_failure:
+        err.print(Text(f"failed  {name}: {message}"), style="red", soft_wrap=True)
+    elif not err.is_terminal:
+        err.print(Text(f"{verdict.value:13} {seconds:6.2f} s  {name}"), soft_wrap=True)
+
+
+# Routes --------------------------------------------------------------------------------------------------------------
+
+
+async def _run_routes(
+    url: str,
+    dialect: Dialect | None,
+    keys: tuple[str, str],
+    timeout: float,
+    groups: list[str] | None,
+    ids: list[str] | None,
+    file: Path | None,
+) -> RouteReport:
+    from drivetrain_conformance.routes.case import choose
+    from drivetrain_conformance.routes.run import route_report, run_routes, write_route_report
+    from drivetrain_conformance.routes.target import connected
+
+    choose(dialect, groups, ids)  # so that a wrong name is found before the server is
+    async with connected(url, dialect, timeout=timeout, api_key=keys[0], control_key=keys[1]) as target:
+        cases = choose(target.dialect, groups, ids)
+        entries: list[RouteEntry] = []
+        with progress_bar(target.dialect.value, len(cases)) as advance:
+            async for entry in run_routes(target, cases):
+                advance(entry.case)
+                _tell_case(entry.case, entry.verdict, entry.seconds, entry.message)
+                entries.append(entry)
+                if file is not None:
+                    write_route_report(route_report(url, target, entries), file)
+        return route_report(url, target, entries)
+
+
+def _list_routes(dialect: Dialect | None, *, as_json: bool) -> None:
+    from drivetrain_conformance.routes.case import route_cases
+
+    cases = route_cases(dialect)
+    if as_json:
+        print_json({"cases": [{"case": case.id, "summary": case.summary} for case in cases]})
+        return
+    for case in cases:
+        out.print(Text.assemble((case.id, "bold"), f"\n  {case.summary}"), soft_wrap=True)
+    out.print(f"{len(cases)} cases")
 
 
 # Telling -------------------------------------------------------------------------------------------------------------
 
 
-def _tell(report: Report, *, as_json: bool, require_complete: bool) -> bool:
+def _tell(report: Report | RouteReport, *, as_json: bool, require_complete: bool) -> bool:
     """Print the report's findings; return True if the run passed."""
-    from drivetrain_conformance.harness.verdict import Verdict
-
     if as_json:
         import msgspec
 
@@ -401,10 +486,8 @@ def _tell(report: Report, *, as_json: bool, require_complete: bool) -> bool:
     return not failures and not incomplete and report.counts()[Verdict.FAILED] == 0
 
 
-def _print_groups(report: Report) -> None:
-    from drivetrain_conformance.harness.verdict import Verdict
-
-    groups: dict[str, list[CaseEntry]] = {}
+def _print_groups(report: Report | RouteReport) -> None:
+    groups: dict[str, list[CaseEntry | RouteEntry]] = {}
     for entry in report.cases:
         groups.setdefault(entry.case.partition("/")[0], []).append(entry)
     table = Table("group", box=None, pad_edge=False)

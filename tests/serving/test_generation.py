@@ -151,6 +151,7 @@ async def test_a_prompts_logprobs_name_its_tokens(client: httpx.AsyncClient, eng
     first, *others = body["choices"][0]["prompt_logprobs"]
     assert first is None
     for entries, token_id, logprob in zip(others, PROMPTS[0][1:], expected.prompt_logprobs[1:], strict=True):
+        assert next(iter(entries)) == str(token_id)
         assert entries[str(token_id)]["logprob"] == pytest.approx(logprob, abs=1e-4)
         assert min(entry["rank"] for entry in entries.values() if entry["rank"]) == 1
 

@@ -21,7 +21,7 @@ def stop_reason(completion: Completion, eos_token_ids: Sequence[int]) -> int | s
 
 
 def prompt_logprobs(completion: Completion, texts: TokenTexts) -> list[dict[str, Json] | None] | None:
-    """Return a prompt's logprobs: per token, token id → logprob, rank and text."""
+    """Return a prompt's logprobs: per token, token id → logprob, rank and text; the prompt's own token first."""
     given = completion.prompt_logprobs
     if given is None:
         return None
@@ -34,8 +34,8 @@ def prompt_logprobs(completion: Completion, texts: TokenTexts) -> list[dict[str,
 
 def _ranked(token_id: int, logprob: float, top: TopLogprobs, texts: TokenTexts) -> dict[str, Json]:
     entries = {str(other): _entry(value, rank, texts(other).text) for rank, (other, value) in enumerate(top, 1)}
-    entries.setdefault(str(token_id), _entry(logprob, None, texts(token_id).text))
-    return entries
+    own = entries.pop(str(token_id), None) or _entry(logprob, None, texts(token_id).text)
+    return {str(token_id): own, **entries}
 
 
 def _entry(logprob: float, rank: int | None, text: str) -> Json:

@@ -1,0 +1,1 @@
+"""The route cases: each group is a module."""
