@@ -29,6 +29,7 @@ TENSORS: Body = {"names": ["a"], "shapes": [[1]]}
 BODIES: dict[str, Body] = {
     "/v1/completions": {"prompt": [5], "max_tokens": 1},
     "/v1/chat/completions": TALK,
+    "/v1/embeddings": {"input": "a"},
     "/inference/v1/generate": {"token_ids": [5], "sampling_params": {"max_tokens": 1}},
     "/generate": {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}},
     "/sessions/{session}/v1/chat/completions": TALK,
@@ -54,6 +55,7 @@ VLLM = (
 FIELDS: dict[str, tuple[str, ...]] = {
     "/v1/completions": (*fields_of(CompletionRequest), *VLLM, "lora_path", "json_schema", "regex", "ebnf", "rid"),
     "/v1/chat/completions": (*fields_of(ChatRequest), *VLLM),
+    "/v1/embeddings": ("input", "messages", "model", "encoding_format", "dimensions", "truncate_prompt_tokens"),
     "/inference/v1/generate": (*fields_of(GenerateRequest), "features", "content_parts"),
     "/generate": (*fields_of(GenerateBody), "image_data", "session_params"),
     "/tokenize": ("prompt", "text", "messages", "add_special_tokens", "tools", "chat_template_kwargs"),
