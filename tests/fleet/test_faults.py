@@ -83,6 +83,12 @@ async def ended(tasks: list[asyncio.Task[list[Completion]]]) -> tuple[list[Compl
     return completions, [error for error in errors if isinstance(error, DrivetrainError)]
 
 
+async def begun(fleet: Fleet, samples: int, *, frozen: str) -> None:
+    """Wait until each member has so many samples with tokens; those of ``frozen`` cannot end before it is hit."""
+    await until(lambda: all(fleet.begun(one.name) == samples for one in fleet.members))
+    await fleet.member(frozen).engine.pause_generation("in_place")
+
+
 def versions(completions: list[Completion]) -> set[str]:
     return {span.version for completion in completions for span in completion.weight_versions}
 
@@ -118,7 +124,7 @@ async def test_an_engine_that_is_killed_while_it_generates(model: Path, name: st
 async def test_an_engine_that_is_killed_while_weights_are_pushed(model: Path, name: str, call: str) -> None:
     async with mixed_fleet(model, name) as (fleet, hit):
         tasks = [asyncio.create_task((streamed if i % 2 else whole)(fleet, [i + 1, 2])) for i in range(9)]
-        await until(lambda: all(fleet.begun(one.name) == 3 for one in fleet.members))
+        await begun(fleet, 3, frozen=name)
         async with WeightSync.connect(await tensors_for(fleet), fleet) as sync:
             with hitting(fleet, name, call, hit):
                 await sync.push(version="one")
@@ -137,7 +143,7 @@ async def test_an_engine_that_is_killed_while_weights_are_pushed(model: Path, na
 async def test_an_engine_that_is_killed_bucket_by_bucket(model: Path, call: str) -> None:
     async with mixed_fleet(model) as (fleet, hit):
         tasks = [asyncio.create_task(whole(fleet, [i + 1, 2])) for i in range(6)]
-        await until(lambda: all(fleet.begun(one.name) == 2 for one in fleet.members))
+        await begun(fleet, 2, frozen="hosted")
         request = WeightUpdateRequest(version="hand", source=DiskSource(path=str(model)))
         with hitting(fleet, "hosted", call, hit):
             async with fleet.weight_update(request) as update:
@@ -153,7 +159,7 @@ async def test_an_engine_that_is_killed_bucket_by_bucket(model: Path, call: str)
 async def test_too_few_engines_after_a_kill_fail_the_push_and_nothing_is_served(model: Path) -> None:
     async with mixed_fleet(model, min_engines=3) as (fleet, hit):
         tasks = [asyncio.create_task(whole(fleet, [i + 1, 2])) for i in range(6)]
-        await until(lambda: all(fleet.begun(one.name) == 2 for one in fleet.members))
+        await begun(fleet, 2, frozen="hosted")
         tensors = await tensors_for(fleet)
         async with WeightSync.connect(tensors, fleet) as sync:
             with hitting(fleet, "hosted", "apply_update", hit), pytest.raises(DrivetrainError, match="min_engines=3"):
@@ -176,7 +182,7 @@ async def test_too_few_engines_after_a_kill_fail_the_push_and_nothing_is_served(
 async def test_an_engine_that_is_killed_while_all_are_controlled(model: Path, call: str) -> None:
     async with mixed_fleet(model) as (fleet, hit):
         tasks = [asyncio.create_task(whole(fleet, [i + 1, 2])) for i in range(6)]
-        await until(lambda: all(fleet.begun(one.name) == 2 for one in fleet.members))
+        await begun(fleet, 2, frozen="hosted")
         with hitting(fleet, "hosted", call, hit):
             await fleet.pause_generation("retract")
             await fleet.sleep(["kv_cache"])
