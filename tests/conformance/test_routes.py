@@ -56,7 +56,7 @@ class Wrong:
 
     Args:
         path: The path.
-        body: Returns another body, given JSON. Of a stream, each event goes through it.
+        body: Returns another body, given JSON. In a stream it changes each event.
         status: Another status.
         chunked: Leave out Content-Length.
         swallowed: Answer at once with ``{}``, and let the server see nothing.
@@ -112,7 +112,7 @@ class Wrong:
 
 
 def at(change: Callable[[Json, str | int], None], *path: str | int) -> Callable[[Json], Json]:
-    """Return a change of the values at a path; ``*`` stands for each entry of a list. What is absent stays so."""
+    """Return a change of the values at a path; ``*`` stands for each entry of a list. Absent keys stay absent."""
 
     def apply(value: Json, path: tuple[str | int, ...]) -> None:
         key, *rest = path
