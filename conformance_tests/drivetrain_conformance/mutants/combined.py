@@ -155,7 +155,7 @@ def streams_without_min_new_tokens_where_text_stops(request: GenerateRequest) ->
     return dataclasses.replace(request, params=request.params.model_copy(update=fields))
 
 
-@streamed_mutant("generate/higher_priority_starts_sooner", says="assert ended == sorted(priorities, reverse=True)")
+@streamed_mutant("generate/higher_priority_starts_sooner", says="assert streamed == sorted(streamed, reverse=True)")
 def streams_without_the_priority(request: GenerateRequest) -> GenerateRequest:
     """The priority of a stream is not passed on."""
     return dataclasses.replace(request, priority=0)
@@ -295,7 +295,7 @@ def penalises_the_end_of_a_prompt(request: GenerateRequest) -> Mapping[str, obje
     return {"logit_bias": {**request.params.logit_bias, **dict.fromkeys(forgotten, penalty - 1)}}
 
 
-@request_mutant("generate/higher_priority_starts_sooner", says="assert ended == sorted(priorities, reverse=True)")
+@request_mutant("generate/higher_priority_starts_sooner", says="assert ended == sorted(ended, reverse=True)")
 def takes_negative_priorities_for_none(request: GenerateRequest) -> GenerateRequest:
     """A priority below 0 is taken for 0."""
     return dataclasses.replace(request, priority=max(0, request.priority))

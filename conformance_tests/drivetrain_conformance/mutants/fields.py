@@ -82,7 +82,7 @@ def drops_the_seed(request: GenerateRequest) -> GenerateRequest:
     return dataclasses.replace(request, seed=None)
 
 
-@request_mutant("generate/higher_priority_starts_sooner", says="assert ended == sorted(priorities, reverse=True)")
+@request_mutant("generate/higher_priority_starts_sooner", says="assert ended == sorted(ended, reverse=True)")
 def drops_the_priority(request: GenerateRequest) -> GenerateRequest:
     """A request's priority is not passed on."""
     return dataclasses.replace(request, priority=0)
@@ -90,7 +90,7 @@ def drops_the_priority(request: GenerateRequest) -> GenerateRequest:
 
 @request_mutant(
     "generate/higher_priority_starts_sooner",
-    says=("assert ended == sorted(priorities, reverse=True)", "ran after others of lower priority"),
+    says=("assert ended == sorted(ended, reverse=True)", "ran after others of lower priority"),
 )
 def turns_priority_round(request: GenerateRequest) -> GenerateRequest:
     """A lower priority starts sooner, as in some engines."""
