@@ -84,8 +84,8 @@ async def ended(tasks: list[asyncio.Task[list[Completion]]]) -> tuple[list[Compl
 
 
 async def begun(fleet: Fleet, samples: int, *, frozen: str) -> None:
-    """Wait until each member has so many samples with tokens; those of ``frozen`` cannot end before it is hit."""
-    await until(lambda: all(fleet.begun(one.name) == samples for one in fleet.members))
+    """Wait until ``frozen`` has so many samples with tokens, which cannot end before it is hit."""
+    await until(lambda: fleet.begun(frozen) == samples)
     await fleet.member(frozen).engine.pause_generation("in_place")
 
 

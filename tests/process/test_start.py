@@ -81,8 +81,10 @@ async def test_a_host_that_ends_while_it_starts_says_how_and_its_last_lines(make
 
 
 async def test_a_host_that_ends_while_it_starts_names_its_exception_first(make: Make) -> None:
+    # On a busy machine its socket is seen closed long before its exit code.
     first = (
-        r"^the host process \d+ .* exit code 7 while starting; first exception in its log: .*OddError: no such layer\n"
+        r"^the host process \d+ .* (exit code 7|closed its call socket) while starting; "
+        r"first exception in its log: .*OddError: no such layer\n"
     )
     with pytest.raises(EngineStartError, match=first) as raised:
         await make("long traceback on start").start(print)
