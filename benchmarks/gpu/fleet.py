@@ -103,7 +103,7 @@ async def equal_on_all(engines: Sequence[InferenceEngine], weights: Weights) -> 
 
 
 async def refusal(call: Awaitable[object]) -> str:
-    """Make a call that must be refused; return its error, and the seconds until it came."""
+    """Make a call that must be refused; return its error, and the seconds that the call took."""
     begun = time.perf_counter()
     try:
         await call

@@ -6,10 +6,10 @@ import asyncio
 import importlib.util
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 import yaml
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 _NEEDED = ("hypothesis", "pytest", "scipy", "torch", "transformers")
 _NEEDED_FOR_ROUTES = ("httpx",)
+_OF_ROUTES: Final = frozenset(("url", "dialect", "api_key", "control_key", "timeout"))
+_OF_BOTH: Final = frozenset(("group", "case", "report", "require_complete", "show", "json"))
+"""Arguments of the command that mean the same for backends and for routes."""
 SetFields = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="FIELD=VALUE", help="A field of every engine's configuration, as YAML; repeatable."),
@@ -49,6 +52,7 @@ def _usage_errors() -> Iterator[None]:
 
 @_usage_errors()
 def conformance(
+    context: typer.Context,
     backend: Annotated[
         str | None, typer.Argument(help="The backend's name. With --mutants: the one that is spoiled; transformers.")
     ] = None,
@@ -136,9 +140,7 @@ def conformance(
         raise typer.Exit(2)
     logging.getLogger("drivetrain").setLevel(logging.CRITICAL)  # cases provoke errors; their verdicts report them
     if of_routes:
-        beside = {"BACKEND": backend, "--mutants": mutants, "--remote": remote, "--ray": in_ray, "--set": engine_fields}
-        given = [name for name, value in beside.items() if value]
-        if given:
+        if given := _given(context, lambda name: name not in _OF_ROUTES | _OF_BOTH):
             raise InvalidConfig(f"--url checks a running server: leave out {', '.join(given)}", field=given[0])
         if show:
             _list_routes(dialect, as_json=json)
@@ -148,6 +150,10 @@ def conformance(
         keys = api_key, control_key
         made_of_routes = asyncio.run(_run_routes(url, dialect, keys, timeout, group, case, report))
         passed = _tell(made_of_routes, as_json=json, require_complete=require_complete)
+    elif given := _given(context, lambda name: name in _OF_ROUTES):
+        raise InvalidConfig(
+            f"{', '.join(given)}: only for a running server; give --url, or leave it out", field=given[0]
+        )
     elif mutants:
         from drivetrain_conformance.mutants.run import run_mutants
 
@@ -420,6 +426,16 @@ def _tell_case(name: str, verdict: Verdict, seconds: float, message: str) -> Non
         err.print(Text(f"failed  {name}: {message}"), style="red", soft_wrap=True)
     elif not err.is_terminal:
         err.print(Text(f"{verdict.value:13} {seconds:6.2f} s  {name}"), soft_wrap=True)
+
+
+def _given(context: typer.Context, chosen: Callable[[str], bool]) -> list[str]:
+    """Return the arguments on the command line whose names are chosen, as they are written there."""
+    found = []
+    for one in context.command.params:
+        source = context.get_parameter_source(one.name or "")
+        if source is not None and source.name == "COMMANDLINE" and chosen(one.name or ""):
+            found.append(one.opts[0] if one.param_type_name == "option" else "BACKEND")
+    return found
 
 
 # Routes --------------------------------------------------------------------------------------------------------------

@@ -48,11 +48,18 @@ class _LoopThread:
         running.set()
         await self._closing.wait()
 
+    def require_other_thread(self) -> None:
+        """Raise in the loop's own thread, which would wait for itself."""
+        if threading.current_thread() is self._thread:
+            raise EngineStateError("a blocking call in the engine's own thread would wait for itself; await there")
+
     def submit(self, work: Coroutine[Any, Any, _R]) -> Future[_R]:
         """Start work in the loop."""
-        if threading.current_thread() is self._thread:
+        try:
+            self.require_other_thread()
+        except EngineStateError:
             work.close()
-            raise EngineStateError("a blocking call in the engine's own thread would wait for itself; await there")
+            raise
         with self._turn:
             if not self._closed:
                 return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -134,7 +141,12 @@ class SyncEngine:
         return self._loop.run(work)
 
     def teardown(self) -> None:
-        """Stop the engine and its thread; idempotent. Requests in flight come back aborted."""
+        """Stop the engine and its thread; idempotent. Requests in flight come back aborted.
+
+        Raises:
+            EngineStateError: The caller is a callback in the engine's own thread.
+        """
+        self._loop.require_other_thread()
         with self._ending:
             if not self._ended:
                 self._ended = True
@@ -178,7 +190,7 @@ class SyncEngine:
         finally:
             taking.cancel()
 
-    # What the engine is ------------------------------------------------------------------------------------------
+    # Facts -------------------------------------------------------------------------------------------------------
 
     @property
     def config(self) -> EngineConfig:

@@ -140,8 +140,13 @@ def test_a_call_in_the_engines_own_thread_is_refused(engine: SyncEngine) -> None
     async def callback() -> None:
         engine.generate([5], GREEDY)
 
-    with pytest.raises(EngineStateError, match="own thread"):
-        engine.run(callback())
+    async def ending() -> None:
+        engine.teardown()
+
+    for work in (callback, ending):
+        with pytest.raises(EngineStateError, match="own thread"):
+            engine.run(work())
+    assert greedy_ids(engine, [5]), "it serves on"
 
 
 def test_an_engine_that_was_closed_is_refused(model: str) -> None:
