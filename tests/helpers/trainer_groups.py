@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +60,19 @@ async def a_trainer(**environment: str) -> AsyncIterator[Trainer]:
         if process.returncode is None:
             process.kill()
         await process.wait()
+
+
+async def must_join(joining: Coroutine[Any, Any, str], *posts: Coroutine[Any, Any, httpx.Response]) -> None:
+    """Form a group from both sides; a trainer that cannot join fails with its own words, not at a deadline."""
+
+    async def trainer_joins() -> None:
+        assert await joining == ""
+
+    async with asyncio.timeout(HANGING), asyncio.TaskGroup() as group:
+        group.create_task(trainer_joins())
+        answers = [group.create_task(post) for post in posts]
+    for answer in answers:
+        assert answer.result().status_code == 200, answer.result().text
 
 
 @dataclass
@@ -121,12 +134,7 @@ async def a_group(
         for rank, client in enumerate(clients, 1)
     ]
     joining = trainer.do("join", address="127.0.0.1", port=port, world_size=world_size, group=name, backend=backend)
-    async with asyncio.timeout(HANGING):
-        error, answers = await asyncio.gather(joining, asyncio.gather(*posts))
-    assert error == ""
-    for answer in answers:
-        assert answer.status_code == 200, answer.text
-        assert answer.json()["success"] is True
+    await must_join(joining, *posts)
     try:
         yield Group(name, trainer, clients)
     finally:

@@ -22,6 +22,7 @@ from drivetrain_serving.weights.messages import JoinNccl
 from drivetrain_serving.weights.nccl import NcclGroup
 
 distributed: Any = dist.distributed_c10d
+TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
 stores: list[object] = []
 """Stores that other ranks may still read."""
 
@@ -52,7 +53,7 @@ def join_communicator(address: str, port: int, world_size: int) -> NcclGroup:
     nccl = ctypes.CDLL("libnccl.so.2")
     identity = (ctypes.c_byte * 128)()
     nccl.ncclGetUniqueId(ctypes.byref(identity))
-    store: Any = distributed.TCPStore(address, port, world_size, True, timedelta(seconds=120), use_libuv=False)
+    store = TCPStore(address, port, world_size, True, timedelta(seconds=120), use_libuv=False)
     store.set("broadcast_from/0/0", pickle.dumps(["ncclUniqueId", bytes(identity)]))
     join = JoinNccl(group_name="", rank=0, world_size=world_size, timeout=120, unique_id=bytes(identity))
     group = NcclGroup(join)

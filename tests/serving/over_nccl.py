@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest_asyncio
 
 from drivetrain import create_engine
 from drivetrain_serving.vllm.weight_transfer import GROUP
-from engines import HANGING
 from trainer_groups import (
     Group,
     Trainer,
@@ -22,6 +20,7 @@ from trainer_groups import (
     answers_of,
     free_port,
     fresh,
+    must_join,
     send_as_trl,
     tensors_of,
     version_of,
@@ -68,12 +67,10 @@ async def test_a_torch_group(
 async def test_vllms_communicator(trainer: Trainer, client: httpx.AsyncClient, model: Path, other_model: Path) -> None:
     port = free_port()
     info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "packed": True}
-    async with asyncio.timeout(HANGING):
-        answer, error = await asyncio.gather(
-            client.post("/init_weight_transfer_engine", json={"init_info": info}),
-            trainer.do("join_communicator", address="127.0.0.1", port=port, world_size=2, group=GROUP),
-        )
-    assert (answer.status_code, error) == (200, ""), answer.text
+    await must_join(
+        trainer.do("join_communicator", address="127.0.0.1", port=port, world_size=2, group=GROUP),
+        client.post("/init_weight_transfer_engine", json={"init_info": info}),
+    )
     group = Group(GROUP, trainer, [client])
     for folder, packing in (
         (other_model, {"packed": True, "packed_buffer_size_bytes": 200_000}),
