@@ -33,6 +33,7 @@ async def test_the_server_describes_itself(client: httpx.AsyncClient, engine: In
     assert (card["id"], card["max_model_len"]) == ("policy", engine.model_info.context_length)
     info = (await client.get("/server_info?config_format=json")).json()["vllm_config"]
     assert info["model_config"]["dtype"] == "torch.float32"
+    assert info["model_config"]["logprobs_mode"] == "temperature_logprobs"
     assert info["parallel_config"]["data_parallel_size"] == 1
     assert (await client.get("/get_world_size?include_dp=true")).json() == {"world_size": 1}
     for path in ("/health", "/ready"):

@@ -116,6 +116,7 @@ class ControlRoutes:
                     "model": config.model,
                     "dtype": f"torch.{info.dtype}",
                     "max_model_len": info.context_length,
+                    "logprobs_mode": f"{config.logprobs_mode.value}_logprobs",
                 },
                 "parallel_config": {
                     "tensor_parallel_size": config.tensor_parallel_size,
