@@ -119,6 +119,11 @@ class InferenceEngineClient(InferenceEngine):
         """The engines with their health, version and load, in the order in which they joined."""
         return tuple(member.report() for member in self._fleet.members)
 
+    @property
+    def engines(self) -> dict[str, InferenceEngine]:
+        """The engines by name, in the order in which they joined."""
+        return {member.name: member.engine for member in self._fleet.members}
+
     def _facts(self) -> EngineFacts:
         """Describe the fleet to holders, which are not told when its ranks change and so cannot broadcast to them."""
         facts = super()._facts()

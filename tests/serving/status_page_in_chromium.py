@@ -40,6 +40,7 @@ async def test_a_fleet_is_shown_and_the_page_refreshes_itself(model: Path, tmp_p
             await page.until("document.title === 'policy - paused'")
             await page.until("document.getElementById('running').textContent === '4'")
             rows = await page.value("Array.from(document.querySelectorAll('#engines tbody tr'), row => row.innerText)")
+            assert sum(int(row.split("\t")[5].replace(",", "")) for row in rows) >= 1024
             assert [row.split("\t")[:4] for row in rows] == [
                 ["engine-0", "paused", "initial", "2"],
                 ["engine-1", "paused", "initial", "2"],

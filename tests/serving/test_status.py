@@ -73,12 +73,14 @@ async def test_the_state_is_told_also_of_an_engine_that_was_closed(model: Path) 
 async def test_the_engines_of_a_fleet_are_told_apart(model: Path) -> None:
     async with fleet_of(2, model) as fleet, Server(fleet, ServerConfig(port=0)) as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=HANGING) as client:
+            await client.post("/v1/completions", json={"prompt": [[5, 6]] * 4, **TOKENS})
             await client.post("/update_weight_version", json={"new_version": "step-7"})
             engines = (await client.get("/status")).json()["engines"]
     assert [(one["name"], one["state"], one["weight_version"]) for one in engines] == [
         ("engine-0", "ready", "step-7"),
         ("engine-1", "ready", "step-7"),
     ]
+    assert sum(one["generated_tokens"] for one in engines) == 32
 
 
 async def test_the_page_needs_no_key_and_the_facts_do(engine: InferenceEngine) -> None:

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 
 from drivetrain.backend.toolkit.deadlines import deadline
+from drivetrain.engine.counts import StateTimes
 from drivetrain.engine.states import EngineState, EngineStatus
 from drivetrain.engine.validation import require
 from drivetrain.errors import EngineStateError
@@ -24,6 +25,7 @@ class Controller:
         self.config = config
         self.capabilities = capabilities
         self._status = EngineStatus()
+        self.times = StateTimes()
         self._holds = 0
         self._transition = asyncio.Lock()
         self._weights = asyncio.Lock()
@@ -77,6 +79,7 @@ class Controller:
 
     def notify(self) -> None:
         """Call every listener: the status changed, or something else that a holder of the engine is told of."""
+        self.times.look(self._status)
         for listener in tuple(self._listeners):
             listener()
 

@@ -12,6 +12,7 @@ from drivetrain.backend.base import Backend, GenerateRequest, GenerateResult, St
 from drivetrain.checks.limits import SAMPLES_AT_ONCE, SAMPLES_UNDER_WAY, TOKENS_AT_ONCE
 from drivetrain.engine.completions import aborted_before_start, check_sampled_ids, to_completion
 from drivetrain.engine.controller import Controller
+from drivetrain.engine.counts import SampleCounts
 from drivetrain.engine.loaded_adapters import LoadedAdapters
 from drivetrain.engine.model import StartedModel
 from drivetrain.engine.samples import Sample, Samples
@@ -26,7 +27,7 @@ from drivetrain.errors import (
     WeightVersionGone,
 )
 from drivetrain.text.tokenizer import Tokenizer
-from drivetrain.types.outputs import CompletionChunk, TopLogprobs
+from drivetrain.types.outputs import CompletionChunk, FinishReason, TopLogprobs
 
 _T = TypeVar("_T")
 
@@ -50,6 +51,7 @@ class RequestsInFlight:
         self.model = model
         self.adapters = adapters
         self.weights = weights
+        self.counts = SampleCounts()
         self._at_gate: dict[asyncio.Future[None], None] = {}
         """One future per sample that waits there, in order of arrival."""
         self._drained = asyncio.Event()
@@ -195,6 +197,7 @@ class RequestsInFlight:
     def _enter(self, sample: Sample) -> None:
         sample.task = asyncio.current_task()
         self._in_backend[sample.request.request_id] = sample
+        self.counts.entered(sample.request)
 
     def _left(self, sample: Sample) -> None:
         self._in_backend.pop(sample.request.request_id, None)
@@ -203,6 +206,12 @@ class RequestsInFlight:
 
     async def run(self, sample: Sample, *, match_text: bool = True) -> GenerateResult:
         """Take one sample to its result. Without ``match_text`` the caller looks for stops that the backend ignores."""
+        with self.counts.sample() as end:
+            result = await self._run(sample, match_text)
+            end.set(result.finish_reason, result.cached_tokens)
+            return result
+
+    async def _run(self, sample: Sample, match_text: bool) -> GenerateResult:
         for delay in OUT_OF_MEMORY_DELAYS:
             try:
                 return await self._run_once(sample, match_text)
@@ -233,7 +242,9 @@ class RequestsInFlight:
         if not (match_text and self._must_watch_text(sample)):
             self._enter(sample)
             try:
-                return await self.backend.generate(self._for_backend(sample.request))
+                whole = await self.backend.generate(self._for_backend(sample.request))
+                self.counts.step(TokenDelta([], result=whole))
+                return whole
             except asyncio.CancelledError as error:
                 raise self._lost or error from None
             finally:
@@ -276,19 +287,25 @@ class RequestsInFlight:
 
     async def stream_steps(self, sample: Sample) -> AsyncGenerator[TokenDelta, None]:
         """Take one sample through the gate and yield the backend's steps; the caller looks for stops and cuts text."""
-        if not await self._admitted(sample):
-            yield TokenDelta([], result=aborted_before_start(sample))
-            return
-        async with aclosing(self._steps(sample)) as steps:
-            async for step in steps:
-                yield step
+        with self.counts.sample() as end:
+            if not await self._admitted(sample):
+                end.set(FinishReason.ABORT, 0)
+                yield TokenDelta([], result=aborted_before_start(sample))
+                return
+            async with aclosing(self._steps(sample)) as steps:
+                async for step in steps:
+                    if step.result is not None:
+                        end.set(step.result.finish_reason, step.result.cached_tokens)
+                    yield step
 
     async def _steps(self, sample: Sample) -> AsyncGenerator[TokenDelta, None]:
         """Yield the backend's steps of a sample that the gate has let through."""
         self._enter(sample)
+        counted = 0
         try:
             async with aclosing(self.backend.stream(self._for_backend(sample.request))) as deltas:
                 async for delta in deltas:
+                    counted = self.counts.step(delta, counted)
                     if delta.token_ids and delta.result is None:
                         self.require_version(sample.request)
                     yield delta
@@ -305,18 +322,21 @@ class RequestsInFlight:
 
         If the engine runs out of memory, the stream is retried as in :meth:`run`, unless a chunk was yielded.
         """
-        for delay in (*OUT_OF_MEMORY_DELAYS, None):
-            shown = 0
-            try:
-                async with aclosing(self._stream_once(sample)) as chunks:
-                    async for chunk in chunks:
-                        shown += 1
-                        yield chunk
-                return
-            except EngineOutOfMemory as error:
-                if shown or delay is None:
-                    raise self._out_of_memory(error, shown) from error
-                await asyncio.sleep(delay)
+        with self.counts.sample() as end:
+            for delay in (*OUT_OF_MEMORY_DELAYS, None):
+                shown = 0
+                try:
+                    async with aclosing(self._stream_once(sample)) as chunks:
+                        async for chunk in chunks:
+                            shown += 1
+                            if (completion := chunk.completion) is not None:
+                                end.set(completion.finish_reason, completion.cached_tokens)
+                            yield chunk
+                    return
+                except EngineOutOfMemory as error:
+                    if shown or delay is None:
+                        raise self._out_of_memory(error, shown) from error
+                    await asyncio.sleep(delay)
 
     async def _stream_once(self, sample: Sample) -> AsyncGenerator[CompletionChunk, None]:
         if not await self._admitted(sample):

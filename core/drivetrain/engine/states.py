@@ -61,6 +61,8 @@ class EngineStatus:
     weights: WeightState = WeightState.CLEAN
     why: str = ""
     """Why the engine is dirty or failed."""
+    updates: int = 0
+    """How many weight updates were committed."""
 
     @property
     def state(self) -> EngineState:
@@ -201,7 +203,7 @@ class EngineStatus:
         """UPDATING → clean weights; the only way out of DIRTY."""
         if self.life is not _Life.OPEN or self.weights is not WeightState.UPDATING:
             raise self._refuse("commit", "no weight update is under way")
-        return replace(self, weights=WeightState.CLEAN, why="")
+        return replace(self, weights=WeightState.CLEAN, why="", updates=self.updates + 1)
 
     def dirty(self, why: str) -> EngineStatus:
         """UPDATING → DIRTY."""

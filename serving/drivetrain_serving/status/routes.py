@@ -52,7 +52,8 @@ class StatusRoutes:
             running = waiting = None
         else:
             running, waiting = stats.running, stats.waiting
-        members = engine.members if isinstance(engine, InferenceEngineClient) else ()
+        fleet = engine if isinstance(engine, InferenceEngineClient) else None
+        counts = {} if fleet is None else {name: one.parts.in_flight.counts for name, one in fleet.engines.items()}
         answer = json_answer(
             {
                 "model": self._served.name,
@@ -73,8 +74,9 @@ class StatusRoutes:
                         "weight_version": member.version,
                         "samples": member.samples,
                         "tokens": member.tokens,
+                        "generated_tokens": counts[member.name].generated_tokens,
                     }
-                    for member in members
+                    for member in (() if fleet is None else fleet.members)
                 ],
             }
         )

@@ -1,0 +1,119 @@
+"""Numbers that tell what an engine has done: samples and tokens, and seconds in states that hold requests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from drivetrain.backend.base import GenerateRequest, TokenDelta
+from drivetrain.engine.states import EngineState, EngineStatus, WeightState
+from drivetrain.types.outputs import FinishReason
+
+FAILED: Final = "error"
+"""The reason of a sample that ended with an exception, beside those of :class:`FinishReason`."""
+_OVER: Final = (EngineState.FAILED, EngineState.CLOSED)
+
+
+class SampleEnd:
+    """How one sample ended, once it has."""
+
+    def __init__(self) -> None:
+        self.reason: FinishReason | None = None
+        self.cached_tokens = 0
+
+    def set(self, reason: FinishReason, cached_tokens: int) -> None:
+        """Note the end, and how many tokens of the prompt the prefix cache had."""
+        self.reason, self.cached_tokens = reason, cached_tokens
+
+
+class SampleCounts:
+    """Samples and tokens that this page of an engine has asked for. No number ever falls."""
+
+    def __init__(self) -> None:
+        self.ended: Counter[str] = Counter(dict.fromkeys([*(reason.value for reason in FinishReason), FAILED], 0))
+        """Samples that ended, by finish reason; ``error``: with an exception."""
+        self.prompt_tokens = 0
+        """Tokens of the prompts that the backend was given, once per sample and retry."""
+        self.cached_tokens = 0
+        """Tokens of these that the prefix cache had; known at the end of a sample."""
+        self.generated_tokens = 0
+        """Tokens that the backend has sampled, those behind a stop string included."""
+
+    @contextmanager
+    def sample(self) -> Iterator[SampleEnd]:
+        """Count one sample when it ends; one whose caller left was aborted."""
+        end, reason = SampleEnd(), FAILED
+        try:
+            yield end
+        except (asyncio.CancelledError, GeneratorExit):
+            reason = FinishReason.ABORT.value
+            raise
+        finally:
+            self.ended[reason if end.reason is None else end.reason.value] += 1
+            self.cached_tokens += end.cached_tokens
+
+    def entered(self, request: GenerateRequest) -> None:
+        """Count the prompt of a sample that the backend is given."""
+        self.prompt_tokens += len(request.prompt_token_ids)
+
+    def step(self, delta: TokenDelta, before: int = 0) -> int:
+        """Count one step of a sample of which ``before`` tokens were counted; return how many are by now."""
+        now = before + len(delta.token_ids)
+        if delta.result is not None:
+            now = max(now, len(delta.result.token_ids))
+        self.generated_tokens += now - before
+        return now
+
+
+class Stretch:
+    """The times that something lasted: how often, and how many seconds in all."""
+
+    def __init__(self) -> None:
+        self.times = 0
+        """How often it began."""
+        self._seconds = 0.0
+        self._since: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that it has lasted, until now if it lasts."""
+        return self._seconds + (0.0 if self._since is None else time.monotonic() - self._since)
+
+    def look(self, lasts: bool) -> bool:
+        """Note whether it lasts; return True if it ends with this."""
+        if lasts and self._since is None:
+            self.times += 1
+            self._since = time.monotonic()
+        elif not lasts and self._since is not None:
+            self._seconds, self._since = self.seconds, None
+            return True
+        return False
+
+
+class StateTimes:
+    """Pauses, sleeps and weight updates of an engine, as this page of it saw them. No number ever falls."""
+
+    def __init__(self) -> None:
+        self.paused = Stretch()
+        self.asleep = Stretch()
+        self.updating = Stretch()
+        self.failed_updates = 0
+        """Updates that ended without a commit; :attr:`EngineStatus.updates` counts the others."""
+        self._updates = 0
+
+    def look(self, status: EngineStatus) -> None:
+        """Take note of the status, which has changed."""
+        lives = status.state not in _OVER
+        self.paused.look(lives and status.paused is not None)
+        self.asleep.look(lives and bool(status.asleep))
+        updating = lives and status.weights is WeightState.UPDATING
+        if self.updating.look(updating) and status.updates == self._updates:
+            self.failed_updates += 1
+        self._updates = status.updates
+
+
+__all__ = ["FAILED", "SampleCounts", "SampleEnd", "StateTimes", "Stretch"]
