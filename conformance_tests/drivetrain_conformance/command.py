@@ -27,12 +27,14 @@ if TYPE_CHECKING:
     from drivetrain_conformance.harness.case import Case
     from drivetrain_conformance.harness.runner import CaseResult, Runner
     from drivetrain_conformance.reports.report import CaseEntry, Report
+    from drivetrain_conformance.routes.material import Material
     from drivetrain_conformance.routes.run import RouteEntry, RouteReport
 
 _NEEDED = ("hypothesis", "pytest", "scipy", "torch", "transformers")
 _NEEDED_FOR_ROUTES = ("httpx",)
+_NEEDED_FOR_MATERIAL = ("safetensors", "torch", "transformers")
 _OF_ROUTES: Final = frozenset(("url", "dialect", "api_key", "control_key", "timeout"))
-_OF_BOTH: Final = frozenset(("group", "case", "report", "require_complete", "show", "json"))
+_OF_BOTH: Final = frozenset(("model", "group", "case", "report", "require_complete", "show", "json"))
 """Arguments of the command that mean the same for backends and for routes."""
 SetFields = Annotated[
     list[str] | None,
@@ -58,7 +60,12 @@ def conformance(
     ] = None,
     model: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="A model folder.", show_default="a tiny one, made on the spot"),
+        typer.Option(
+            metavar="DIR",
+            help="A model folder. With --url: that of the served model, of which adapters and checkpoints are made and "
+            "loaded into the server.",
+            show_default="a tiny one, made on the spot; with --url none",
+        ),
     ] = None,
     moe_model: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A mixture of experts.", show_default="a tiny one")
@@ -133,7 +140,7 @@ def conformance(
     for a mistake in the arguments.
     """
     of_routes = url is not None or dialect is not None
-    needed = _NEEDED_FOR_ROUTES if of_routes else _NEEDED
+    needed = _NEEDED if not of_routes else _NEEDED_FOR_ROUTES + (_NEEDED_FOR_MATERIAL if model is not None else ())
     lacking = [name for name in needed if importlib.util.find_spec(name) is None]
     if lacking:
         print_error(f"the suite needs {', '.join(lacking)}; run: pip install 'drivetrain[conformance]'")
@@ -148,7 +155,8 @@ def conformance(
         if url is None:
             raise InvalidConfig("--dialect says which routes --url has; give --url, or --list", field="--url")
         keys = api_key, control_key
-        made_of_routes = asyncio.run(_run_routes(url, dialect, keys, timeout, group, case, report))
+        with _material(model) as material:
+            made_of_routes = asyncio.run(_run_routes(url, dialect, keys, timeout, group, case, report, material))
         passed = _tell(made_of_routes, as_json=json, require_complete=require_complete)
     elif given := _given(context, lambda name: name in _OF_ROUTES):
         raise InvalidConfig(
@@ -305,8 +313,7 @@ def _runner(
     from drivetrain_conformance.harness.suite import suite_of
 
     for option, folder in zip(("--model", "--moe-model", "--vision-model"), models, strict=True):
-        if folder is not None and not (folder / "config.json").is_file():
-            raise InvalidConfig(f"{option} {folder}: it holds no config.json; give a model's folder", field=option)
+        _require_model(option, folder)
     if profile is not None and profile not in PROFILES:
         raise InvalidConfig(f"there is no profile {profile!r}; profiles: {', '.join(PROFILES)}", field="--profile")
     suite = suite_of(backend)()
@@ -316,6 +323,11 @@ def _runner(
     suite.isolation = isolation or suite.isolation
     suite.fields = {**suite.fields, **_fields(assignments)}
     return Runner(suite, profile=chosen, seed=seed, models=Models(*models, dtype, suite.layers))
+
+
+def _require_model(option: str, folder: Path | None) -> None:
+    if folder is not None and not (folder / "config.json").is_file():
+        raise InvalidConfig(f"{option} {folder}: it holds no config.json; give a model's folder", field=option)
 
 
 def _fields(assignments: Sequence[str]) -> dict[str, object]:
@@ -441,6 +453,16 @@ def _given(context: typer.Context, chosen: Callable[[str], bool]) -> list[str]:
 # Routes --------------------------------------------------------------------------------------------------------------
 
 
+def _material(model: Path | None) -> AbstractContextManager[Material | None]:
+    """Return a context with the checkpoints and adapters that are made of the served model's folder."""
+    if model is None:
+        return nullcontext()
+    _require_model("--model", model)
+    from drivetrain_conformance.routes.material import made_of
+
+    return made_of(model.absolute())
+
+
 async def _run_routes(
     url: str,
     dialect: Dialect | None,
@@ -449,13 +471,16 @@ async def _run_routes(
     groups: list[str] | None,
     ids: list[str] | None,
     file: Path | None,
+    material: Material | None,
 ) -> RouteReport:
     from drivetrain_conformance.routes.case import choose
     from drivetrain_conformance.routes.run import route_report, run_routes, write_route_report
     from drivetrain_conformance.routes.target import connected
 
     choose(dialect, groups, ids)  # so that a wrong name is found before the server is
-    async with connected(url, dialect, timeout=timeout, api_key=keys[0], control_key=keys[1]) as target:
+    async with connected(
+        url, dialect, timeout=timeout, api_key=keys[0], control_key=keys[1], material=material
+    ) as target:
         cases = choose(target.dialect, groups, ids)
         entries: list[RouteEntry] = []
         with progress_bar(target.dialect.value, len(cases)) as advance:

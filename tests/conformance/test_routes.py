@@ -10,11 +10,11 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import pytest
 import pytest_asyncio
@@ -29,7 +29,9 @@ from drivetrain.types.modes import PauseMode
 from drivetrain_conformance.harness.verdict import Verdict
 from drivetrain_conformance.routes.case import choose, route_cases
 from drivetrain_conformance.routes.dialect import Dialect
+from drivetrain_conformance.routes.material import Material, made_of
 from drivetrain_conformance.routes.run import RouteEntry, run_routes
+from drivetrain_conformance.routes.sampled import Sampled
 from drivetrain_conformance.routes.target import connected
 from drivetrain_serving import Server, ServerConfig
 from drivetrain_serving import server as server_module
@@ -37,17 +39,42 @@ from drivetrain_serving.app import create_app
 from engines import require_ready_and_idle
 
 Json = Any
-WITHOUT_A_GPU: Final = {"vllm_control/an_update_without_a_start_is_a_client_error"}
-"""Cases of weight transfer by NCCL, which our server refuses with 501 on a machine without a GPU."""
+WITHOUT_A_GPU: Final = {
+    "vllm_control/an_update_without_a_start_is_a_client_error",
+    "vllm_sleep/answers_after_a_sleep_of_level_1_are_as_before",
+}
+"""Cases of NCCL and of weights kept during a sleep, which our server refuses with 501 on a machine without a GPU."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine() -> AsyncIterator[InferenceEngine]:
     torch.set_num_threads(1)
-    async with create_engine(
-        "transformers", model=str(tiny_model("qwen2")), max_num_seqs=16, context_length=256
-    ) as engine:
+    sizes = {"max_num_seqs": 16, "context_length": 256, "max_loras": 3}
+    async with create_engine("transformers", model=str(tiny_model("qwen2")), enable_lora=True, **sizes) as engine:
         yield engine
+
+
+@pytest.fixture(scope="module")
+def material() -> Iterator[Material]:
+    with made_of(tiny_model("qwen2")) as material:
+        yield material
+
+
+class Around(Protocol):
+    """A wrong server, as a middleware."""
+
+    def around(self, app: ASGIApp) -> ASGIApp: ...
+
+
+@dataclass(frozen=True)
+class Both:
+    """Two middlewares."""
+
+    one: Around
+    other: Around
+
+    def around(self, app: ASGIApp) -> ASGIApp:
+        return self.one.around(self.other.around(app))
 
 
 @dataclass(frozen=True)
@@ -59,24 +86,25 @@ class Wrong:
         body: Returns another body, given JSON. In a stream it changes each event.
         status: Another status.
         chunked: Leave out Content-Length.
-        swallowed: Answer at once with ``{}``, and let the server see nothing.
+        swallowed: Answer at once with this JSON, and let the server see nothing.
     """
 
     path: str
     body: Callable[[Json], Json] | None = None
     status: int | None = None
     chunked: bool = False
-    swallowed: bool = False
+    swallowed: bytes | None = None
 
     def around(self, app: ASGIApp) -> ASGIApp:
         async def wrong(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http" or scope["path"] != self.path:
                 await app(scope, receive, send)
                 return
-            if self.swallowed:
-                headers = [(b"content-type", b"application/json"), (b"content-length", b"2")]
+            if self.swallowed is not None:
+                length = str(len(self.swallowed)).encode()
+                headers = [(b"content-type", b"application/json"), (b"content-length", length)]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
-                await send({"type": "http.response.body", "body": b"{}"})
+                await send({"type": "http.response.body", "body": self.swallowed})
                 return
             await app(scope, receive, self._changing(send))
 
@@ -150,10 +178,27 @@ def turned(*path: str | int) -> Callable[[Json], Json]:
     return at(turn, *path)
 
 
+def first() -> Callable[[Json], Json]:
+    """Return a change of each answer to the first one."""
+    seen: list[Json] = []
+
+    def repeated(body: Json) -> Json:
+        seen.append(body)
+        return seen[0]
+
+    return repeated
+
+
 COUNTED: Final = itertools.count()
+NOTHING: Final = b"{}"
 COMPLETIONS, CHAT, IDS, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/generate"
 LOGPROBS: Final = ("choices", "*", "logprobs")
 META: Final = "meta_info"
+ANOTHER: Final = -3.0
+"""A logprob of no weights that are served."""
+UPDATE, DISK = "/update_weights", "/update_weights_from_disk"
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+OUTPUT: Final = (META, "output_token_logprobs", "*", 0)
 
 OPENAI: Final = {
     "health_is_200": Wrong("/health", status=503),
@@ -171,7 +216,7 @@ OPENAI: Final = {
     "a_body_that_is_no_json_is_a_client_error": Wrong(COMPLETIONS, lambda _: "no"),
     "a_prompt_that_is_too_long_says_so": Wrong(COMPLETIONS, lambda _: {"error": {"message": "too much"}}),
 }
-VLLM: Final = {
+VLLM: Final[Mapping[str, Around]] = {
     "vllm_tokens/cards_state_the_context_length": Wrong("/v1/models", put("1024", "data", 0, "max_model_len")),
     "vllm_tokens/choices_go_prompt_by_prompt": Wrong(COMPLETIONS, turned("choices")),
     "vllm_tokens/prompt_ids_are_on_each_choice": Wrong(COMPLETIONS, drop("choices", "*", "prompt_token_ids")),
@@ -201,21 +246,55 @@ VLLM: Final = {
     "vllm_control/get_may_have_a_body": Wrong("/get_world_size", status=400),
     "vllm_control/the_configuration_can_be_read": Wrong("/server_info", drop("vllm_config", "lora_config")),
     "vllm_control/health_is_200_during_a_pause": Wrong("/health", status=503),
-    "vllm_control/requests_wait_during_a_pause": Wrong("/pause", swallowed=True),
+    "vllm_control/requests_wait_during_a_pause": Wrong("/pause", swallowed=NOTHING),
     "vllm_control/a_pause_with_keep_goes_on_afterwards": Wrong("/is_paused", put(False, "is_paused")),
-    "vllm_control/an_aborting_pause_returns_partial_tokens": Wrong("/pause", swallowed=True),
+    "vllm_control/an_aborting_pause_returns_partial_tokens": Wrong("/pause", swallowed=NOTHING),
     "vllm_control/pauses_repeat": Wrong("/pause", status=409),
     "vllm_control/resumes_repeat": Wrong("/resume", status=409),
     "vllm_control/an_unknown_pause_mode_is_a_client_error": Wrong("/pause", status=500),
     "vllm_control/an_update_without_a_start_is_a_client_error": Wrong("/update_weights", status=500),
     "vllm_control/a_label_without_a_version_is_a_client_error": Wrong("/update_weight_version", status=500),
     "vllm_control/the_weight_version_is_a_string": Wrong("/weight_info", put(1, "weight_version")),
-    "vllm_control/completions_are_aborted_by_id": Wrong("/abort_requests", swallowed=True),
-    "vllm_control/generations_are_aborted_by_id": Wrong("/abort_requests", swallowed=True),
+    "vllm_control/completions_are_aborted_by_id": Wrong("/abort_requests", swallowed=NOTHING),
+    "vllm_control/generations_are_aborted_by_id": Wrong("/abort_requests", swallowed=NOTHING),
     "vllm_control/an_abort_of_nobody_is_no_error": Wrong("/abort_requests", status=400),
     "vllm_control/the_prefix_cache_is_reset": Wrong("/reset_prefix_cache", put("yes", "success")),
+    "vllm_control/all_requests_are_aborted_without_ids": Wrong("/abort_requests", swallowed=NOTHING),
+    "vllm_control/an_abort_spares_other_requests": Wrong(COMPLETIONS, put("abort", "choices", "*", "finish_reason")),
+    "vllm_control/a_pause_with_wait_lets_requests_end": Wrong("/pause", swallowed=NOTHING),
+    "vllm_control/a_request_that_was_paused_keeps_its_context": Wrong(
+        COMPLETIONS, put(ANOTHER, *LOGPROBS, "token_logprobs", "*")
+    ),
+    "vllm_lora/an_adapter_is_listed_after_the_model": Wrong("/v1/models", put(None, "data", "*", "parent")),
+    "vllm_lora/adapters_and_the_model_are_kept_apart": Wrong(COMPLETIONS, first()),
+    "vllm_lora/an_adapter_that_was_unloaded_is_not_found": Wrong(COMPLETIONS, status=200),
+    "vllm_lora/a_name_can_be_loaded_again_after_an_unload": Wrong(COMPLETIONS, first()),
+    "vllm_lora/an_adapter_without_a_folder_is_not_found": Wrong(LOAD, status=200),
+    "vllm_lora/unloading_nobody_is_not_found": Wrong(UNLOAD, status=200),
+    "vllm_lora/a_name_that_is_taken_is_refused": Wrong(LOAD, status=200),
+    "vllm_lora/an_adapter_is_replaced_in_place": Wrong(COMPLETIONS, first()),
+    "vllm_lora/an_unload_lets_requests_end": Wrong(COMPLETIONS, put("abort", "choices", "*", "finish_reason")),
+    "vllm_weights/answers_after_an_update_are_the_new_models": Wrong(UPDATE, swallowed=NOTHING),
+    "vllm_weights/an_update_gives_the_weights_its_version": Wrong("/weight_info", put("initial", "weight_version")),
+    "vllm_weights/cached_prefixes_are_not_stale": Wrong(COMPLETIONS, first()),
+    "vllm_weights/requests_that_wait_get_the_new_weights": Wrong(UPDATE, swallowed=NOTHING),
+    "vllm_weights/a_request_in_flight_tells_both_versions": Wrong(IDS, put([], "choices", "*", "weight_versions")),
+    "vllm_weights/a_folder_that_is_not_there_changes_nothing": Wrong(UPDATE, status=500),
+    "vllm_sleep/a_sleep_ends_when_the_server_wakes_up": Wrong("/is_sleeping", put(False, "is_sleeping")),
+    "vllm_sleep/answers_after_a_sleep_of_level_1_are_as_before": Both(
+        Wrong("/sleep", swallowed=NOTHING),
+        Wrong(COMPLETIONS, put(lambda: [next(COUNTED)], "choices", "*", "token_ids")),
+    ),
+    "vllm_sleep/health_is_200_during_a_sleep": Wrong("/health", status=503),
+    "vllm_sleep/requests_during_a_sleep_wait_or_are_refused": Wrong("/sleep", swallowed=NOTHING),
+    "vllm_sleep/memory_wakes_up_by_tags": Wrong("/is_sleeping", put(True, "is_sleeping")),
+    "vllm_sleep/a_sleep_of_level_2_is_filled_by_an_update": Wrong(
+        COMPLETIONS, put(ANOTHER, *LOGPROBS, "token_logprobs", "*")
+    ),
+    "vllm_sleep/waking_up_repeats": Wrong("/wake_up", status=409),
+    "vllm_sleep/an_unknown_level_is_a_client_error": Wrong("/sleep", status=500),
 }
-SGLANG: Final = {
+SGLANG: Final[Mapping[str, Around]] = {
     "sglang_generate/meta_info_has_the_fields_that_trainers_read": Wrong(GENERATE, drop(META, "weight_version")),
     "sglang_generate/tokens_come_with_finite_logprobs": Wrong(
         GENERATE, put(-9999.0, META, "output_token_logprobs", 0, 0)
@@ -244,12 +323,12 @@ SGLANG: Final = {
     "sglang_control/the_arguments_can_be_read": Wrong("/server_info", drop("enable_memory_saver")),
     "sglang_control/the_model_can_be_read": Wrong("/model_info", put(7, "weight_version")),
     "sglang_control/loads_can_be_summed": Wrong("/v1/loads", drop("loads", "*", "num_waiting_reqs")),
-    "sglang_control/requests_wait_during_a_pause": Wrong("/pause_generation", swallowed=True),
+    "sglang_control/requests_wait_during_a_pause": Wrong("/pause_generation", swallowed=NOTHING),
     "sglang_control/a_pause_in_place_goes_on_afterwards": Wrong(GENERATE, put("abort", META, "finish_reason", "type")),
     "sglang_control/an_aborting_pause_returns_partial_tokens": Wrong(GENERATE, put([], META, "output_token_logprobs")),
     "sglang_control/pauses_repeat_in_another_mode": Wrong("/pause_generation", status=400),
     "sglang_control/resumes_repeat": Wrong("/continue_generation", status=400),
-    "sglang_control/requests_are_aborted_by_id": Wrong("/abort_request", swallowed=True),
+    "sglang_control/requests_are_aborted_by_id": Wrong("/abort_request", swallowed=NOTHING),
     "sglang_control/an_abort_of_nobody_is_no_error": Wrong("/abort_request", status=400),
     "sglang_control/the_cache_is_flushed_by_get": Wrong("/flush_cache", status=400),
     "sglang_control/an_unknown_pause_mode_is_a_client_error": Wrong("/pause_generation", status=500),
@@ -258,8 +337,36 @@ SGLANG: Final = {
     ),
     "sglang_control/a_group_of_nobody_is_a_client_error": Wrong("/destroy_weights_update_group", status=200),
     "sglang_control/a_label_without_a_version_is_a_client_error": Wrong("/update_weight_version", status=500),
+    "sglang_control/all_requests_are_aborted": Wrong("/abort_request", swallowed=NOTHING),
+    "sglang_control/an_abort_spares_other_requests": Wrong(GENERATE, put("abort", META, "finish_reason", "type")),
+    "sglang_control/a_request_that_was_paused_keeps_its_context": Wrong(GENERATE, put(ANOTHER, *OUTPUT)),
+    "sglang_lora/adapters_and_the_model_are_kept_apart": Wrong(GENERATE, first()),
+    "sglang_lora/completions_name_an_adapter_after_the_model": Wrong(
+        COMPLETIONS, put(ANOTHER, *LOGPROBS, "token_logprobs", "*")
+    ),
+    "sglang_lora/an_adapter_that_was_unloaded_is_refused": Wrong(GENERATE, status=200),
+    "sglang_lora/a_name_can_be_loaded_again_after_an_unload": Wrong(GENERATE, first()),
+    "sglang_lora/a_name_that_is_taken_keeps_its_word": Wrong(GENERATE, first()),
+    "sglang_lora/an_adapter_without_a_folder_is_refused": Wrong("/load_lora_adapter", put(True, "success")),
+    "sglang_lora/unloading_nobody_is_a_client_error": Wrong("/unload_lora_adapter", status=200),
+    "sglang_lora/an_unload_lets_requests_end": Wrong(GENERATE, put("abort", META, "finish_reason", "type")),
+    "sglang_weights/answers_after_an_update_are_the_new_models": Wrong(DISK, swallowed=b'{"success": true}'),
+    "sglang_weights/an_update_gives_the_weights_its_version": Wrong("/model_info", put("7", "weight_version")),
+    "sglang_weights/cached_prefixes_are_not_stale": Wrong(GENERATE, first()),
+    "sglang_weights/an_update_during_a_pause_can_be_made": Wrong(DISK, swallowed=b'{"success": true}'),
+    "sglang_weights/a_request_in_flight_tells_both_versions": Wrong(GENERATE, put([], META, "weight_versions")),
+    "sglang_weights/an_update_can_abort_requests": Wrong(DISK, swallowed=b'{"success": true}'),
+    "sglang_weights/a_folder_that_is_not_there_changes_nothing": Wrong(DISK, put(True, "success")),
+    "sglang_memory/answers_of_memory_can_be_read": Wrong("/release_memory_occupation", chunked=True),
+    "sglang_memory/the_cache_can_be_released_alone": Wrong(GENERATE, put(lambda: [next(COUNTED)], "output_ids")),
+    "sglang_memory/released_weights_are_filled_by_an_update": Wrong(GENERATE, put(ANOTHER, *OUTPUT)),
+    "sglang_memory/health_is_200_while_memory_is_released": Wrong("/health", status=503),
+    "sglang_memory/requests_while_memory_is_released_wait": Both(
+        Wrong("/pause_generation", swallowed=NOTHING), Wrong("/release_memory_occupation", swallowed=b"null")
+    ),
+    "sglang_memory/an_unknown_tag_is_a_client_error": Wrong("/release_memory_occupation", status=500),
 }
-MUTANTS: Final[Mapping[str, tuple[Dialect, Wrong]]] = {
+MUTANTS: Final[Mapping[str, tuple[Dialect, Around]]] = {
     **{f"openai/{name}": (Dialect.VLLM, wrong) for name, wrong in OPENAI.items()},
     **{name: (Dialect.VLLM, wrong) for name, wrong in VLLM.items()},
     **{name: (Dialect.SGLANG, wrong) for name, wrong in SGLANG.items()},
@@ -269,7 +376,7 @@ MUTANTS: Final[Mapping[str, tuple[Dialect, Wrong]]] = {
 
 @asynccontextmanager
 async def serving(
-    engine: InferenceEngine, dialect: Dialect, wrong: Wrong | None = None, **more: Any
+    engine: InferenceEngine, dialect: Dialect, wrong: Around | None = None, **more: Any
 ) -> AsyncIterator[str]:
     def create(engine: InferenceEngine, config: ServerConfig) -> Starlette:
         app = create_app(engine, config)
@@ -294,9 +401,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dialect", [Dialect.VLLM, Dialect.SGLANG])
-async def test_our_server_passes(engine: InferenceEngine, dialect: Dialect) -> None:
+async def test_our_server_passes(engine: InferenceEngine, material: Material, dialect: Dialect) -> None:
     async with serving(engine, dialect) as url:
-        entries = await run(url)
+        entries = await run(url, material=material)
     ended = {entry.case: (entry.verdict, entry.message) for entry in entries}
     refused = {name for name, (verdict, _) in ended.items() if verdict is Verdict.REFUSED}
     assert refused <= WITHOUT_A_GPU
@@ -316,13 +423,29 @@ async def test_each_case_has_a_server_that_it_catches() -> None:
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-async def test_a_wrong_server_is_caught(engine: InferenceEngine, name: str) -> None:
+async def test_a_wrong_server_is_caught(engine: InferenceEngine, material: Material, name: str) -> None:
     dialect, wrong = MUTANTS[name]
     async with serving(engine, dialect, wrong) as url:
-        (entry,) = await run(url, {name}, dialect=dialect)
+        (entry,) = await run(url, {name}, dialect=dialect, material=material)
     assert entry.verdict is Verdict.FAILED, entry
     assert entry.message.startswith("AssertionError: "), entry.message
     await engine.continue_generation()
+
+
+async def test_cases_that_load_something_need_the_models_folder(engine: InferenceEngine) -> None:
+    async with serving(engine, Dialect.SGLANG) as url:
+        (entry,) = await run(url, {"sglang_weights/answers_after_an_update_are_the_new_models"})
+    assert (entry.verdict, "--model" in entry.message) == (Verdict.NOT_RUN, True)
+
+
+async def test_an_answer_is_held_to_the_weights_that_made_it(engine: InferenceEngine, material: Material) -> None:
+    completion = (await engine.generate([5, 6], {"max_new_tokens": 8, "logprobs": 0})).completions[0]
+    assert completion.logprobs is not None
+    sampled = Sampled([5, 6], completion.token_ids, completion.logprobs)
+    material.require(sampled, material.model, material.pushed, material.merged(1))
+    for wrong in (material.pushed, material.merged(1)):
+        with pytest.raises(AssertionError, match="whose weights should be served"):
+            material.require(sampled, wrong, material.model)
 
 
 async def test_a_route_that_is_not_offered_is_refused(engine: InferenceEngine) -> None:

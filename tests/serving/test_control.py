@@ -95,7 +95,7 @@ async def test_weights_that_slept_away_are_not_served(
 ) -> None:
     before = await text(client)
     refused = await client.post("/sleep?level=1")
-    assert refused.status_code == 400, "this engine does not keep its weights"
+    assert refused.status_code == 501, "this engine cannot keep its weights"
     await ok(client, "/sleep?level=2")
     assert (await client.get("/is_sleeping")).json() == {"is_sleeping": True}
     await ok(client, "/wake_up?tags=weights")

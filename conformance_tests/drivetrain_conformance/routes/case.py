@@ -18,8 +18,14 @@ GROUPS: Final = {
     "openai": tuple(Dialect),
     "vllm_tokens": (Dialect.VLLM,),
     "vllm_control": (Dialect.VLLM,),
+    "vllm_lora": (Dialect.VLLM,),
+    "vllm_weights": (Dialect.VLLM,),
+    "vllm_sleep": (Dialect.VLLM,),
     "sglang_generate": (Dialect.SGLANG,),
     "sglang_control": (Dialect.SGLANG,),
+    "sglang_lora": (Dialect.SGLANG,),
+    "sglang_weights": (Dialect.SGLANG,),
+    "sglang_memory": (Dialect.SGLANG,),
 }
 """Every group, in running order, and the dialects that it is for."""
 

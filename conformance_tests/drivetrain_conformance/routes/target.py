@@ -6,13 +6,16 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import httpx
 
 from drivetrain.errors import InvalidConfig
 from drivetrain_conformance.routes.answers import Answer, Field, parsed
 from drivetrain_conformance.routes.dialect import Dialect
+
+if TYPE_CHECKING:
+    from drivetrain_conformance.routes.material import Material
 
 _OWNERS: Final = {"vllm": Dialect.VLLM, "sglang": Dialect.SGLANG}
 _DATA: Final = ("/v1/completions", "/v1/chat", "/v1/models", "/inference/", "/generate", "/tokenize", "/detokenize")
@@ -88,6 +91,7 @@ class Target:
         timeout: Deadline of each request, in seconds.
         api_key: Bearer key of requests; empty for none.
         control_key: Bearer key of control routes; empty for ``api_key``.
+        material: Checkpoints and adapters to load, if the model's folder is known.
     """
 
     def __init__(
@@ -100,6 +104,7 @@ class Target:
         timeout: float,
         api_key: str = "",
         control_key: str = "",
+        material: Material | None = None,
     ) -> None:
         self._client = client
         self._timeout = timeout
@@ -107,6 +112,18 @@ class Target:
         self.dialect = dialect
         self.model = model
         self.context = context
+        self._material = material
+
+    @property
+    def material(self) -> Material:
+        """Checkpoints and adapters to load.
+
+        Raises:
+            CannotRun: the model's folder was not given.
+        """
+        if self._material is None:
+            raise CannotRun("the served model's folder is not known: give --model")
+        return self._material
 
     @property
     def long(self) -> int:
@@ -216,7 +233,13 @@ def _ok(answer: Answer) -> Answer:
 
 @asynccontextmanager
 async def connected(
-    url: str, dialect: Dialect | None = None, *, timeout: float = 60.0, api_key: str = "", control_key: str = ""
+    url: str,
+    dialect: Dialect | None = None,
+    *,
+    timeout: float = 60.0,
+    api_key: str = "",
+    control_key: str = "",
+    material: Material | None = None,
 ) -> AsyncIterator[Target]:
     """Connect to a server, and learn its dialect and model from ``/v1/models``.
 
@@ -226,6 +249,7 @@ async def connected(
         timeout: Deadline of each request, in seconds.
         api_key: Bearer key of requests.
         control_key: Bearer key of control routes, if it is another one.
+        material: Checkpoints and adapters to load, if the model's folder is known.
 
     Raises:
         InvalidConfig: nothing answers at ``url``, it lists no model, it wants a key, or its dialect cannot be told.
@@ -258,6 +282,7 @@ async def connected(
             timeout=timeout,
             api_key=api_key,
             control_key=control_key,
+            material=material,
         )
 
 

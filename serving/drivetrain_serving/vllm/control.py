@@ -206,10 +206,11 @@ class ControlRoutes:
         if level not in ("0", "1", "2"):
             raise InvalidRequest(f"level={shown(level)}: expected 0, 1 or 2", field="level")
         if level == "1" and not self._engine.config.sleep_keeps_weights and self._frees(MemoryTag.WEIGHTS):
+            dropped = "level=1 keeps the weights, and this engine drops them when it sleeps"
+            if not self._engine.supports(Capability.SLEEP_KEEPS_WEIGHTS):
+                raise UnsupportedCapability(f"{dropped}; ask for level 2, and push weights after it")
             raise InvalidRequest(
-                "level=1 keeps the weights, and this engine drops them when it sleeps; start it with "
-                "sleep_keeps_weights: true, or ask for level 2",
-                field="level",
+                f"{dropped}; start it with sleep_keeps_weights: true, or ask for level 2", field="level"
             )
         await self._pause(query.get("mode", "abort"), level != "0")
         if level != "0":

@@ -1,4 +1,4 @@
-"""SGLang's routes that control a server or describe it. None changes the weights."""
+"""SGLang's routes that pause a server, abort requests, and describe it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Final
 
 from drivetrain_conformance.routes.answers import Answer, Field
 from drivetrain_conformance.routes.case import route_case
+from drivetrain_conformance.routes.sampled import Sampled
 from drivetrain_conformance.routes.target import Target
 
 TRIES: Final = 3
@@ -229,3 +230,48 @@ async def a_group_of_nobody_is_a_client_error(target: Target) -> None:
 async def a_label_without_a_version_is_a_client_error(target: Target) -> None:
     """``/update_weight_version`` without a version is 4xx. Clients repeat what fails with 5xx."""
     await target.refused("/update_weight_version", {})
+
+
+@route_case
+async def all_requests_are_aborted(target: Target) -> None:
+    """``/abort_request`` with ``abort_all`` ends every request in ``abort``. slime ends its rollouts so."""
+
+    async def abort() -> None:
+        await target.post("/abort_request", {"abort_all": True})
+
+    await interrupted(target, abort)
+    answer = await short(target)
+    assert answer.status == 200, f"after the abort a request got {answer.shown}"
+
+
+@route_case
+async def an_abort_spares_other_requests(target: Target) -> None:
+    """An abort of one ``rid`` leaves another request to end in ``length``. Rollouts share a server."""
+
+    async def abort() -> None:
+        await target.post("/abort_request", {"rid": "of-somebody-else"})
+
+    params = {"max_new_tokens": target.long, "ignore_eos": True}
+    body = {"input_ids": [5], "sampling_params": params, "rid": f"conformance-{uuid.uuid4().hex}"}
+    last = (await target.interrupted("/generate", body, abort))[-1]
+    last["meta_info"]["finish_reason"]["type"].equals("length")
+
+
+@route_case
+async def a_request_that_was_paused_keeps_its_context(target: Target) -> None:
+    """A request that a pause interrupts, in place or with its cache freed, has the model's logprobs to its end."""
+    material = target.material
+    for mode in ("in_place", "retract"):
+
+        async def pause(mode: str = mode) -> None:
+            async with paused(target, mode):
+                pass
+
+        params = {"max_new_tokens": target.long, "ignore_eos": True, "temperature": 1}
+        body = {"input_ids": [5], "sampling_params": params, "return_logprob": True}
+        entries = (await target.interrupted("/generate", body, pause))[-1]["meta_info"][
+            "output_token_logprobs"
+        ].entries()
+        ids, logprobs = [one[1].integer() for one in entries], [one[0].number() for one in entries]
+        assert len(ids) == target.long, f"the request has {len(ids)} of {target.long} tokens"
+        material.require(Sampled([5], ids, logprobs), material.model, material.pushed)

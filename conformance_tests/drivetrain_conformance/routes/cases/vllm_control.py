@@ -1,7 +1,8 @@
-"""vLLM's routes that control a server or describe it. None changes the weights."""
+"""vLLM's routes that pause a server, abort requests, and describe it."""
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -9,6 +10,7 @@ from typing import Final
 
 from drivetrain_conformance.routes.answers import Answer, Field
 from drivetrain_conformance.routes.case import route_case
+from drivetrain_conformance.routes.sampled import Sampled
 from drivetrain_conformance.routes.target import Target
 
 TRIES: Final = 3
@@ -34,7 +36,7 @@ def require_readable(answer: Answer) -> None:
 
 async def short(target: Target) -> Answer:
     """Ask for four tokens; return the answer, whatever its status."""
-    body = {"model": target.model, "prompt": [5], "max_tokens": 4, "return_token_ids": True}
+    body = {"model": target.model, "prompt": [5], "max_tokens": 4, "temperature": 0, "return_token_ids": True}
     return await target.ask("POST", "/v1/completions", body)
 
 
@@ -221,3 +223,66 @@ async def the_prefix_cache_is_reset(target: Target) -> None:
     """``/reset_prefix_cache`` answers ``success`` as a boolean. TRL reads JSON after each update."""
     answer = (await target.post("/reset_prefix_cache")).json()
     assert isinstance(answer["success"].value, bool), answer.shown
+
+
+@route_case
+async def all_requests_are_aborted_without_ids(target: Target) -> None:
+    """``/abort_requests`` without ids ends every request in ``abort``, and the server goes on to answer."""
+
+    async def abort() -> None:
+        await target.post("/abort_requests", {})
+
+    await interrupted(target, "/v1/completions", long(target), abort)
+    answer = await short(target)
+    assert answer.status == 200, f"after the abort a request got {answer.shown}"
+
+
+@route_case
+async def an_abort_spares_other_requests(target: Target) -> None:
+    """An abort of one request leaves another to end in ``length``. Rollouts share a server."""
+
+    async def abort() -> None:
+        await target.post("/abort_requests", {"request_ids": ["of-somebody-else"]})
+
+    body = {**long(target), "request_id": f"conformance-{uuid.uuid4().hex}"}
+    events = await target.interrupted("/v1/completions", body, abort)
+    last = [event["choices"][0] for event in events if event["choices"].entries()][-1]
+    last["finish_reason"].equals("length")
+
+
+@route_case
+async def a_pause_with_wait_lets_requests_end(target: Target) -> None:
+    """``/pause?mode=wait`` answers once requests have ended, in ``length``, and the server is paused then."""
+    pauses: list[asyncio.Future[Answer]] = []
+
+    async def pause() -> None:
+        pauses.append(asyncio.ensure_future(target.post("/pause", mode="wait")))
+
+    try:
+        events = await target.interrupted("/v1/completions", long(target), pause)
+        await pauses[0]
+        (await target.get("/is_paused")).json()["is_paused"].equals(True)
+    finally:
+        await target.post("/resume")
+    last = [event["choices"][0] for event in events if event["choices"].entries()][-1]
+    last["finish_reason"].equals("length")
+
+
+@route_case
+async def a_request_that_was_paused_keeps_its_context(target: Target) -> None:
+    """A request that a pause of ``keep`` interrupts has the model's logprobs to its end, with its cache and without."""
+    material = target.material
+    for clear in ("false", "true"):
+
+        async def pause(clear: str = clear) -> None:
+            await target.post("/pause", mode="keep", clear_cache=clear)
+            await target.post("/resume")
+
+        body = {**long(target), "temperature": 1, "top_p": 1, "top_k": -1}
+        events = await target.interrupted("/v1/completions", body, pause)
+        choices = [event["choices"][0] for event in events if event["choices"].entries()]
+        parts = [choice for choice in choices if choice["token_ids"].value]
+        ids = [token for part in parts for token in part["token_ids"].ids()]
+        logprobs = [value for part in parts for value in part["logprobs"]["token_logprobs"].numbers()]
+        assert len(ids) == target.long, f"the request has {len(ids)} of {target.long} tokens"
+        material.require(Sampled([5], ids, logprobs), material.model, material.pushed)
