@@ -29,6 +29,7 @@
         ├── WeightBaseMismatch      a delta against weights that the engine does not hold; nothing was changed
         ├── InvalidWeights          NaN or infinite tensors in the source; nothing was changed
         ├── WeightTransferFailed    the transfer broke after it began; the engine is dirty
+        ├── TrainerRankLost         another rank of a sharded trainer ended or left during a push
         ├── WeightVerifyFailed      the received tensors differ from the sent ones; the engine is dirty
         └── WeightProbeFailed       verified and served, but the engine's logprobs are not the trainer's
 
@@ -232,6 +233,17 @@ class WeightTransferFailed(WeightSyncError):
     """The transfer broke after it began; the engine is dirty until a complete push succeeds."""
 
 
+class TrainerRankLost(WeightSyncError):
+    """Another rank of a sharded trainer ended or left during a push; ``rank`` is its number in the group.
+
+    The engine keeps its weights, unless the rank that has the engine was lost after the update began.
+    """
+
+    def __init__(self, message: str, *, rank: int = -1) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
 class WeightVerifyFailed(WeightSyncError):
     """The received tensors differ from the sent ones; the engine is dirty until a complete push succeeds.
 
@@ -271,6 +283,7 @@ _FIELDS: Final = (
     "mismatched",
     "tensors",
     "gap",
+    "rank",
 )
 
 

@@ -92,10 +92,11 @@ async def test_a_plugins_transport_reaches_another_process(install: Install, tmp
 async def test_what_a_plugins_transport_spoils_is_found(install: Install, tmp_path: Path) -> None:
     install(pigeon="pigeon_plugin:Pigeon")
     trained, served = Model(1), Model(2)
-    async with WeightSync.connect(trained, InlineEngine(served), "pigeon", directory=tmp_path) as sync:
+    engine = InlineEngine(served)
+    async with WeightSync.connect(trained, engine, "pigeon", directory=tmp_path) as sync:
         handle = await sync.start_weight_transfer(version="v")
         await handle.wait()
-        receiver_tensors = sync._engine.receiver.update.reader.letter  # type: ignore[attr-defined]
+        receiver_tensors = engine.receiver.update.reader.letter  # type: ignore[attr-defined]
         receiver_tensors["model.norm.weight"] += 1
         with pytest.raises(WeightSyncError, match=r"model\.norm\.weight"):
             await handle.finish()

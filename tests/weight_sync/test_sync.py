@@ -305,7 +305,7 @@ WRONG_ARGUMENTS: dict[str, list[object]] = {
     "master_address": ["", 5, "a\0b"],
     "directory": [5, "", "a\0b"],
     "probe": [5, object()],
-    "engine": [5, None, "engine"],
+    "engine": [5, "engine"],
     "cast": [1, "yes"],
 }
 

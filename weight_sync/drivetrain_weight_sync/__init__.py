@@ -18,12 +18,14 @@ with from_extra("weight-sync", "weight sync"):
         tensor_data,
         validate_weights,
     )
+    from drivetrain_weight_sync.shards.pieces import WeightShard
     from drivetrain_weight_sync.tracing.traced_target import TracedTarget
     from drivetrain_weight_sync.trainer.logprob_probe import LogprobProbe
     from drivetrain_weight_sync.trainer.lora_sync import LoraSync, LoraSyncResult
+    from drivetrain_weight_sync.trainer.result import WeightSyncResult
     from drivetrain_weight_sync.trainer.source import WeightInput
     from drivetrain_weight_sync.trainer.strategy import Strategy
-    from drivetrain_weight_sync.trainer.sync import WeightSync, WeightSyncResult
+    from drivetrain_weight_sync.trainer.sync import WeightSync
     from drivetrain_weight_sync.transports.plugins import Transport
     from drivetrain_weight_sync.transports.updatable_engine import UpdatableEngine
 
@@ -40,6 +42,7 @@ __all__ = [
     "Transport",
     "UpdatableEngine",
     "WeightInput",
+    "WeightShard",
     "WeightSync",
     "WeightSyncResult",
     "WeightTarget",

@@ -10,13 +10,15 @@ from torch import nn
 from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import InvalidRequest, WeightPlanMismatch, WeightSyncError
 from drivetrain.types.weights import WeightManifest
+from drivetrain_weight_sync.shards.pieces import WeightShard, is_sharded
 from drivetrain_weight_sync.tensors.names import base_name, unwrapped
 from drivetrain_weight_sync.tensors.stacked_experts import by_checkpoint_name
 from drivetrain_weight_sync.trainer.in_memory_names import InMemoryNames
 from drivetrain_weight_sync.trainer.merged_adapters import without_adapters
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
-WeightInput = nn.Module | Mapping[str, torch.Tensor] | NamedTensors | Callable[[], NamedTensors]
+NamedShards = Iterable[tuple[str, torch.Tensor | WeightShard]]
+WeightInput = nn.Module | Mapping[str, torch.Tensor | WeightShard] | NamedShards | Callable[[], NamedShards]
 
 
 class Source:
@@ -25,9 +27,19 @@ class Source:
     A module or a mapping is *held*: its tensors keep their values during a push. (name, tensor) pairs are *streamed*:
     they are read once per push, and a tensor may be overwritten as soon as the next one is read. A generator can be
     read only once; a function that returns one can be read at every push.
+
+    Args:
+        given: The trainer's source.
+        names: Translates names of the transformers model in memory.
+        outline: Returns every tensor that will be streamed, on the meta device, where that is known before.
     """
 
-    def __init__(self, given: WeightInput, names: InMemoryNames | None = None) -> None:
+    def __init__(
+        self,
+        given: WeightInput,
+        names: InMemoryNames | None = None,
+        outline: Callable[[], Mapping[str, torch.Tensor]] | None = None,
+    ) -> None:
         if not isinstance(given, nn.Module | Mapping | Iterable) and not callable(given):
             raise InvalidRequest(
                 f"source is a {type(given).__name__}; give a torch module, a mapping of names to tensors, "
@@ -36,6 +48,7 @@ class Source:
             )
         self._given = given
         self._names = names
+        self._outline = outline
         self._spent = False
         self._unchanged: tuple[list[str], WeightManifest] | None = None
         """Names of a mapping that are the manifest's own, and that manifest."""
@@ -46,14 +59,20 @@ class Source:
         return isinstance(self._given, nn.Module | Mapping)
 
     @property
+    def sharded(self) -> bool:
+        """True if a tensor of a held source is a DTensor or a :class:`WeightShard`."""
+        return self.held and any(is_sharded(tensor) for tensor in self._values())
+
+    @property
     def gpu(self) -> torch.device | None:
         """Device of a held source's first GPU tensor; None if it has none, or if the source is streamed."""
-        tensors: Iterable[object] = ()
-        if isinstance(self._given, nn.Module):
-            tensors = self._given.parameters()
-        elif isinstance(self._given, Mapping):
-            tensors = self._given.values()
+        tensors = (value.tensor if isinstance(value, WeightShard) else value for value in self._values())
         return next((tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.is_cuda), None)
+
+    def _values(self) -> Iterable[object]:
+        if isinstance(self._given, nn.Module):
+            return self._given.parameters()
+        return self._given.values() if isinstance(self._given, Mapping) else ()
 
     def pairs(self, manifest: WeightManifest | None = None) -> list[tuple[str, torch.Tensor]]:
         """Return the tensors of a held source as given; :func:`by_name` checks and names them.
@@ -74,6 +93,21 @@ class Source:
         if isinstance(self._given, Mapping) and list(stored) == list(self._given):
             self._unchanged = (list(stored), manifest)
         return list(stored.items())
+
+    def shards(self) -> Iterator[tuple[str, object]]:
+        """Yield names and tensors, of which any may be a DTensor or a :class:`WeightShard`."""
+        return iter(self._pairs())
+
+    def whole(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Name and split tensors that were gathered from :meth:`shards` as the checkpoint does."""
+        return by_checkpoint_name(self._given, tensors) if isinstance(self._given, nn.Module) else tensors
+
+    def outline(self, manifest: WeightManifest) -> Mapping[str, torch.Tensor] | None:
+        """Return all tensors of a streamed source on the meta device; None if they are known only once it is read."""
+        if self._outline is None:
+            return None
+        outline = self._outline()
+        return outline if self._names is None else self._names.stored(outline, manifest)
 
     def stream(self, manifest: WeightManifest | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors one by one; for ``manifest`` see :meth:`pairs`.
@@ -150,6 +184,11 @@ def _no_pairs(value: object) -> InvalidRequest:
 
 def _checked(pairs: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in pairs:
+        if isinstance(tensor, WeightShard):
+            raise WeightSyncError(
+                f"{name} is a WeightShard, which several ranks push together; pass "
+                "group=torch.distributed.group.WORLD to WeightSync.connect on each of them"
+            )
         if not isinstance(tensor, torch.Tensor):
             raise WeightSyncError(f"{name} is a {type(tensor).__name__}; give a torch.Tensor")
         _require_plain(name, tensor)
@@ -157,8 +196,11 @@ def _checked(pairs: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _require_plain(name: str, tensor: torch.Tensor) -> None:
-    if hasattr(tensor, "full_tensor"):
-        raise WeightSyncError(f"{name} is a DTensor; gather it with full_tensor() and pass the whole tensor")
+    if is_sharded(tensor):
+        raise WeightSyncError(
+            f"{name} is a DTensor, which several ranks push together; pass group=torch.distributed.group.WORLD to "
+            "WeightSync.connect on each of them"
+        )
     if tensor.is_meta:
         raise WeightSyncError(f"{name} is on the meta device and holds no values; pass a tensor that has memory")
     if tensor.layout is not torch.strided:

@@ -103,6 +103,9 @@ def stage(
     pace = None if gpu_share >= 1 else Pace(gpu_share, lambda fraction: staged.reached(int(fraction * staged.nbytes)))
     if not source.held:
         staged.nbytes = _nbytes(plan)
+        outline = source.outline(manifest)
+        if outline is not None:
+            _Checks(manifest, staged, cast, stager, pace).require_fit(outline)
         _Streamed(manifest, staged, cast, stager, pace).run(source, sender, plan)
         return
     with staged.checking():
@@ -155,6 +158,12 @@ class _Checks:
     def sent(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor in the dtype in which it is sent."""
         return tensor.to(dtype_of(self._specs[name]))
+
+    def require_fit(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise if a tensor is missing, extra or mismatched, whatever its values."""
+        for name, tensor in tensors.items():
+            self.see(name, tensor)
+        self.require_complete()
 
     def require_complete(self) -> None:
         """Raise if a tensor is missing, extra or mismatched. A second name of a tied tensor counts as neither."""
@@ -279,9 +288,7 @@ class _Held(_Checks):
         staged = self.staged
         with staged.checking():
             tensors = by_name(pairs)
-            for name, tensor in tensors.items():
-                self.see(name, tensor)
-            self.require_complete()
+            self.require_fit(tensors)
         with staged.staging():
             sender.begin(plan)
         # Under tied names, only the first is put; the others are digested too if they have memory of their own.

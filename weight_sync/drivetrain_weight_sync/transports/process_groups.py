@@ -1,4 +1,4 @@
-"""torch.distributed groups in which a trainer, as rank 0, broadcasts to the workers of an engine."""
+"""torch.distributed groups of a trainer's own: with the workers of an engine, or of its ranks among themselves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Final, Literal
@@ -38,7 +38,7 @@ _LAST_S: Final = 5.0
 
 
 class Group:
-    """A process group apart from torch's default one, in which rank 0 broadcasts.
+    """A process group apart from torch's default one, in which rank 0 broadcasts, or ranks exchange tensors.
 
     Args:
         spec: Address, size and timeout of the group.
@@ -158,6 +158,25 @@ class Group:
         with self.failing():
             return Broadcast(self, group.broadcast([buffer], options), self._abandoned)
 
+    def exchange(
+        self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
+    ) -> Broadcast:
+        """Start to send contiguous tensors to ranks, and to fill others from ranks, all at once; NCCL only.
+
+        Raises:
+            WeightTransferFailed: a rank is gone, or this one left.
+        """
+        group = self._group
+        if group is None:
+            raise WeightTransferFailed(f"this rank left the group {self.spec.group_name!r}")
+        with self.failing(), torch.cuda.device(self.device):
+            group._start_coalescing(self.device)
+            for tensor, rank in sends:
+                group.send([tensor.view(-1).view(torch.uint8)], rank, 0)
+            for tensor, rank in receives:
+                group.recv([tensor.view(-1).view(torch.uint8)], rank, 0)
+            return Broadcast(self, group._end_coalescing(self.device), self._abandoned)
+
     @contextmanager
     def failing(self) -> Iterator[None]:
         """Translate torch's errors to those of :meth:`broadcast`."""
@@ -190,7 +209,7 @@ class Group:
 
 
 class Broadcast:
-    """A broadcast under way. Created by :meth:`Group.start`."""
+    """A broadcast or an exchange under way. Created by :meth:`Group.start` and :meth:`Group.exchange`."""
 
     def __init__(self, group: Group, work: Any, abandoned: threading.Event) -> None:
         self._group = group
@@ -210,8 +229,8 @@ class Broadcast:
         else:
             self.wait()
 
-    def wait(self) -> None:
-        """Wait until the buffer was sent, or is filled.
+    def wait(self, watch: Callable[[], None] = lambda: None) -> None:
+        """Wait until the buffer was sent, or is filled; call ``watch`` now and then, which may raise.
 
         Raises:
             DeadlineExceeded: a rank did not take part within ``spec.timeout`` seconds.
@@ -223,6 +242,7 @@ class Broadcast:
             while not self._work.is_completed():
                 if self._abandoned.is_set():
                     raise WeightTransferFailed(f"this rank left the group {name!r} during a broadcast")
+                watch()
                 if time.monotonic() > self._ends:
                     raise DeadlineExceeded(
                         f"timed out after {timeout:g} s waiting for a broadcast in the group {name!r}"

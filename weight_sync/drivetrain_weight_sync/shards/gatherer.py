@@ -1,0 +1,293 @@
+"""The rank that pushes: it asks the others for their shards, bucket by bucket."""
+
+from __future__ import annotations
+
+import hmac
+import selectors
+import socket
+import threading
+import time
+import uuid
+from asyncio import CancelledError
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from typing import Any, Final
+
+import torch
+
+from drivetrain.errors import DeadlineExceeded, DrivetrainError, InvalidRequest, WeightSyncError
+from drivetrain.types.weights import Bucket
+from drivetrain_weight_sync.shards.carriers import Carrier, NcclCarrier, SocketCarrier, gpu_of
+from drivetrain_weight_sync.shards.inventory import Inventory
+from drivetrain_weight_sync.shards.links import (
+    Committed,
+    FormGroup,
+    Hello,
+    Link,
+    Message,
+    Offer,
+    Staged,
+    failure,
+)
+from drivetrain_weight_sync.shards.pieces import Piece, own_pieces
+from drivetrain_weight_sync.shards.ranks import Place, Ranks, new_key
+from drivetrain_weight_sync.tensors.dtypes import dtype_of
+from drivetrain_weight_sync.transports.base import slot
+
+_BUFFERS: Final = 2
+"""Buffers for buckets: one is staged while the next is gathered."""
+_POLL_S: Final = 0.1
+"""How often a wait for other ranks looks whether it was interrupted."""
+_HELLO_S: Final = 10.0
+"""How long a connection may take to show the key."""
+
+Rename = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+
+
+class Gatherer:
+    """Gathers the ranks' shards, for one push at a time.
+
+    Used by one thread at a time; :meth:`interrupt` is safe from any.
+    """
+
+    def __init__(self, ranks: Ranks, bucket_bytes: int) -> None:
+        self._ranks = ranks
+        self._bucket_bytes = bucket_bytes
+        self._listening: socket.socket | None = None
+        self._key = new_key()
+        self._links: dict[int, Link] = {}
+        self._waiting = False
+        """True while the other ranks wait to hear how a push ends."""
+        self._taking_part: set[int] = set()
+        """Ranks whose offers for this push were read."""
+        self._owing: set[int] = set()
+        """Ranks that were told of a push's failure before their offers for it were read."""
+        self._interrupted = threading.Event()
+        self._pieces: dict[int, tuple[Piece, ...]] = {}
+        """Pieces that each other rank offered last."""
+        self._offered: dict[int, tuple[Piece, ...]] = {}
+        """Pieces of all ranks in the inventory."""
+        self._inventory = Inventory({}, ranks.rank, bucket_bytes)
+        self._carrier: Carrier = SocketCarrier()
+        self._grouped: dict[int, Link] = {}
+        """The connections when the group of NCCL was formed; empty without one."""
+        self._tensors: list[torch.Tensor] = []
+        self._rename: Rename = dict
+        self._ahead = ThreadPoolExecutor(1, "drivetrain-gathers")
+        self._coming: Future[dict[str, torch.Tensor]] | None = None
+
+    def meet(self, version: str, pairs: Iterable[tuple[str, object]], rename: Rename) -> None:
+        """Wait until every rank takes part in the push of ``version``, and compare their shards.
+
+        Args:
+            version: Version of the push, the same on every rank.
+            pairs: Names and tensors of this rank.
+            rename: Names and splits whole tensors as the checkpoint does.
+
+        Raises:
+            TrainerRankLost, DeadlineExceeded: a rank is gone, or does not push.
+            InvalidRequest: another rank has an engine too, or pushes another version.
+            WeightPlanMismatch: the shards do not make up every tensor.
+            DrivetrainError: the error of a rank that could not describe its shards.
+        """
+        self._interrupted.clear()
+        self._taking_part.clear()
+        self._listen()
+        self._ranks.tell_late_ranks(None)
+        self._waiting = True
+        offers = self._offers(version)
+        self._rename = rename
+        own, self._tensors = own_pieces(pairs)
+        offered = {**self._pieces, self._ranks.rank: own}
+        if offered != self._offered:
+            self._inventory = Inventory(offered, self._ranks.rank, self._bucket_bytes)
+            self._offered = offered
+        self._choose_carrier([offer.gpu for offer in offers.values()])
+
+    def outline(self) -> dict[str, torch.Tensor]:
+        """Return every tensor under its checkpoint name, on the meta device."""
+        specs = self._inventory.specs
+        return self._named({n: torch.empty(s.shape, dtype=dtype_of(s), device="meta") for n, s in specs.items()})
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor under its checkpoint name, gathering the next bucket meanwhile.
+
+        A tensor may be overwritten as soon as the next one is read.
+
+        Raises:
+            TrainerRankLost, DeadlineExceeded: a rank is gone, or stands still.
+        """
+        buckets = self._inventory.buckets
+        device = self._tensors[0].device if self._tensors else torch.device("cpu")
+        largest = max((bucket.nbytes for bucket in buckets), default=0)
+        memory = [torch.empty(max(largest, 1), dtype=torch.uint8, device=device) for _ in buckets[:_BUFFERS]]
+        for index in range(len(buckets)):
+            coming = self._coming or self._ahead.submit(self._gather, buckets[index], memory[index % _BUFFERS])
+            gathered = coming.result()
+            self._coming = None
+            if index + 1 < len(buckets):
+                following = index + 1
+                self._coming = self._ahead.submit(self._gather, buckets[following], memory[following % _BUFFERS])
+            yield from self._named(gathered).items()
+
+    def staged(self) -> None:
+        """Tell the other ranks that every tensor is staged."""
+        self._tensors = []
+        self._tell(Staged())
+
+    def committed(self, result: dict[str, Any]) -> None:
+        """Tell the other ranks how the push went."""
+        self._waiting = False
+        self._tell(Committed(result))
+
+    def failed(self, error: BaseException) -> None:
+        """Release the other ranks with this error, unless they know already how the push ended."""
+        if not self._waiting:
+            return
+        self._waiting = False
+        if self._coming is not None:
+            wait([self._coming])  # then no connection is in the middle of a shard
+            self._coming = None
+        self._tensors = []
+        self._tell(failure(error))
+        self._owing |= self._links.keys() - self._taking_part
+        if len(self._links) < self._ranks.size - 1:
+            with suppress(DrivetrainError):  # without the store no rank can come
+                self._ranks.tell_late_ranks(error)
+
+    def interrupt(self) -> None:
+        """End all waits of other threads, by leaving the other ranks."""
+        self._interrupted.set()
+        for link in list(self._links.values()):
+            with suppress(DrivetrainError):
+                link.say(failure(WeightSyncError("the push was cancelled on the rank that pushes")))
+            link.close()
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        self.failed(WeightSyncError("the WeightSync of the rank that pushes was closed"))
+        self._ahead.shutdown()
+        self._carrier.close()
+        self.interrupt()
+        if self._listening is not None:
+            self._listening.close()
+
+    def _listen(self) -> None:
+        if self._listening is None and self._ranks.size > 1:
+            address = self._ranks.own_address()
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            self._listening = socket.create_server((address, 0), family=family, backlog=self._ranks.size)
+            self._ranks.publish(Place(self._ranks.rank, address, self._listening.getsockname()[1], self._key))
+
+    def _offers(self, version: str) -> dict[int, Offer]:
+        """Collect an offer from every other rank."""
+        offers: dict[int, Offer] = {}
+        ends = time.monotonic() + self._ranks.timeout
+        with selectors.DefaultSelector() as selector:
+            if self._listening is not None:
+                selector.register(self._listening, selectors.EVENT_READ)
+            for link in self._links.values():
+                selector.register(link, selectors.EVENT_READ, link)
+            while len(offers) < self._ranks.size - 1:
+                ready = selector.select(_POLL_S)
+                if self._interrupted.is_set():
+                    raise CancelledError
+                if not ready and time.monotonic() > ends:
+                    absent = sorted({*range(self._ranks.size)} - offers.keys() - {self._ranks.rank})
+                    raise DeadlineExceeded(
+                        f"timed out after {self._ranks.timeout:g} s waiting for ranks {', '.join(map(str, absent))} of "
+                        "the trainer to push; every rank of the group calls push()"
+                    )
+                for key, _ in ready:
+                    if key.data is not None:
+                        offer = self._offer(key.data, version)
+                        if offer is not None:
+                            selector.unregister(key.data)
+                            offers[key.data.rank] = offer
+                    elif (accepted := self._accepted()) is not None:
+                        selector.register(accepted, selectors.EVENT_READ, accepted)
+        return offers
+
+    def _accepted(self) -> Link | None:
+        """Take a connection; None if it does not show the key."""
+        assert self._listening is not None
+        connection, _ = self._listening.accept()
+        with suppress(DrivetrainError):
+            hello = Link(connection, -1, _HELLO_S).hear()
+            if isinstance(hello, Hello) and hmac.compare_digest(hello.key, self._key):
+                self._owing.discard(hello.rank)
+                self._links[hello.rank] = link = Link(connection, hello.rank, self._ranks.timeout)
+                return link
+        connection.close()
+        return None
+
+    def _offer(self, link: Link, version: str) -> Offer | None:
+        """Read a rank's offer; None if it is for a push of whose failure the rank was told already."""
+        try:
+            offer = link.hear()
+        except DrivetrainError:
+            self._links.pop(link.rank).close()
+            raise
+        assert isinstance(offer, Offer)
+        if offer.pieces is not None:
+            self._pieces[link.rank] = offer.pieces
+        if link.rank in self._owing:
+            self._owing.remove(link.rank)
+            return None
+        self._taking_part.add(link.rank)
+        if offer.version != version:
+            raise InvalidRequest(
+                f"rank {self._ranks.rank} of the trainer pushes {version!r}, rank {link.rank} {offer.version!r}; pass "
+                "the same version on every rank",
+                field="version",
+            )
+        return offer
+
+    def _choose_carrier(self, others: list[str]) -> None:
+        """Use NCCL if every rank's shards are on a GPU of its own."""
+        gpus = [*others, gpu_of(self._tensors)]
+        on_gpus = bool(others) and all(gpus) and len(set(gpus)) == len(gpus)
+        if on_gpus == bool(self._grouped) and self._grouped in ({}, self._links):
+            return
+        self._carrier.close()
+        self._carrier, self._grouped = SocketCarrier(), {}
+        if on_gpus:
+            name = f"drivetrain-shards-{uuid.uuid4().hex[:12]}"
+            self._tell(FormGroup(name))
+            self._carrier = NcclCarrier(self._ranks, name, self._tensors[0].device)
+            self._grouped = dict(self._links)
+
+    def _gather(self, bucket: Bucket, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the tensors of a bucket, whole, in ``memory``."""
+        whole: dict[str, torch.Tensor] = {}
+        wanted: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        for placed in bucket.tensors:
+            name = placed.spec.name
+            whole[name] = slot(memory, 0, placed)
+            for part in self._inventory.parts[name]:
+                region = whole[name][part.piece.region]
+                if part.rank == self._ranks.rank:
+                    region.copy_(self._tensors[part.index])
+                else:
+                    wanted.setdefault(part.rank, []).append((part.index, region))
+        try:
+            self._carrier.fetch(wanted, self._links)
+        except DrivetrainError:
+            self._carrier.close()
+            self._grouped = {}
+            self._carrier = SocketCarrier()
+            raise
+        return whole
+
+    def _named(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return whole tensors under all of their names in the checkpoint."""
+        return dict(self._rename({name: whole[first] for first in whole for name in self._inventory.names[first]}))
+
+    def _tell(self, message: Message) -> None:
+        """Tell every other rank; those that are gone need not know."""
+        for rank, link in list(self._links.items()):
+            try:
+                link.say(message)
+            except DrivetrainError:
+                self._links.pop(rank).close()
