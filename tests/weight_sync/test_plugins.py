@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -96,7 +97,8 @@ async def test_what_a_plugins_transport_spoils_is_found(install: Install, tmp_pa
     async with WeightSync.connect(trained, engine, "pigeon", directory=tmp_path) as sync:
         handle = await sync.start_weight_transfer(version="v")
         await handle.wait()
-        receiver_tensors = engine.receiver.update.reader.letter  # type: ignore[attr-defined]
+        update: Any = engine.receiver.update
+        receiver_tensors = update.reader.letter
         receiver_tensors["model.norm.weight"] += 1
         with pytest.raises(WeightSyncError, match=r"model\.norm\.weight"):
             await handle.finish()
