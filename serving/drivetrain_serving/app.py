@@ -32,7 +32,7 @@ from drivetrain_serving.vllm.embeddings import EmbeddingRoute
 from drivetrain_serving.vllm.generation import GenerationRoutes
 from drivetrain_serving.vllm.tokens import TokenRoutes
 from drivetrain_serving.vllm.weight_transfer import WeightTransferRoutes
-from drivetrain_serving.weights.weight_groups import WeightGroups
+from drivetrain_weight_sync.trainer_groups.weight_groups import WeightGroups
 
 Answer = Callable[[Request], Awaitable[Response]]
 

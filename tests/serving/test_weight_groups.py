@@ -469,7 +469,7 @@ async def test_two_servers_are_two_ranks_of_one_group(
 
 async def test_the_receiving_process_ends_with_the_server() -> None:
     receiving = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "drivetrain_serving.weights.receiving_process", stdin=PIPE, stdout=PIPE
+        sys.executable, "-m", "drivetrain_weight_sync.trainer_groups.receiving_process", stdin=PIPE, stdout=PIPE
     )
     assert receiving.stdin is not None
     join = {"type": "join", "group_name": "g", "rank": 1, "world_size": 2, "timeout": 600, "backend": "gloo"}

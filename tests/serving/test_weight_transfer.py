@@ -21,10 +21,10 @@ from drivetrain import InferenceEngine, InvalidRequest, create_engine
 from drivetrain.types.weights import TensorSpec
 from drivetrain_serving import Server, ServerConfig
 from drivetrain_serving.vllm.weight_transfer import GROUP
-from drivetrain_serving.weights.bucket import WHOLE, WeightBucket
-from drivetrain_serving.weights.bucket_layout import BucketLayout
-from drivetrain_serving.weights.messages import JoinNccl
-from drivetrain_serving.weights.nccl import id_from_pickle, id_from_store
+from drivetrain_weight_sync.trainer_groups.bucket import WHOLE, WeightBucket
+from drivetrain_weight_sync.trainer_groups.bucket_layout import BucketLayout
+from drivetrain_weight_sync.trainer_groups.messages import JoinNccl
+from drivetrain_weight_sync.trainer_groups.nccl import id_from_pickle, id_from_store
 from engines import HANGING
 from trainer_groups import (
     Group,

@@ -20,7 +20,7 @@ from drivetrain_serving.http.answers import json_answer
 from drivetrain_serving.http.bodies import read_json
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.sglang.generation import GenerateRoute
-from drivetrain_serving.weights.weight_groups import WeightGroups
+from drivetrain_weight_sync.trainer_groups.weight_groups import WeightGroups
 
 _MODES: Final = tuple(mode.value for mode in (PauseMode.ABORT, PauseMode.RETRACT, PauseMode.IN_PLACE))
 _POLL_S: Final = 0.05

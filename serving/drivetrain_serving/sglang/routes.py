@@ -16,7 +16,7 @@ from drivetrain_serving.sglang.generation import GenerateRoute
 from drivetrain_serving.sglang.tokens import TokenRoutes
 from drivetrain_serving.sglang.weight_groups import WeightGroupRoutes
 from drivetrain_serving.sglang.weights import WeightRoutes
-from drivetrain_serving.weights.weight_groups import WeightGroups
+from drivetrain_weight_sync.trainer_groups.weight_groups import WeightGroups
 
 Answer = Callable[[Request], Awaitable[Response]]
 

@@ -19,9 +19,9 @@ from drivetrain_serving.http.answers import json_answer
 from drivetrain_serving.http.bodies import read_json, unless_disconnected
 from drivetrain_serving.http.error_statuses import described
 from drivetrain_serving.sglang.errors import status_here
-from drivetrain_serving.weights.bucket import WHOLE, WeightBucket
-from drivetrain_serving.weights.messages import Join
-from drivetrain_serving.weights.weight_groups import WeightGroups
+from drivetrain_weight_sync.trainer_groups.bucket import WHOLE, WeightBucket
+from drivetrain_weight_sync.trainer_groups.messages import Join
+from drivetrain_weight_sync.trainer_groups.weight_groups import WeightGroups
 
 _GROUP: Final = "weight_update_group"
 """SGLang's default for ``group_name``."""

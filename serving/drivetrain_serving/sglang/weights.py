@@ -23,7 +23,7 @@ from drivetrain_serving.http.error_statuses import described
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.sglang.control import flag
 from drivetrain_serving.sglang.errors import status_here
-from drivetrain_serving.weights.weight_groups import WeightGroups
+from drivetrain_weight_sync.trainer_groups.weight_groups import WeightGroups
 
 _REFUSED_OF_DISK: Final = ("is_async", "keep_pause", "recapture_cuda_graph", "manifest")
 """Fields of ``/update_weights_from_disk`` that are not honoured; null, false and empty values are taken."""

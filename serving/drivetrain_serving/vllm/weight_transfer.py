@@ -19,9 +19,9 @@ from drivetrain_serving.config import ServerConfig
 from drivetrain_serving.http.answers import json_answer
 from drivetrain_serving.http.bodies import read_json, unless_disconnected
 from drivetrain_serving.vllm.errors import error_answer
-from drivetrain_serving.weights.bucket import WeightBucket
-from drivetrain_serving.weights.messages import JoinNccl
-from drivetrain_serving.weights.weight_groups import WeightGroups
+from drivetrain_weight_sync.trainer_groups.bucket import WeightBucket
+from drivetrain_weight_sync.trainer_groups.messages import JoinNccl
+from drivetrain_weight_sync.trainer_groups.weight_groups import WeightGroups
 
 GROUP: Final = "weight transfer engine"
 """Name of the one group that these routes form."""

@@ -12,16 +12,16 @@ from drivetrain.checks.safe_repr import shown
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import DrivetrainError, InvalidRequest
 from drivetrain.types.capability import Capability
-from drivetrain_serving.weights.messages import AnyJoin
-from drivetrain_serving.weights.trainer_group import TrainerGroup
+from drivetrain_weight_sync.trainer_groups.messages import AnyJoin
+from drivetrain_weight_sync.trainer_groups.trainer_group import TrainerGroup
 
 if TYPE_CHECKING:
     import torch
 
-    from drivetrain_serving.weights.bucket import WeightBucket
-    from drivetrain_serving.weights.open_update import OpenUpdate, TiedTensors
     from drivetrain_weight_sync import WeightSync
     from drivetrain_weight_sync.trainer.in_memory_names import InMemoryNames
+    from drivetrain_weight_sync.trainer_groups.bucket import WeightBucket
+    from drivetrain_weight_sync.trainer_groups.open_update import OpenUpdate, TiedTensors
 
 _logger: Final = logging.getLogger(__name__)
 
@@ -240,14 +240,14 @@ class WeightGroups:
         await group.end()
 
     async def _new_update(self, *, explicit: bool = False) -> OpenUpdate:
-        from drivetrain_serving.weights.open_update import OpenUpdate
+        from drivetrain_weight_sync.trainer_groups.open_update import OpenUpdate
 
         self._connect()
         assert self._names is not None
         return OpenUpdate(await self._engine.weight_manifest(), self._names, cast=self._cast, explicit=explicit)
 
     async def _received(self, group: TrainerGroup, bucket: WeightBucket, *, keep: bool) -> dict[str, torch.Tensor]:
-        from drivetrain_serving.weights.bucket_layout import BucketLayout
+        from drivetrain_weight_sync.trainer_groups.bucket_layout import BucketLayout
         from drivetrain_weight_sync.transports.shared_arena import Arena
 
         layout = BucketLayout(bucket)

@@ -13,7 +13,7 @@ import msgspec
 
 from drivetrain.backend.toolkit.deadlines import deadline
 from drivetrain.errors import InvalidRequest, WeightSyncError
-from drivetrain_serving.weights.messages import Answer, AnyJoin, Failed, Piece, Receive, Request
+from drivetrain_weight_sync.trainer_groups.messages import Answer, AnyJoin, Failed, Piece, Receive, Request
 
 _REQUESTS: Final = msgspec.json.Encoder()
 _ANSWERS: Final = msgspec.json.Decoder(Answer)
@@ -59,7 +59,7 @@ class TrainerGroup:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "drivetrain_serving.weights.receiving_process",
+            "drivetrain_weight_sync.trainer_groups.receiving_process",
             stdin=PIPE,
             stdout=PIPE,
             start_new_session=True,  # Ctrl-C is for the server

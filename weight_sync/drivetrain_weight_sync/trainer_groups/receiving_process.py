@@ -1,8 +1,8 @@
 """The process that joins a trainer's group and receives its broadcasts.
 
 It is a process of its own because a torch.distributed call cannot be interrupted: to give up a group, the server kills
-it. Started as ``python -m drivetrain_serving.weights.receiving_process``, it reads requests from standard input, and
-ends when that is closed.
+it. Started as ``python -m drivetrain_weight_sync.trainer_groups.receiving_process``, it reads requests from standard
+input, and ends when that is closed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from drivetrain.errors import InvalidRequest
-from drivetrain_serving.weights.messages import Answer, Done, Failed, Join, JoinNccl, Piece, Receive, Request
+from drivetrain_weight_sync.trainer_groups.messages import Answer, Done, Failed, Join, JoinNccl, Piece, Receive, Request
 
 _dist: Any = torch.distributed
 """``Any``: its process group classes are not declared."""
@@ -45,7 +45,7 @@ def main() -> None:
                 case Join():
                     group = _TorchGroup(request)
                 case JoinNccl():
-                    from drivetrain_serving.weights.nccl import NcclGroup
+                    from drivetrain_weight_sync.trainer_groups.nccl import NcclGroup
 
                     group = NcclGroup(request)
                 case Receive():

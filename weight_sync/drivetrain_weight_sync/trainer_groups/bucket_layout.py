@@ -6,9 +6,9 @@ from typing import Final
 
 import torch
 
-from drivetrain_serving.weights.bucket import WeightBucket
-from drivetrain_serving.weights.messages import Piece
 from drivetrain_weight_sync.tensors.dtypes import dtype_of, nbytes_of
+from drivetrain_weight_sync.trainer_groups.bucket import WeightBucket
+from drivetrain_weight_sync.trainer_groups.messages import Piece
 
 _ALIGNMENT: Final = 64
 
