@@ -25,6 +25,7 @@ FOLDERS = (
     "serving",
     "conformance_tests",
     "demo",
+    "trainers",
     "docs",
     "examples",
     "tests",
