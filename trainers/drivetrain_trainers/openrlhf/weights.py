@@ -15,11 +15,11 @@ from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.tasks import gather_or_cancel
 from drivetrain.errors import InvalidRequest, UnsupportedCapability
 from drivetrain.types.weights import TensorSpec
-from drivetrain_serving.weights.bucket import WeightBucket
-from drivetrain_serving.weights.bucket_layout import BucketLayout
-from drivetrain_serving.weights.messages import AnyJoin, Join, JoinNccl
-from drivetrain_serving.weights.trainer_group import TrainerGroup
-from drivetrain_serving.weights.weight_groups import WeightGroups
+from drivetrain_weight_sync.trainer_groups.bucket import WeightBucket
+from drivetrain_weight_sync.trainer_groups.bucket_layout import BucketLayout
+from drivetrain_weight_sync.trainer_groups.messages import AnyJoin, Join, JoinNccl
+from drivetrain_weight_sync.trainer_groups.trainer_group import TrainerGroup
+from drivetrain_weight_sync.trainer_groups.weight_groups import WeightGroups
 
 IpcHandles = Mapping[str, tuple[Callable[..., torch.Tensor], Sequence[object]]]
 """By UUID of a GPU: the function that opens a tensor there, and its arguments."""
