@@ -183,12 +183,12 @@ class Group:
         if group is None:
             raise WeightTransferFailed(f"this rank left the group {self.spec.group_name!r}")
         with self.failing(), torch.cuda.device(self.device):
-            group._start_coalescing(self.device)
+            group._start_coalescing()
             for tensor, rank in sends:
                 group.send([tensor.view(-1).view(torch.uint8)], rank, 0)
             for tensor, rank in receives:
                 group.recv([tensor.view(-1).view(torch.uint8)], rank, 0)
-            return Broadcast(self, group._end_coalescing(self.device), self._abandoned)
+            return Broadcast(self, group._end_coalescing(), self._abandoned)
 
     @contextmanager
     def failing(self) -> Iterator[None]:
