@@ -69,6 +69,8 @@ async def test_fields_have_their_names_on_the_wire(engine: InferenceEngine, clie
     params = schemas["GenerateRequest"]["properties"]["sampling_params"]["properties"]
     assert {"max_tokens", "min_tokens", "structured_outputs"} <= params.keys()
     assert not {"max_new_tokens", "logit_processors"} & params.keys()
+    assert schemas["LoadAdapterFields"]["required"] == ["lora_name", "lora_path"]
+    assert "required" not in schemas["AbortFields"], "an empty body ends all requests"
     of_sglang, *_ = schemas["GenerateBody"]["properties"]["sampling_params"]["anyOf"]
     assert {"max_new_tokens", "sampling_seed"} <= of_sglang["properties"].keys()
     asked = {"prompt": "hello", "allowed_token_ids": [104], "max_tokens": 2, "top_k": -1, "logprobs": True}

@@ -90,7 +90,7 @@ class SessionRoutes:
 
     # Agents ------------------------------------------------------------------------------------------------------
 
-    @documented(body=ChatRequest, needs_body=True, statuses=_STATUSES, media=(JSON, STREAM))
+    @documented(body=ChatRequest, statuses=_STATUSES, media=(JSON, STREAM))
     async def chat_completions(self, request: Request) -> Response:
         """Answer POST ``/sessions/{id}/v1/chat/completions``."""
         body = await read_json(request, self._served.config, wants_type=True)
@@ -106,12 +106,12 @@ class SessionRoutes:
         pieces = self._pieces(payload, asked, responses)
         return await event_stream(pieces, body_of, self._served.config.send_timeout)
 
-    @documented(body=MessagesRequest, needs_body=True, statuses=_STATUSES, media=(JSON, STREAM))
+    @documented(body=MessagesRequest, statuses=_STATUSES, media=(JSON, STREAM))
     async def messages(self, request: Request) -> Response:
         """Answer POST ``/sessions/{id}/v1/messages``, in Anthropic's form."""
         return await self._answered_in_anthropics_form(request, self._message)
 
-    @documented(body=MessagesRequest, needs_body=True, statuses=_STATUSES)
+    @documented(body=MessagesRequest, statuses=_STATUSES)
     async def count_tokens(self, request: Request) -> Response:
         """Answer POST ``/sessions/{id}/v1/messages/count_tokens``, in Anthropic's form."""
         return await self._answered_in_anthropics_form(request, self._count)
@@ -155,7 +155,7 @@ class SessionRoutes:
         asked = await self._asked(self._sessions.for_turns(session_id, 0), payload, call)
         return json_answer({"input_tokens": len(asked.prepared.token_ids)})
 
-    @documented(body=ResponsesRequest, needs_body=True, statuses=_STATUSES, media=(JSON, STREAM))
+    @documented(body=ResponsesRequest, statuses=_STATUSES, media=(JSON, STREAM))
     async def responses(self, request: Request) -> Response:
         """Answer POST ``/sessions/{id}/v1/responses``."""
         body = await read_json(request, self._served.config, wants_type=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict
+from pydantic.config import JsonDict
 
 _F = TypeVar("_F", bound=Callable[..., object])
 _NAME: Final = "__route_doc__"
@@ -19,6 +20,28 @@ TEXT: Final = "text/plain"
 STREAM: Final = "text/event-stream"
 
 
+def _require(schema: JsonDict) -> None:
+    """Require the fields that cannot be null and have no default."""
+    fields = schema.get("properties", {})
+    assert isinstance(fields, dict)
+    required = [name for name, field in fields.items() if isinstance(field, dict) and _is_required(field)]
+    if required:
+        schema["required"] = [*required]
+
+
+def _is_required(field: JsonDict) -> bool:
+    if field.get("default") is not None:
+        return False
+    kinds = [field, *(one for one in _list(field.get("anyOf")) if isinstance(one, dict))]
+    return not any(
+        "null" in (one.get("type"), *_list(one.get("type"))) or None in _list(one.get("enum")) for one in kinds
+    )
+
+
+def _list(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
+
+
 class Fields(BaseModel):
     """Fields of a body or a query by their names on the wire.
 
@@ -26,7 +49,7 @@ class Fields(BaseModel):
     ``json_schema_extra`` says what the route takes.
     """
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", json_schema_extra=_require)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +58,6 @@ class RouteDoc:
 
     body: type[BaseModel] | None = None
     """The JSON object that it reads."""
-    needs_body: bool = False
-    """True if an empty body is refused."""
     query: type[BaseModel] | None = None
     """The parameters of its query."""
     statuses: tuple[int, ...] = (200,)
@@ -48,7 +69,6 @@ class RouteDoc:
 def documented(
     *,
     body: type[BaseModel] | None = None,
-    needs_body: bool = False,
     query: type[BaseModel] | None = None,
     statuses: tuple[int, ...] = OF_ENGINES,
     media: tuple[str, ...] = (JSON,),
@@ -58,14 +78,13 @@ def documented(
 
     Args:
         body: The JSON object that it reads.
-        needs_body: True if an empty body is refused.
         query: The parameters of its query.
         statuses: Statuses of its answers beside ``success`` and those of wrong bodies.
         media: Media types of an answer that succeeds.
         success: Status of an answer that succeeds.
     """
     of_body = _OF_BODIES if body is not None else (400,) if query is not None else ()
-    doc = RouteDoc(body, needs_body, query, (success, *sorted({*of_body, *statuses})), media)
+    doc = RouteDoc(body, query, (success, *sorted({*of_body, *statuses})), media)
 
     def attach(answer: _F) -> _F:
         setattr(answer, _NAME, doc)

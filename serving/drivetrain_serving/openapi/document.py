@@ -73,8 +73,8 @@ def _operation(route: Route, method: str, schemas: Json, key: KeyName) -> Json:
     if parameters:
         operation["parameters"] = parameters
     if doc.body is not None and method != "GET":
-        schema = _schema(doc.body, schemas)
-        operation["requestBody"] = {"content": {JSON: {"schema": schema}}, "required": doc.needs_body}
+        content = {JSON: {"schema": _schema(doc.body, schemas)}}
+        operation["requestBody"] = {"content": content, "required": "required" in schemas[doc.body.__name__]}
     if key == "none":
         operation["security"] = []
     return operation

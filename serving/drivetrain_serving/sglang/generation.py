@@ -29,7 +29,7 @@ class GenerateRoute:
         self._served = served
         self._in_flight: Counter[str] = Counter()
 
-    @documented(body=GenerateBody, needs_body=True, statuses=(409, *OF_ENGINES), media=(JSON, STREAM))
+    @documented(body=GenerateBody, statuses=(409, *OF_ENGINES), media=(JSON, STREAM))
     async def generate(self, request: Request) -> Response:
         """Answer POST and PUT ``/generate``."""
         body = await read_json(request, self._served.config)

@@ -50,7 +50,7 @@ _PERMISSION: Final = MappingProxyType(
 
 _NAME: Final[dict[str, JsonValue]] = {"type": "string", "minLength": 1}
 _FLAG: Final[dict[str, JsonValue]] = {"type": ["boolean", "null"]}
-_VERSION: Final[dict[str, JsonValue]] = {"type": ["string", "null"]}
+_TEXT: Final[dict[str, JsonValue]] = {"type": ["string", "null"]}
 _MODE: Final[dict[str, JsonValue]] = {"enum": ["abort", "wait", "keep"]}
 
 
@@ -102,10 +102,10 @@ class UpdateFields(UpdateInfo):
     """A request to ``/update_weights``: of a folder, or of tensors that the trainer broadcasts."""
 
     weight_dir: object = Field(
-        default=None, description="A checkpoint folder that the engine can read.", json_schema_extra=_NAME
+        default=None, description="A checkpoint folder that the engine can read.", json_schema_extra=_TEXT
     )
     weight_version: object = Field(
-        default=None, description="Version of the weights in the folder.", json_schema_extra=_VERSION
+        default=None, description="Version of the weights in the folder.", json_schema_extra=_TEXT
     )
 
 

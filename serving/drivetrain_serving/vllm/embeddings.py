@@ -53,7 +53,7 @@ class EmbeddingRoute:
     def __init__(self, served: ServedEngine) -> None:
         self._served = served
 
-    @documented(body=EmbeddingRequest, needs_body=True, statuses=(404, *OF_ENGINES))
+    @documented(body=EmbeddingRequest, statuses=(404, *OF_ENGINES))
     async def embeddings(self, request: Request) -> Response:
         """Answer POST ``/v1/embeddings``."""
         body = await read_json(request, self._served.config, wants_type=True)

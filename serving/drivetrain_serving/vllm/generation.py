@@ -78,17 +78,17 @@ class GenerationRoutes:
         self._translated = translated
         self._texts = TokenTexts(served.engine.tokenizer)
 
-    @documented(body=CompletionRequest, needs_body=True, statuses=STATUSES, media=WHOLE_OR_STREAM)
+    @documented(body=CompletionRequest, statuses=STATUSES, media=WHOLE_OR_STREAM)
     async def completions(self, request: Request) -> Response:
         """Answer POST ``/v1/completions``."""
         return await self._answered(request, self._completions)
 
-    @documented(body=ChatRequest, needs_body=True, statuses=STATUSES, media=WHOLE_OR_STREAM)
+    @documented(body=ChatRequest, statuses=STATUSES, media=WHOLE_OR_STREAM)
     async def chat_completions(self, request: Request) -> Response:
         """Answer POST ``/v1/chat/completions``."""
         return await self._answered(request, self._chat_completions)
 
-    @documented(body=GenerateRequest, needs_body=True, statuses=STATUSES, media=WHOLE_OR_STREAM)
+    @documented(body=GenerateRequest, statuses=STATUSES, media=WHOLE_OR_STREAM)
     async def generate(self, request: Request) -> Response:
         """Answer POST ``/inference/v1/generate``."""
         return await self._answered(request, self._generate)
