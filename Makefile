@@ -55,8 +55,12 @@ PORT ?= 8000
 # The clients and trainers that drive our server unmodified, in the releases of the table in the docs.
 TRAINERS ?= openai==2.54.0 anthropic==2.14.0 langchain-openai==1.7.4 verifiers==0.4.0 renderers==0.1.12
 TRAINERS_READY := .venvs/trainers/.ready-$(shell echo '$(TRAINERS)' | sha256sum | cut -c1-16)
+# Makes requests from our OpenAPI document, CASES of each route and phase.
+SCHEMATHESIS ?= schemathesis==4.32.5
+SCHEMATHESIS_READY := .venvs/schemathesis/.ready-$(shell echo '$(SCHEMATHESIS)' | sha256sum | cut -c1-16)
+CASES ?= 5
 
-.PHONY: help setup demo serve-demo test test-unit test-fast test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-status-page test-trainer-half test-trainers train-skyrl faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint site docs bench clean
+.PHONY: help setup demo serve-demo test test-unit test-fast test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-trainer-half test-trainers train-skyrl faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint site docs bench clean
 .PHONY: environments environment-transformers environment-echo environment-trainer environment-trainers environment-sglang environment-sglang-server environment-vllm environment-vllm-server
 
 help: ## show this list
@@ -124,6 +128,15 @@ test-gateway: environment-$(BACKEND) ## record agents over BACKEND's real engine
 	@$(ENGINE_ENV) BACKEND=$(BACKEND) PYTHONPATH=tests/helpers OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/python -m pytest -q \
 		-c /dev/null -o asyncio_default_fixture_loop_scope=module --rootdir tests/serving --noconftest \
 		-p no:cacheprovider tests/serving/gateway_on_an_engine.py $(ARGS)
+
+# schemathesis pins packages of its own.
+test-openapi: $(READY) $(SCHEMATHESIS_READY) ## requests by chance from our OpenAPI document: no 500, and only documented statuses; CASES=5 for each route
+	@OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/serving/fuzz_the_document.py .venvs/schemathesis/bin/schemathesis $(CASES)
+
+$(SCHEMATHESIS_READY):
+	@[[ -x .venvs/schemathesis/bin/python ]] || $(PYTHON) -m venv .venvs/schemathesis
+	@.venvs/schemathesis/bin/python -m pip install --quiet --disable-pip-version-check '$(SCHEMATHESIS)'
+	@rm -f .venvs/schemathesis/.ready-* && touch $@
 
 test-status-page: $(READY) ## the server's status page in headless Chromium; SCREENSHOT=FILE keeps its picture
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/serving/status_page_in_chromium.py $(ARGS)

@@ -20,6 +20,8 @@ from drivetrain_serving.http.answers import json_answer
 from drivetrain_serving.http.keys import Keys
 from drivetrain_serving.http.request_counts import CountsRequests, RequestCounts
 from drivetrain_serving.http.request_records import RECORD, RequestRecord, RequestRecords, log_record
+from drivetrain_serving.http.route_docs import documented
+from drivetrain_serving.openapi.document import KeyName, document_of
 from drivetrain_serving.operations import OperationRoutes
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.sglang import errors as sglang_errors
@@ -71,13 +73,21 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
     status = StatusRoutes(served)
     more = sglang_routes.always()
 
+    @documented(statuses=())
     async def server_info(request: Request) -> Response:
         """Answer GET ``/server_info`` with what either dialect's clients read."""
         del request
         return json_answer({**sglang_routes.description.server_info(), **control.server_info()})
 
+    @documented(statuses=())
+    async def openapi(request: Request) -> Response:
+        """Answer GET ``/openapi.json`` with the document of all routes."""
+        del request
+        return json_answer(document)
+
     opened: dict[str, Answer] = {
         "/": status.page,
+        "/openapi.json": openapi,
         "/health": control.health,
         "/health_generate": control.health,
         "/ready": operations.ready,
@@ -138,6 +148,7 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
         *(Route(one.path, one.answer, methods=list(one.methods)) for one in more),
     ]
     counts.know(routes)
+    document = document_of(routes, lambda path: _key_of(path, opened, of_data))
     app = Starlette(
         routes=routes,
         middleware=[
@@ -154,6 +165,13 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
     app.state.sessions = sessions
     app.state.weight_groups = weight_groups
     return app
+
+
+def _key_of(path: str, opened: Collection[str], of_data: Collection[str]) -> KeyName:
+    """Return the key that :class:`Keys` asks for."""
+    if path in opened:
+        return "none"
+    return "api" if path in of_data or AGENT_PATHS.fullmatch(path) else "control"
 
 
 class _Errors:

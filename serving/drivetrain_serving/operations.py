@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from drivetrain.engine.states import EngineState
 from drivetrain_serving.http.request_counts import RequestCounts
+from drivetrain_serving.http.route_docs import TEXT, documented
 from drivetrain_serving.metrics import metrics_of
 from drivetrain_serving.served_engine import ServedEngine
 
@@ -24,11 +25,13 @@ class OperationRoutes:
         self._engine = served.engine
         self._counts = counts
 
+    @documented(statuses=(503,), media=())
     async def ready(self, request: Request) -> Response:
         """Answer GET ``/ready``: 200 if a request would be served now."""
         del request
         return Response(status_code=200 if self._engine.state is EngineState.READY else 503)
 
+    @documented(statuses=(), media=(TEXT,))
     async def metrics(self, request: Request) -> Response:
         """Answer GET ``/metrics`` in Prometheus' text format."""
         del request

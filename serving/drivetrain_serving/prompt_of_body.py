@@ -4,13 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from drivetrain.checks.pydantic_errors import describe_validation_error
 from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import InvalidRequest
 from drivetrain.openai.messages import to_template
 from drivetrain.types.prompts import ChatPrompt, Message, Prompt, TextPrompt
+from drivetrain_serving.http.route_docs import Fields
+
+
+class PromptFields(Fields):
+    """Fields of a body that hold its prompt."""
+
+    prompt: object = Field(default=None, description="A text.", json_schema_extra={"type": ["string", "null"]})
+    add_special_tokens: object = Field(
+        default=None,
+        description="Let the tokenizer add special tokens such as BOS to a text.",
+        json_schema_extra={"type": ["boolean", "null"]},
+    )
+    messages: tuple[Message, ...] | None = Field(default=None, description="A conversation, if there is no prompt.")
+    tools: object = Field(
+        default=None,
+        description="Functions that the model may call.",
+        json_schema_extra={"type": ["array", "null"], "items": {"type": "object"}},
+    )
+    add_generation_prompt: object = Field(
+        default=None,
+        description="End the prompt with the assistant's opening; true if not given.",
+        json_schema_extra={"type": ["boolean", "null"]},
+    )
+    continue_final_message: object = Field(
+        default=None, description="Continue the last message.", json_schema_extra={"type": ["boolean", "null"]}
+    )
+    chat_template_kwargs: object = Field(
+        default=None,
+        description="Additional variables of the chat template.",
+        json_schema_extra={"type": ["object", "null"]},
+    )
 
 
 def prompt_of_body(body: Mapping[str, object]) -> Prompt:

@@ -90,7 +90,7 @@ ASKED: Final = (
             spaces_between_special_tokens=False),
     sampled("AReaL", top_p=1.0, top_k=10**8, ignore_eos=False, frequency_penalty=0.0, stop_token_ids=[]),
     sampled("stop token", max_new_tokens=100, temperature=1, stop_token_ids=list(range(60, 120))),
-    sampled("stop string", max_new_tokens=100, temperature=1, stop=["a", "e", "i", "o"]),
+    sampled("stop string", max_new_tokens=100, logit_bias={"97": 100}, stop=["e", "a"]),  # the id of "a"
     sampled("top_k of 0", top_k=0, temperature=1),
     sampled("greedy top_k of 0", top_k=0),
     sampled("unknown parameter", max_tokens=4),

@@ -74,6 +74,12 @@ def _one_is_a_tuple_of_one(value: object) -> object:
     return (value,) if isinstance(value, str | int) else value
 
 
+_Texts = Annotated[
+    tuple[StrictStr, ...],
+    BeforeValidator(_one_is_a_tuple_of_one, json_schema_input_type=StrictStr | tuple[StrictStr, ...]),
+]
+
+
 def _ids_from_json(value: object) -> object:
     """Convert token ids to integers: JSON object keys are strings, as in ``{"42": 1.5}``."""
     if not isinstance(value, Mapping):
@@ -82,6 +88,10 @@ def _ids_from_json(value: object) -> object:
     if len(biases) < len(value):
         raise ValueError("a token id is given twice")
     return biases
+
+
+JsonPrompts = StrictStr | list[TokenId] | list[StrictStr] | list[list[TokenId]]
+"""One prompt or several, as JSON has them."""
 
 
 def prompts_from_json(value: object) -> object:
@@ -141,9 +151,7 @@ class _Payload(_Frozen):
         default=None, description="Token id → value added to its logit."
     )
     seed: StrictInt | None = Field(default=None, description="Choice i of a prompt uses seed + i.")
-    stop: Annotated[tuple[StrictStr, ...], BeforeValidator(_one_is_a_tuple_of_one)] | None = Field(
-        default=None, description="One or more strings that end generation."
-    )
+    stop: _Texts | None = Field(default=None, description="One or more strings that end generation.")
     max_tokens: StrictInt | None = Field(default=None, description="Maximum tokens to generate.")
     response_format: ResponseFormat | None = Field(default=None, description="Constrain the output to JSON.")
     stream: StrictBool | None = Field(default=None, description="Must match the called method.")
@@ -158,7 +166,7 @@ class _Payload(_Frozen):
     )
     min_tokens: StrictInt | None = Field(default=None, description="Minimum tokens before any stop.")
     stop_token_ids: tuple[TokenId, ...] | None = Field(default=None, description="Ids that end generation.")
-    stop_regex: Annotated[tuple[StrictStr, ...], BeforeValidator(_one_is_a_tuple_of_one)] | None = Field(
+    stop_regex: _Texts | None = Field(
         default=None, description="One or more regular expressions whose match ends generation."
     )
     include_stop_str_in_output: StrictBool | None = Field(
@@ -261,9 +269,9 @@ class CompletionPayload(_Payload):
         }
     )
 
-    prompt: Annotated[tuple[TextPrompt | TokenPrompt, ...], BeforeValidator(prompts_from_json)] = Field(
-        description="Text, token ids, or a list of either."
-    )
+    prompt: Annotated[
+        tuple[TextPrompt | TokenPrompt, ...], BeforeValidator(prompts_from_json, json_schema_input_type=JsonPrompts)
+    ] = Field(description="Text, token ids, or a list of either.")
     max_tokens: StrictInt | None = Field(default=16, description="Maximum tokens to generate.")
     logprobs: StrictInt | None = Field(
         default=None, description="Return logprobs of the sampled and of the k most likely tokens."

@@ -27,10 +27,12 @@ from drivetrain_serving.gateway.capture import Asked, Capture
 from drivetrain_serving.gateway.errors import error_answer
 from drivetrain_serving.gateway.ledger import Session
 from drivetrain_serving.gateway.prompts import prepare
+from drivetrain_serving.gateway.request_fields import MessagesRequest, ResponsesRequest
 from drivetrain_serving.gateway.sessions import Sessions
 from drivetrain_serving.gateway.trajectory import trajectory_of
 from drivetrain_serving.http.answers import NamedEventStream, event_stream, json_answer
 from drivetrain_serving.http.bodies import read_json, unless_disconnected
+from drivetrain_serving.http.route_docs import JSON, OF_ENGINES, STREAM, documented
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.vllm.chat_and_completion_answers import ChatResponses
 from drivetrain_serving.vllm.errors import body_of
@@ -41,6 +43,7 @@ Answer = Callable[[Request], Awaitable[Response]]
 
 AGENT_PATHS: Final = re.compile(r"/sessions/[^/]+/v1/.*")
 """Paths that the API key opens; the other paths of sessions need the control key."""
+_STATUSES: Final = (404, 409, *OF_ENGINES)
 _MSGPACK: Final = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
 
 
@@ -87,6 +90,7 @@ class SessionRoutes:
 
     # Agents ------------------------------------------------------------------------------------------------------
 
+    @documented(body=ChatRequest, statuses=_STATUSES, media=(JSON, STREAM))
     async def chat_completions(self, request: Request) -> Response:
         """Answer POST ``/sessions/{id}/v1/chat/completions``."""
         body = await read_json(request, self._served.config, wants_type=True)
@@ -102,10 +106,12 @@ class SessionRoutes:
         pieces = self._pieces(payload, asked, responses)
         return await event_stream(pieces, body_of, self._served.config.send_timeout)
 
+    @documented(body=MessagesRequest, statuses=_STATUSES, media=(JSON, STREAM))
     async def messages(self, request: Request) -> Response:
         """Answer POST ``/sessions/{id}/v1/messages``, in Anthropic's form."""
         return await self._answered_in_anthropics_form(request, self._message)
 
+    @documented(body=MessagesRequest, statuses=_STATUSES)
     async def count_tokens(self, request: Request) -> Response:
         """Answer POST ``/sessions/{id}/v1/messages/count_tokens``, in Anthropic's form."""
         return await self._answered_in_anthropics_form(request, self._count)
@@ -149,6 +155,7 @@ class SessionRoutes:
         asked = await self._asked(self._sessions.for_turns(session_id, 0), payload, call)
         return json_answer({"input_tokens": len(asked.prepared.token_ids)})
 
+    @documented(body=ResponsesRequest, statuses=_STATUSES, media=(JSON, STREAM))
     async def responses(self, request: Request) -> Response:
         """Answer POST ``/sessions/{id}/v1/responses``."""
         body = await read_json(request, self._served.config, wants_type=True)
@@ -238,6 +245,7 @@ class SessionRoutes:
 
     # The trainer -------------------------------------------------------------------------------------------------
 
+    @documented(statuses=())
     async def sessions(self, request: Request) -> Response:
         """Answer GET ``/sessions``."""
         del request
@@ -252,6 +260,7 @@ class SessionRoutes:
         ]
         return json_answer({"sessions": found})
 
+    @documented(statuses=(400, 404, 503), media=(JSON, _MSGPACK[0]))
     async def trajectory(self, request: Request) -> Response:
         """Answer GET ``/sessions/{id}/trajectory``, as JSON or, if the client accepts it, as MessagePack."""
         packed = any(kind in request.headers.get("accept", "") for kind in _MSGPACK)
@@ -262,6 +271,7 @@ class SessionRoutes:
             return error_answer(error)
         return Response(encoded, media_type=_MSGPACK[0] if packed else "application/json")
 
+    @documented(success=204, statuses=(400, 404, 409), media=())
     async def delete(self, request: Request) -> Response:
         """Answer DELETE ``/sessions/{id}``."""
         try:

@@ -7,12 +7,14 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 import msgspec
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
 from drivetrain_serving.config import ServerConfig
 
 _T = TypeVar("_T")
+_M = TypeVar("_M", bound=BaseModel)
 
 
 async def read_body(request: Request, config: ServerConfig) -> bytes:
@@ -65,6 +67,18 @@ async def read_json(request: Request, config: ServerConfig, *, wants_type: bool 
     if not isinstance(value, dict):
         raise HTTPException(400, f"the body is a {type(value).__name__}; expected an object")
     return value
+
+
+async def read_fields(request: Request, config: ServerConfig, kind: type[_M], *, wants_type: bool = False) -> _M:
+    """Return the fields of a body whose values the route checks by itself; see :func:`read_json`.
+
+    Args:
+        request: The request.
+        config: Its bounds.
+        kind: The fields. Others are ignored.
+        wants_type: Refuse a body that is not called ``application/json``.
+    """
+    return kind.model_validate(await read_json(request, config, wants_type=wants_type))
 
 
 def query_flag(query: Mapping[str, str], name: str, default: bool) -> bool:

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from drivetrain.types.capability import Capability
 from drivetrain_serving.http.answers import json_answer
+from drivetrain_serving.http.route_docs import documented
 from drivetrain_serving.served_engine import ServedEngine
 
 
@@ -20,6 +21,7 @@ class DescriptionRoutes:
         self._served = served
         self._engine = served.engine
 
+    @documented(statuses=())
     async def model_info(self, request: Request) -> Response:
         """Answer GET ``/model_info`` and ``/get_model_info``."""
         del request
@@ -74,11 +76,13 @@ class DescriptionRoutes:
             "version": _version(),
         }
 
+    @documented(statuses=())
     async def weight_version(self, request: Request) -> Response:
         """Answer GET ``/weight_version`` and ``/get_weight_version``."""
         del request
         return json_answer({"weight_version": self._engine.get_weight_version()})
 
+    @documented()
     async def loads(self, request: Request) -> Response:
         """Answer GET ``/v1/loads``: the requests in the engine."""
         del request

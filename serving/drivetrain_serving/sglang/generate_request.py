@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, StrictBool, StrictInt, StrictStr, ValidationError
+from pydantic.config import JsonDict
 from starlette.exceptions import HTTPException
 
 from drivetrain.checks.pydantic_errors import describe_validation_error
@@ -39,10 +40,24 @@ _REMEDIES: Final[Mapping[str, str]] = {
 }
 
 
+def _with_sampling_params(schema: JsonDict) -> None:
+    """Describe the sampling parameters, which :class:`Sampling` reads on their own."""
+    params = Sampling.model_json_schema()
+    params.pop("$defs", None)
+    for name in ("custom_params", "watermark"):
+        params["properties"][name] = {"description": params["properties"][name]["description"]}
+    properties = schema["properties"]
+    assert isinstance(properties, dict)
+    properties["sampling_params"] = {
+        "description": "Sampling parameters of all prompts, or of each.",
+        "anyOf": [params, {"type": "array", "items": params}, {"type": "null"}],
+    }
+
+
 class GenerateBody(BaseModel):
     """A request to ``/generate``."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", json_schema_extra=_with_sampling_params)
     other_names: ClassVar[Mapping[str, str]] = {}
 
     rid: StrictStr | list[StrictStr] | None = Field(default=None, description="Id of the request, or of each prompt.")

@@ -15,10 +15,11 @@ from drivetrain.text.prompt_threads import in_prompt_thread
 from drivetrain.types.prompts import Prompt, TokenPrompt
 from drivetrain_serving.http.answers import event_stream, json_answer
 from drivetrain_serving.http.bodies import read_json, unless_disconnected
+from drivetrain_serving.http.route_docs import JSON, OF_ENGINES, STREAM, documented
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.sglang.errors import BrokenContract, contract_answer, stream_body
 from drivetrain_serving.sglang.generate_answers import GenerateAnswers, Json
-from drivetrain_serving.sglang.generate_request import Generation, read_generate
+from drivetrain_serving.sglang.generate_request import GenerateBody, Generation, read_generate
 
 
 class GenerateRoute:
@@ -28,6 +29,7 @@ class GenerateRoute:
         self._served = served
         self._in_flight: Counter[str] = Counter()
 
+    @documented(body=GenerateBody, statuses=(409, *OF_ENGINES), media=(JSON, STREAM))
     async def generate(self, request: Request) -> Response:
         """Answer POST and PUT ``/generate``."""
         body = await read_json(request, self._served.config)

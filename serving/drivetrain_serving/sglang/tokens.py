@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -11,10 +12,39 @@ from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import InvalidRequest
 from drivetrain.text.prompt_threads import in_prompt_thread
 from drivetrain_serving.http.answers import json_answer
-from drivetrain_serving.http.bodies import read_json
-from drivetrain_serving.prompt_of_body import prompt_of_body
+from drivetrain_serving.http.bodies import read_fields, read_json
+from drivetrain_serving.http.route_docs import Fields, documented
+from drivetrain_serving.prompt_of_body import PromptFields, prompt_of_body
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.sglang.control import flag
+
+
+class TextsFields(PromptFields):
+    """A request to ``/v1/tokenize``."""
+
+    prompt: object = Field(
+        default=None,
+        description="A text, or several.",
+        json_schema_extra={"type": ["string", "array", "null"], "items": {"type": "string"}},
+    )
+
+
+class IdsFields(Fields):
+    """A request to ``/v1/detokenize``."""
+
+    tokens: object = Field(
+        default=None,
+        description="The token ids of a text, or of several.",
+        json_schema_extra={
+            "type": "array",
+            "items": {"type": ["integer", "array"], "minimum": 0, "items": {"type": "integer", "minimum": 0}},
+        },
+    )
+    skip_special_tokens: object = Field(
+        default=None,
+        description="Leave special tokens out of the text; true if not given.",
+        json_schema_extra={"type": ["boolean", "null"]},
+    )
 
 
 class TokenRoutes:
@@ -23,6 +53,7 @@ class TokenRoutes:
     def __init__(self, served: ServedEngine) -> None:
         self._served = served
 
+    @documented(body=TextsFields)
     async def tokenize(self, request: Request) -> Response:
         """Answer POST ``/tokenize``: a prompt, several, or messages."""
         body = await read_json(request, self._served.config, wants_type=True)
@@ -40,10 +71,11 @@ class TokenRoutes:
         prompt = prompt_of_body(body)
         return await in_prompt_thread(lambda: self._served.engine.tokenizer.encode(prompt))
 
+    @documented(body=IdsFields)
     async def detokenize(self, request: Request) -> Response:
         """Answer POST ``/detokenize``: the ids of a text, or of several."""
-        body = await read_json(request, self._served.config, wants_type=True)
-        given, skip = body.get("tokens"), flag(body, "skip_special_tokens", True)
+        asked = await read_fields(request, self._served.config, IdsFields, wants_type=True)
+        given, skip = asked.tokens, flag(asked.skip_special_tokens, "skip_special_tokens", True)
         several = isinstance(given, list) and bool(given) and isinstance(given[0], list)
         batch: list[object] = given if several and isinstance(given, list) else [given]
         for ids in batch:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from functools import wraps
 from typing import Final
 
-from pydantic import ValidationError
+from pydantic import Field, JsonValue, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,8 +16,9 @@ from drivetrain.errors import DrivetrainError, InvalidRequest
 from drivetrain.types.weights import CommunicatorSpec, TensorSpec
 from drivetrain_serving.config import ServerConfig
 from drivetrain_serving.http.answers import json_answer
-from drivetrain_serving.http.bodies import read_json, unless_disconnected
+from drivetrain_serving.http.bodies import read_fields, unless_disconnected
 from drivetrain_serving.http.error_statuses import described
+from drivetrain_serving.http.route_docs import OF_ENGINES, Fields, documented
 from drivetrain_serving.sglang.errors import status_here
 from drivetrain_weight_sync.trainer_groups.bucket import WHOLE, WeightBucket
 from drivetrain_weight_sync.trainer_groups.messages import Join
@@ -43,6 +44,75 @@ def _answered(route: _Route) -> Callable[[WeightGroupRoutes, Request], Awaitable
     return call
 
 
+_NAME: Final[dict[str, JsonValue]] = {"type": "string", "minLength": 1}
+_TEXTS: Final[dict[str, JsonValue]] = {"type": "array", "items": {"type": "string"}}
+
+
+class GroupFields(Fields):
+    """A request to ``/destroy_weights_update_group``."""
+
+    group_name: object = Field(default=_GROUP, description="Names the group.", json_schema_extra=_NAME)
+
+
+class JoinFields(GroupFields):
+    """A request to ``/init_weights_update_group``."""
+
+    master_address: object = Field(
+        default=None, description="Where the trainer's rank 0 listens.", json_schema_extra=_NAME
+    )
+    master_port: object = Field(
+        default=None,
+        description="Its port.",
+        json_schema_extra={"anyOf": [{"type": "integer", "minimum": 1, "maximum": 65535}, {"type": "string"}]},
+    )
+    rank_offset: object = Field(
+        default=None, description="The server's rank.", json_schema_extra={"type": "integer", "minimum": 1}
+    )
+    world_size: object = Field(
+        default=None, description="Number of all ranks.", json_schema_extra={"type": "integer", "minimum": 2}
+    )
+    backend: object = Field(
+        default=None, description="nccl if not given.", json_schema_extra={"enum": ["nccl", "gloo", None]}
+    )
+
+
+class SelectorFields(Fields):
+    """A request to ``/begin_weight_update``."""
+
+    selector: object = Field(
+        default="all", description="The model whose weights come.", json_schema_extra={"enum": ["all", "target", None]}
+    )
+
+
+class BucketFields(GroupFields, SelectorFields):
+    """A request to ``/update_weights_from_distributed``."""
+
+    names: object = Field(default=None, description="Tensors, in the order of broadcasts.", json_schema_extra=_TEXTS)
+    dtypes: object = Field(
+        default=None, description="Their dtypes, such as bfloat16 or torch.bfloat16.", json_schema_extra=_TEXTS
+    )
+    shapes: object = Field(
+        default=None,
+        description="Their shapes.",
+        json_schema_extra={"type": "array", "items": {"type": "array", "items": {"type": "integer", "minimum": 0}}},
+    )
+    load_format: object = Field(
+        default=None,
+        description="null: a broadcast for each tensor; flattened_bucket: one of all bytes.",
+        json_schema_extra={"enum": ["flattened_bucket", None]},
+    )
+    weight_version: object = Field(
+        default=None,
+        description="Version of the weights that the update makes.",
+        json_schema_extra={"type": ["string", "integer", "null"]},
+    )
+    abort_all_requests: object = Field(
+        default=None,
+        description="Ends the requests in flight before the update is applied.",
+        json_schema_extra={"type": ["boolean", "null"]},
+    )
+
+
 class WeightGroupRoutes:
     """Routes by which trainers form groups and announce buckets.
 
@@ -55,34 +125,36 @@ class WeightGroupRoutes:
         self._groups = groups
         self._config = config
 
+    @documented(body=JoinFields)
     @_answered
     async def init_weights_update_group(self, request: Request) -> str:
         """Answer POST ``/init_weights_update_group``, once every rank has joined."""
-        body = await read_json(request, self._config)
-        join = _join(body, self._config.weight_group_timeout)
+        join = _join(await read_fields(request, self._config, JoinFields), self._config.weight_group_timeout)
         await unless_disconnected(request.receive, self._groups.init(join))
         return f"The group {join.group_name!r} has formed."
 
+    @documented(body=GroupFields)
     @_answered
     async def destroy_weights_update_group(self, request: Request) -> str:
         """Answer POST ``/destroy_weights_update_group``."""
-        name = _name(await read_json(request, self._config))
+        name = _name(await read_fields(request, self._config, GroupFields))
         await self._groups.destroy(name)
         return f"The group {name!r} was left."
 
+    @documented(body=BucketFields)
     @_answered
     async def update_weights_from_distributed(self, request: Request) -> str:
         """Answer POST ``/update_weights_from_distributed``, once the bucket has come."""
-        body = await read_json(request, self._config)
-        name = _name(body)
+        asked = await read_fields(request, self._config, BucketFields)
+        name = _name(asked)
         try:
             bucket = WeightBucket(
                 group_name=name,
-                specs=_specs(body),
-                chunk_bytes=_chunk_bytes(body),
-                version=_version(body),
-                abort_requests=body.get("abort_all_requests") is True,
-                refusal=_refusal(body),
+                specs=_specs(asked),
+                chunk_bytes=_chunk_bytes(asked.load_format),
+                version=_version(asked.weight_version),
+                abort_requests=asked.abort_all_requests is True,
+                refusal=_refusal(asked),
             )
         except InvalidRequest:
             # The trainer broadcasts something all the same: without the group, that fails instead of waiting.
@@ -91,15 +163,17 @@ class WeightGroupRoutes:
         await unless_disconnected(request.receive, self._groups.receive(bucket))
         return f"{len(bucket.specs)} tensors were received."
 
+    @documented(body=SelectorFields)
     @_answered
     async def begin_weight_update(self, request: Request) -> str:
         """Answer POST ``/begin_weight_update``."""
-        refusal = _refusal(await read_json(request, self._config))
+        refusal = _refusal(await read_fields(request, self._config, SelectorFields))
         if refusal:
             raise InvalidRequest(refusal, field="selector")
         await self._groups.begin()
         return "The update is open."
 
+    @documented(statuses=(400, *OF_ENGINES))
     @_answered
     async def end_weight_update(self, request: Request) -> str:
         """Answer POST ``/end_weight_update``, once the engine serves the new weights."""
@@ -108,13 +182,13 @@ class WeightGroupRoutes:
         return "The engine serves the new weights."
 
 
-def _join(body: Mapping[str, object], timeout: float) -> Join:
-    address = body.get("master_address")
+def _join(asked: JoinFields, timeout: float) -> Join:
+    address = asked.master_address
     given = {
         "master_address": address.removeprefix("[").removesuffix("]") if isinstance(address, str) else address,
-        **{name: body[name] for name in ("master_port", "rank_offset", "world_size") if name in body},
-        "group_name": _name(body),
-        "backend": body.get("backend") or "nccl",
+        **asked.model_dump(include={"master_port", "rank_offset", "world_size"}, exclude_unset=True),
+        "group_name": _name(asked),
+        "backend": asked.backend or "nccl",
     }
     try:
         spec = CommunicatorSpec.model_validate(given)
@@ -132,15 +206,16 @@ def _join(body: Mapping[str, object], timeout: float) -> Join:
     )
 
 
-def _name(body: Mapping[str, object]) -> str:
-    name = body.get("group_name", _GROUP)
+def _name(asked: GroupFields) -> str:
+    name = asked.group_name
     if not isinstance(name, str) or not name:
         raise InvalidRequest(f"group_name={shown(name)}: expected a text that is not empty", field="group_name")
     return name
 
 
-def _specs(body: Mapping[str, object]) -> tuple[TensorSpec, ...]:
-    names, dtypes, shapes = (_list(body, field) for field in ("names", "dtypes", "shapes"))
+def _specs(asked: BucketFields) -> tuple[TensorSpec, ...]:
+    names, dtypes = _list(asked.names, "names"), _list(asked.dtypes, "dtypes")
+    shapes = _list(asked.shapes, "shapes")
     if not len(names) == len(dtypes) == len(shapes):
         raise InvalidRequest(
             f"names, dtypes and shapes have {len(names)}, {len(dtypes)} and {len(shapes)} entries; give one of each "
@@ -150,8 +225,7 @@ def _specs(body: Mapping[str, object]) -> tuple[TensorSpec, ...]:
     return tuple(_tensor(*one) for one in zip(names, dtypes, shapes, strict=True))
 
 
-def _list(body: Mapping[str, object], field: str) -> list[object]:
-    given = body.get(field)
+def _list(given: object, field: str) -> list[object]:
     if not isinstance(given, list):
         raise InvalidRequest(f"{field}={shown(given)}: expected a list", field=field)
     return given
@@ -167,8 +241,7 @@ def _tensor(name: object, dtype: object, shape: object) -> TensorSpec:
     return TensorSpec(name, dtype.removeprefix("torch."), tuple(shape))
 
 
-def _chunk_bytes(body: Mapping[str, object]) -> int | None:
-    given = body.get("load_format")
+def _chunk_bytes(given: object) -> int | None:
     if given not in (None, "flattened_bucket"):
         raise InvalidRequest(
             f"load_format={shown(given)}: expected null or 'flattened_bucket'; the group was left, because the server "
@@ -178,13 +251,12 @@ def _chunk_bytes(body: Mapping[str, object]) -> int | None:
     return None if given is None else WHOLE
 
 
-def _version(body: Mapping[str, object]) -> str | None:
-    given = body.get("weight_version")
+def _version(given: object) -> str | None:
     return str(given) if isinstance(given, str | int) and not isinstance(given, bool) and given != "" else None
 
 
-def _refusal(body: Mapping[str, object]) -> str:
-    selector = body.get("selector", "all")
+def _refusal(asked: SelectorFields) -> str:
+    selector = asked.selector
     if selector in (None, "all", "target"):
         return ""
     return f"selector={shown(selector)}: expected 'all' or 'target'; weights of draft models cannot be updated"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
+from pydantic import Field, JsonValue
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,8 +19,9 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.weights import TensorData
 from drivetrain_serving.http.answers import json_answer
-from drivetrain_serving.http.bodies import read_json
+from drivetrain_serving.http.bodies import read_fields
 from drivetrain_serving.http.error_statuses import described
+from drivetrain_serving.http.route_docs import Fields, documented
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.sglang.control import flag
 from drivetrain_serving.sglang.errors import status_here
@@ -34,6 +36,68 @@ _ROWS: Final = 100
 """Rows of ``/get_weights_by_name`` if no number is asked for."""
 
 
+_TEXT: Final[dict[str, JsonValue]] = {"type": "string", "minLength": 1}
+_FLAG: Final[dict[str, JsonValue]] = {"type": ["boolean", "null"]}
+_ONLY_OFF: Final[dict[str, JsonValue]] = {"enum": [None, False, "", []]}
+
+
+class FromDiskFields(Fields):
+    """A request to ``/update_weights_from_disk``."""
+
+    model_path: object = Field(
+        default=None, description="A checkpoint folder that the engine can read.", json_schema_extra=_TEXT
+    )
+    load_format: object = Field(
+        default=None, description="The folder's format is detected.", json_schema_extra={"enum": [*_FORMATS]}
+    )
+    abort_all_requests: object = Field(default=None, description="Ends all requests first.", json_schema_extra=_FLAG)
+    weight_version: object = Field(
+        default=None, description="Version of the new weights.", json_schema_extra={"type": ["string", "null"]}
+    )
+    is_async: object = Field(default=None, description="Refused.", json_schema_extra=_ONLY_OFF)
+    keep_pause: object = Field(default=None, description="Refused.", json_schema_extra=_ONLY_OFF)
+    recapture_cuda_graph: object = Field(default=None, description="Refused.", json_schema_extra=_ONLY_OFF)
+    manifest: object = Field(default=None, description="Refused.", json_schema_extra=_ONLY_OFF)
+
+
+class NewVersionFields(Fields):
+    """A request to ``/update_weight_version`` in SGLang's dialect."""
+
+    new_version: object = Field(default=None, description="Name of the weights.", json_schema_extra=_TEXT)
+    abort_all_requests: object = Field(
+        default=None, description="Ends all requests first; true if not given.", json_schema_extra=_FLAG
+    )
+
+
+class CheckerFields(Fields):
+    """A request to ``/weights_checker``."""
+
+    action: object = Field(default="checksum", description="Refused.", json_schema_extra={"type": "string"})
+
+
+class TensorFields(Fields):
+    """A request to ``/get_weights_by_name``."""
+
+    name: object = Field(default=None, description="Name of the tensor.", json_schema_extra=_TEXT)
+    truncate_size: object = Field(
+        default=None,
+        description="Most rows; 100 if not given.",
+        json_schema_extra={"type": ["integer", "null"], "minimum": 0},
+    )
+
+
+class UnloadFields(Fields):
+    """A request to ``/unload_lora_adapter``."""
+
+    lora_name: object = Field(default=None, description="Name of the adapter in requests.", json_schema_extra=_TEXT)
+
+
+class LoadFields(UnloadFields):
+    """A request to ``/load_lora_adapter`` in SGLang's dialect."""
+
+    lora_path: object = Field(default=None, description="Folder of the adapter.", json_schema_extra=_TEXT)
+
+
 class WeightRoutes:
     """Routes on the served engine's weights and adapters."""
 
@@ -44,19 +108,20 @@ class WeightRoutes:
 
     # Updates -----------------------------------------------------------------------------------------------------
 
+    @documented(body=FromDiskFields)
     async def update_weights_from_disk(self, request: Request) -> Response:
         """Answer POST ``/update_weights_from_disk``: a checkpoint folder that the engine can read."""
-        body = await read_json(request, self._served.config)
+        asked = await read_fields(request, self._served.config, FromDiskFields)
         paused = 0
         try:
-            folder = _text(body, "model_path")
-            _check_update(body)
-            if flag(body, "abort_all_requests"):
+            folder = _text(asked.model_path, "model_path")
+            _check_update(asked)
+            if flag(asked.abort_all_requests, "abort_all_requests"):
                 await self._engine.abort_generation()
             if self._engine.is_paused:
                 stats = await self._engine.stats()
                 paused = stats.running + stats.waiting
-            version = body.get("weight_version")
+            version = asked.weight_version
             label = version if isinstance(version, str) and version else self._served.version_of(folder)
             await self._engine.load_weights_from_disk(folder, label, mode=self._mode())
             self._weight_groups.drop_open_update()
@@ -70,12 +135,13 @@ class WeightRoutes:
         waits = not self._engine.is_paused and self._engine.supports(Capability.PAUSE_WAIT)
         return PauseMode.WAIT if waits else PauseMode.RETRACT
 
+    @documented(body=NewVersionFields)
     async def update_weight_version(self, request: Request) -> Response:
         """Answer POST ``/update_weight_version``, which ends all requests unless ``abort_all_requests`` is false."""
-        body = await read_json(request, self._served.config)
+        asked = await read_fields(request, self._served.config, NewVersionFields)
         try:
-            version = _text(body, "new_version")
-            if flag(body, "abort_all_requests", True):
+            version = _text(asked.new_version, "new_version")
+            if flag(asked.abort_all_requests, "abort_all_requests", True):
                 await self._engine.abort_generation()
             await self._engine.update_weight_version(version)
         except DrivetrainError as error:
@@ -83,6 +149,7 @@ class WeightRoutes:
         message = f"Weight version updated to {version}"
         return json_answer({"success": True, "message": message, "new_version": version})
 
+    @documented(statuses=(501,))
     async def refuse_tensors(self, request: Request) -> Response:
         """Refuse the routes whose bodies hold pickles or handles of memory on the trainer's GPU."""
         del request
@@ -92,33 +159,34 @@ class WeightRoutes:
         )
         return json_answer({"success": False, "message": str(refusal), "drivetrain": described(refusal)}, 501)
 
+    @documented(body=CheckerFields, statuses=())
     async def weights_checker(self, request: Request) -> Response:
         """Refuse ``/weights_checker``: engines keep no snapshot of their weights, and make no checksum on demand."""
-        body = await read_json(request, self._served.config)
-        action = shown(body.get("action", "checksum"))
+        action = shown((await read_fields(request, self._served.config, CheckerFields)).action)
         refusal = InvalidRequest(
             f"action={action} is not supported; drivetrain's own weight sync verifies every tensor of an update",
             field="action",
         )
         return _failed(refusal)
 
+    @documented(body=TensorFields)
     async def get_weights_by_name(self, request: Request) -> Response:
         """Answer ``/get_weights_by_name`` with the first ``truncate_size`` rows of a tensor."""
-        body = await read_json(request, self._served.config)
-        rows = body.get("truncate_size")
-        rows = _ROWS if rows is None else rows
+        asked = await read_fields(request, self._served.config, TensorFields)
+        rows = _ROWS if asked.truncate_size is None else asked.truncate_size
         if type(rows) is not int or rows < 0:
             raise HTTPException(400, f"truncate_size={shown(rows)}: expected 0 or more")
-        tensor = await self._engine.get_weights_by_name(_text(body, "name"))
+        tensor = await self._engine.get_weights_by_name(_text(asked.name, "name"))
         return json_answer(_rows(tensor, rows))
 
     # Adapters ----------------------------------------------------------------------------------------------------
 
+    @documented(body=LoadFields)
     async def load_lora_adapter(self, request: Request) -> Response:
         """Answer POST ``/load_lora_adapter``; a name that is taken gets the new weights."""
-        body = await read_json(request, self._served.config)
+        asked = await read_fields(request, self._served.config, LoadFields)
         try:
-            name, path = _text(body, "lora_name"), _text(body, "lora_path")
+            name, path = _text(asked.lora_name, "lora_name"), _text(asked.lora_path, "lora_path")
             if not await asyncio.to_thread(os.path.isdir, path):
                 raise InvalidRequest(f"lora_path={shown(path)}: there is no such folder", field="lora_path")
             await self._served.load_adapter(name, path, replace=True)
@@ -126,11 +194,12 @@ class WeightRoutes:
             return self._adapters_answer(error)
         return self._adapters_answer()
 
+    @documented(body=UnloadFields)
     async def unload_lora_adapter(self, request: Request) -> Response:
         """Answer POST ``/unload_lora_adapter``; requests that use the adapter end first."""
-        body = await read_json(request, self._served.config)
+        asked = await read_fields(request, self._served.config, UnloadFields)
         try:
-            name = _text(body, "lora_name")
+            name = _text(asked.lora_name, "lora_name")
             if name not in self._served.adapters:
                 raise InvalidRequest(f"lora_name={shown(name)}: no such adapter is loaded", field="lora_name")
             await self._served.unload_idle_adapter(name)
@@ -154,22 +223,21 @@ def _failed(error: DrivetrainError, **more: object) -> Response:
     return json_answer(body, status_here(error))
 
 
-def _text(body: Mapping[str, object], name: str) -> str:
-    value = body.get(name)
+def _text(value: object, name: str) -> str:
     if not isinstance(value, str) or not value:
         raise InvalidRequest(f"{name}={shown(value)}: expected a text that is not empty", field=name)
     return value
 
 
-def _check_update(body: Mapping[str, object]) -> None:
-    if body.get("load_format") not in _FORMATS:
+def _check_update(asked: FromDiskFields) -> None:
+    if asked.load_format not in _FORMATS:
         raise InvalidRequest(
-            f"load_format={shown(body['load_format'])} is not supported; the folder's format is detected",
+            f"load_format={shown(asked.load_format)} is not supported; the folder's format is detected",
             field="load_format",
         )
     for name in _REFUSED_OF_DISK:
-        if body.get(name):
-            raise InvalidRequest(f"{name}={shown(body[name])} is not supported; leave it out", field=name)
+        if value := getattr(asked, name):
+            raise InvalidRequest(f"{name}={shown(value)} is not supported; leave it out", field=name)
 
 
 def _rows(tensor: TensorData, rows: int) -> object:

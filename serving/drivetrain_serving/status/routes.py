@@ -14,6 +14,7 @@ from starlette.responses import Response
 from drivetrain.errors import DrivetrainError
 from drivetrain_fleet import InferenceEngineClient
 from drivetrain_serving.http.answers import json_answer
+from drivetrain_serving.http.route_docs import documented
 from drivetrain_serving.served_engine import ServedEngine
 
 _INLINE: Final = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
@@ -37,11 +38,13 @@ class StatusRoutes:
             "cache-control": "no-cache",
         }
 
+    @documented(statuses=(), media=("text/html",))
     async def page(self, request: Request) -> Response:
         """Answer GET ``/``."""
         del request
         return Response(self._page, media_type="text/html", headers=self._headers)
 
+    @documented(statuses=())
     async def status(self, request: Request) -> Response:
         """Answer GET ``/status``."""
         del request

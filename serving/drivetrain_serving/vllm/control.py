@@ -6,11 +6,12 @@ import asyncio
 import importlib.metadata
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from functools import wraps
 from types import MappingProxyType
 from typing import Final, TypeVar
 
+from pydantic import Field, JsonValue
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -21,10 +22,11 @@ from drivetrain.errors import DrivetrainError, InvalidRequest, UnsupportedCapabi
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain_serving.http.answers import json_answer
-from drivetrain_serving.http.bodies import query_flag, read_json
+from drivetrain_serving.http.bodies import query_flag, read_fields
+from drivetrain_serving.http.route_docs import OF_ENGINES, TEXT, Fields, documented
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.vllm.errors import error_answer, plain_error_answer
-from drivetrain_serving.vllm.weight_transfer import WeightTransferRoutes, can_transfer
+from drivetrain_serving.vllm.weight_transfer import UpdateInfo, WeightTransferRoutes, can_transfer
 
 _R = TypeVar("_R", bound="ControlRoutes")
 _Route = Callable[[_R, Request], Awaitable[Response]]
@@ -44,6 +46,96 @@ _PERMISSION: Final = MappingProxyType(
     }
 )
 """An entry that OpenAI's API no longer has, and vLLM writes."""
+
+
+_NAME: Final[dict[str, JsonValue]] = {"type": "string", "minLength": 1}
+_FLAG: Final[dict[str, JsonValue]] = {"type": ["boolean", "null"]}
+_TEXT: Final[dict[str, JsonValue]] = {"type": ["string", "null"]}
+_MODE: Final[dict[str, JsonValue]] = {"enum": ["abort", "wait", "keep"]}
+
+
+class PauseQuery(Fields):
+    """The query of ``/pause``."""
+
+    mode: object = Field(
+        default="abort",
+        description="Ends requests in flight, waits for them, or keeps them for later.",
+        json_schema_extra=_MODE,
+    )
+    clear_cache: object = Field(
+        default=True, description="Discards cached prefixes.", json_schema_extra={"type": "boolean"}
+    )
+
+
+class SleepQuery(Fields):
+    """The query of ``/sleep``."""
+
+    level: object = Field(
+        default="1",
+        description="0 pauses, 1 frees the cache and moves weights away, 2 frees both.",
+        json_schema_extra={"enum": ["0", "1", "2"]},
+    )
+    mode: object = Field(default="abort", description="As of a pause.", json_schema_extra=_MODE)
+
+
+class WakeQuery(Fields):
+    """The query of ``/wake_up``."""
+
+    tags: object = Field(
+        default=None,
+        description="Memory to allocate; all if not given.",
+        json_schema_extra={"type": "array", "items": {"enum": [*(tag.value for tag in MemoryTag), "scheduling"]}},
+    )
+
+
+class AbortFields(Fields):
+    """A request to ``/abort_requests``."""
+
+    request_ids: object = Field(
+        default=None,
+        description="Ids of requests; null or empty: all.",
+        json_schema_extra={"type": ["array", "null"], "items": {"type": "string"}},
+    )
+
+
+class UpdateFields(UpdateInfo):
+    """A request to ``/update_weights``: of a folder, or of tensors that the trainer broadcasts."""
+
+    weight_dir: object = Field(
+        default=None, description="A checkpoint folder that the engine can read.", json_schema_extra=_TEXT
+    )
+    weight_version: object = Field(
+        default=None, description="Version of the weights in the folder.", json_schema_extra=_TEXT
+    )
+
+
+class VersionFields(Fields):
+    """A request to ``/update_weight_version``."""
+
+    new_version: object = Field(
+        default=None, description="A new name of the weights that are served.", json_schema_extra={"type": "string"}
+    )
+    abort_all_requests: object = Field(default=None, description="Ends all requests first.", json_schema_extra=_FLAG)
+
+
+class AdapterFields(Fields):
+    """A request to ``/v1/unload_lora_adapter``."""
+
+    lora_name: object = Field(default=None, description="Name of the adapter in requests.", json_schema_extra=_NAME)
+
+
+class ReloadAdapterFields(AdapterFields):
+    """A request to ``/load_lora_adapter``."""
+
+    lora_path: object = Field(default=None, description="A peft folder.", json_schema_extra=_NAME)
+
+
+class LoadAdapterFields(ReloadAdapterFields):
+    """A request to ``/v1/load_lora_adapter``."""
+
+    load_inplace: object = Field(
+        default=None, description="Gives a loaded adapter new weights.", json_schema_extra=_FLAG
+    )
 
 
 def _refusals(answer: Callable[[DrivetrainError], Response]) -> Callable[[_Route[_R]], _Route[_R]]:
@@ -73,16 +165,19 @@ class ControlRoutes:
 
     # Description -------------------------------------------------------------------------------------------------
 
+    @documented(statuses=(503,), media=())
     async def health(self, request: Request) -> Response:
         """Answer GET ``/health``: 200 while the engine lives, also paused, asleep or in an update."""
         del request
         return Response(status_code=503 if self._engine.state in (EngineState.FAILED, EngineState.CLOSED) else 200)
 
+    @documented(statuses=())
     async def version(self, request: Request) -> Response:
         """Answer GET ``/version``."""
         del request
         return json_answer({"version": importlib.metadata.version("drivetrain")})
 
+    @documented(statuses=())
     async def models(self, request: Request) -> Response:
         """Answer GET ``/v1/models``: the model by each of its names, then the adapters."""
         del request
@@ -137,11 +232,13 @@ class ControlRoutes:
             },
         }
 
+    @documented(statuses=())
     async def world_size(self, request: Request) -> Response:
         """Answer GET ``/get_world_size``: the number of processes that receive weights."""
         del request
         return json_answer({"world_size": 1})
 
+    @documented()
     async def load(self, request: Request) -> Response:
         """Answer GET ``/load``: the number of requests in the engine."""
         del request
@@ -150,6 +247,7 @@ class ControlRoutes:
 
     # Pause and sleep ---------------------------------------------------------------------------------------------
 
+    @documented(query=PauseQuery)
     @_refusals(plain_error_answer)
     async def pause(self, request: Request) -> Response:
         """Answer POST ``/pause``: ``mode`` abort, wait or keep, and ``clear_cache``, which is true if not given."""
@@ -170,6 +268,7 @@ class ControlRoutes:
             case _:
                 raise InvalidRequest(f"mode={shown(mode)}: expected abort, wait or keep", field="mode")
 
+    @documented()
     @_refusals(plain_error_answer)
     async def resume(self, request: Request) -> Response:
         """Answer POST ``/resume``."""
@@ -178,16 +277,17 @@ class ControlRoutes:
         self._served.slept = False
         return json_answer({"status": "resumed"})
 
+    @documented(statuses=())
     async def is_paused(self, request: Request) -> Response:
         """Answer GET ``/is_paused``."""
         del request
         return json_answer({"is_paused": self._engine.is_paused})
 
+    @documented(body=AbortFields)
     @_refusals(plain_error_answer)
     async def abort_requests(self, request: Request) -> Response:
         """Answer POST ``/abort_requests``: those of ``request_ids``, or all."""
-        body = await read_json(request, self._served.config)
-        ids = body.get("request_ids") or []
+        ids = (await read_fields(request, self._served.config, AbortFields)).request_ids or []
         if not isinstance(ids, list) or not all(isinstance(one, str) for one in ids):
             raise InvalidRequest(f"request_ids={shown(ids)}: expected a list of strings", field="request_ids")
         if not ids:
@@ -198,6 +298,7 @@ class ControlRoutes:
             await self._engine.abort(str(one))
         return json_answer({"status": "aborted", "aborted": len(ids)})
 
+    @documented(query=SleepQuery)
     @_refusals(error_answer)
     async def sleep(self, request: Request) -> Response:
         """Answer POST ``/sleep``: level 0 pauses, 1 frees the cache and moves weights away, 2 frees both."""
@@ -221,6 +322,7 @@ class ControlRoutes:
     def _frees(self, tag: MemoryTag) -> bool:
         return self._engine.supports(f"sleep_{tag.value}")
 
+    @documented(query=WakeQuery)
     @_refusals(error_answer)
     async def wake_up(self, request: Request) -> Response:
         """Answer POST ``/wake_up``: the memory of ``tags``, or all; when all is there, requests go on."""
@@ -234,11 +336,13 @@ class ControlRoutes:
             self._served.slept = False
         return json_answer({"status": "awake" if awake else "sleeping", "tags": tags or None})
 
+    @documented(statuses=())
     async def is_sleeping(self, request: Request) -> Response:
         """Answer GET ``/is_sleeping``."""
         del request
         return json_answer({"is_sleeping": self._served.slept or bool(self._engine.status.asleep)})
 
+    @documented()
     @_refusals(error_answer)
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Answer POST ``/reset_prefix_cache``."""
@@ -247,6 +351,7 @@ class ControlRoutes:
             await self._engine.reset_prefix_cache()
         return json_answer({"success": True})
 
+    @documented(statuses=(), media=())
     async def reset_other_cache(self, request: Request) -> Response:
         """Answer POST ``/reset_mm_cache`` and ``/reset_encoder_cache``: nothing is kept between requests."""
         del request
@@ -254,44 +359,47 @@ class ControlRoutes:
 
     # Weights -----------------------------------------------------------------------------------------------------
 
+    @documented(body=UpdateFields)
     @_refusals(error_answer)
     async def update_weights(self, request: Request) -> Response:
         """Answer POST ``/update_weights``: of ``weight_dir``, or of tensors that the trainer broadcasts."""
-        body = await read_json(request, self._served.config)
-        if body.get("update_info") is not None:
-            return json_answer({"message": await self._transfer.receive(request, body)})
-        folder = body.get("weight_dir")
+        asked = await read_fields(request, self._served.config, UpdateFields)
+        if asked.update_info is not None:
+            return json_answer({"message": await self._transfer.receive(request, asked)})
+        folder = asked.weight_dir
         if not isinstance(folder, str) or not folder:
             raise UnsupportedCapability("give weight_dir, a checkpoint folder that the engine can read, or update_info")
-        await self._engine.load_weights_from_disk(folder, self._label(body, folder))
+        await self._engine.load_weights_from_disk(folder, self._label(asked.weight_version, folder))
         self._transfer.drop_open_update()
         return json_answer({"status": "ok", "weight_version": self._engine.get_weight_version()})
 
-    def _label(self, body: Mapping[str, object], folder: str) -> str:
-        given = body.get("weight_version")
+    def _label(self, given: object, folder: str) -> str:
         return given if isinstance(given, str) and given else self._served.version_of(folder)
 
+    @documented(statuses=(501,))
     @_refusals(error_answer)
     async def refuse_draft(self, request: Request) -> Response:
         """Refuse POST ``/start_draft_weight_update``."""
         del request
         raise UnsupportedCapability("weights of draft models cannot be updated")
 
+    @documented(body=VersionFields)
     @_refusals(error_answer)
     async def update_weight_version(self, request: Request) -> Response:
         """Answer POST ``/update_weight_version``: a new label for the weights that are served.
 
         ``abort_all_requests: true``, which SGLang's clients send, ends all requests first.
         """
-        body = await read_json(request, self._served.config)
-        version = body.get("new_version")
+        asked = await read_fields(request, self._served.config, VersionFields)
+        version = asked.new_version
         if not isinstance(version, str):
             raise InvalidRequest(f"new_version={shown(version)}: expected a string", field="new_version")
-        if body.get("abort_all_requests") is True:
+        if asked.abort_all_requests is True:
             await self._engine.abort_generation()
         await self._engine.update_weight_version(version)
         return json_answer({"success": True, "new_version": version})
 
+    @documented(statuses=())
     async def weight_info(self, request: Request) -> Response:
         """Answer GET ``/weight_info``."""
         del request
@@ -299,41 +407,44 @@ class ControlRoutes:
 
     # Adapters ----------------------------------------------------------------------------------------------------
 
+    @documented(body=LoadAdapterFields, statuses=(404, *OF_ENGINES), media=(TEXT,))
     @_refusals(error_answer)
     async def load_lora_adapter(self, request: Request) -> Response:
         """Answer POST ``/v1/load_lora_adapter``; a name that is taken needs ``load_inplace``."""
-        body = await read_json(request, self._served.config, wants_type=True)
-        name = _text(body, "lora_name")
-        await self._load_adapter(name, body, replace=body.get("load_inplace") is True)
+        asked = await read_fields(request, self._served.config, LoadAdapterFields, wants_type=True)
+        name = _text(asked.lora_name, "lora_name")
+        await self._load_adapter(name, asked, replace=asked.load_inplace is True)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
+    @documented(body=ReloadAdapterFields, statuses=(404, *OF_ENGINES))
     @_refusals(error_answer)
     async def reload_lora_adapter(self, request: Request) -> Response:
         """Answer POST ``/load_lora_adapter``, as prime-rl calls it: a name that is taken gets the new weights."""
-        body = await read_json(request, self._served.config)
-        await self._load_adapter(_text(body, "lora_name"), body, replace=True)
+        asked = await read_fields(request, self._served.config, ReloadAdapterFields)
+        await self._load_adapter(_text(asked.lora_name, "lora_name"), asked, replace=True)
         return json_answer({"status": "ok"})
 
-    async def _load_adapter(self, name: str, body: Mapping[str, object], *, replace: bool) -> None:
-        path = _text(body, "lora_path")
+    async def _load_adapter(self, name: str, asked: ReloadAdapterFields, *, replace: bool) -> None:
+        path = _text(asked.lora_path, "lora_path")
         if not self._engine.supports(Capability.LORA):
             raise HTTPException(404, "adapters are not enabled; start the engine with enable_lora: true")
         if not await asyncio.to_thread(os.path.isdir, path):
             raise HTTPException(404, f"The lora adapter '{name}' cannot be found: there is no folder {shown(path)}.")
         await self._served.load_adapter(name, path, replace=replace)
 
+    @documented(body=AdapterFields, statuses=(404, *OF_ENGINES), media=(TEXT,))
     @_refusals(error_answer)
     async def unload_lora_adapter(self, request: Request) -> Response:
         """Answer POST ``/v1/unload_lora_adapter``; requests that use the adapter end first."""
-        name = _text(await read_json(request, self._served.config, wants_type=True), "lora_name")
+        asked = await read_fields(request, self._served.config, AdapterFields, wants_type=True)
+        name = _text(asked.lora_name, "lora_name")
         if name not in self._served.adapters:
             raise HTTPException(404, f"The lora adapter '{name}' cannot be found.")
         await self._served.unload_idle_adapter(name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
 
-def _text(body: Mapping[str, object], name: str) -> str:
-    value = body.get(name)
+def _text(value: object, name: str) -> str:
     if not isinstance(value, str) or not value:
         raise InvalidRequest(f"{name}={shown(value)}: expected a text that is not empty", field=name)
     return value

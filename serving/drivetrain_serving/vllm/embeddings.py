@@ -17,12 +17,13 @@ from drivetrain.checks.pydantic_errors import describe_validation_error
 from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import InvalidRequest
 from drivetrain.openai.engine_calls import Call
-from drivetrain.openai.payloads import prompts_from_json
+from drivetrain.openai.payloads import JsonPrompts, prompts_from_json
 from drivetrain.text.prompt_threads import in_prompt_thread
 from drivetrain.types.capability import Capability
 from drivetrain.types.prompts import TextPrompt, TokenPrompt
 from drivetrain_serving.http.answers import json_answer
 from drivetrain_serving.http.bodies import read_json, unless_disconnected
+from drivetrain_serving.http.route_docs import OF_ENGINES, documented
 from drivetrain_serving.served_engine import ServedEngine
 
 _REFUSED: Final = ("messages", "truncate_prompt_tokens", "mm_processor_kwargs", "chat_template", "embed_dtype")
@@ -34,9 +35,9 @@ class EmbeddingRequest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    input: Annotated[tuple[TextPrompt | TokenPrompt, ...], BeforeValidator(prompts_from_json)] = Field(
-        description="One or several texts, or lists of token ids."
-    )
+    input: Annotated[
+        tuple[TextPrompt | TokenPrompt, ...], BeforeValidator(prompts_from_json, json_schema_input_type=JsonPrompts)
+    ] = Field(description="One or several texts, or lists of token ids.")
     model: StrictStr | None = Field(default=None, description="Name of the model.")
     encoding_format: Literal["float", "base64"] = Field(
         default="float", description="Numbers, or base64 of little-endian float32."
@@ -52,6 +53,7 @@ class EmbeddingRoute:
     def __init__(self, served: ServedEngine) -> None:
         self._served = served
 
+    @documented(body=EmbeddingRequest, statuses=(404, *OF_ENGINES))
     async def embeddings(self, request: Request) -> Response:
         """Answer POST ``/v1/embeddings``."""
         body = await read_json(request, self._served.config, wants_type=True)

@@ -6,7 +6,7 @@ import dataclasses
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Protocol
+from typing import Final, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,12 +22,24 @@ from drivetrain.types.outputs import Completion, CompletionChunk
 from drivetrain.types.prompts import Prompt, TokenPrompt
 from drivetrain_serving.http.answers import event_stream, json_answer
 from drivetrain_serving.http.bodies import read_json, unless_disconnected
+from drivetrain_serving.http.route_docs import JSON, OF_ENGINES, STREAM, documented
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.vllm.chat_and_completion_answers import ChatResponses, CompletionResponses
 from drivetrain_serving.vllm.errors import body_of
 from drivetrain_serving.vllm.generate_answers import GenerateResponses
 from drivetrain_serving.vllm.json_objects import Json
-from drivetrain_serving.vllm.payloads import ChatRequest, CompletionRequest, read_chat, read_completion, read_generate
+from drivetrain_serving.vllm.payloads import (
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    read_chat,
+    read_completion,
+    read_generate,
+)
+
+STATUSES: Final = (404, 409, *OF_ENGINES)
+"""Statuses of requests to generate that are refused or fail: 409 is of a weight version that is gone."""
+WHOLE_OR_STREAM: Final = (JSON, STREAM)
 
 
 class Responses(Protocol):
@@ -66,14 +78,17 @@ class GenerationRoutes:
         self._translated = translated
         self._texts = TokenTexts(served.engine.tokenizer)
 
+    @documented(body=CompletionRequest, statuses=STATUSES, media=WHOLE_OR_STREAM)
     async def completions(self, request: Request) -> Response:
         """Answer POST ``/v1/completions``."""
         return await self._answered(request, self._completions)
 
+    @documented(body=ChatRequest, statuses=STATUSES, media=WHOLE_OR_STREAM)
     async def chat_completions(self, request: Request) -> Response:
         """Answer POST ``/v1/chat/completions``."""
         return await self._answered(request, self._chat_completions)
 
+    @documented(body=GenerateRequest, statuses=STATUSES, media=WHOLE_OR_STREAM)
     async def generate(self, request: Request) -> Response:
         """Answer POST ``/inference/v1/generate``."""
         return await self._answered(request, self._generate)

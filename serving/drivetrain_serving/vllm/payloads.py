@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import ClassVar, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, StrictBool, StrictInt, StrictStr, ValidationError
+from pydantic.config import JsonDict
 
 from drivetrain.checks.pydantic_errors import describe_validation_error
 from drivetrain.checks.safe_repr import shown
@@ -48,17 +49,55 @@ class _Extras(BaseModel):
     )
 
 
+def _by_wire_names(schema: JsonDict) -> None:
+    """Put the names and values of the wire into the schema of a request: :func:`_common` translates them."""
+    fields = schema["properties"]
+    assert isinstance(fields, dict)
+    for name in ("structured_output", "logit_processors"):
+        fields.pop(name)
+    fields |= {
+        "structured_outputs": {
+            "type": ["object", "null"],
+            "description": "Constrains the output by exactly one of these.",
+            "properties": {
+                "json": {"type": ["object", "string"]},
+                "regex": {"type": "string"},
+                "choice": {"type": "array", "items": {"type": "string"}},
+                "grammar": {"type": "string"},
+                "json_object": {"type": "boolean"},
+            },
+        },
+        "allowed_token_ids": {
+            "type": ["array", "null"],
+            "description": "The only ids that are sampled.",
+            "items": {"type": "integer", "minimum": 0},
+        },
+        "priority": {"type": ["integer", "null"], "description": "Requests with a lower priority start sooner."},
+        "top_k": {"type": ["integer", "null"], "description": "Number of candidate tokens; -1 and 0 are off."},
+    }
+
+
+def _of_completions(schema: JsonDict) -> None:
+    _by_wire_names(schema)
+    fields = schema["properties"]
+    assert isinstance(fields, dict)
+    fields["logprobs"] = {
+        "type": ["integer", "boolean", "null"],
+        "description": "Return logprobs of the sampled and of the k most likely tokens; true: as 1.",
+    }
+
+
 class CompletionRequest(_Extras, CompletionPayload):
     """A request to ``/v1/completions``."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", json_schema_extra=_of_completions)
     other_names: ClassVar[Mapping[str, str]] = {}
 
 
 class ChatRequest(_Extras, ChatPayload):
     """A request to ``/v1/chat/completions``."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", json_schema_extra=_by_wire_names)
     other_names: ClassVar[Mapping[str, str]] = {}
 
 
@@ -194,10 +233,23 @@ def grammar_of(given: object) -> StructuredOutput:
         raise InvalidRequest(f"structured_outputs.{kind}: {error}", field=f"structured_outputs.{kind}") from None
 
 
+def _with_sampling_params(schema: JsonDict) -> None:
+    """Describe the sampling parameters, which are fields of completions."""
+    fields = CompletionRequest.model_json_schema()["properties"]
+    params = {name: fields[name] for name in (*_SAMPLING, *_SAME, *_ON_THE_WIRE) if name in fields}
+    properties = schema["properties"]
+    assert isinstance(properties, dict)
+    properties["sampling_params"] = {
+        "type": "object",
+        "description": "Sampling parameters by vLLM's names.",
+        "properties": params,
+    }
+
+
 class GenerateRequest(BaseModel):
     """A request to ``/inference/v1/generate``: token ids in, token ids out."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", json_schema_extra=_with_sampling_params)
     other_names: ClassVar[Mapping[str, str]] = {}
 
     token_ids: tuple[TokenId, ...] = Field(min_length=1, description="The prompt.")
@@ -225,6 +277,10 @@ _SAME: Final = (
     *("seed", "stop", "stop_token_ids", "ignore_eos", "logprobs", "prompt_logprobs", "skip_special_tokens"),
     *("include_stop_str_in_output", "logit_bias", "logit_processors", "structured_output"),
 )
+
+
+_ON_THE_WIRE: Final = ("structured_outputs", "allowed_token_ids")
+"""Names of the two last ones in requests."""
 
 
 def read_generate(body: Mapping[str, object]) -> tuple[GenerateRequest, Call]:

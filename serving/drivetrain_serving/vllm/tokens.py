@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -11,10 +12,29 @@ from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import DrivetrainError, InvalidRequest
 from drivetrain.text.prompt_threads import in_prompt_thread
 from drivetrain_serving.http.answers import json_answer
-from drivetrain_serving.http.bodies import read_json
-from drivetrain_serving.prompt_of_body import prompt_of_body
+from drivetrain_serving.http.bodies import read_fields, read_json
+from drivetrain_serving.http.route_docs import Fields, documented
+from drivetrain_serving.prompt_of_body import PromptFields, prompt_of_body
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.vllm.errors import error_answer
+
+
+class TokenizeFields(PromptFields):
+    """A request to ``/tokenize``."""
+
+    return_token_strs: object = Field(
+        default=None, description="Return each token's text.", json_schema_extra={"type": ["boolean", "null"]}
+    )
+
+
+class DetokenizeFields(Fields):
+    """A request to ``/detokenize``."""
+
+    tokens: object = Field(
+        default=None,
+        description="Token ids.",
+        json_schema_extra={"type": "array", "items": {"type": "integer", "minimum": 0}},
+    )
 
 
 class TokenRoutes:
@@ -23,6 +43,7 @@ class TokenRoutes:
     def __init__(self, served: ServedEngine) -> None:
         self._served = served
 
+    @documented(body=TokenizeFields)
     async def tokenize(self, request: Request) -> Response:
         """Answer POST ``/tokenize``: a prompt, or messages."""
         body = await read_json(request, self._served.config, wants_type=True)
@@ -40,10 +61,10 @@ class TokenRoutes:
             texts = [str(tokenizer.inner.convert_ids_to_tokens(token_id)) for token_id in ids]
         return {"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": texts}
 
+    @documented(body=DetokenizeFields)
     async def detokenize(self, request: Request) -> Response:
         """Answer POST ``/detokenize``."""
-        body = await read_json(request, self._served.config, wants_type=True)
-        ids = body.get("tokens")
+        ids = (await read_fields(request, self._served.config, DetokenizeFields, wants_type=True)).tokens
         try:
             if not isinstance(ids, list) or not all(type(one) is int for one in ids):
                 raise InvalidRequest(f"tokens={shown(ids)}: expected a list of token ids", field="tokens")

@@ -6,8 +6,9 @@ import base64
 import binascii
 from collections.abc import Awaitable, Callable, Mapping
 from functools import wraps
-from typing import Final
+from typing import Final, TypeVar
 
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,7 +18,8 @@ from drivetrain.errors import DrivetrainError, InvalidRequest, InvalidWeights, U
 from drivetrain.types.weights import TensorSpec
 from drivetrain_serving.config import ServerConfig
 from drivetrain_serving.http.answers import json_answer
-from drivetrain_serving.http.bodies import read_json, unless_disconnected
+from drivetrain_serving.http.bodies import read_fields, unless_disconnected
+from drivetrain_serving.http.route_docs import Fields, documented
 from drivetrain_serving.vllm.errors import error_answer
 from drivetrain_weight_sync.trainer_groups.bucket import WeightBucket
 from drivetrain_weight_sync.trainer_groups.messages import JoinNccl
@@ -40,6 +42,61 @@ _INIT_FIELDS: Final = frozenset(
     }
 )
 _Route = Callable[["WeightTransferRoutes", Request], Awaitable[str]]
+_F = TypeVar("_F", bound=Fields)
+
+
+class InitFields(Fields):
+    """A request to ``/init_weight_transfer_engine``."""
+
+    init_info: object = Field(
+        default=None,
+        description="The communicator: where the trainer listens or the id of NCCL, the server's rank and all ranks.",
+        json_schema_extra={
+            "type": "object",
+            "properties": {
+                "master_address": {"type": ["string", "null"]},
+                "master_port": {"type": "integer", "minimum": 0},
+                "nccl_unique_id_b64": {"type": ["string", "null"]},
+                "rank_offset": {"type": "integer", "minimum": 0},
+                "world_size": {"type": "integer", "minimum": 0},
+                "packed": {"type": "boolean"},
+                "packed_buffer_size_bytes": {"type": "integer", "minimum": 0},
+                "packed_num_buffers": {"type": "integer", "minimum": 0},
+            },
+            "additionalProperties": False,
+        },
+    )
+
+
+class UpdateInfo(Fields):
+    """Tensors that a trainer broadcasts."""
+
+    update_info: object = Field(
+        default=None,
+        description="Tensors in the order of their broadcasts.",
+        json_schema_extra={
+            "type": ["object", "null"],
+            "properties": {
+                "names": {"type": "array", "items": {"type": "string"}},
+                "dtype_names": {"type": "array", "items": {"type": "string"}},
+                "shapes": {"type": "array", "items": {"type": "array", "items": {"type": "integer", "minimum": 0}}},
+                "packed": {"type": "boolean"},
+                "packed_buffer_size_bytes": {"type": "integer", "minimum": 0},
+            },
+        },
+    )
+
+
+class FinishFields(Fields):
+    """A request to ``/finish_weight_update``."""
+
+    weight_version: object = Field(
+        default=None, description="Version of the new weights.", json_schema_extra={"type": ["string", "null"]}
+    )
+
+
+class EmptyFields(Fields):
+    """A request whose fields are ignored."""
 
 
 def can_transfer(engine: InferenceEngine) -> bool:
@@ -77,11 +134,11 @@ class WeightTransferRoutes:
         self._config = config
         self._chunk_bytes: int | None = None
 
+    @documented(body=InitFields)
     @_answered
     async def init(self, request: Request) -> str:
         """Answer POST ``/init_weight_transfer_engine``, once every rank has joined."""
-        body = await self._body(request)
-        info = body.get("init_info")
+        info = (await self._fields(request, InitFields)).init_info
         if not isinstance(info, dict):
             raise InvalidRequest(f"init_info={shown(info)}: expected an object", field="init_info")
         join, chunk_bytes = _join(info, self._config.weight_group_timeout), _chunk_bytes(info)
@@ -89,21 +146,23 @@ class WeightTransferRoutes:
         self._chunk_bytes = chunk_bytes
         return "Weight transfer initialized"
 
+    @documented(body=EmptyFields)
     @_answered
     async def shutdown(self, request: Request) -> str:
         """Answer POST ``/shutdown_weight_transfer_engine``."""
-        await self._body(request)
+        await self._fields(request, EmptyFields)
         await self._groups.destroy(GROUP)
         return "Weight transfer engine shut down"
 
+    @documented(body=EmptyFields)
     @_answered
     async def start(self, request: Request) -> str:
         """Answer POST ``/start_weight_update``."""
-        await self._body(request)
+        await self._fields(request, EmptyFields)
         await self._groups.begin()
         return "Weight update started"
 
-    async def receive(self, request: Request, body: Mapping[str, object]) -> str:
+    async def receive(self, request: Request, asked: UpdateInfo) -> str:
         """Receive the tensors of ``/update_weights`` with ``update_info``, and return the message of the answer.
 
         Raises:
@@ -113,7 +172,7 @@ class WeightTransferRoutes:
         """
         self._require_gpu()
         try:
-            bucket = self._bucket(body.get("update_info"))
+            bucket = self._bucket(asked.update_info)
             self._groups.require_open()
         except InvalidRequest:
             # The trainer broadcasts something all the same: without the group, that fails instead of waiting.
@@ -129,17 +188,18 @@ class WeightTransferRoutes:
         """Forget tensors that have come, when a folder brought all weights."""
         self._groups.drop_open_update()
 
+    @documented(body=FinishFields)
     @_answered
     async def finish(self, request: Request) -> str:
         """Answer POST ``/finish_weight_update``, once the engine serves the new weights."""
-        version = (await self._body(request)).get("weight_version")
+        version = (await self._fields(request, FinishFields)).weight_version
         await self._groups.end(version if isinstance(version, str) and version else None)
         return "Weight update finished"
 
-    async def _body(self, request: Request) -> dict[str, object]:
-        body = await read_json(request, self._config)
+    async def _fields(self, request: Request, kind: type[_F]) -> _F:
+        asked = await read_fields(request, self._config, kind)
         self._require_gpu()
-        return body
+        return asked
 
     def _require_gpu(self) -> None:
         if not can_transfer(self._engine):
