@@ -55,7 +55,21 @@ class WeightGroups:
         self._rounded = False
         """True once the log says that weights are rounded."""
 
+    @property
+    def is_open(self) -> bool:
+        """True if an update is open, and has not failed."""
+        return self._open is not None and not self._open.failed
+
+    @property
+    def complete(self) -> bool:
+        """True if an update is open and every tensor of it has come."""
+        return self._open is not None and self._open.complete
+
     # Groups ------------------------------------------------------------------------------------------------------
+
+    def joined(self, name: str) -> bool:
+        """Return whether a group of that name is formed or being formed."""
+        return name in self._groups
 
     async def init(self, join: AnyJoin) -> None:
         """Join a trainer's group; return once every rank has joined. A group of that name is left first.
@@ -215,6 +229,28 @@ class WeightGroups:
                 await self._lose(group)
             raise
 
+    async def hand_over(self, bucket: WeightBucket, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take a bucket whose tensors are here, of no group; commit the update if it completes it.
+
+        The tensors must not change until the commit.
+
+        Raises:
+            InvalidRequest, WeightPlanMismatch: The tensors cannot be taken.
+            DrivetrainError: as ``WeightSync.push``, if the bucket completes the update.
+        """
+        async with self._turn:
+            update, names, refusal = await self._checked(bucket)
+            if update is not None:
+                self._open = update
+                if refusal is not None:
+                    update.refuse(bucket, str(refusal))
+            if refusal is not None:
+                raise refusal
+            assert update is not None
+            update.take(bucket, tensors, names)
+            if update.complete and not update.explicit:
+                await _to_its_end(self._commit(update))
+
     async def _checked(self, bucket: WeightBucket) -> tuple[OpenUpdate | None, set[str], DrivetrainError | None]:
         """Return the bucket's update, the engine's names of its tensors, and why they cannot be taken."""
         update: OpenUpdate | None = None
@@ -279,11 +315,12 @@ class WeightGroups:
             await self._engine.abort_generation()
         self._source.update(update.tensors)
         try:
-            await sync.push(version=update.version or self._next_version())
+            await sync.push(version=update.version or self.next_version())
         finally:
             self._source.clear()
 
-    def _next_version(self) -> str:
+    def next_version(self) -> str:
+        """Return the version of an update that names none: one more than the served one, or a count from 1."""
         served = self._engine.get_weight_version()
         return str(int(served) + 1 if served.isdecimal() else self._commits + 1)
 
