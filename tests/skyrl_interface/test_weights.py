@@ -367,11 +367,11 @@ async def test_weights_are_checked_tensor_by_tensor(model: Path, tmp_path: Path)
         found = await skyrl.validate_weights()
         assert found["valid"] is False
         assert found["checked"] == len(tensors)
-        assert [(one["name"], one["type"], one["count"]) for one in found["issues"]] == [
+        assert [(one["name"], one["type"], one.get("count")) for one in found["issues"]] == [
             (nan, "nan", 2),
             (infinite, "inf", 1),
         ]
-        assert found["issues"][0]["percentage"] == pytest.approx(100 * 2 / tensors[nan].numel())
+        assert found["issues"][0].get("percentage") == pytest.approx(100 * 2 / tensors[nan].numel())
         only = await skyrl.validate_weights([zeros, good], check_zeros=True)
         assert only["checked"] == 2
         assert only["issues"] == [{"name": zeros, "type": "all_zeros", "shape": list(tensors[zeros].shape)}]

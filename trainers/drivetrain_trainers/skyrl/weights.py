@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
-from typing import Final, TypedDict
+from typing import Final, NotRequired, TypedDict
 
 import torch
 
@@ -23,15 +23,15 @@ _PROTOCOLS: Final = {"gcs": ("gs", "gcs"), "azure": ("az", "abfs", "abfss")}
 """SkyRL's storage types → fsspec's protocols; others have one name in both."""
 
 
-class WeightIssue(TypedDict, total=False):
+class WeightIssue(TypedDict):
     """A tensor that holds what it should not."""
 
     name: str
     type: str
     """``nan``, ``inf`` or ``all_zeros``."""
-    count: int
-    percentage: float
-    shape: list[int]
+    count: NotRequired[int]
+    percentage: NotRequired[float]
+    shape: NotRequired[list[int]]
 
 
 class WeightValidation(TypedDict):
