@@ -56,7 +56,7 @@ PORT ?= 8000
 TRAINERS ?= openai==2.54.0 anthropic==2.14.0 langchain-openai==1.7.4 verifiers==0.4.0 renderers==0.1.12
 TRAINERS_READY := .venvs/trainers/.ready-$(shell echo '$(TRAINERS)' | sha256sum | cut -c1-16)
 
-.PHONY: help setup demo serve-demo test test-unit test-fast test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-status-page test-trainer-half test-trainers train-skyrl faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint site docs bench clean
+.PHONY: help setup demo serve-demo test test-unit test-fast test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-status-page test-trainer-half test-trainers train-skyrl faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint site docs bench clean
 .PHONY: environments environment-transformers environment-echo environment-trainer environment-trainers environment-sglang environment-sglang-server environment-vllm environment-vllm-server
 
 help: ## show this list
@@ -117,6 +117,13 @@ test-sglang-routes: environment-sglang ## the same requests to a real SGLang ser
 	@.venvs/sglang/bin/python -m pip install --quiet --disable-pip-version-check -e '.[serve]'
 	@PYTHONPATH=tests/helpers OMP_NUM_THREADS=1 .venvs/sglang/bin/python -m pytest -q -c /dev/null --rootdir tests/serving \
 		--noconftest -p no:cacheprovider tests/serving/against_sglang.py $(ARGS)
+
+# The gateway's tests ask an engine for the logprobs of a model that they teach to call a tool.
+test-gateway: environment-$(BACKEND) ## record agents over BACKEND's real engine: ids, branches, logprobs, versions, tools
+	@$(ENVIRONMENT)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[serve]' openai pytest-asyncio
+	@$(ENGINE_ENV) BACKEND=$(BACKEND) PYTHONPATH=tests/helpers OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/python -m pytest -q \
+		-c /dev/null -o asyncio_default_fixture_loop_scope=module --rootdir tests/serving --noconftest \
+		-p no:cacheprovider tests/serving/gateway_on_an_engine.py $(ARGS)
 
 test-status-page: $(READY) ## the server's status page in headless Chromium; SCREENSHOT=FILE keeps its picture
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/serving/status_page_in_chromium.py $(ARGS)

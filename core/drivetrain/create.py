@@ -52,7 +52,7 @@ def create_engine(
         TlsError: The certificate of a remote engine is refused, or only one of the two sides speaks TLS.
         DeadlineExceeded: The owner of a remote engine does not answer.
     """
-    given = _fields(backend, fields)
+    given = fields_of(backend, fields)
     if given.get("backend") == REMOTE:
         return remote_engine(given, AttachedEngine)
     config = EngineConfig.from_mapping(given)
@@ -152,9 +152,10 @@ def versions_of(cls: type[Backend]) -> dict[str, str]:
     return versions
 
 
-def _fields(
+def fields_of(
     backend: str | os.PathLike[str] | Mapping[str, object] | EngineConfig, fields: Mapping[str, object]
 ) -> dict[str, object]:
+    """Return the fields of a configuration that :func:`create_engine` would be given in this way."""
     if isinstance(backend, EngineConfig):
         base: dict[str, object] = backend.model_dump(exclude_unset=True)
     elif isinstance(backend, Mapping):

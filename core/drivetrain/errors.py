@@ -2,6 +2,7 @@
 
     DrivetrainError
     ├── InvalidRequest              a request, prompt or sampling param that no engine could honour (also ValueError)
+    │   └── TooManyAdapters         the engine has as many LoRA adapters loaded as fit; unload one
     ├── InvalidConfig               an engine configuration that cannot work (also ValueError)
     ├── UnsupportedCapability       a valid request for a capability that this engine does not claim
     ├── MissingDependency           a package of one of drivetrain's extras is not installed (also ImportError)
@@ -66,6 +67,10 @@ class InvalidRequest(DrivetrainError, ValueError):
     def __init__(self, message: str, *, field: str = "") -> None:
         super().__init__(message)
         self.field = field
+
+
+class TooManyAdapters(InvalidRequest):
+    """The engine has ``max_loras`` LoRA adapters loaded, and takes another once one is unloaded."""
 
 
 class InvalidConfig(DrivetrainError, ValueError):

@@ -18,6 +18,7 @@ from drivetrain_serving.config import ServerConfig
 from drivetrain_serving.gateway.routes import AGENT_PATHS, SessionRoutes
 from drivetrain_serving.http.answers import json_answer
 from drivetrain_serving.http.keys import Keys
+from drivetrain_serving.http.request_counts import CountsRequests, RequestCounts
 from drivetrain_serving.http.request_records import RECORD, RequestRecord, RequestRecords, log_record
 from drivetrain_serving.operations import OperationRoutes
 from drivetrain_serving.served_engine import ServedEngine
@@ -58,7 +59,8 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
     sglang = config.dialect == "sglang"
     weight_groups = WeightGroups(engine, cast=config.cast_weights)
     transfer = WeightTransferRoutes(engine, weight_groups, config)
-    operations, control = OperationRoutes(served), ControlRoutes(served, transfer)
+    counts = RequestCounts()
+    operations, control = OperationRoutes(served, counts), ControlRoutes(served, transfer)
     sglang_routes = SGLangRoutes(served, weight_groups)
     generation = (
         GenerationRoutes(served, sglang_errors.flat_body, openai_fields.translated)
@@ -129,14 +131,17 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
         from drivetrain_serving.http.tracing import span_maker  # OpenTelemetry is optional
 
         observers.append(span_maker())
+    routes = [
+        *sessions.routes(control.models),
+        *(Route(path, answer, methods=["GET"]) for path, answer in (opened | described | asked).items()),
+        *(Route(path, answer, methods=["POST"]) for path, answer in posted.items()),
+        *(Route(one.path, one.answer, methods=list(one.methods)) for one in more),
+    ]
+    counts.know(routes)
     app = Starlette(
-        routes=[
-            *sessions.routes(control.models),
-            *(Route(path, answer, methods=["GET"]) for path, answer in (opened | described | asked).items()),
-            *(Route(path, answer, methods=["POST"]) for path, answer in posted.items()),
-            *(Route(one.path, one.answer, methods=list(one.methods)) for one in more),
-        ],
+        routes=routes,
         middleware=[
+            Middleware(CountsRequests, counts),
             *([Middleware(RequestRecords, observers)] if observers else []),
             Middleware(Keys, config, opened, of_data, vllm_errors.unauthorized, AGENT_PATHS),
         ],

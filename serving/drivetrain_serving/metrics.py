@@ -26,14 +26,19 @@ class _Asked:
     stats: EngineStats | None
 
 
-async def metrics_of(engine: InferenceEngine) -> bytes:
-    """Return the metrics of an engine or a fleet, in Prometheus' text format.
+async def metrics_of(engine: InferenceEngine, answers: Mapping[tuple[str, int], int]) -> bytes:
+    """Return the metrics of a server, in Prometheus' text format.
 
     ``drivetrain_…`` is of the server as a whole, and ``drivetrain_engine_…`` of one engine, with the label ``engine``.
+
+    Args:
+        engine: The engine or fleet that is served.
+        answers: (Route, status) → number of answers.
     """
     engines = engine.engines if isinstance(engine, InferenceEngineClient) else {"engine-0": engine}
     whole, *each = await asyncio.gather(_asked(engine), *(_asked(one) for one in engines.values()))
     registry = CollectorRegistry()
+    registry.register(_Answers(answers))
     registry.register(_Families("drivetrain", {(): whole}, ()))
     by_label: dict[tuple[str, ...], _Asked] = {(name,): one for name, one in zip(engines, each, strict=True)}
     registry.register(_Families("drivetrain_engine", by_label, ("engine",)))
@@ -45,6 +50,22 @@ async def _asked(engine: InferenceEngine) -> _Asked:
         return _Asked(engine, await engine.stats())
     except DrivetrainError:  # an engine that cannot say still has a state, which says why
         return _Asked(engine, None)
+
+
+class _Answers(Collector):
+    """The number of answers by route and status."""
+
+    def __init__(self, answers: Mapping[tuple[str, int], int]) -> None:
+        self._answers = answers
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metric."""
+        requests = CounterMetricFamily(
+            "drivetrain_http_requests", "Requests whose answer began.", labels=["route", "status"]
+        )
+        for (route, status), number in self._answers.items():
+            requests.add_metric([route, str(status)], number)
+        yield requests
 
 
 class _Families(Collector):

@@ -7,15 +7,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from drivetrain.engine.states import EngineState
+from drivetrain_serving.http.request_counts import RequestCounts
 from drivetrain_serving.metrics import metrics_of
 from drivetrain_serving.served_engine import ServedEngine
 
 
 class OperationRoutes:
-    """Readiness and metrics of the served engine."""
+    """Readiness and metrics of the served engine.
 
-    def __init__(self, served: ServedEngine) -> None:
+    Args:
+        served: The engine.
+        counts: The server's answers.
+    """
+
+    def __init__(self, served: ServedEngine, counts: RequestCounts) -> None:
         self._engine = served.engine
+        self._counts = counts
 
     async def ready(self, request: Request) -> Response:
         """Answer GET ``/ready``: 200 if a request would be served now."""
@@ -25,4 +32,4 @@ class OperationRoutes:
     async def metrics(self, request: Request) -> Response:
         """Answer GET ``/metrics`` in Prometheus' text format."""
         del request
-        return Response(await metrics_of(self._engine), media_type=CONTENT_TYPE_LATEST)
+        return Response(await metrics_of(self._engine, self._counts.answers), media_type=CONTENT_TYPE_LATEST)

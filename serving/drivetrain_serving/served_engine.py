@@ -11,7 +11,7 @@ from typing import Final
 from drivetrain.checks.safe_repr import shown
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.request_builder import ParamsLike
-from drivetrain.errors import DrivetrainError, EngineBusy, InvalidRequest
+from drivetrain.errors import DrivetrainError, EngineBusy, InvalidRequest, TooManyAdapters
 from drivetrain.types.capability import Capability
 from drivetrain.types.outputs import CompletionChunk, GenerationOutput
 from drivetrain.types.prompts import Prompt
@@ -122,7 +122,8 @@ class ServedEngine:
         the one loaded so that was named least recently and that no request uses.
 
         Raises:
-            InvalidRequest: nothing of that name is served, or the engine's adapters were all loaded by control routes.
+            InvalidRequest: nothing of that name is served.
+            TooManyAdapters: the engine has no room, and its adapters were all loaded by control routes.
             EngineBusy: requests use every such adapter for longer than ``timeouts.control``.
         """
         if model is None or model in self._accepted:
@@ -141,9 +142,8 @@ class ServedEngine:
     async def _load_by_request(self, name: str, path: str) -> None:
         try:
             await self._load(name, path)
-        except InvalidRequest as error:
-            # The name is free: an error of the name, not of the folder, says that there is no room for it.
-            if error.field != "lora_name" or not self._by_request:
+        except TooManyAdapters:
+            if not self._by_request:
                 raise
             await self._make_room()
             await self._load(name, path)
@@ -179,6 +179,7 @@ class ServedEngine:
 
         Raises:
             InvalidRequest: the name is taken, or the folder holds no adapter of this model.
+            TooManyAdapters: the engine has no room for another.
         """
         async with self._loading:
             if name in self._accepted:

@@ -26,6 +26,7 @@ FOLDERS = (
     "trainers",
     "conformance_tests",
     "demo",
+    "trainers",
     "docs",
     "examples",
     "tests",

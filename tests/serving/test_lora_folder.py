@@ -63,12 +63,22 @@ async def test_an_adapter_in_use_is_waited_for(small: Served) -> None:
 
 
 async def test_an_adapter_loaded_by_a_route_stays(small: Served, adapters: Path) -> None:
-    _, client = small
+    engine, client = small
     body = {"lora_name": "kept", "lora_path": str(adapters / "one")}
     assert (await client.post("/v1/load_lora_adapter", json=body)).status_code == 200
     refused = await client.post("/v1/completions", json={"model": "two", "prompt": [5]})
     assert refused.status_code == 400
     assert "max_loras=1" in refused.json()["error"]["message"]
+    assert refused.json()["drivetrain"]["error"] == "TooManyAdapters"
     assert await names(client) == ["kept"]
+    again = {**body, "lora_name": "another"}
+    for path in ("/v1/load_lora_adapter", "/load_lora_adapter"):
+        refused = await client.post(path, json=again)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (400, "BadRequestError")
+        assert refused.json()["drivetrain"]["error"] == "TooManyAdapters"
+    async with Server(engine, ServerConfig(port=0, dialect="sglang")) as server:
+        refused = await client.post(f"{server.url}/load_lora_adapter", json=again)
+        assert (refused.status_code, refused.json()["success"]) == (400, False)
+        assert refused.json()["drivetrain"]["error"] == "TooManyAdapters"
     assert (await client.post("/v1/unload_lora_adapter", json={"lora_name": "kept"})).status_code == 200
     assert len(await completed(client, "two")) == 8

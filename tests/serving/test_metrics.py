@@ -167,6 +167,43 @@ async def test_an_update_that_breaks_is_counted_as_failed(fresh: InferenceEngine
         assert seen.of(*outcomes, "state{state=ready}") == [1, 1, 1]
 
 
+async def test_requests_are_counted_by_route_and_status(fresh: InferenceEngine) -> None:
+    async with fresh, watched(fresh) as seen:
+
+        def counted(route: str, status: int) -> float:
+            return seen.now.get(f"drivetrain_http_requests_total{{route={route},status={status}}}", 0)
+
+        for stream in (False, True):
+            await seen.post("/v1/completions", prompt=[5, 6], stream=stream, **EIGHT)
+        await seen.client.post("/v1/completions", json={"prompt": [5], "max_tokens": -1})
+        await seen.client.get("/v1/completions")
+        for session in ("one", "two"):
+            await seen.client.get(f"/sessions/{session}/trajectory")
+        for path in ("/nowhere", "/sessions/one/nowhere", "/health/"):
+            await seen.client.get(path)
+        await seen.read()
+        assert counted("/metrics", 200) == 3, "the answer that brings the counts is not in them"
+        assert [counted("/v1/completions", status) for status in (200, 400, 405)] == [2, 1, 1]
+        assert counted("/sessions/{session}/trajectory", 404) == 2
+        assert (counted("unknown", 404), counted("unknown", 307)) == (2, 1)
+        assert not any("one" in name or "nowhere" in name for name in seen.now if "http_requests" in name)
+
+
+async def test_requests_that_get_no_answer_of_a_route_are_counted_too(fresh: InferenceEngine) -> None:
+    async def broken(*args: object) -> None:
+        raise RuntimeError("a bug")
+
+    key = "0123456789abcdef"
+    async with fresh, Server(fresh, ServerConfig(port=0, control_key=key)) as server:
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            assert (await client.post("/pause")).status_code == 401
+            fresh.continue_generation = broken  # type: ignore[method-assign]
+            assert (await client.post("/resume", headers={"x-api-key": key})).status_code == 500
+            text = (await client.get("/metrics")).text
+    assert 'drivetrain_http_requests_total{route="/pause",status="401"} 1.0' in text
+    assert 'drivetrain_http_requests_total{route="/resume",status="500"} 1.0' in text
+
+
 async def test_adapters_are_counted(fresh: InferenceEngine, adapters: Path) -> None:
     async with fresh, watched(fresh) as seen:
         assert seen["lora_adapters"] == 0

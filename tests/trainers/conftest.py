@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def score(model: Path) -> Iterator[Score]:
-    with in_the_project(str(Path(__file__).with_name("taught_model.py")), str(model)) as process:
+    with in_the_project(str(Path(__file__).parent.with_name("helpers") / "taught_model.py"), str(model)) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         reads, writes = process.stdout, process.stdin

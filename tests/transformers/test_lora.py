@@ -22,6 +22,7 @@ from drivetrain import (
     InvalidWeights,
     LoraSource,
     SamplingParams,
+    TooManyAdapters,
     WeightSyncError,
     WeightUpdateRequest,
 )
@@ -117,7 +118,7 @@ async def test_limits_and_bad_folders_are_refused_by_name(
         with pytest.raises(InvalidRequest, match=r"adapter_config\.json"):
             await engine.load_lora_adapter("c", str(tmp_path))
         await engine.load_lora_adapter("a", str(adapters["a"]))
-        with pytest.raises(InvalidRequest, match="max_loras=1"):
+        with pytest.raises(TooManyAdapters, match="max_loras=1"):
             await engine.load_lora_adapter("again", str(adapters["a"]))
         with pytest.raises(InvalidRequest, match="is loaded already"):
             await engine.load_lora_adapter("a", str(adapters["a"]))

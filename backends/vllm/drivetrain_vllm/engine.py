@@ -26,6 +26,7 @@ from drivetrain.errors import (
     EngineInternalError,
     EngineStartError,
     InvalidRequest,
+    TooManyAdapters,
     UnsupportedCapability,
 )
 from drivetrain.media.qwen_vision import VisionReader, vision_capabilities
@@ -296,7 +297,7 @@ class VLLMBackend(WorkerBackend[Collected]):
 
         most = self.config.max_loras or MOST_LORAS
         if len(self._adapters) > most:  # one more is allowed while an update replaces one
-            raise InvalidRequest(
+            raise TooManyAdapters(
                 f"{len(self._adapters)} adapters are loaded, and max_loras={most}; unload one", field="lora_name"
             )
         # Numbers and names are never reused: they identify adapters and their caches in vLLM.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
 
-from drivetrain.errors import EngineBusy, InvalidRequest, NonFiniteLogits
+from drivetrain.errors import EngineBusy, InvalidRequest, NonFiniteLogits, TooManyAdapters
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import Completion
@@ -430,7 +430,7 @@ async def no_more_adapters_than_the_limit(bench: Bench) -> None:
     first, second, third = (_make(bench, seed=seed) for seed in (1, 2, 3))
     async with _loaded(bench, b=second):
         async with _loaded(bench, a=first):
-            with refused(InvalidRequest, naming="max_loras"):
+            with refused(TooManyAdapters, field="lora_name", naming="max_loras"):
                 await bench.engine.load_lora_adapter("c", third.path)
             with refused(InvalidRequest, field="lora"):
                 await _answers(bench, bench.prompts(1), "c")

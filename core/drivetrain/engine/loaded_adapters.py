@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from drivetrain.checks.safe_repr import shown
 from drivetrain.engine.controller import Controller
-from drivetrain.errors import InvalidRequest
+from drivetrain.errors import InvalidRequest, TooManyAdapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,10 @@ class LoadedAdapters:
             raise InvalidRequest(f"{field}={shown(name)} is not loaded; loaded: {loaded}", field=field)
 
     def require_room(self) -> None:
-        """Raise :class:`InvalidRequest` if ``max_loras`` adapters are loaded already."""
+        """Raise :class:`TooManyAdapters` if ``max_loras`` adapters are loaded already."""
         most = self.controller.config.max_loras
         if most is not None and len(self._by_name) >= most:
-            raise InvalidRequest(
+            raise TooManyAdapters(
                 f"{len(self._by_name)} LoRA adapters are loaded and max_loras={most}; unload one, or raise max_loras",
                 field="lora_name",
             )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Final, Self
 
@@ -142,6 +143,8 @@ async def start_engines(
     resources: Mapping[str, float] | None = None,
     runtime_env: Mapping[str, object] | None = None,
     max_restarts: int = 3,
+    actor_class: type[EngineActor] = EngineActor,
+    actor_arguments: Sequence[object] = (),
 ) -> RayEngines:
     """Start engines in Ray actors, one in each; return them when all are ready.
 
@@ -157,6 +160,8 @@ async def start_engines(
         resources: Custom resources of each engine's actor.
         runtime_env: Ray's runtime environment of the actors.
         max_restarts: How often Ray makes an actor anew that has died; -1: always.
+        actor_class: Class of the actors, with methods of its own beside those of :class:`EngineActor`.
+        actor_arguments: Arguments of its constructor, after those of :class:`EngineActor`.
 
     Raises:
         EngineStateError: Ray is not initialised.
@@ -175,7 +180,16 @@ async def start_engines(
     if placement_group is not None:
         await _reserved(placement_group, config.timeouts.start)
         require_one_node(made, placement_group_table(placement_group)["bundles_to_node_id"])
-    starting = _Starting(config, placement_group, cpus, dict(resources or {}), dict(runtime_env or {}), max_restarts)
+    starting = _Starting(
+        config,
+        placement_group,
+        cpus,
+        dict(resources or {}),
+        dict(runtime_env or {}),
+        max_restarts,
+        partial(make, actor_class),
+        tuple(actor_arguments),
+    )
     try:
         engines = await gather_or_cancel(
             starting.engine(f"engine-{number}", place) for number, place in enumerate(made)
@@ -211,6 +225,8 @@ class _Starting:
     resources: dict[str, float]
     runtime_env: dict[str, object]
     max_restarts: int
+    make_actor: Callable[..., ActorHandle[object]]
+    arguments: tuple[object, ...]
     actors: list[ActorHandle[object]] = field(default_factory=list)
     keepers: list[ActorHandle[object]] = field(default_factory=list)
 
@@ -253,7 +269,8 @@ class _Starting:
             "runtime_env": environment,
             "max_restarts": self.max_restarts,
         }
-        actor = make(EngineActor, options | self._in_bundle(place.bundles[0][0]), self.config, keepers)
+        options |= self._in_bundle(place.bundles[0][0])
+        actor = self.make_actor(options, self.config, keepers, *self.arguments)
         self.actors.append(actor)
         return actor
 

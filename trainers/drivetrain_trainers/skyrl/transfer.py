@@ -150,7 +150,7 @@ class WeightTransfers:
             )
         if info.backend not in _BACKENDS:
             raise InvalidRequest(f"backend={shown(info.backend)}: expected gloo or nccl", field="backend")
-        if self._groups.joined(info.group_name) and getattr(info, "override_existing_receiver", True) is False:
+        if self._groups.has(info.group_name) and getattr(info, "override_existing_receiver", True) is False:
             return
         await self._groups.init(
             Join(
@@ -207,7 +207,7 @@ class WeightTransfers:
         bucket = _bucket(request, self._group_name)
         if isinstance(request, CudaIpcRequest):
             _require_cuda()
-            await self._groups.hand_over(bucket, await asyncio.to_thread(_opened, request))
+            await self._groups.add(bucket, await asyncio.to_thread(_opened, request))
             return
         if not self._group_name:
             raise InvalidRequest(

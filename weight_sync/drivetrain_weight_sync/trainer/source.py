@@ -11,10 +11,11 @@ from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import InvalidRequest, WeightPlanMismatch, WeightSyncError
 from drivetrain.types.weights import WeightManifest
 from drivetrain_weight_sync.shards.pieces import WeightShard, is_sharded
+from drivetrain_weight_sync.tensors.derived import DerivedTensor
 from drivetrain_weight_sync.tensors.names import base_name, unwrapped
 from drivetrain_weight_sync.tensors.stacked_experts import by_checkpoint_name
 from drivetrain_weight_sync.trainer.in_memory_names import InMemoryNames
-from drivetrain_weight_sync.trainer.merged_adapters import without_adapters
+from drivetrain_weight_sync.trainer.merged_adapters import MergedAdapters, without_adapters
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 NamedShards = Iterable[tuple[str, torch.Tensor | WeightShard]]
@@ -74,16 +75,22 @@ class Source:
             return self._given.parameters()
         return self._given.values() if isinstance(self._given, Mapping) else ()
 
-    def pairs(self, manifest: WeightManifest | None = None) -> list[tuple[str, torch.Tensor]]:
+    def pairs(self, manifest: WeightManifest | None = None) -> list[tuple[str, torch.Tensor | DerivedTensor]]:
         """Return the tensors of a held source as given; :func:`by_name` checks and names them.
 
-        With the engine's ``manifest``, a transformers model's in-memory names become checkpoint names where the mapping
-        is certain.
+        Weights that adapters of peft change are computed when they are needed. With the engine's ``manifest``, a
+        transformers model's in-memory names become checkpoint names where the mapping is certain.
         """
         # At every push, thousands of names: those of the last push that needed no translation are not looked up again.
         if isinstance(self._given, Mapping) and (list(self._given), manifest) == self._unchanged:
             return list(self._given.items())
-        pairs = list(self._pairs())
+        merging = MergedAdapters()
+        pairs = self._named_as_stored(list(self._pairs(merging)), manifest)
+        return [(name, merging.resolved(tensor)) for name, tensor in pairs] if merging else [*pairs]
+
+    def _named_as_stored(
+        self, pairs: list[tuple[str, torch.Tensor]], manifest: WeightManifest | None
+    ) -> list[tuple[str, torch.Tensor]]:
         if self._names is None or manifest is None:
             return pairs
         named = {unwrapped(name): tensor for name, tensor in pairs if isinstance(tensor, torch.Tensor)}
@@ -122,12 +129,12 @@ class Source:
             else:
                 yield from self._names.stored({name: tensor}, manifest).items()
 
-    def _pairs(self) -> NamedTensors:
+    def _pairs(self, merging: MergedAdapters | None = None) -> NamedTensors:
         given = self._given
         if isinstance(given, nn.Module):
             state = given.state_dict(keep_vars=True)
             pairs = [(name, tensor) for name, tensor in state.items() if isinstance(tensor, torch.Tensor)]
-            pairs = list(without_adapters(given, pairs))
+            pairs = list(without_adapters(given, pairs) if merging is None else merging.pairs(given, pairs))
             named = {unwrapped(name): tensor for name, tensor in pairs}
             return by_checkpoint_name(given, named).items() if len(named) == len(pairs) else pairs
         if isinstance(given, Mapping):
@@ -144,15 +151,15 @@ class Source:
         return _named(given)
 
 
-def by_name(pairs: NamedTensors) -> dict[str, torch.Tensor]:
-    """Return the tensors of a held source by their checkpoint names.
+def by_name(pairs: Iterable[tuple[str, torch.Tensor | DerivedTensor]]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a held source by their checkpoint names, but those that are derived.
 
     Raises:
         WeightPlanMismatch: two tensors have one name once wrappers' prefixes are dropped.
         WeightSyncError: an item is not a dense tensor with memory.
     """
     named: dict[str, torch.Tensor] = {}
-    for name, tensor in _checked(pairs):
+    for name, tensor in _checked((name, value) for name, value in pairs if not isinstance(value, DerivedTensor)):
         if name in named:
             raise WeightPlanMismatch(f"the source holds {name} twice; give each tensor once", extra=[name])
         named[name] = tensor

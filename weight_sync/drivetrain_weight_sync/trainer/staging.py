@@ -17,6 +17,7 @@ from drivetrain.types.weights import TensorSpec, WeightManifest, WeightPlan
 from drivetrain_weight_sync.copying.device_copies import DeviceCopy, Looks, Pace, can_look, fits, reaches
 from drivetrain_weight_sync.copying.digest import digest, digests
 from drivetrain_weight_sync.copying.plan import check_plan
+from drivetrain_weight_sync.tensors.derived import DerivedTensor
 from drivetrain_weight_sync.tensors.dtypes import dtype_of, nbytes_of, rounds, spec_of, widens
 from drivetrain_weight_sync.tensors.finite import non_finite
 from drivetrain_weight_sync.tensors.names import listed
@@ -24,6 +25,7 @@ from drivetrain_weight_sync.tensors.storages import place_of
 from drivetrain_weight_sync.trainer.source import Source, by_name
 from drivetrain_weight_sync.transports.base import Sender
 
+Pairs = Sequence[tuple[str, torch.Tensor | DerivedTensor]]
 _FORM: Final = attrgetter("dtype", "layout", "shape")
 
 
@@ -159,10 +161,20 @@ class _Checks:
         """Return the tensor in the dtype in which it is sent."""
         return tensor.to(dtype_of(self._specs[name]))
 
-    def require_fit(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def digest_of(self, name: str, tensor: torch.Tensor) -> bool:
+        """Check and digest a tensor as it is sent; return whether it is the first of its name in the plan."""
+        main, value = self.main_name(name), digest(tensor)
+        self.bad.update(non_finite({name: tensor}))
+        first = main not in self.staged.digests
+        if self.staged.digests.setdefault(main, value) != value:
+            self.differ.append(name)
+        return first
+
+    def require_fit(self, *tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise if a tensor is missing, extra or mismatched, whatever its values."""
-        for name, tensor in tensors.items():
-            self.see(name, tensor)
+        for some in tensors:
+            for name, tensor in some.items():
+                self.see(name, tensor)
         self.require_complete()
 
     def require_complete(self) -> None:
@@ -207,7 +219,7 @@ class Stager:
 
     def put_again(
         self,
-        pairs: Sequence[tuple[str, torch.Tensor]],
+        pairs: Pairs,
         sender: Sender,
         manifest: WeightManifest,
         plan: WeightPlan,
@@ -263,17 +275,17 @@ class _Seen:
     Built for speed: there may be thousands, compared at every push.
     """
 
-    def __init__(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> None:
-        tensors = [tensor for _, tensor in pairs]
+    def __init__(self, pairs: Pairs) -> None:
+        tensors = [tensor for _, tensor in pairs if isinstance(tensor, torch.Tensor)]
         self._names = [name for name, _ in pairs]
         self._types = [*map(type, tensors)]
         self._forms = [*map(_FORM, tensors)]
         self._addresses = [*map(torch.Tensor.data_ptr, tensors)]
         self._strides = [*map(torch.Tensor.stride, tensors)]
 
-    def are(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> bool:
+    def are(self, pairs: Pairs) -> bool:
         """Return whether ``pairs`` are the same tensors at the same addresses."""
-        tensors = [tensor for _, tensor in pairs]
+        tensors = [tensor for _, tensor in pairs if isinstance(tensor, torch.Tensor)]
         return (
             [name for name, _ in pairs] == self._names
             and [*map(type, tensors)] == self._types
@@ -284,11 +296,12 @@ class _Seen:
 
 
 class _Held(_Checks):
-    def run(self, pairs: Sequence[tuple[str, torch.Tensor]], sender: Sender, plan: WeightPlan) -> None:
+    def run(self, pairs: Pairs, sender: Sender, plan: WeightPlan) -> None:
         staged = self.staged
         with staged.checking():
             tensors = by_name(pairs)
-            self.require_fit(tensors)
+            derived = {name: value for name, value in pairs if isinstance(value, DerivedTensor)}
+            self.require_fit(tensors, {name: value.outline for name, value in derived.items()})
         with staged.staging():
             sender.begin(plan)
         # Under tied names, only the first is put; the others are digested too if they have memory of their own.
@@ -314,11 +327,26 @@ class _Held(_Checks):
                 if main not in put:
                     sender.put(main, tensors[first], held=True)
                 staged.put(self.nbytes[main])
-        if self._in_one and (not sender.copies or len(put) == len(firsts)):
+        if derived:
+            self._put_derived(derived, sender)
+        elif self._in_one and (not sender.copies or len(put) == len(firsts)):
             mains = {name: self.main_name(name) for name in unique}
             self._stager.known = _Known(
                 plan, self._manifest, _Seen(pairs), sender.slots(), firsts, mains, staged.nbytes
             )
+
+    def _put_derived(self, derived: Mapping[str, DerivedTensor], sender: Sender) -> None:
+        """Compute, check and put one tensor after another."""
+        staged = self.staged
+        for name, value in derived.items():
+            with staged.checking():
+                tensor = self.sent(name, value.compute())
+                first = self.digest_of(name, tensor)
+            if first:
+                with staged.staging():
+                    sender.put_derived(self.main_name(name), tensor, value)
+                    staged.put(self.nbytes[self.main_name(name)])
+        self.require_sound()
 
     def _look_and_put(
         self, tensors: Mapping[str, torch.Tensor], mains: Mapping[str, str], slots: Mapping[str, torch.Tensor]
@@ -366,13 +394,9 @@ class _Streamed(_Checks):
                 if not self.see(name, tensor):
                     continue
                 tensor = self.sent(name, tensor)
-                value = digest(tensor)
-                self.bad.update(non_finite({name: tensor}))
-                main = self.main_name(name)
-                first = main not in staged.digests
-                if staged.digests.setdefault(main, value) != value:
-                    self.differ.append(name)
+                first = self.digest_of(name, tensor)
             if first:
+                main = self.main_name(name)
                 with staged.staging():
                     sender.put(main, tensor, held=False)
                     staged.put(self.nbytes[main])

@@ -10,10 +10,12 @@ import msgspec
 class _AnyJoin(msgspec.Struct, frozen=True, kw_only=True):
     group_name: str
     rank: int
-    """Rank of the server, which has one."""
+    """Rank of the receiving process."""
     world_size: int
     timeout: float
     """Seconds in which the group must form, and each bucket must have come."""
+    gpu: int = 0
+    """Index of the GPU on which NCCL receives."""
 
 
 class Join(_AnyJoin, frozen=True, kw_only=True, tag="join"):

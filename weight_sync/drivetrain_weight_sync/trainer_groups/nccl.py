@@ -40,7 +40,7 @@ class NcclGroup:
     def __init__(self, join: JoinNccl) -> None:
         if not torch.cuda.is_available():
             raise InvalidRequest("NCCL needs a GPU, and the server sees none", field="init_info")
-        self.device = torch.device("cuda", 0)
+        self.device = torch.device("cuda", join.gpu)
         torch.cuda.set_device(self.device)
         self._nccl: Any = ctypes.CDLL("libnccl.so.2")  # torch has loaded it
         self._nccl.ncclGetErrorString.restype = ctypes.c_char_p

@@ -87,7 +87,7 @@ class _TorchGroup:
         store = _dist.TCPStore(join.master_address, join.master_port, join.world_size, False, timeout)
         store = _dist.PrefixStore(join.group_name + "/", _dist.PrefixStore(join.group_name, store))
         if join.backend == "nccl":
-            self.device = torch.device("cuda", 0)
+            self.device = torch.device("cuda", join.gpu)
             torch.cuda.set_device(self.device)
             options = _dist.ProcessGroupNCCL.Options()
             options._timeout = timeout

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from drivetrain_weight_sync.trainer_groups.open_update import OpenUpdate, TiedTensors
 
 _logger: Final = logging.getLogger(__name__)
+_KEPT_MAPPED_BYTES: Final = 256 << 20
+"""Larger buckets stay in the memory that received them; smaller ones are copied out of it."""
 
 
 class WeightGroups:
@@ -66,10 +68,6 @@ class WeightGroups:
         return self._open is not None and self._open.complete
 
     # Groups ------------------------------------------------------------------------------------------------------
-
-    def joined(self, name: str) -> bool:
-        """Return whether a group of that name is formed or being formed."""
-        return name in self._groups
 
     async def init(self, join: AnyJoin) -> None:
         """Join a trainer's group; return once every rank has joined. A group of that name is left first.
@@ -119,6 +117,10 @@ class WeightGroups:
                 field="group_name",
             )
         return self._groups[name]
+
+    def has(self, name: str) -> bool:
+        """Return whether the group exists: it has formed, or is forming, and was not lost."""
+        return name in self._groups
 
     def _forget(self, group: TrainerGroup) -> None:
         if self._groups.get(group.name) is group:
@@ -211,45 +213,46 @@ class WeightGroups:
                 received = True
                 if self._open is not before:
                     raise InvalidRequest("the update was dropped while this bucket came; send every tensor again")
-                if refusal is not None:
-                    if update is not None:
-                        update.refuse(bucket, str(refusal))
-                        self._open = update
-                    raise refusal
-                assert update is not None
-                if self._open is None and await self._repeats_committed(tensors):
-                    return
-                update.take(bucket, tensors, names)
-                self._open = update
-                del tensors
-                if update.complete and not update.explicit:
-                    await _to_its_end(self._commit(update))
+                await self._take(bucket, tensors, update, names, refusal)
         except BaseException:
             if not received:  # the trainer must not wait in a broadcast that nobody receives
                 await self._lose(group)
             raise
 
-    async def hand_over(self, bucket: WeightBucket, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take a bucket whose tensors are here, of no group; commit the update if it completes it.
+    async def add(self, bucket: WeightBucket, tensors: dict[str, torch.Tensor]) -> None:
+        """Take a bucket that came in another way than by a group's broadcasts; commit the update if it completes it.
 
-        The tensors must not change until the commit.
+        Args:
+            bucket: Names, dtypes and shapes; its group need not exist.
+            tensors: The tensors by name, on the CPU. They are kept until the commit, which changes none.
 
         Raises:
             InvalidRequest, WeightPlanMismatch: The tensors cannot be taken.
             DrivetrainError: as ``WeightSync.push``, if the bucket completes the update.
         """
         async with self._turn:
-            update, names, refusal = await self._checked(bucket)
+            await self._take(bucket, tensors, *await self._checked(bucket))
+
+    async def _take(
+        self,
+        bucket: WeightBucket,
+        tensors: dict[str, torch.Tensor],
+        update: OpenUpdate | None,
+        names: set[str],
+        refusal: DrivetrainError | None,
+    ) -> None:
+        if refusal is not None:
             if update is not None:
+                update.refuse(bucket, str(refusal))
                 self._open = update
-                if refusal is not None:
-                    update.refuse(bucket, str(refusal))
-            if refusal is not None:
-                raise refusal
-            assert update is not None
-            update.take(bucket, tensors, names)
-            if update.complete and not update.explicit:
-                await _to_its_end(self._commit(update))
+            raise refusal
+        assert update is not None
+        if self._open is None and await self._repeats_committed(tensors):
+            return
+        update.take(bucket, tensors, names)
+        self._open = update
+        if update.complete and not update.explicit:
+            await _to_its_end(self._commit(update))
 
     async def _checked(self, bucket: WeightBucket) -> tuple[OpenUpdate | None, set[str], DrivetrainError | None]:
         """Return the bucket's update, the engine's names of its tensors, and why they cannot be taken."""
@@ -292,7 +295,11 @@ class WeightGroups:
             return {}
         arena = await asyncio.to_thread(Arena, layout.nbytes)
         await group.receive(layout.pieces, arena.path, layout.nbytes)
-        return layout.tensors(arena.memory)
+        tensors = layout.tensors(arena.memory)
+        if layout.nbytes > _KEPT_MAPPED_BYTES:
+            return tensors
+        # A mapping holds a file descriptor until the commit, and there may be a bucket for each of 50,000 tensors.
+        return await asyncio.to_thread(lambda: {name: tensor.clone() for name, tensor in tensors.items()})
 
     async def _commit(self, update: OpenUpdate) -> None:
         try:

@@ -13,6 +13,7 @@ import torch
 from drivetrain.errors import InvalidRequest, WeightSyncError
 from drivetrain.types.weights import PlacedTensor, WeightManifest, WeightPlan, WeightSource, WeightUpdateRequest
 from drivetrain_weight_sync.copying.plan import ALIGNMENT
+from drivetrain_weight_sync.tensors.derived import DerivedTensor
 from drivetrain_weight_sync.tensors.dtypes import as_bits, dtype_of
 from drivetrain_weight_sync.transports.updatable_engine import UpdatableEngine, UpdateUnderWay
 
@@ -22,9 +23,9 @@ _NONE: Final[Mapping[str, torch.Tensor]] = {}
 class Sender(ABC):
     """The trainer's end: takes the tensors of one push at a time. Used by one thread at a time.
 
-    A push calls :meth:`begin`, :meth:`put` for each tensor, :meth:`source` and :meth:`connect`. The engine prepares the
-    update while it keeps serving, :meth:`apply` has the engine apply it, and :meth:`release` ends the push. The
-    coroutines run in the trainer's event loop.
+    A push calls :meth:`begin`, :meth:`put` or :meth:`put_derived` for each tensor, :meth:`source` and :meth:`connect`.
+    The engine prepares the update while it keeps serving, :meth:`apply` has the engine apply it, and :meth:`release`
+    ends the push. The coroutines run in the trainer's event loop.
     """
 
     copies = True
@@ -47,6 +48,14 @@ class Sender(ABC):
         If ``held``, the tensor keeps its values until the push is over. Otherwise its memory may change after this
         returns.
         """
+
+    def put_derived(self, name: str, tensor: torch.Tensor, derived: DerivedTensor) -> None:
+        """Take one tensor of the plan that is computed from others, such as a layer with an adapter merged into it.
+
+        Nothing else writes to ``tensor``. A sender that would keep it until the push is over keeps ``derived`` instead,
+        and computes the tensor again when it is sent.
+        """
+        self.put(name, tensor, held=True)
 
     def slots(self) -> Mapping[str, torch.Tensor]:
         """Return the buffers into which :meth:`put` copies, by name, so that a copy kernel can fill them instead."""

@@ -21,6 +21,7 @@ from drivetrain.types.weights import (
     WeightPlan,
     WeightUpdateRequest,
 )
+from drivetrain_weight_sync.tensors.derived import DerivedTensor
 from drivetrain_weight_sync.tensors.dtypes import dtype_of
 from drivetrain_weight_sync.transports.base import Opened, Reader, Sender, slot
 from drivetrain_weight_sync.transports.device_memory import uuid_of
@@ -81,7 +82,7 @@ class BroadcastSender(Sender):
         self._abandoned = threading.Event()
         self._plan = WeightPlan(())
         self._specs: dict[str, TensorSpec] = {}
-        self._tensors: dict[str, torch.Tensor] = {}
+        self._tensors: dict[str, torch.Tensor | DerivedTensor] = {}
         self._buffers = _Buffers()
 
     def offer(self, ranks: int, timeout: float) -> tuple[CommunicatorSpec, Any]:
@@ -158,6 +159,10 @@ class BroadcastSender(Sender):
         """Keep the tensor, or a copy if it is streamed."""
         self._tensors[name] = tensor if held else tensor.to(dtype_of(self._specs[name]), copy=True)
 
+    def put_derived(self, name: str, tensor: torch.Tensor, derived: DerivedTensor) -> None:
+        """Keep how to compute the tensor, which is done when its bucket is packed."""
+        self._tensors[name] = derived
+
     def source(self) -> BroadcastSource:
         """Name the group, which :meth:`connect` forms."""
         return BroadcastSource(group_name=self._name)
@@ -212,10 +217,14 @@ class BroadcastSender(Sender):
                 under_way.popleft().precede()
             packed = self._buffers.next(bucket.nbytes, group.device)
             slots = [slot(packed, 0, placed) for placed in bucket.tensors]
-            torch._foreach_copy_(slots, [self._tensors[placed.spec.name] for placed in bucket.tensors])  # pyright: ignore
+            torch._foreach_copy_(slots, [self._computed(placed.spec.name) for placed in bucket.tensors])  # pyright: ignore
             under_way.append(group.start(packed))
         for broadcast in under_way:
             broadcast.wait()
+
+    def _computed(self, name: str) -> torch.Tensor:
+        tensor = self._tensors[name]
+        return tensor.compute() if isinstance(tensor, DerivedTensor) else tensor
 
     def release(self) -> None:
         """Drop every reference to the tensors; the buckets' memory is kept."""

@@ -12,6 +12,7 @@ import torch
 from drivetrain.errors import InvalidRequest, WeightSyncError
 from drivetrain.types.weights import CudaIpcSource, WeightManifest, WeightPlan, WeightUpdateRequest
 from drivetrain_weight_sync.copying.plan import bucket_offsets, plan_nbytes
+from drivetrain_weight_sync.tensors.derived import DerivedTensor
 from drivetrain_weight_sync.tensors.dtypes import dtype_of
 from drivetrain_weight_sync.tensors.names import listed
 from drivetrain_weight_sync.transports.base import Opened, Reader, Sender, slot
@@ -130,6 +131,10 @@ class CudaIpcInPlaceSender(Sender):
         place = tensor.data_ptr(), tensor.device
         if self._put.get(name) != place:
             self._put[name], self._source = place, None
+
+    def put_derived(self, name: str, tensor: torch.Tensor, derived: DerivedTensor) -> None:
+        """Record that the tensor has no memory of its own to share."""
+        self._unfit[name] = "merged with an adapter"
 
     def source(self) -> CudaIpcSource:
         """Describe the memory that holds the tensors.

@@ -11,10 +11,12 @@ import torch
 from drivetrain.errors import InvalidRequest
 from drivetrain.types.weights import InProcessSource, TensorSpec, WeightManifest, WeightPlan, WeightUpdateRequest
 from drivetrain_weight_sync.copying.plan import check_plan
+from drivetrain_weight_sync.tensors.derived import DerivedTensor
 from drivetrain_weight_sync.tensors.dtypes import dtype_of, spec_of
 from drivetrain_weight_sync.transports.base import Opened, Reader, Sender
 
-_registered: Final[dict[str, Mapping[str, torch.Tensor]]] = {}
+_Tensors = Mapping[str, torch.Tensor | DerivedTensor]
+_registered: Final[dict[str, _Tensors]] = {}
 
 
 class InProcessSender(Sender):
@@ -27,7 +29,7 @@ class InProcessSender(Sender):
     def __init__(self) -> None:
         self._key = uuid.uuid4().hex
         self._specs: dict[str, TensorSpec] = {}
-        self._tensors: dict[str, torch.Tensor] = {}
+        self._tensors: dict[str, torch.Tensor | DerivedTensor] = {}
 
     def begin(self, plan: WeightPlan) -> None:
         """Forget earlier tensors."""
@@ -37,6 +39,10 @@ class InProcessSender(Sender):
     def put(self, name: str, tensor: torch.Tensor, *, held: bool) -> None:
         """Keep the tensor, or a copy if it is streamed or has another dtype."""
         self._tensors[name] = tensor.to(dtype_of(self._specs[name]), copy=not held)
+
+    def put_derived(self, name: str, tensor: torch.Tensor, derived: DerivedTensor) -> None:
+        """Keep how to compute the tensor, which the engine does when it loads it."""
+        self._tensors[name] = derived
 
     def source(self) -> InProcessSource:
         """Register the tensors that were put."""
@@ -53,7 +59,7 @@ class InProcessReader(Reader):
     """Looks up the registered tensors."""
 
     def __init__(self) -> None:
-        self._tensors: Mapping[str, torch.Tensor] = {}
+        self._tensors: _Tensors = {}
         self._plan = WeightPlan(())
 
     def open(self, request: WeightUpdateRequest, manifest: WeightManifest) -> Opened:
@@ -69,7 +75,12 @@ class InProcessReader(Reader):
                 field="source.key",
             )
         tensors = _registered[key]
-        specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
+        # Derived tensors are converted when they are computed.
+        wanted = {spec.name: spec for spec in request.plan.tensors}
+        specs = [
+            wanted[name] if isinstance(tensor, DerivedTensor) else spec_of(name, tensor)
+            for name, tensor in tensors.items()
+        ]
         check_plan(specs, WeightManifest(request.plan.tensors))
         self._tensors, self._plan = tensors, request.plan
         return Opened(request.plan, request.digests)
@@ -77,7 +88,11 @@ class InProcessReader(Reader):
     def tensors(self, index: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the trainer's own tensors."""
         for placed in self._plan.buckets[index].tensors:
-            yield placed.spec.name, self._tensors[placed.spec.name]
+            tensor = self._tensors[placed.spec.name]
+            yield (
+                placed.spec.name,
+                tensor.compute().to(dtype_of(placed.spec)) if isinstance(tensor, DerivedTensor) else tensor,
+            )
 
     def release(self) -> None:
         """Drop every reference to the tensors."""

@@ -18,8 +18,9 @@ class LoraCalls(Page):
         """Load an adapter from a peft folder; ``pinned`` keeps it from being evicted.
 
         Raises:
-            InvalidRequest: the name is taken, ``max_loras`` or ``max_lora_rank`` is exceeded, or the folder holds no
-                adapter of this model.
+            TooManyAdapters: ``max_loras`` adapters are loaded.
+            InvalidRequest: the name is taken, ``max_lora_rank`` is exceeded, or the folder holds no adapter of this
+                model.
         """
         await self.parts.adapters.load(lora_name, os.fspath(lora_path), pinned)
 

@@ -1,4 +1,4 @@
-"""A tiny model that calls a tool, and its logprobs by transformers alone. Runs in the project's environment.
+"""A tiny model that calls a tool, and its logprobs by transformers alone.
 
 ``taught_model.py FOLDER`` makes the model, then answers each line of token ids with their logprobs.
 """
