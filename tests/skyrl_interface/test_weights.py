@@ -188,6 +188,17 @@ async def test_transfers_are_applied_when_they_are_finished(
     assert await skyrl.get_weight_version() == "3"
 
 
+async def test_an_update_is_applied_also_after_a_transfer_that_was_never_finished(
+    skyrl: SkyRLInferenceEngine, sender: Sender, other_model: Path
+) -> None:
+    tensors = tensors_of(other_model, "torch.float32")
+    await sender.send(other_model, tensors[0], overlapped=True, weight_version="given up")
+    for tensor in tensors:
+        await sender.send(other_model, tensor, weight_version="7")
+    assert await skyrl.get_weight_version() == "7"
+    assert same(await answers(skyrl), await fresh(other_model))
+
+
 async def test_a_tensor_of_a_wrong_shape_is_refused_and_changes_nothing(
     skyrl: SkyRLInferenceEngine, sender: Sender, other_model: Path
 ) -> None:

@@ -169,8 +169,10 @@ class WeightTransfers:
         """Take the request's tensors, and update the engine if they are the last ones."""
         if isinstance(request, LoraLoadRequest):
             await self._update_adapter(request)
-        else:
-            await self._receive(_checked(request))
+            return
+        update = _checked(request)
+        await self._receive(update)
+        await self._apply_if_complete(update)
 
     def start(self, request: object) -> WeightTransferHandle:
         """Begin to receive tensors that :meth:`finish` applies."""
@@ -182,8 +184,7 @@ class WeightTransfers:
     async def finish(self, handle: WeightTransferHandle) -> None:
         """Wait for the tensors; update the engine if they are the last ones."""
         await handle.wait()
-        if self._groups.complete:
-            await self._groups.end(_version(handle.request))
+        await self._apply_if_complete(handle.request)
 
     @property
     def complete(self) -> bool:
@@ -197,6 +198,10 @@ class WeightTransfers:
     async def close(self) -> None:
         """Leave all groups, and drop tensors that were not applied."""
         await self._groups.close()
+
+    async def _apply_if_complete(self, request: WeightUpdateRequest) -> None:
+        if self._groups.complete:
+            await self._groups.end(_version(request))
 
     async def _stage(self, request: WeightUpdateRequest) -> None:
         if not self._groups.is_open:

@@ -188,11 +188,7 @@ class WeightCalls(Page):
             InvalidRequest: The model has no tensor of that name.
         """
         report = await self.engine.validate_weights()
-        if names is not None:
-            known = {spec.name for spec in (await self.engine.weight_manifest()).tensors}
-            for name in names:
-                if name not in known:
-                    raise InvalidRequest(f"names: the model has no tensor {shown(name)}", field="names")
+        chosen = None if names is None else await self._main_names(names)
         found = (
             ("nan", report.nan, check_nan),
             ("inf", report.infinite, check_inf),
@@ -202,11 +198,19 @@ class WeightCalls(Page):
             await self._issue(kind, name)
             for kind, bad, wanted in found
             for name in bad
-            if wanted and (names is None or name in names)
+            if wanted and (chosen is None or name in chosen)
         ]
-        return WeightValidation(
-            valid=not issues, checked=report.checked if names is None else len(names), issues=issues
-        )
+        checked = report.checked if chosen is None else len(chosen)
+        return WeightValidation(valid=not issues, checked=checked, issues=issues)
+
+    async def _main_names(self, names: Collection[str]) -> set[str]:
+        """Return the names under which tied tensors are checked."""
+        manifest = await self.engine.weight_manifest()
+        known = {spec.name for spec in manifest.tensors}
+        found = {manifest.aliases.get(name, name) for name in names}
+        for name in found - known:
+            raise InvalidRequest(f"names: the model has no tensor {shown(name)}", field="names")
+        return found
 
     async def _issue(self, kind: str, name: str) -> WeightIssue:
         tensor = await self.get_weights_by_name(name)
