@@ -48,6 +48,8 @@ NEWEST_TRANSFORMERS ?= transformers
 HOST_PYTHON ?= $(BIN)/python
 SKYRL ?= skyrl[tinker,jax]==0.3.0
 SKYRL_READY := .venvs/skyrl/.ready-$(shell echo '$(SKYRL)' | sha256sum | cut -c1-16)
+SKYRL_CLIENT ?= skyrl==0.3.0
+SKYRL_CLIENT_READY := .venvs/skyrl-client/.ready-$(shell echo '$(SKYRL_CLIENT)' | sha256sum | cut -c1-16)
 TRAINER_READY := .venvs/trainer/.ready-$(shell (cat pyproject.toml; echo '$(TORCH)') | sha256sum | cut -c1-16)
 HTTP_TRAINER_READY := .venvs/http-trainer/.ready-$(shell echo '$(TORCH)' | sha256sum | cut -c1-16)
 # The port of `make serve-demo`.
@@ -60,7 +62,7 @@ SCHEMATHESIS ?= schemathesis==4.32.5
 SCHEMATHESIS_READY := .venvs/schemathesis/.ready-$(shell echo '$(SCHEMATHESIS)' | sha256sum | cut -c1-16)
 CASES ?= 5
 
-.PHONY: help setup demo serve-demo test test-unit test-fast test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-trainer-half test-trainers train-skyrl faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint site docs bench clean
+.PHONY: help setup demo serve-demo test test-unit test-fast test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-trainer-half test-trainers train-skyrl faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint site docs bench clean test-skyrl-client
 .PHONY: environments environment-transformers environment-echo environment-trainer environment-trainers environment-sglang environment-sglang-server environment-vllm environment-vllm-server
 
 help: ## show this list
@@ -199,6 +201,19 @@ test-trainers: environment-trainers ## unmodified clients and trainers from the 
 	@PROJECT_PYTHON=$(abspath $(BIN)/python) PYTHONPATH=tests/helpers OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venvs/trainers/bin/python -m pytest -q \
 		-c /dev/null --rootdir tests/trainers --confcutdir tests/trainers -p no:cacheprovider tests/trainers/*_sdk.py \
 		tests/trainers/langchain_agent.py tests/trainers/verifiers_rollouts.py $(ARGS)
+
+test-skyrl-client: $(READY) $(SKYRL_CLIENT_READY) ## SkyRL's own client of inference servers against drivetrain serve
+	@PROJECT_PYTHON=$(abspath $(BIN)/python) PYTHONPATH=tests/helpers OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venvs/skyrl-client/bin/python \
+		-m pytest -q -c /dev/null --rootdir tests/trainers --confcutdir tests/trainers -p no:cacheprovider tests/trainers/skyrl_client.py $(ARGS)
+
+# Its client imports only these; the whole package wants vLLM and 6 GB.
+$(SKYRL_CLIENT_READY):
+	@[[ -n "$(SGLANG_PYTHON)" ]] || { echo "SkyRL needs Python 3.12; install it, or: make SGLANG_PYTHON=/path/to/python" >&2; exit 1; }
+	@echo "setting up .venvs/skyrl-client with $(SGLANG_PYTHON): 60 MB, half a minute"
+	@[[ -x .venvs/skyrl-client/bin/python ]] || $(SGLANG_PYTHON) -m venv .venvs/skyrl-client
+	@.venvs/skyrl-client/bin/python -m pip install --quiet --disable-pip-version-check --no-deps '$(SKYRL_CLIENT)'
+	@.venvs/skyrl-client/bin/python -m pip install --quiet --disable-pip-version-check aiohttp pydantic pytest
+	@rm -f .venvs/skyrl-client/.ready-* && touch $@
 
 environment-trainers: $(READY) $(TRAINERS_READY)
 

@@ -23,6 +23,7 @@ FOLDERS = (
     "sampling",
     "fleet",
     "serving",
+    "trainers",
     "conformance_tests",
     "demo",
     "trainers",

@@ -6,8 +6,8 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -53,12 +53,24 @@ def score(model: Path) -> Iterator[Score]:
 
 
 @pytest.fixture(scope="session")
-def url(model: Path, score: Score) -> Iterator[str]:
+def serve(model: Path, score: Score) -> Callable[..., AbstractContextManager[str]]:
+    """Serve the taught model as ``policy``, with further options, until the context ends; the address of the server."""
+
+    @contextmanager
+    def served(*options: str) -> Iterator[str]:
+        arguments = ["-m", "drivetrain", "serve", "--backend", "transformers", "--model", str(model), *options]
+        with in_the_project(*arguments, "--served-model-name", "policy", "--port", "0") as process:
+            assert process.stdout is not None
+            said = process.stdout.readline()
+            found = re.search(r"http://\S+:\d+", said)
+            assert found, (said, process.poll())
+            yield found[0]
+
+    return served
+
+
+@pytest.fixture(scope="session")
+def url(serve: Callable[..., AbstractContextManager[str]]) -> Iterator[str]:
     """Address of the server. The model is called ``policy``."""
-    arguments = ["-m", "drivetrain", "serve", "--backend", "transformers", "--model", str(model)]
-    with in_the_project(*arguments, "--served-model-name", "policy", "--port", "0") as process:
-        assert process.stdout is not None
-        said = process.stdout.readline()
-        found = re.search(r"http://\S+:\d+", said)
-        assert found, (said, process.poll())
-        yield found[0]
+    with serve() as address:
+        yield address

@@ -57,6 +57,16 @@ class WeightGroups:
         self._rounded = False
         """True once the log says that weights are rounded."""
 
+    @property
+    def is_open(self) -> bool:
+        """True if an update is open, and has not failed."""
+        return self._open is not None and not self._open.failed
+
+    @property
+    def complete(self) -> bool:
+        """True if an update is open and every tensor of it has come."""
+        return self._open is not None and self._open.complete
+
     # Groups ------------------------------------------------------------------------------------------------------
 
     async def init(self, join: AnyJoin) -> None:
@@ -312,11 +322,12 @@ class WeightGroups:
             await self._engine.abort_generation()
         self._source.update(update.tensors)
         try:
-            await sync.push(version=update.version or self._next_version())
+            await sync.push(version=update.version or self.next_version())
         finally:
             self._source.clear()
 
-    def _next_version(self) -> str:
+    def next_version(self) -> str:
+        """Return the version of an update that names none: one more than the served one, or a count from 1."""
         served = self._engine.get_weight_version()
         return str(int(served) + 1 if served.isdecimal() else self._commits + 1)
 

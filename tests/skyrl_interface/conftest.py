@@ -1,0 +1,85 @@
+"""One engine behind SkyRL's interface for the whole run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from drivetrain import InferenceEngine, create_engine
+from drivetrain.testing import tiny_model
+from drivetrain_trainers.skyrl import SkyRLInferenceEngine
+from engines import require_ready_and_idle
+from trainer_groups import Trainer, a_trainer
+
+CONFIG = json.loads(os.environ.get("SKYRL_ENGINE", '{"backend": "transformers", "isolation": "inline"}'))
+"""The engine; another one is given as JSON, to run the same tests on it by hand."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    return tiny_model("qwen2")
+
+
+@pytest.fixture(scope="session")
+def other_model() -> Path:
+    return tiny_model("qwen2", seed=1)
+
+
+@pytest.fixture(scope="session")
+def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the adapters ``one`` and ``two``."""
+    folder = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate(("one", "two"), 1):
+        torch.manual_seed(seed)
+        wrapped = get_peft_model(
+            AutoModelForCausalLM.from_pretrained(model),
+            LoraConfig(target_modules=["q_proj", "v_proj"], r=4, lora_alpha=64, init_lora_weights=False),
+        )
+        wrapped.save_pretrained(str(folder / name))
+    return folder
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def shared_engine(model: Path) -> AsyncIterator[InferenceEngine]:
+    async with create_engine({"model": str(model), "enable_lora": True, "max_num_seqs": 16, **CONFIG}) as engine:
+        yield engine
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def engine(shared_engine: InferenceEngine) -> AsyncIterator[InferenceEngine]:
+    """The engine behind the interface; a test must leave it ready and idle."""
+    yield shared_engine
+    await require_ready_and_idle(shared_engine)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def skyrl(engine: InferenceEngine) -> AsyncIterator[SkyRLInferenceEngine]:
+    made = SkyRLInferenceEngine(engine)
+    yield made
+    await made.transfers.close()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def restored(engine: InferenceEngine, model: Path) -> AsyncIterator[None]:
+    """The engine serves ``model`` as ``initial`` again afterwards."""
+    yield
+    await engine.load_weights_from_disk(str(model), "initial")
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def trainer() -> AsyncIterator[Trainer]:
+    async with a_trainer() as trainer:
+        yield trainer

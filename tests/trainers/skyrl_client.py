@@ -1,0 +1,193 @@
+# pyright: reportMissingImports=false
+"""SkyRL's own client of inference servers against ``drivetrain serve``: ``make test-skyrl-client``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+import pytest
+from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import (
+    PauseMode,
+    RemoteInferenceClient,
+)
+
+from tool_conversation import QUESTION, Score, require_own_logprobs
+
+_T = TypeVar("_T")
+Serve = Callable[..., AbstractContextManager[str]]
+"""Serves the taught model with these options, and yields the address."""
+PROMPT = [5, 6, 7]
+PARAMS: dict[str, Any] = {
+    "min_tokens": 1,
+    "skip_special_tokens": True,
+    "include_stop_str_in_output": True,
+    "max_tokens": 12,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "logprobs": 0,
+    "stop": None,
+}
+"""Parameters that SkyRL makes of its configuration."""
+
+
+@pytest.fixture(scope="module")
+def server(serve: Serve) -> Iterator[str]:
+    """Address of a server that also serves adapters."""
+    with serve("--set", "enable_lora=true", "--set", "max_lora_rank=8") as url:
+        yield url
+
+
+def with_client(server: str, use: Callable[[RemoteInferenceClient], Awaitable[_T]]) -> _T:
+    """Call a client whose data and control both go to ``server``."""
+
+    async def run() -> _T:
+        client = RemoteInferenceClient(server, [server], data_parallel_size=1, model_name="policy")
+        try:
+            return await use(client)
+        finally:
+            await client.teardown()
+
+    return asyncio.run(run())
+
+
+async def started(client: RemoteInferenceClient, url: str, **params: Any) -> asyncio.Task[Any]:
+    """Begin a long request, and return once it runs."""
+    batch = {"prompt_token_ids": [PROMPT], "sampling_params": {**PARAMS, "ignore_eos": True, **params}}
+    task = asyncio.create_task(client.generate(batch))
+    async with aiohttp.ClientSession() as session:
+        while True:
+            async with session.get(f"{url}/load") as answer:
+                if (await answer.json())["server_load"]:
+                    return task
+            await asyncio.sleep(0.01)
+
+
+def test_rollouts(server: str, score: Score) -> None:
+    batch = {"prompt_token_ids": [PROMPT] * 4, "sampling_params": PARAMS, "session_ids": [*"abcd"], "cache_salt": "s"}
+    output = with_client(server, lambda client: client.generate(batch))
+    for ids, logprobs in zip(output["response_ids"], output["response_logprobs"], strict=True):
+        require_own_logprobs(score, PROMPT, ids, logprobs)
+    assert set(output["stop_reasons"]) <= {"stop", "length"}
+    assert all(isinstance(text, str) for text in output["responses"])
+
+
+def test_samples_of_the_tinker_api(server: str, score: Score) -> None:
+    body = {
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": PROMPT}]},
+        "num_samples": 2,
+        "sampling_params": {"max_tokens": 6, "temperature": 1.0, "top_k": -1},
+        "include_prompt_logprobs": True,
+        "topk_prompt_logprobs": 3,
+        "session_id": "a",
+    }
+    answer = with_client(server, lambda client: client.sample({"json": body}))
+    for sequence in answer["sequences"]:
+        require_own_logprobs(score, PROMPT, sequence["tokens"], sequence["logprobs"])
+    assert len(answer["sequences"]) == 2
+    first, *others = answer["prompt_logprobs"]
+    assert first is None
+    assert others == pytest.approx(score(PROMPT), abs=1e-3)
+    assert [one and len(one) for one in answer["topk_prompt_logprobs"]] == [None, 3, 3]
+
+
+def test_openai_requests(server: str) -> None:
+    messages = [{"role": "user", "content": QUESTION}]
+
+    async def use(client: RemoteInferenceClient) -> None:
+        chat = await client.chat_completion(
+            {"json": {"messages": messages, "max_tokens": 6, "temperature": 0, "session_id": "a"}, "headers": {}}
+        )
+        assert chat["choices"][0]["finish_reason"] in ("stop", "length", "tool_calls")
+        text = await client.completion({"json": {"prompt": PROMPT, "max_tokens": 6, "temperature": 0}, "headers": {}})
+        assert text["usage"]["completion_tokens"] == 6
+        with pytest.raises(aiohttp.ClientResponseError, match="temperature"):
+            await client.completion({"json": {"prompt": PROMPT, "temperature": -1}, "headers": {}})
+        (ids,) = await client.tokenize(["some text"])
+        assert await client.detokenize([ids]) == ["some text"]
+
+    with_client(server, use)
+
+
+def test_requests_are_kept_by_a_pause(server: str) -> None:
+    async def use(client: RemoteInferenceClient) -> None:
+        task = await started(client, server, max_tokens=400)
+        await client.pause_generation()
+        await asyncio.sleep(0.2)
+        assert not task.done()
+        await client.reset_prefix_cache(reset_running_requests=True)
+        await client.resume_generation()
+        assert (await task)["stop_reasons"] == ["length"]
+
+    with_client(server, use)
+
+
+def test_requests_are_aborted_by_a_pause(server: str) -> None:
+    async def use(client: RemoteInferenceClient) -> None:
+        task = await started(client, server, max_tokens=900)
+        await client.pause(PauseMode.ABORT)
+        output = await task
+        assert output["stop_reasons"] == ["abort"]
+        assert len(output["response_ids"][0]) < 900
+        await client.resume()
+
+    with_client(server, use)
+
+
+def test_sleep_level_2_drops_the_weights(server: str, model: Path) -> None:
+    async def use(client: RemoteInferenceClient) -> None:
+        await client.sleep(level=2)
+        await client.wake_up(tags=["weights"])
+        async with aiohttp.ClientSession() as session:  # by no call of the client's
+            body = {"weight_dir": str(model), "weight_version": "1"}
+            async with session.post(f"{server}/update_weights", json=body) as answer:
+                assert answer.status == 200, await answer.text()
+        await client.wake_up(tags=["kv_cache"])
+        await client.resume()
+        output = await client.generate({"prompt_token_ids": [PROMPT], "sampling_params": PARAMS})
+        assert output["response_ids"][0]
+
+    with_client(server, use)
+
+
+def test_the_size_of_the_group(server: str) -> None:
+    assert with_client(server, lambda client: client.get_world_size()) == (1, 1)
+
+
+async def _refused(call: Awaitable[object], status: int, text: str = "") -> None:
+    with pytest.raises(aiohttp.ClientResponseError) as refused:
+        await call
+    assert refused.value.status == status
+    assert text in refused.value.message
+
+
+class Info:
+    """The part of SkyRL's ``BroadcastInitInfo`` that the client reads; its module needs Ray."""
+
+    def for_servers(self, world_size_per_server: int, num_servers: int, dp_size: int = 1) -> list[Info]:
+        return [self] * num_servers
+
+    def to_api_payload(self) -> dict[str, object]:
+        return {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
+
+
+def test_calls_that_are_not_answered(server: str) -> None:
+    """The rest of the client's calls, as the docs list them."""
+
+    async def use(client: RemoteInferenceClient) -> None:
+        await _refused(client.init_weight_update_communicator(Info()), 501, "this engine has no GPU")
+        await _refused(client.start_weight_update(), 404)
+        await _refused(client.update_weights_nccl({}), 404)
+        await _refused(client.update_weights_ipc({}), 404)
+        await _refused(client.finish_weight_update(), 404)
+        await _refused(client.load_lora_adapter("a", "/adapter"), 404)
+        await _refused(client.render_chat_completion({"json": {"messages": []}}), 404)
+        await client.finish_session("a")  # it logs the 404, and goes on
+
+    with_client(server, use)
