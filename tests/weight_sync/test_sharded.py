@@ -36,6 +36,11 @@ def test_fsdp2_ranks_push_together(ranks: Ranks, strategy: str) -> None:
     assert others == [(results, [])] * (SIZE - 1)
 
 
+def test_ranks_meet_in_their_own_store_before_nccl_wants_gpus(ranks: Ranks) -> None:
+    reasons = ranks.run(trainer_ranks.form_a_group_without_gpus)
+    assert all("NCCL needs a GPU" in reason for reason in reasons), reasons
+
+
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe"])
 def test_the_engine_answers_as_one_that_loaded_the_weights(ranks: Ranks, architecture: str) -> None:
     found, *_ = ranks.run(trainer_ranks.push_to_a_real_engine, architecture)

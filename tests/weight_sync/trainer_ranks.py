@@ -26,8 +26,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from drivetrain.errors import DrivetrainError, EngineDied, to_wire
 from drivetrain.types.weights import WeightManifest
 from drivetrain_weight_sync import WeightShard, WeightSync
-from drivetrain_weight_sync.shards.carriers import SocketCarrier
+from drivetrain_weight_sync.shards.carriers import NcclCarrier, SocketCarrier
 from drivetrain_weight_sync.shards.gatherer import Gatherer
+from drivetrain_weight_sync.shards.ranks import Ranks as ShardRanks
 from drivetrain_weight_sync.trainer.engine_push import EnginePush
 
 TIMEOUT_S: Final = 120
@@ -297,6 +298,16 @@ def push_again_after_a_refusal(rank: int) -> list[str]:
         return found
 
     return asyncio.run(pushes())
+
+
+def form_a_group_without_gpus(rank: int) -> str:
+    """Meet the others as ranks on GPUs do; return why no NCCL group forms then."""
+    del rank
+    try:
+        NcclCarrier(ShardRanks(), "group", torch.device("cpu"))
+    except DrivetrainError as error:
+        return str(error)
+    return ""
 
 
 def push_while_one_dies(rank: int, victim: int, where: str) -> tuple[str, str, str]:

@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from drivetrain.errors import DrivetrainError
-from drivetrain.types.weights import CommunicatorSpec
 from drivetrain_weight_sync.shards.links import Link, Send, Sending
 from drivetrain_weight_sync.shards.ranks import Ranks
 from drivetrain_weight_sync.transports.device_memory import uuid_of
-from drivetrain_weight_sync.transports.process_groups import Group
+from drivetrain_weight_sync.transports.process_groups import Group, NcclGroupSpec
 
 Wanted = Mapping[int, Sequence[tuple[int, torch.Tensor]]]
 """By rank: indices of its shards, and the regions that they fill."""
@@ -69,15 +68,7 @@ class NcclCarrier(Carrier):
     """
 
     def __init__(self, ranks: Ranks, name: str, device: torch.device) -> None:
-        spec = CommunicatorSpec(
-            master_address="",
-            master_port=0,
-            rank_offset=0,
-            world_size=ranks.size,
-            group_name=name,
-            backend="nccl",
-            timeout=ranks.timeout,
-        )
+        spec = NcclGroupSpec(name, ranks.size, ranks.timeout)
         self._group = Group(spec, ranks.rank, device, ranks.store)
 
     def fetch(self, wanted: Wanted, links: Mapping[int, Link]) -> None:

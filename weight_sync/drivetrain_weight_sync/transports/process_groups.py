@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, Literal
 
@@ -37,14 +38,25 @@ _LAST_S: Final = 5.0
 """How long the end of the process waits for each such thread."""
 
 
+@dataclass(frozen=True, slots=True)
+class NcclGroupSpec:
+    """A group of ranks that share a store already, and so need no address to meet at."""
+
+    group_name: str
+    world_size: int
+    timeout: float
+    """Timeout in seconds for forming the group, and for each exchange."""
+    backend: Literal["nccl"] = "nccl"
+
+
 class Group:
     """A process group apart from torch's default one, in which rank 0 broadcasts, or ranks exchange tensors.
 
     Args:
-        spec: Address, size and timeout of the group.
+        spec: Size and timeout of the group, and the address at which its ranks meet unless they share a store.
         rank: This process's rank.
         device: Device of this rank's buffers; a GPU for NCCL.
-        store: The store through which the group forms, if this process made it already.
+        store: The store through which the group forms, if this process has it already.
         abandoned: Event that makes this rank leave the group once set, even while it forms.
 
     Raises:
@@ -54,7 +66,7 @@ class Group:
 
     def __init__(
         self,
-        spec: CommunicatorSpec,
+        spec: CommunicatorSpec | NcclGroupSpec,
         rank: int,
         device: torch.device,
         store: Any = None,
@@ -74,6 +86,7 @@ class Group:
         ends = time.monotonic() + spec.timeout
         try:
             if store is None:
+                assert isinstance(spec, CommunicatorSpec), "these ranks share a store"
                 store = _reach(spec, ends)
             store = _dist.PrefixStore(spec.group_name, store)
             self._meet(store, rank, ends)
