@@ -46,6 +46,9 @@ SGLANG_READY := .venvs/sglang/.ready-$(shell (cat pyproject.toml $(SGLANG_PLATFO
 OLDEST_TRANSFORMERS ?= transformers==4.57.*
 NEWEST_TRANSFORMERS ?= transformers
 HOST_PYTHON ?= $(BIN)/python
+# OpenRLHF asks for flash-attn and deepspeed, which its rollouts do not need: no package brings its dependencies.
+OPENRLHF ?= openrlhf==0.11.2 pylatexenc==2.11 $(VLLM) cbor2 pyzmq openai_harmony cloudpickle pybase64 cachetools uvloop py-cpuinfo
+OPENRLHF_READY := .venvs/openrlhf/.ready-$(shell echo '$(OPENRLHF)' | sha256sum | cut -c1-16)
 SKYRL ?= skyrl[tinker,jax]==0.3.0
 SKYRL_READY := .venvs/skyrl/.ready-$(shell echo '$(SKYRL)' | sha256sum | cut -c1-16)
 SKYRL_CLIENT ?= skyrl==0.3.0
@@ -62,8 +65,8 @@ SCHEMATHESIS ?= schemathesis==4.32.5
 SCHEMATHESIS_READY := .venvs/schemathesis/.ready-$(shell echo '$(SCHEMATHESIS)' | sha256sum | cut -c1-16)
 CASES ?= 5
 
-.PHONY: help setup demo serve-demo test test-unit test-fast test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-trainer-half test-trainers train-skyrl faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint site docs bench clean test-skyrl-client
-.PHONY: environments environment-transformers environment-echo environment-trainer environment-trainers environment-sglang environment-sglang-server environment-vllm environment-vllm-server
+.PHONY: help setup demo serve-demo test test-unit test-fast test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-trainer-half test-trainers train-skyrl faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint site docs bench clean test-skyrl-client test-openrlhf
+.PHONY: environments environment-transformers environment-echo environment-trainer environment-trainers environment-sglang environment-sglang-server environment-vllm environment-vllm-server environment-openrlhf
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -197,7 +200,7 @@ $(SKYRL_READY): | pyproject.toml
 	@rm -f .venvs/skyrl/.ready-* && touch $@
 
 # Their packages know nothing of drivetrain: the server runs in the project's environment.
-test-trainers: environment-trainers ## unmodified clients and trainers from the registry against drivetrain serve
+test-trainers: environment-trainers environment-openrlhf ## unmodified clients and trainers from the registry against drivetrain serve
 	@PROJECT_PYTHON=$(abspath $(BIN)/python) PYTHONPATH=tests/helpers OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venvs/trainers/bin/python -m pytest -q \
 		-c /dev/null --rootdir tests/trainers --confcutdir tests/trainers -p no:cacheprovider tests/trainers/*_sdk.py \
 		tests/trainers/langchain_agent.py tests/trainers/verifiers_rollouts.py $(ARGS)
@@ -214,6 +217,19 @@ $(SKYRL_CLIENT_READY):
 	@.venvs/skyrl-client/bin/python -m pip install --quiet --disable-pip-version-check --no-deps '$(SKYRL_CLIENT)'
 	@.venvs/skyrl-client/bin/python -m pip install --quiet --disable-pip-version-check aiohttp pydantic pytest
 	@rm -f .venvs/skyrl-client/.ready-* && touch $@
+
+test-openrlhf: environment-openrlhf ## OpenRLHF's own sample generator and executors on our actors
+	@PYTHONPATH=tests/helpers:$(abspath .venvs/openrlhf) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -c /dev/null \
+		--rootdir tests/openrlhf --noconftest -p no:cacheprovider -p no:asyncio tests/openrlhf/with_openrlhf.py $(ARGS)
+
+# Beside the project's environment, which holds what else it imports.
+environment-openrlhf: $(READY) $(OPENRLHF_READY)
+
+$(OPENRLHF_READY):
+	@echo "setting up .venvs/openrlhf: 0.6 GB, a minute"
+	@rm -rf .venvs/openrlhf
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .venvs/openrlhf $(OPENRLHF)
+	@touch $@
 
 environment-trainers: $(READY) $(TRAINERS_READY)
 
