@@ -50,14 +50,18 @@ SKYRL ?= skyrl[tinker,jax]==0.3.0
 SKYRL_READY := .venvs/skyrl/.ready-$(shell echo '$(SKYRL)' | sha256sum | cut -c1-16)
 TRAINER_READY := .venvs/trainer/.ready-$(shell (cat pyproject.toml; echo '$(TORCH)') | sha256sum | cut -c1-16)
 HTTP_TRAINER_READY := .venvs/http-trainer/.ready-$(shell echo '$(TORCH)' | sha256sum | cut -c1-16)
+TRL ?= trl==1.16.0
+TRL_READY := .venvs/trl/.ready-$(shell (cat pyproject.toml; echo '$(TORCH) $(TRL)') | sha256sum | cut -c1-16)
+# The backends of `make test-trl`.
+BACKENDS ?= transformers vllm sglang
 # The port of `make serve-demo`.
 PORT ?= 8000
 # The clients and trainers that drive our server unmodified, in the releases of the table in the docs.
 TRAINERS ?= openai==2.54.0 anthropic==2.14.0 langchain-openai==1.7.4 verifiers==0.4.0 renderers==0.1.12
 TRAINERS_READY := .venvs/trainers/.ready-$(shell echo '$(TRAINERS)' | sha256sum | cut -c1-16)
 
-.PHONY: help setup demo serve-demo test test-unit test-fast test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-status-page test-trainer-half test-trainers train-skyrl faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint site docs bench clean
-.PHONY: environments environment-transformers environment-echo environment-trainer environment-trainers environment-sglang environment-sglang-server environment-vllm environment-vllm-server
+.PHONY: help setup demo serve-demo test test-unit test-fast test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-status-page test-trainer-half test-trainers test-trl demo-trl train-skyrl faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint site docs bench clean
+.PHONY: environments environment-transformers environment-echo environment-trainer environment-trainers environment-trl environment-sglang environment-sglang-server environment-vllm environment-vllm-server
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -194,6 +198,26 @@ $(TRAINERS_READY):
 	@[[ -x .venvs/trainers/bin/python ]] || $(PYTHON) -m venv .venvs/trainers
 	@.venvs/trainers/bin/python -m pip install --quiet --disable-pip-version-check $(TRAINERS) pytest
 	@rm -f .venvs/trainers/.ready-* && touch $@
+
+# TRL runs in an environment of its own; the engine is in its process, or in the environment of BACKEND.
+demo-trl: environment-trl environment-$(BACKEND) ## train with TRL's GRPOTrainer, whose rollouts BACKEND generates; ARGS="--weights merged"
+	@$(ENGINE_ENV) $(IN_TRL) examples/trl_rollouts.py --backend $(BACKEND) \
+		$(if $(filter-out transformers trl,$(BACKEND)),--python $(ENVIRONMENT)/bin/python) $(ARGS)
+
+test-trl: environment-trl $(addprefix environment-,$(BACKENDS)) ## TRL's GRPOTrainer on each of BACKENDS: reward, versions, logprobs, adapters, refusals
+	@PYTHONPATH=tests/helpers BACKENDS="$(BACKENDS)" VLLM_WORKER_MULTIPROC_METHOD=fork $(IN_TRL) -m pytest -q -c /dev/null \
+		--rootdir tests/trainers --noconftest -p no:cacheprovider tests/trainers/trl_*.py $(ARGS)
+
+IN_TRL = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRL_EXPERIMENTAL_SILENCE=1 .venvs/trl/bin/python -W ignore
+
+environment-trl: $(READY) $(TRL_READY)
+
+$(TRL_READY): | pyproject.toml
+	@$(call ROOM_FOR,TRL,4)
+	@echo "setting up .venvs/trl with $(PYTHON): 2 GB, two minutes"
+	@[[ -x .venvs/trl/bin/python ]] || $(PYTHON) -m venv .venvs/trl
+	@.venvs/trl/bin/python -m pip install --quiet --disable-pip-version-check --retries 10 '$(TORCH)' '$(TRL)' -e '.[trl]' pytest
+	@rm -f .venvs/trl/.ready-* && touch $@
 
 faults: environment-$(BACKEND) $(READY) ## kill and freeze processes during weight updates of BACKEND; EXAMPLES=300 by chance
 	@FAULTS=$(EXAMPLES) FAULTS_BACKEND=$(BACKEND) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(if $(filter transformers,$(BACKEND)),tests/faults,tests/faults/with_an_engine.py) $(ARGS)
