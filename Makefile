@@ -200,17 +200,17 @@ $(TRAINERS_READY):
 	@rm -f .venvs/trainers/.ready-* && touch $@
 
 # TRL runs in an environment of its own; the engine is in its process, or in the environment of BACKEND.
-demo-trl: environment-trl environment-$(BACKEND) ## train with TRL's GRPOTrainer, whose rollouts BACKEND generates; ARGS="--weights merged"
+demo-trl: environment-trl $(addprefix environment-,$(filter-out transformers trl,$(BACKEND))) ## train with TRL's GRPOTrainer, whose rollouts BACKEND generates; ARGS="--weights merged"
 	@$(ENGINE_ENV) $(IN_TRL) examples/trl_rollouts.py --backend $(BACKEND) \
 		$(if $(filter-out transformers trl,$(BACKEND)),--python $(ENVIRONMENT)/bin/python) $(ARGS)
 
-test-trl: environment-trl $(addprefix environment-,$(BACKENDS)) ## TRL's GRPOTrainer on each of BACKENDS: reward, versions, logprobs, adapters, refusals
+test-trl: environment-trl $(addprefix environment-,$(filter-out transformers,$(BACKENDS))) ## TRL's GRPOTrainer on each of BACKENDS: reward, versions, logprobs, adapters, refusals
 	@PYTHONPATH=tests/helpers BACKENDS="$(BACKENDS)" VLLM_WORKER_MULTIPROC_METHOD=fork $(IN_TRL) -m pytest -q -c /dev/null \
 		--rootdir tests/trainers --noconftest -p no:cacheprovider tests/trainers/trl_*.py $(ARGS)
 
 IN_TRL = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRL_EXPERIMENTAL_SILENCE=1 .venvs/trl/bin/python -W ignore
 
-environment-trl: $(READY) $(TRL_READY)
+environment-trl: $(TRL_READY)
 
 $(TRL_READY): | pyproject.toml
 	@$(call ROOM_FOR,TRL,4)

@@ -159,7 +159,10 @@ def test_use_vllm_beside_rollout_func_is_refused() -> None:
     ("arguments", "message"),
     [
         ({"lora_name": "policy"}, "made without adapters; make it with enable_lora=True"),
-        ({"lora_name": "policy", "sleep": True, "enable_lora": True}, "sleep_keeps_weights=True"),
+        (
+            {"lora_name": "policy", "sleep": True, "enable_lora": True},
+            "only the adapter is pushed; leave lora_name out",
+        ),
         ({"modle": "x"}, "modle"),
     ],
 )

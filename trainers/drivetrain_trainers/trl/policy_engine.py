@@ -47,21 +47,6 @@ class PolicyEngine:
             raise InvalidRequest(f"{field}: the engine has its configuration already; leave {field} out", field=field)
         self._owned = not isinstance(engine, SyncEngine)
         self.engine = engine if isinstance(engine, SyncEngine) else sync_engine(engine, **fields)
-        config = self.engine.config
-        if lora_name is not None and not config.enable_lora:
-            self.close()
-            raise InvalidRequest(
-                f"lora_name={shown(lora_name)}: the engine was made without adapters; make it with enable_lora=True, "
-                "or leave lora_name out to push merged weights",
-                field="lora_name",
-            )
-        if lora_name is not None and sleep and not config.sleep_keeps_weights:
-            self.close()
-            raise InvalidRequest(
-                "sleep=True: the base weights would be lost, and only the adapter is pushed; make the engine with "
-                "sleep_keeps_weights=True",
-                field="sleep",
-            )
         self._lora_name = lora_name
         self._cast = cast
         self._sleep = sleep
@@ -70,6 +55,21 @@ class PolicyEngine:
         self._sync: WeightSync | LoraSync | None = None
         self._step: int | None = None
         """Training step whose weights the engine serves; None before the first push and after one that failed."""
+        config = self.engine.config
+        if lora_name is not None and not config.enable_lora:
+            self.close()
+            raise InvalidRequest(
+                f"lora_name={shown(lora_name)}: the engine was made without adapters; make it with enable_lora=True, "
+                "or leave lora_name out to push merged weights",
+                field="lora_name",
+            )
+        if lora_name is not None and sleep:
+            self.close()
+            raise InvalidRequest(
+                "sleep=True: the engine would lose its base weights, and only the adapter is pushed; leave lora_name "
+                "out to push merged weights",
+                field="sleep",
+            )
 
     def serve(self, model: nn.Module, step: int, *, again: bool = False) -> None:
         """Start and wake the engine, and push ``model`` as version ``str(step)``, unless it serves that already.
@@ -83,12 +83,12 @@ class PolicyEngine:
         woken, self._asleep = self._asleep, False
         lost = woken and not engine.config.sleep_keeps_weights
         if woken:
-            engine.wake_up([MemoryTag.WEIGHTS])
-        if again or lost or step != self._step or model is not self._model:
+            engine.wake_up([MemoryTag.WEIGHTS] if lost else None)
+        if again or woken or step != self._step or model is not self._model:
             self._step = None
             engine.run(self._connected(model).push(version=str(step)))
             self._step = step
-        if woken:
+        if lost:
             engine.wake_up()
 
     def _connected(self, model: nn.Module) -> WeightSync | LoraSync:
@@ -136,6 +136,6 @@ class PolicyEngine:
                 self.engine.teardown()
 
     def _disconnect(self) -> None:
-        sync, self._sync, self._model, self._step = getattr(self, "_sync", None), None, None, None
+        sync, self._sync, self._model, self._step = self._sync, None, None, None
         if sync is not None:
             self.engine.run(sync.close())
