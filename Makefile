@@ -55,6 +55,10 @@ SKYRL_CLIENT ?= skyrl==0.3.0
 SKYRL_CLIENT_READY := .venvs/skyrl-client/.ready-$(shell echo '$(SKYRL_CLIENT)' | sha256sum | cut -c1-16)
 TRAINER_READY := .venvs/trainer/.ready-$(shell (cat pyproject.toml; echo '$(TORCH)') | sha256sum | cut -c1-16)
 HTTP_TRAINER_READY := .venvs/http-trainer/.ready-$(shell echo '$(TORCH)' | sha256sum | cut -c1-16)
+TRL ?= trl==1.16.0
+TRL_READY := .venvs/trl/.ready-$(shell (cat pyproject.toml; echo '$(TORCH) $(TRL)') | sha256sum | cut -c1-16)
+# The backends of `make test-trl`.
+BACKENDS ?= transformers vllm sglang
 # The port of `make serve-demo`.
 PORT ?= 8000
 # The clients and trainers that drive our server unmodified, in the releases of the table in the docs.
@@ -65,8 +69,8 @@ SCHEMATHESIS ?= schemathesis==4.32.5
 SCHEMATHESIS_READY := .venvs/schemathesis/.ready-$(shell echo '$(SCHEMATHESIS)' | sha256sum | cut -c1-16)
 CASES ?= 5
 
-.PHONY: help setup demo serve-demo test test-unit test-fast test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-trainer-half test-trainers train-skyrl faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint site docs bench clean test-skyrl-client test-openrlhf
-.PHONY: environments environment-transformers environment-echo environment-trainer environment-trainers environment-sglang environment-sglang-server environment-vllm environment-vllm-server environment-openrlhf
+.PHONY: help setup demo serve-demo test test-unit test-fast test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-trainer-half test-trainers train-skyrl faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint site docs bench clean test-skyrl-client test-openrlhf test-trl demo-trl
+.PHONY: environments environment-transformers environment-echo environment-trainer environment-trainers environment-sglang environment-sglang-server environment-vllm environment-vllm-server environment-openrlhf environment-trl
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -200,7 +204,7 @@ $(SKYRL_READY): | pyproject.toml
 	@rm -f .venvs/skyrl/.ready-* && touch $@
 
 # Their packages know nothing of drivetrain: the server runs in the project's environment.
-test-trainers: environment-trainers environment-openrlhf ## unmodified clients and trainers from the registry against drivetrain serve
+test-trainers: environment-trainers ## unmodified clients and trainers from the registry against drivetrain serve
 	@PROJECT_PYTHON=$(abspath $(BIN)/python) PYTHONPATH=tests/helpers OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venvs/trainers/bin/python -m pytest -q \
 		-c /dev/null --rootdir tests/trainers --confcutdir tests/trainers -p no:cacheprovider tests/trainers/*_sdk.py \
 		tests/trainers/langchain_agent.py tests/trainers/verifiers_rollouts.py $(ARGS)
@@ -238,6 +242,26 @@ $(TRAINERS_READY):
 	@[[ -x .venvs/trainers/bin/python ]] || $(PYTHON) -m venv .venvs/trainers
 	@.venvs/trainers/bin/python -m pip install --quiet --disable-pip-version-check $(TRAINERS) pytest
 	@rm -f .venvs/trainers/.ready-* && touch $@
+
+# TRL runs in an environment of its own; the engine is in its process, or in the environment of BACKEND.
+demo-trl: environment-trl $(addprefix environment-,$(filter-out transformers trl,$(BACKEND))) ## train with TRL's GRPOTrainer, whose rollouts BACKEND generates; ARGS="--weights merged"
+	@$(ENGINE_ENV) $(IN_TRL) examples/trl_rollouts.py --backend $(BACKEND) \
+		$(if $(filter-out transformers trl,$(BACKEND)),--python $(ENVIRONMENT)/bin/python) $(ARGS)
+
+test-trl: environment-trl $(addprefix environment-,$(filter-out transformers,$(BACKENDS))) ## TRL's GRPOTrainer on each of BACKENDS: reward, versions, logprobs, adapters, refusals
+	@PYTHONPATH=tests/helpers BACKENDS="$(BACKENDS)" VLLM_WORKER_MULTIPROC_METHOD=fork $(IN_TRL) -m pytest -q -c /dev/null \
+		--rootdir tests/trainers --noconftest -p no:cacheprovider tests/trainers/trl_*.py $(ARGS)
+
+IN_TRL = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRL_EXPERIMENTAL_SILENCE=1 .venvs/trl/bin/python -W ignore
+
+environment-trl: $(TRL_READY)
+
+$(TRL_READY): | pyproject.toml
+	@$(call ROOM_FOR,TRL,4)
+	@echo "setting up .venvs/trl with $(PYTHON): 2 GB, two minutes"
+	@[[ -x .venvs/trl/bin/python ]] || $(PYTHON) -m venv .venvs/trl
+	@.venvs/trl/bin/python -m pip install --quiet --disable-pip-version-check --retries 10 '$(TORCH)' '$(TRL)' -e '.[trl]' pytest
+	@rm -f .venvs/trl/.ready-* && touch $@
 
 faults: environment-$(BACKEND) $(READY) ## kill and freeze processes during weight updates of BACKEND; EXAMPLES=300 by chance
 	@FAULTS=$(EXAMPLES) FAULTS_BACKEND=$(BACKEND) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(if $(filter transformers,$(BACKEND)),tests/faults,tests/faults/with_an_engine.py) $(ARGS)

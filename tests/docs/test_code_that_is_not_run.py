@@ -25,7 +25,7 @@ from drivetrain import (
 from drivetrain_weight_sync import LogprobProbe, LoraSync, WeightSync, WeightSyncResult
 
 ROOT = Path(__file__).parents[2]
-TITLES = {f"not run here: needs {what}" for what in ("a GPU", "SGLang or vLLM", "several ranks")}
+TITLES = {f"not run here: needs {what}" for what in ("a GPU", "SGLang or vLLM", "several ranks", "TRL")}
 TITLED = re.compile(r'^```python title="([^"]*)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 VARIABLES: dict[str, type] = {
     "engine": InferenceEngine,

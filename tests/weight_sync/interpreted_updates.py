@@ -101,7 +101,7 @@ def update(receiver: Receiver, target: Watched, weights: dict[str, torch.Tensor]
 
 def addresses(reader: InProcessReader) -> Hashable:
     """Return the addresses of the source's tensors."""
-    return tuple((name, tensor.data_ptr()) for name, tensor in reader._tensors.items())
+    return tuple((n, held.data_ptr()) for n, held in reader._tensors.items() if isinstance(held, torch.Tensor))
 
 
 def weights(seed: int) -> dict[str, torch.Tensor]:

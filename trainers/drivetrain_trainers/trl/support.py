@@ -1,0 +1,117 @@
+"""Refusals of trainers that are not supported, before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Final, NoReturn, Protocol
+
+from torch import nn
+
+from drivetrain.errors import InvalidRequest, UnsupportedCapability
+
+SEEN: Final = "1.16.0"
+"""Release of TRL that was seen to work."""
+
+
+class Accelerator(Protocol):
+    """The part of accelerate's ``Accelerator`` that is used."""
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes that train."""
+        ...
+
+    @property
+    def distributed_type(self) -> object:
+        """An enum, whose value is ``NO`` for one process without a wrapper."""
+        ...
+
+
+class State(Protocol):
+    """The part of ``TrainerState`` that is used."""
+
+    global_step: int
+
+
+class Trainer(Protocol):
+    """The part of TRL's ``GRPOTrainer`` that is used."""
+
+    model: nn.Module
+    state: State
+    accelerator: Accelerator
+    args: object
+    use_vllm: bool
+    temperature: float
+    top_p: float
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float
+    max_completion_length: int | None
+    eos_token_ids: Sequence[int]
+
+    def _tokenize_prompts(self, prompts: list[object]) -> tuple[list[list[int]], object, object]: ...
+
+
+_OF_A_TRAINER: Final = (
+    *("model", "state", "accelerator", "args", "use_vllm", "temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "max_completion_length", "eos_token_ids", "_tokenize_prompts"),
+)
+
+
+def require_one_process(accelerator: Accelerator) -> None:
+    """Raise unless the trainer is one process that holds the whole policy.
+
+    Raises:
+        InvalidRequest: there are several processes, or the policy is sharded.
+    """
+    kind = getattr(accelerator.distributed_type, "value", accelerator.distributed_type)
+    if accelerator.num_processes != 1 or kind != "NO":
+        raise InvalidRequest(
+            f"the trainer runs in {accelerator.num_processes} processes (distributed_type {kind!r}); rollouts on "
+            "drivetrain take one process without DDP, FSDP or DeepSpeed. Start the script with python, not with "
+            "accelerate launch or torchrun; the engine may have several GPUs",
+            field="trainer",
+        )
+
+
+def require_supported(trainer: Trainer) -> None:
+    """Raise unless ``rollout`` does all that the trainer is set to.
+
+    Raises:
+        UnsupportedCapability: this release of TRL lacks an attribute that rollouts need.
+        InvalidRequest: the trainer is set to something that rollouts do not do.
+    """
+    missing = [name for name in _OF_A_TRAINER if not hasattr(trainer, name)]
+    if missing:
+        refuse_release(f"its {type(trainer).__name__} has no {', '.join(missing)}")
+    require_one_process(trainer.accelerator)
+    if trainer.use_vllm:
+        _refuse("use_vllm=True", "leave use_vllm out, or use drivetrain_trainers.trl.generation() without rollout_func")
+    if getattr(trainer, "tools", None) or getattr(trainer, "environment_factories", None):
+        _refuse(
+            "tools and environments",
+            "TRL would generate the turns after a tool's with the policy itself; use "
+            "drivetrain_trainers.trl.generation() instead of rollout()",
+        )
+    if getattr(trainer, "use_transformers_continuous_batching", False):
+        _refuse("use_transformers_continuous_batching=True", "leave it out; the engine batches")
+    cache = getattr(trainer.args, "cache_implementation", None)
+    if cache is not None:
+        _refuse(f"cache_implementation={cache!r}", "leave it out; the engine has a cache of its own")
+
+
+def refuse_images() -> NoReturn:
+    """Raise for prompts with images."""
+    raise InvalidRequest("the prompts hold images; rollouts on drivetrain take text prompts only", field="prompts")
+
+
+def refuse_release(why: str) -> NoReturn:
+    """Raise for a release of TRL that lacks something."""
+    raise UnsupportedCapability(
+        f"TRL {version('trl')} is not supported: {why}. TRL {SEEN} was seen to work: pip install trl=={SEEN}"
+    )
+
+
+def _refuse(what: str, remedy: str) -> NoReturn:
+    raise InvalidRequest(f"the trainer has {what}, which rollout() does not do; {remedy}", field="trainer")
