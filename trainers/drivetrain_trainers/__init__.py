@@ -1,0 +1,1 @@
+"""Trainers that run on drivetrain, each in a module of its own."""
