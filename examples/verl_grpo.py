@@ -110,7 +110,7 @@ def arguments(given: argparse.Namespace, work: Path, model: str) -> Iterator[str
         yield f"trainer.v1.trainer_mode={given.trainer}"
         yield "transfer_queue.backend.SimpleStorage.num_data_storage_units=1"
     yield "+ray_kwargs.ray_init.address=local"
-    yield f"ray_kwargs.ray_init.num_cpus={16 * given.ranks}"
+    yield f"ray_kwargs.ray_init.num_cpus={8 + 3 * given.ranks}"
     yield f"+ray_kwargs.ray_init._temp_dir={work}/ray"
     yield "+ray_kwargs.ray_init.include_dashboard=false"
     yield "+ray_kwargs.ray_init.object_store_memory=200000000"
@@ -140,7 +140,7 @@ def versions(work: Path, step: int, metrics: Mapping[str, float]) -> tuple[int, 
 
 
 def report(work: Path) -> tuple[list[float], float]:
-    """Print a line for each step; return the rewards, and the largest mean difference of probabilities."""
+    """Print a line for each step; return the rewards, and the largest mean difference of probabilities on policy."""
     rewards, gap = [], 0.0
     for line in (work / "metrics.jsonl").read_text().splitlines():
         logged = json.loads(line)
@@ -150,7 +150,7 @@ def report(work: Path) -> tuple[list[float], float]:
         oldest, newest = versions(work, step, metrics)
         difference = metrics.get("training/rollout_probs_diff_mean", float("nan"))
         rewards.append(metrics["critic/score/mean"])
-        gap = max(gap, difference)
+        gap = max(gap, difference) if oldest == step - 1 else gap  # older weights have other probabilities
         print(
             f"step {step:2}  reward {rewards[-1]:.3f}  weight versions {oldest} to {newest}  "
             f"rollout_probs_diff mean {difference:.1e}  step {metrics['timing_s/step']:.2f} s  "

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -12,17 +13,30 @@ from PIL import Image
 from transformers import AutoModelForCausalLM
 from verl.workers.config import HFModelConfig, RolloutConfig
 
-from drivetrain import EngineState, EngineStateError, InvalidConfig, InvalidRequest, UnsupportedCapability, attach
+from drivetrain import (
+    EngineState,
+    EngineStateError,
+    ImageInput,
+    InvalidConfig,
+    InvalidRequest,
+    SamplingParams,
+    TokenPrompt,
+    UnsupportedCapability,
+    attach,
+)
 from drivetrain.testing import tiny_model
+from drivetrain.testing.byte_tokenizer import VOCAB_SIZE
 from drivetrain_trainers.verl.server import EngineServer
 from drivetrain_weight_sync import WeightSync
 
+BACKEND = os.environ.get("BACKEND", "transformers")
+PYTHON = os.environ.get("ENGINE_PYTHON")
 MODEL = str(tiny_model("qwen2"))
 PROMPT = [5, 6, 7, 8]
 DRAWN = {"temperature": 0.8, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
 
 
-def server(**fields: object) -> EngineServer:
+def server(path: str = MODEL, **fields: object) -> EngineServer:
     config: dict[str, object] = {
         "name": "drivetrain",
         "tensor_model_parallel_size": 1,
@@ -31,13 +45,13 @@ def server(**fields: object) -> EngineServer:
         "response_length": 512,
         "engine_kwargs": {"drivetrain": {"backend": "transformers"}},
     }
-    model = HFModelConfig(path=MODEL, override_config={"attn_implementation": "sdpa"})
+    model = HFModelConfig(path=path, override_config={"attn_implementation": "sdpa"})
     return EngineServer(RolloutConfig(**config | fields), model, "hybrid")
 
 
-def with_a_server(test: Callable[[EngineServer], Awaitable[None]], **fields: object) -> None:
+def with_a_server(test: Callable[[EngineServer], Awaitable[None]], path: str = MODEL, **fields: object) -> None:
     async def run() -> None:
-        one = server(**fields)
+        one = server(path, **fields)
         await one.start()
         try:
             await asyncio.wait_for(test(one), 120)
@@ -154,3 +168,25 @@ def test_what_the_engine_cannot_do_is_refused() -> None:
 def test_a_configuration_that_the_backend_refuses_names_the_field() -> None:
     with pytest.raises(InvalidConfig, match=r"gpu_memory_utilization=0\.3: the transformers backend"):
         asyncio.run(server(gpu_memory_utilization=0.3).start())
+
+
+if BACKEND != "transformers":
+
+    def test_images_reach_the_engine_with_their_placeholders_expanded_as_verl_does() -> None:
+        vision = tiny_model("qwen2_5_vl")
+        begin, end, image = VOCAB_SIZE, VOCAB_SIZE + 1, VOCAB_SIZE + 2
+        engine = {"drivetrain": {"backend": BACKEND, "python": PYTHON}}
+        picture = Image.effect_noise((56, 84), 90).convert("RGB")
+
+        async def test(one: EngineServer) -> None:
+            prompt = TokenPrompt(token_ids=(5, begin, image, end, 6), media=(ImageInput.from_pil(picture),))
+            greedy = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
+            expected = (await one._engine.generate([prompt], greedy)).completions[0]
+            assert len(expected.prompt_token_ids) == 4 + 2 * 3
+            given = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+            output = await one.generate(expected.prompt_token_ids, dict(given), "a", image_data=[picture])
+            assert output.token_ids == expected.token_ids
+            other = await one.generate(expected.prompt_token_ids, dict(given), "b", image_data=[picture.rotate(180)])
+            assert other.token_ids != output.token_ids
+
+        with_a_server(test, path=str(vision), free_cache_engine=False, engine_kwargs=engine)

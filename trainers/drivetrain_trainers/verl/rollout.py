@@ -177,7 +177,8 @@ def _from_loop(
     weights: AsyncIterator[tuple[str, torch.Tensor]], loop: asyncio.AbstractEventLoop
 ) -> Iterator[tuple[str, torch.Tensor]]:
     async def following() -> tuple[str, torch.Tensor] | None:
-        return await anext(weights, None)
+        with torch.no_grad():  # each thread has a switch of its own
+            return await anext(weights, None)
 
     while (pair := asyncio.run_coroutine_threadsafe(following(), loop).result()) is not None:
         yield pair
