@@ -203,7 +203,7 @@ test-verl: environment-$(BACKEND) environment-verl ## verl's own trainers with r
 	@BACKEND=$(BACKEND) $(addprefix ENGINE_PYTHON=,$(ENGINE_PYTHON)) $(ENGINE_ENV) VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cuda \
 		OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venvs/verl/bin/python -m pytest -q -c /dev/null --rootdir tests/trainers --noconftest \
 		-p no:cacheprovider tests/trainers/verl_translation.py tests/trainers/verl_server.py \
-		tests/trainers/verl_rollout.py tests/trainers/verl_training.py $(ARGS)
+		tests/trainers/verl_rollout.py tests/trainers/verl_separate.py tests/trainers/verl_training.py $(ARGS)
 
 environment-verl: $(READY) $(VERL_READY)
 

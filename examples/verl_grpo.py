@@ -25,6 +25,7 @@ from statistics import mean
 PROMPTS = ("Say something.", "Who is there?", "1 + 1 =", "Once upon a time")
 ROWS, SAMPLES, TOKENS = 8, 16, 16
 LEARNING_RATE = 3e-3
+TRAINERS = ("v0", "sync", "colocate_async", "separate_async")
 TOLERANCE = 1e-3
 """Largest mean difference between probabilities of engine and trainer, both in float32."""
 
@@ -109,14 +110,21 @@ def arguments(given: argparse.Namespace, work: Path, model: str) -> Iterator[str
     if given.trainer != "v0":
         yield f"trainer.v1.trainer_mode={given.trainer}"
         yield "transfer_queue.backend.SimpleStorage.num_data_storage_units=1"
+    if given.trainer == "separate_async":  # engines have GPUs of their own, as many as the trainer
+        yield "actor_rollout_ref.hybrid_engine=false"
+        yield f"{rollout}.nnodes=1"
+        yield f"{rollout}.n_gpus_per_node={given.ranks}"
+        yield f"{rollout}.checkpoint_engine.backend=drivetrain"
+        yield f"{rollout}.checkpoint_engine.custom_backend_module=drivetrain_trainers.verl.checkpoint_engine"
+        yield "trainer.v1.separate_async.parameter_sync_step=1"
     yield "+ray_kwargs.ray_init.address=local"
-    yield f"ray_kwargs.ray_init.num_cpus={8 + 3 * given.ranks}"
+    yield f"ray_kwargs.ray_init.num_cpus={8 + 5 * given.ranks}"
     yield f"+ray_kwargs.ray_init._temp_dir={work}/ray"
     yield "+ray_kwargs.ray_init.include_dashboard=false"
     yield "+ray_kwargs.ray_init.object_store_memory=200000000"
     if given.device == "cpu":
         yield "trainer.device=cpu"
-        yield f"+ray_kwargs.ray_init.num_gpus={given.ranks}"  # on paper
+        yield f"+ray_kwargs.ray_init.num_gpus={2 * given.ranks}"  # on paper
 
 
 def environment(given: argparse.Namespace, work: Path) -> dict[str, str]:
@@ -191,7 +199,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--backend", default="transformers", help="Backend of drivetrain.")
     made.add_argument("--python", help="Python of the engine's environment; the trainer's own if not given.")
     made.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="Field of the engine's config.")
-    made.add_argument("--trainer", default="sync", choices=["v0", "sync", "colocate_async"], help="Trainer of verl.")
+    made.add_argument("--trainer", default="sync", choices=TRAINERS, help="Trainer of verl.")
     made.add_argument("--ranks", type=int, default=1, help="Ranks of the trainer; each has an engine.")
     made.add_argument("--lora", action="store_true", help="Train an adapter; merged weights are pushed.")
     made.add_argument("--no-sleep", dest="sleep", action="store_false", help="Leave the engine's memory allocated.")

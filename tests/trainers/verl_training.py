@@ -50,8 +50,8 @@ def metrics(folder: Path) -> dict[int, dict[str, float]]:
         (["--trainer", "v0"], 0),
         (["--trainer", "sync"], 0),
         (["--trainer", "colocate_async"], 1),
-        (["--trainer", "sync", "--lora"], 0),
-        (["--trainer", "sync", "--ranks", "2"], 0),
+        (["--trainer", "separate_async"], 2),
+        (["--trainer", "sync", "--lora", "--ranks", "2"], 0),
     ],
     ids=" ".join,
 )

@@ -17,8 +17,8 @@ from drivetrain_fleet.ray.calls import call, make
 from drivetrain_trainers.verl.names import server_name
 from drivetrain_trainers.verl.server import EngineServer
 
-_CONTROL_CALLS: Final = 16
-"""Calls at once beside those that generate."""
+_CALLS_AT_ONCE: Final = 1 << 14
+"""Calls that the actor takes at once: the engine queues requests, and no abort may wait behind them."""
 
 
 class DrivetrainReplica(RolloutReplica):
@@ -41,7 +41,7 @@ class DrivetrainReplica(RolloutReplica):
             "name": server_name(self.replica_rank, kind, self.name_suffix),
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=node, soft=False),
             "runtime_env": {"env_vars": environment},
-            "max_concurrency": self.config.max_num_seqs + _CONTROL_CALLS,
+            "max_concurrency": _CALLS_AT_ONCE,
         }
         server = make(EngineServer, options, self.config, self.model_config, self.rollout_mode.value)
         try:

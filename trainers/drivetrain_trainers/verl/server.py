@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import ray
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.replica import TokenOutput
@@ -53,23 +54,34 @@ class EngineServer:
             EngineStartError: The engine did not start.
         """
         engine = create_engine(engine_config(self._rollout, self._model, mode=self._mode))
-        if self._sleeps and not engine.capabilities >= {Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE}:
+        needed = {Capability.SLEEP_KV_CACHE} if self._frees_cache else set()
+        needed |= {Capability.SLEEP_KV_CACHE, Capability.SLEEP_WEIGHTS} if self._sleeps else set()
+        if not engine.capabilities >= needed:
             raise InvalidConfig(
                 f"actor_rollout_ref.rollout.free_cache_engine=True: the {engine.config.backend} backend cannot free "
                 "the memory of weights and KV cache here; set it to false",
                 field="actor_rollout_ref.rollout.free_cache_engine",
             )
         await engine.start()
-        self._handle = await engine.handle()
+        handle = await engine.handle()
+        self._handles = {ray.get_runtime_context().get_node_id() if ray.is_initialized() else "": handle}
         self._engine: InferenceEngine = engine
         self._gate = Gate()
         context = engine.model_info.context_length
         self._lengths = Lengths(self._rollout.prompt_length, self._rollout.response_length, context)
-        return self._handle.address
+        return handle.address
 
-    async def handle(self) -> EngineHandle:
-        """Return a handle to the started engine, for the trainer's ranks on this node."""
-        return self._handle
+    async def handle(self, node: str = "") -> EngineHandle:
+        """Return a handle to the started engine: a Unix socket for this node's processes, a TCP address for others.
+
+        Args:
+            node: Ray's id of the node that the handle is for.
+        """
+        if node not in self._handles:
+            address = ray.util.get_node_ip_address()
+            listen = f"[{address}]:0" if ":" in address else f"{address}:0"
+            self._handles[node] = await self._engine.handle(listen, announce=address)
+        return self._handles[node]
 
     async def generate(
         self,
