@@ -78,7 +78,7 @@ def arguments(given: argparse.Namespace, work: Path, model: str) -> Iterator[str
     yield "+actor_rollout_ref.model.override_config.attn_implementation=sdpa"
     if given.lora:
         yield "actor_rollout_ref.model.lora_rank=8"
-        yield "+actor_rollout_ref.model.lora.merge=true"
+        yield "actor_rollout_ref.model.lora.merge=true"
     actor = "actor_rollout_ref.actor"
     yield f"{actor}.strategy=fsdp2"
     yield f"{actor}.use_kl_loss=false"
@@ -110,8 +110,7 @@ def arguments(given: argparse.Namespace, work: Path, model: str) -> Iterator[str
     if given.trainer != "v0":
         yield f"trainer.v1.trainer_mode={given.trainer}"
         yield "transfer_queue.backend.SimpleStorage.num_data_storage_units=1"
-    if given.trainer == "separate_async":  # engines have GPUs of their own, as many as the trainer
-        yield "actor_rollout_ref.hybrid_engine=false"
+    if given.trainer == "separate_async":  # more engines, on GPUs of their own, as many as the trainer has
         yield f"{rollout}.nnodes=1"
         yield f"{rollout}.n_gpus_per_node={given.ranks}"
         yield f"{rollout}.checkpoint_engine.backend=drivetrain"

@@ -102,8 +102,8 @@ class DrivetrainRollout(BaseRollout):
             )
         if peft_config is not None:
             raise InvalidConfig(
-                "peft_config is given: the drivetrain rollout takes merged weights, not adapters; add "
-                "+actor_rollout_ref.model.lora.merge=true",
+                "peft_config is given: the drivetrain rollout takes merged weights, not adapters; set "
+                "actor_rollout_ref.model.lora.merge=true",
                 field="peft_config",
             )
         await push_and_gather(weights, await self._pushing(), global_steps)

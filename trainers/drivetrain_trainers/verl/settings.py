@@ -138,7 +138,7 @@ def _refuse(rollout: RolloutConfig, model: HFModelConfig) -> None:
         raise _invalid(
             "model.lora_rank",
             rank,
-            "the drivetrain rollout takes merged weights, not adapters; add +actor_rollout_ref.model.lora.merge=true",
+            "the drivetrain rollout takes merged weights, not adapters; set actor_rollout_ref.model.lora.merge=true",
         )
 
 
