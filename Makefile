@@ -63,14 +63,18 @@ BACKENDS ?= transformers vllm sglang
 PORT ?= 8000
 # The clients and trainers that drive our server unmodified, in the releases of the table in the docs.
 TRAINERS ?= openai==2.54.0 anthropic==2.14.0 langchain-openai==1.7.4 verifiers==0.4.0 renderers==0.1.12
+# verl with the packages that its V1 trainer imports, and a platform that lets it train where there is no GPU.
+VERL ?= verl==0.9.1
+VERL_PLATFORM_CPU := tests/support/verl-cpu
+VERL_READY := .venvs/verl/.ready-$(shell (cat pyproject.toml $(VERL_PLATFORM_CPU)/*; echo '$(TORCH) $(VERL)') | sha256sum | cut -c1-16)
 TRAINERS_READY := .venvs/trainers/.ready-$(shell echo '$(TRAINERS)' | sha256sum | cut -c1-16)
 # Makes requests from our OpenAPI document, CASES of each route and phase.
 SCHEMATHESIS ?= schemathesis==4.32.5
 SCHEMATHESIS_READY := .venvs/schemathesis/.ready-$(shell echo '$(SCHEMATHESIS)' | sha256sum | cut -c1-16)
 CASES ?= 5
 
-.PHONY: help setup demo serve-demo test test-unit test-fast test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-trainer-half test-trainers train-skyrl faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint site docs bench clean test-skyrl-client test-openrlhf test-trl demo-trl
-.PHONY: environments environment-transformers environment-echo environment-trainer environment-trainers environment-sglang environment-sglang-server environment-vllm environment-vllm-server environment-openrlhf environment-trl
+.PHONY: help setup demo serve-demo test test-unit test-fast test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-trainer-half test-trainers train-skyrl faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint site docs bench clean test-skyrl-client test-openrlhf test-trl demo-trl test-verl demo-verl
+.PHONY: environments environment-transformers environment-echo environment-trainer environment-trainers environment-sglang environment-sglang-server environment-vllm environment-vllm-server environment-openrlhf environment-trl environment-verl
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -262,6 +266,29 @@ $(TRL_READY): | pyproject.toml
 	@[[ -x .venvs/trl/bin/python ]] || $(PYTHON) -m venv .venvs/trl
 	@.venvs/trl/bin/python -m pip install --quiet --disable-pip-version-check --retries 10 '$(TORCH)' '$(TRL)' -e '.[trl]' pytest
 	@rm -f .venvs/trl/.ready-* && touch $@
+# The engine runs in the environment of BACKEND, the trainer in verl's.
+ENGINE_PYTHON = $(if $(filter transformers,$(BACKEND)),,$(abspath $(ENVIRONMENT)/bin/python))
+
+demo-verl: environment-$(BACKEND) environment-verl ## train a tiny policy with verl, whose rollouts come from BACKEND
+	@$(ENGINE_ENV) OMP_NUM_THREADS=1 .venvs/verl/bin/python examples/verl_grpo.py --backend $(BACKEND) \
+		$(addprefix --python ,$(ENGINE_PYTHON)) $(ARGS)
+
+test-verl: environment-$(BACKEND) environment-verl ## verl's own trainers with rollouts of BACKEND: fifteen minutes
+	@BACKEND=$(BACKEND) $(addprefix ENGINE_PYTHON=,$(ENGINE_PYTHON)) $(ENGINE_ENV) VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cuda \
+		OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venvs/verl/bin/python -m pytest -q -c /dev/null --rootdir tests/trainers --noconftest \
+		-p no:cacheprovider tests/trainers/verl_translation.py tests/trainers/verl_server.py \
+		tests/trainers/verl_rollout.py tests/trainers/verl_separate.py tests/trainers/verl_training.py $(ARGS)
+
+environment-verl: $(READY) $(VERL_READY)
+
+$(VERL_READY): | pyproject.toml
+	@$(call ROOM_FOR,verl,6)
+	@echo "setting up .venvs/verl with $(PYTHON): 3 GB, three minutes"
+	@[[ -x .venvs/verl/bin/python ]] || $(PYTHON) -m venv .venvs/verl
+	@.venvs/verl/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' '$(VERL)' -e '.[transformers,ray]' \
+		'TransferQueue>=0.1.10' cachetools fastapi pyzmq uvicorn pytest
+	@.venvs/verl/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall ./$(VERL_PLATFORM_CPU)
+	@rm -f .venvs/verl/.ready-* && touch $@
 
 faults: environment-$(BACKEND) $(READY) ## kill and freeze processes during weight updates of BACKEND; EXAMPLES=300 by chance
 	@FAULTS=$(EXAMPLES) FAULTS_BACKEND=$(BACKEND) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(if $(filter transformers,$(BACKEND)),tests/faults,tests/faults/with_an_engine.py) $(ARGS)

@@ -1,0 +1,159 @@
+# pyright: reportMissingImports=false
+"""The rollout in a trainer's rank: what it pushes to a real engine, and what other ranks may rely on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
+
+from drivetrain import EngineState, InvalidConfig, WeightPlanMismatch, attach
+from drivetrain.testing import tiny_model
+from drivetrain_trainers.verl.rollout import DrivetrainRollout
+from drivetrain_trainers.verl.server import EngineServer
+
+MODEL = str(tiny_model("qwen2"))
+Pairs = Iterator[tuple[str, torch.Tensor]]
+
+
+class Gather:
+    """Named tensors as verl's ranks gather them: a rank that stops reading leaves the others waiting."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.read: list[str] = []
+        self.with_gradients = False
+
+    def __iter__(self) -> Pairs:
+        for name, tensor in self.tensors.items():
+            self.with_gradients |= torch.is_grad_enabled()
+            self.read.append(name)
+            yield name, tensor.clone()
+
+    async def later(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        for pair in self:
+            await asyncio.sleep(0)
+            yield pair
+
+    @property
+    def complete(self) -> bool:
+        return self.read == list(self.tensors)
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    return dict(AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).state_dict())
+
+
+def with_a_rank(
+    monkeypatch: pytest.MonkeyPatch, test: Callable[[DrivetrainRollout, EngineServer], Awaitable[None]], dtype: str
+) -> None:
+    """Run a test with the first rank of a replica and the server of its engine."""
+
+    async def run() -> None:
+        monkeypatch.setenv("RANK", "0")
+        config = RolloutConfig(
+            name="drivetrain",
+            tensor_model_parallel_size=1,
+            dtype=dtype,
+            engine_kwargs={"drivetrain": {"backend": "transformers"}},
+            checkpoint_engine=CheckpointEngineConfig(update_weights_bucket_megabytes=1),
+        )
+        model = HFModelConfig(path=MODEL, override_config={"attn_implementation": "sdpa"})
+        server = EngineServer(config, model, "hybrid")
+        await server.start()
+        rank = DrivetrainRollout(config, model, None)
+        rank._engine = await attach(await server.handle())  # without Ray's actor between
+        try:
+            await asyncio.wait_for(test(rank, server), 120)
+        finally:
+            await rank._engine.teardown()
+            await server._engine.teardown()
+
+    asyncio.run(run())
+
+
+def test_a_step_of_training_sleeps_wakes_and_pushes(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(rank: DrivetrainRollout, server: EngineServer) -> None:
+        for step, asynchronous in enumerate([False, True, False]):
+            await server.sleep()
+            assert server._engine.state is EngineState.ASLEEP
+            await rank.resume(["weights"])
+            gather = Gather(tensors())
+            await rank.update_weights(gather.later() if asynchronous else iter(gather), global_steps=step)
+            await rank.resume(["kv_cache"])
+            assert gather.complete
+            assert not gather.with_gradients
+            output = await server.generate([5, 6], {"max_tokens": 2, "ignore_eos": True}, "a")
+            assert output.extra_fields["global_steps"] == step
+        await rank.release()
+        assert server._engine.state is EngineState.ASLEEP
+
+    with_a_rank(monkeypatch, test, "float32")
+
+
+def test_float32_weights_are_rounded_to_the_dtype_of_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(rank: DrivetrainRollout, server: EngineServer) -> None:
+        given = {name: tensor + 0.001 for name, tensor in tensors().items()}
+        await rank.update_weights(iter(Gather(given)), global_steps=1)
+        name = next(iter(given))
+        kept = (await server._engine.get_weights_by_name(name)).data
+        rounded = given[name].bfloat16().view(torch.uint8).numpy().tobytes()
+        assert kept == rounded
+
+    with_a_rank(monkeypatch, test, "bfloat16")
+
+
+def test_without_a_step_the_version_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(rank: DrivetrainRollout, server: EngineServer) -> None:
+        await rank.update_weights(iter(Gather(tensors())), global_steps=4)
+        await rank.update_weights(iter(Gather(tensors())))
+        assert server._engine.get_weight_version() == "4"
+
+    with_a_rank(monkeypatch, test, "float32")
+
+
+def test_a_refused_push_reads_to_the_end_and_the_engine_serves_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(rank: DrivetrainRollout, server: EngineServer) -> None:
+        gather = Gather({"surprise": torch.zeros(3), **tensors()})
+        with pytest.raises(WeightPlanMismatch, match="surprise"):
+            await rank.update_weights(iter(gather), global_steps=1)
+        assert gather.complete
+        assert (await server.generate([5, 6], {"max_tokens": 2}, "a")).extra_fields["global_steps"] is None
+
+    with_a_rank(monkeypatch, test, "float32")
+
+
+def test_a_push_to_a_dead_engine_reads_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(rank: DrivetrainRollout, server: EngineServer) -> None:
+        await server._engine.teardown()
+        gather = Gather(tensors())
+        with pytest.raises(Exception, match="engine"):
+            await rank.update_weights(iter(gather), global_steps=1)
+        assert gather.complete
+
+    with_a_rank(monkeypatch, test, "float32")
+
+
+def test_ranks_that_do_not_push_take_part_in_the_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    config = RolloutConfig(name="drivetrain", tensor_model_parallel_size=2, dtype="float32")
+    rank = DrivetrainRollout(config, HFModelConfig(path=MODEL), None)
+    assert (rank.replica_rank, rank.is_leader_rank) == (1, False)
+    gather = Gather(tensors())
+    asyncio.run(rank.update_weights(iter(gather), global_steps=1))
+    assert gather.complete
+    asyncio.run(rank.resume(["weights"]))  # nothing to wake
+
+
+def test_adapters_and_deltas_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    config = RolloutConfig(name="drivetrain", tensor_model_parallel_size=1)
+    rank = DrivetrainRollout(config, HFModelConfig(path=MODEL), None)
+    with pytest.raises(InvalidConfig, match=r"lora\.merge=true"):
+        asyncio.run(rank.update_weights(iter(()), peft_config={"r": 8}))
+    with pytest.raises(InvalidConfig, match="wire_format='delta_flush': expected 'named_tensors'"):
+        asyncio.run(rank.update_weights(iter(()), wire_format="delta_flush"))

@@ -1,0 +1,192 @@
+# pyright: reportMissingImports=false
+"""The actor that owns an engine, as verl's clients call it; here in the test's own process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForCausalLM
+from verl.workers.config import HFModelConfig, RolloutConfig
+
+from drivetrain import (
+    EngineState,
+    EngineStateError,
+    ImageInput,
+    InvalidConfig,
+    InvalidRequest,
+    SamplingParams,
+    TokenPrompt,
+    UnsupportedCapability,
+    attach,
+)
+from drivetrain.testing import tiny_model
+from drivetrain.testing.byte_tokenizer import VOCAB_SIZE
+from drivetrain_trainers.verl.server import EngineServer
+from drivetrain_weight_sync import WeightSync
+
+BACKEND = os.environ.get("BACKEND", "transformers")
+PYTHON = os.environ.get("ENGINE_PYTHON")
+MODEL = str(tiny_model("qwen2"))
+PROMPT = [5, 6, 7, 8]
+DRAWN = {"temperature": 0.8, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
+
+
+def server(path: str = MODEL, **fields: object) -> EngineServer:
+    config: dict[str, object] = {
+        "name": "drivetrain",
+        "tensor_model_parallel_size": 1,
+        "dtype": "float32",
+        "prompt_length": 32,
+        "response_length": 512,
+        "engine_kwargs": {"drivetrain": {"backend": "transformers"}},
+    }
+    model = HFModelConfig(path=path, override_config={"attn_implementation": "sdpa"})
+    return EngineServer(RolloutConfig(**config | fields), model, "hybrid")
+
+
+def with_a_server(test: Callable[[EngineServer], Awaitable[None]], path: str = MODEL, **fields: object) -> None:
+    async def run() -> None:
+        one = server(path, **fields)
+        await one.start()
+        try:
+            await asyncio.wait_for(test(one), 120)
+        finally:
+            await one._engine.teardown()
+
+    asyncio.run(run())
+
+
+def policy() -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+
+
+def test_logprobs_are_those_that_the_trainer_computes() -> None:
+    async def test(one: EngineServer) -> None:
+        output = await one.generate(PROMPT, DRAWN | {"max_tokens": 12, "ignore_eos": True}, "a")
+        assert len(output.token_ids) == 12
+        assert output.stop_reason == "completed"
+        with torch.no_grad():
+            logits = policy()(torch.tensor([PROMPT + output.token_ids])).logits[0, len(PROMPT) - 1 : -1]
+        expected = (logits / 0.8).log_softmax(-1).gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
+        assert torch.allclose(torch.tensor(output.log_probs), expected, atol=1e-4)
+        assert output.extra_fields["global_steps"] is None
+        assert output.extra_fields["weight_versions"] == "initial:0-12"
+
+    with_a_server(test)
+
+
+def test_a_pushed_version_is_in_the_outputs() -> None:
+    async def test(one: EngineServer) -> None:
+        engine = await attach(await one.handle())
+        async with WeightSync.connect(policy(), engine) as sync:
+            await sync.push(version="7")
+        output = await one.generate(PROMPT, {"max_tokens": 3, "ignore_eos": True}, "a")
+        assert output.log_probs is None
+        steps = [output.extra_fields[name] for name in ("global_steps", "min_global_steps", "max_global_steps")]
+        assert steps == [7, 7, 7]
+        assert output.extra_fields["weight_versions"] == "7:0-3"
+        await engine.teardown()
+
+    with_a_server(test)
+
+
+def test_aborted_requests_come_back_and_later_ones_wait() -> None:
+    async def test(one: EngineServer) -> None:
+        long = {"max_tokens": 900, "ignore_eos": True}
+        running = [asyncio.create_task(one.generate(PROMPT, dict(long), str(number))) for number in range(3)]
+        await asyncio.sleep(0)  # they are under way, and have not reached the engine
+        assert await one.abort_all_requests() == {"aborted_count": 3}
+        outputs = await asyncio.gather(*running)
+        assert [output.stop_reason for output in outputs] == ["aborted"] * 3
+        later = asyncio.create_task(one.generate(PROMPT, {"max_tokens": 2}, "later"))
+        await one.sleep()  # as verl does after an abort: nothing is in flight
+        assert one._engine.state is EngineState.ASLEEP
+        assert not later.done()
+        engine = await attach(await one.handle())
+        await engine.wake_up(["weights"])
+        async with WeightSync.connect(policy(), engine) as sync:
+            await sync.push(version="2")
+        await engine.wake_up(["kv_cache"])
+        await one.resume_generation()
+        assert (await later).extra_fields["global_steps"] == 2
+        await engine.teardown()
+
+    with_a_server(test)
+
+
+def test_a_server_that_leaves_the_rotation_turns_requests_away() -> None:
+    async def test(one: EngineServer) -> None:
+        await one.abort_all_requests(reject_request=True)
+        output = await one.generate(PROMPT, {"max_tokens": 2}, "a")
+        assert (output.token_ids, output.stop_reason) == ([], "aborted")
+        await one.resume_generation()
+        assert (await one.generate(PROMPT, {"max_tokens": 2}, "b")).stop_reason == "completed"
+
+    with_a_server(test)
+
+
+def test_a_request_to_an_engine_that_sleeps_names_the_state() -> None:
+    async def test(one: EngineServer) -> None:
+        await one.sleep()
+        await one.sleep()  # verl may sleep twice
+        with pytest.raises(EngineStateError, match="asleep"):
+            await one.generate(PROMPT, {"max_tokens": 2}, "a")
+
+    with_a_server(test)
+
+
+def test_without_free_cache_engine_nothing_sleeps() -> None:
+    async def test(one: EngineServer) -> None:
+        await one.sleep()
+        await one.release_kv_cache()
+        assert one._engine.state is EngineState.READY
+        assert (await one.generate(PROMPT, {"max_tokens": 2}, "a")).token_ids
+
+    with_a_server(test, free_cache_engine=False)
+
+
+def test_what_the_engine_cannot_do_is_refused() -> None:
+    async def test(one: EngineServer) -> None:
+        with pytest.raises(UnsupportedCapability, match="image"):
+            await one.generate(PROMPT, {"max_tokens": 2}, "a", image_data=[Image.new("RGB", (8, 8))])
+        with pytest.raises(UnsupportedCapability, match="video_data has 1 items"):
+            await one.generate(PROMPT, {"max_tokens": 2}, "a", video_data=[object()])
+        with pytest.raises(UnsupportedCapability, match="audio_data has 1 items"):
+            await one.generate(PROMPT, {"max_tokens": 2}, "a", audio_data=[object()])
+        with pytest.raises(InvalidRequest, match="mm_processor_kwargs names fps"):
+            await one.generate(PROMPT, {"max_tokens": 2}, "a", mm_processor_kwargs={"fps": 1})
+        assert (await one.generate(PROMPT, {"max_tokens": 2}, "b", image_data=[])).token_ids
+
+    with_a_server(test)
+
+
+def test_a_configuration_that_the_backend_refuses_names_the_field() -> None:
+    with pytest.raises(InvalidConfig, match=r"gpu_memory_utilization=0\.3: the transformers backend"):
+        asyncio.run(server(gpu_memory_utilization=0.3).start())
+
+
+if BACKEND != "transformers":
+
+    def test_images_reach_the_engine_with_their_placeholders_expanded_as_verl_does() -> None:
+        vision = tiny_model("qwen2_5_vl")
+        begin, end, image = VOCAB_SIZE, VOCAB_SIZE + 1, VOCAB_SIZE + 2
+        engine = {"drivetrain": {"backend": BACKEND, "python": PYTHON}}
+        picture = Image.effect_noise((56, 84), 90).convert("RGB")
+
+        async def test(one: EngineServer) -> None:
+            prompt = TokenPrompt(token_ids=(5, begin, image, end, 6), media=(ImageInput.from_pil(picture),))
+            greedy = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
+            expected = (await one._engine.generate([prompt], greedy)).completions[0]
+            assert len(expected.prompt_token_ids) == 4 + 2 * 3
+            given = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+            output = await one.generate(expected.prompt_token_ids, dict(given), "a", image_data=[picture])
+            assert output.token_ids == expected.token_ids
+            other = await one.generate(expected.prompt_token_ids, dict(given), "b", image_data=[picture.rotate(180)])
+            assert other.token_ids != output.token_ids
+
+        with_a_server(test, path=str(vision), free_cache_engine=False, engine_kwargs=engine)

@@ -1,0 +1,26 @@
+"""Names under which verl and the plugin find each other."""
+
+from __future__ import annotations
+
+from typing import Final
+
+ROLLOUT: Final = "drivetrain"
+"""Value of ``actor_rollout_ref.rollout.name``, and the key of ``rollout.engine_kwargs`` for the engine's fields."""
+OPTIONS: Final = f"actor_rollout_ref.rollout.engine_kwargs.{ROLLOUT}"
+"""Where the fields of the engine's configuration are written."""
+SEEN_WORKING: Final = "0.9.1"
+"""The version of verl that the tests run."""
+
+
+def server_name(replica_rank: int, kind: str = "", suffix: str = "") -> str:
+    """Return the name of the Ray actor that owns a replica's engine.
+
+    Args:
+        replica_rank: The replica's rank among those of its kind.
+        kind: Empty for the policy's own replicas.
+        suffix: Appended by verl to tell several groups of replicas apart.
+    """
+    return "_".join(part for part in (ROLLOUT, "server", kind, str(replica_rank)) if part) + suffix
+
+
+__all__ = ["OPTIONS", "ROLLOUT", "SEEN_WORKING", "server_name"]

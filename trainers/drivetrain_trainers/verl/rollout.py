@@ -1,0 +1,124 @@
+# pyright: reportMissingImports=false
+"""The rollout in a trainer's rank: wakes the replica's engine up, and pushes the weights to it."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Final
+
+from verl.workers.rollout.base import BaseRollout
+
+from drivetrain.checks.safe_repr import shown
+from drivetrain.engine.engine import InferenceEngine
+from drivetrain.errors import InvalidConfig
+from drivetrain.types.modes import MemoryTag
+from drivetrain_trainers.verl.attaching import attach_to
+from drivetrain_trainers.verl.names import server_name
+from drivetrain_trainers.verl.pushing import Pusher, Weights, push_and_gather
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from verl.workers.config import HFModelConfig, RolloutConfig
+
+PUSHED: Final = "pushed"
+"""``wire_format`` of weights that the trainer has pushed to the engine itself."""
+
+_here: str | None = None
+
+
+def server_of_this_process() -> str | None:
+    """Return the name of the server that this process's rollout belongs to; None without a rollout."""
+    return _here
+
+
+class DrivetrainRollout(BaseRollout):
+    """Connects a trainer's rank to its replica's engine.
+
+    The first rank of a replica attaches to the engine and pushes: the weights go from its process straight to the
+    engine's host process. The others take part in gathering each tensor.
+
+    Args:
+        config: ``actor_rollout_ref.rollout``.
+        model_config: ``actor_rollout_ref.model``.
+        device_mesh: verl's mesh of ranks; not used.
+        replica_rank: Rank of the replica; -1: that of this process's rank in the trainer.
+    """
+
+    def __init__(
+        self, config: RolloutConfig, model_config: HFModelConfig, device_mesh: DeviceMesh | None, replica_rank: int = -1
+    ) -> None:
+        super().__init__(config, model_config, device_mesh)
+        size = (
+            self.config.tensor_model_parallel_size
+            * self.config.data_parallel_size
+            * self.config.pipeline_model_parallel_size
+        )
+        rank = int(os.environ["RANK"])
+        self.replica_rank = rank // size if replica_rank == -1 else replica_rank
+        self.is_leader_rank = rank % size == 0
+        self._engine: InferenceEngine | None = None
+        self._pusher: Pusher | None = None
+        global _here
+        _here = server_name(self.replica_rank)
+
+    async def resume(self, tags: list[str]) -> None:
+        """Allocate the engine's memory again: ``weights`` before an update, ``kv_cache`` after it."""
+        if self.config.free_cache_engine and self.is_leader_rank:
+            await (await self._attached()).wake_up([MemoryTag(tag) for tag in tags])
+
+    async def release(self) -> None:
+        """Free the engine's memory."""
+        if self.config.free_cache_engine and self.is_leader_rank:
+            await (await self._attached()).sleep([MemoryTag.WEIGHTS, MemoryTag.KV_CACHE])
+
+    async def update_weights(
+        self,
+        weights: Weights,
+        global_steps: int | None = None,
+        wire_format: str = "named_tensors",
+        peft_config: object = None,
+        base_sync_done: bool = True,
+    ) -> None:
+        """Push the weights; the engine serves them as version ``str(global_steps)``.
+
+        Args:
+            weights: Named tensors; reading one gathers it from all ranks.
+            global_steps: The trainer's step; None: the version stays as it is.
+            wire_format: ``named_tensors``; or ``pushed``, if the trainer has pushed the weights itself.
+            peft_config: None; verl gives an adapter's configuration with the adapter's tensors.
+            base_sync_done: Not used; it goes with adapters.
+
+        Raises:
+            InvalidConfig: ``wire_format`` is another one, or the tensors are an adapter's.
+            WeightSyncError: The push failed; its subclass says how the engine is left.
+        """
+        if wire_format == PUSHED:
+            return
+        if wire_format != "named_tensors":
+            raise InvalidConfig(
+                f"wire_format={shown(wire_format)}: expected 'named_tensors'; choose another "
+                "actor_rollout_ref.rollout.checkpoint_engine.backend",
+                field="wire_format",
+            )
+        if peft_config is not None:
+            raise InvalidConfig(
+                "peft_config is given: the drivetrain rollout takes merged weights, not adapters; set "
+                "actor_rollout_ref.model.lora.merge=true",
+                field="peft_config",
+            )
+        await push_and_gather(weights, await self._pushing(), global_steps)
+
+    async def _pushing(self) -> Pusher | None:
+        if self.is_leader_rank and self._pusher is None:
+            bucket_bytes = self.config.checkpoint_engine.update_weights_bucket_megabytes << 20
+            self._pusher = Pusher(await self._attached(), f"replica {self.replica_rank}", bucket_bytes)
+        return self._pusher
+
+    async def _attached(self) -> InferenceEngine:
+        """Attach to the replica's engine at first use: verl makes the rollout before it starts the engine."""
+        if self._engine is None:
+            self._engine = await attach_to(server_name(self.replica_rank))
+        return self._engine
+
+
+__all__ = ["PUSHED", "DrivetrainRollout", "server_of_this_process"]

@@ -1,0 +1,186 @@
+# pyright: reportMissingImports=false
+"""The Ray actor that owns a replica's engine."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import ray
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import HFModelConfig, RolloutConfig
+from verl.workers.rollout.replica import TokenOutput
+
+from drivetrain.backend.toolkit.deadlines import deadline
+from drivetrain.create import create_engine
+from drivetrain.engine.engine import InferenceEngine
+from drivetrain.errors import InvalidConfig, InvalidRequest, UnsupportedCapability
+from drivetrain.types.capability import Capability
+from drivetrain.types.handle import EngineHandle
+from drivetrain.types.modes import MemoryTag
+from drivetrain.types.prompts import ImageInput, TokenPrompt
+from drivetrain.types.sampling import SamplingParams
+from drivetrain_trainers.verl.gate import Gate
+from drivetrain_trainers.verl.outputs import aborted, token_output
+from drivetrain_trainers.verl.sampling import Lengths, sampling_params
+from drivetrain_trainers.verl.settings import engine_config
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class EngineServer:
+    """Owns one engine, and answers the calls that verl makes to a rollout's server.
+
+    Args:
+        rollout: ``actor_rollout_ref.rollout``.
+        model: ``actor_rollout_ref.model``.
+        mode: Value of verl's ``RolloutMode``.
+    """
+
+    def __init__(self, rollout: object, model: object, mode: str) -> None:
+        self._rollout: RolloutConfig = omega_conf_to_dataclass(rollout)
+        self._model: HFModelConfig = omega_conf_to_dataclass(model, dataclass_type=HFModelConfig)
+        self._sleeps = bool(self._rollout.free_cache_engine) and mode != "standalone"
+        self._frees_cache = bool(self._rollout.free_cache_engine) and mode != "colocated"
+        self._mode = mode
+
+    async def start(self) -> str:
+        """Start the engine; return its address.
+
+        Raises:
+            InvalidConfig: The configuration asks for what no engine, or not this one, can do.
+            EngineStartError: The engine did not start.
+        """
+        engine = create_engine(engine_config(self._rollout, self._model, mode=self._mode))
+        needed = {Capability.SLEEP_KV_CACHE} if self._frees_cache else set()
+        needed |= {Capability.SLEEP_KV_CACHE, Capability.SLEEP_WEIGHTS} if self._sleeps else set()
+        if not engine.capabilities >= needed:
+            raise InvalidConfig(
+                f"actor_rollout_ref.rollout.free_cache_engine=True: the {engine.config.backend} backend cannot free "
+                "the memory of weights and KV cache here; set it to false",
+                field="actor_rollout_ref.rollout.free_cache_engine",
+            )
+        await engine.start()
+        handle = await engine.handle()
+        self._handles = {ray.get_runtime_context().get_node_id() if ray.is_initialized() else "": handle}
+        self._engine: InferenceEngine = engine
+        self._gate = Gate()
+        context = engine.model_info.context_length
+        self._lengths = Lengths(self._rollout.prompt_length, self._rollout.response_length, context)
+        return handle.address
+
+    async def handle(self, node: str = "") -> EngineHandle:
+        """Return a handle to the started engine: a Unix socket for this node's processes, a TCP address for others.
+
+        Args:
+            node: Ray's id of the node that the handle is for.
+        """
+        if node not in self._handles:
+            address = ray.util.get_node_ip_address()
+            listen = f"[{address}]:0" if ":" in address else f"{address}:0"
+            self._handles[node] = await self._engine.handle(listen, announce=address)
+        return self._handles[node]
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling_params: Mapping[str, object],
+        request_id: str,
+        image_data: Sequence[Image] | None = None,
+        video_data: Sequence[object] | None = None,
+        audio_data: Sequence[object] | None = None,
+        mm_processor_kwargs: Mapping[str, object] | None = None,
+    ) -> TokenOutput:
+        """Sample one response.
+
+        Requests that arrive between ``abort_all_requests`` and ``resume_generation`` wait, for at most
+        ``timeouts.generate`` seconds, or come back aborted if that call said so.
+
+        Raises:
+            InvalidRequest: A parameter is unknown or out of range, or the prompt fills the context.
+            UnsupportedCapability: The engine cannot do what a parameter or the prompt asks for.
+        """
+        _refuse_media(video_data, audio_data, mm_processor_kwargs)
+        ids = tuple(int(token) for token in prompt_ids)
+        params = self._params(sampling_params, request_id, len(ids))
+        prompt = TokenPrompt(token_ids=ids, media=tuple(map(ImageInput.from_pil, image_data or ())))
+        async with deadline(self._engine.config.timeouts.generate, "a response"), self._gate.admitted() as admitted:
+            if not admitted:
+                return aborted(self._engine.get_weight_version())
+            output = await self._engine.generate([prompt], params)
+        return token_output(output.completions[0], self._engine.get_weight_version())
+
+    def _params(self, given: Mapping[str, object], request_id: str, prompt_tokens: int) -> SamplingParams:
+        rollout = self._rollout
+        defaults = {"repetition_penalty": rollout.repetition_penalty, "ignore_eos": rollout.ignore_eos}
+        if rollout.full_determinism:
+            defaults["seed"] = rollout.seed + zlib.crc32(request_id.encode())
+        return sampling_params(given, prompt_tokens, self._lengths, defaults)
+
+    async def abort_all_requests(self, reject_request: bool = False) -> dict[str, int]:
+        """Abort all requests; later ones wait for :meth:`resume_generation`.
+
+        Args:
+            reject_request: Later requests come back aborted instead.
+        """
+        async with deadline(self._engine.config.timeouts.control, "aborted requests to come back"):
+            count = await self._gate.close(self._engine.abort_generation, rejecting=reject_request)
+        return {"aborted_count": count}
+
+    async def resume_generation(self) -> None:
+        """Admit requests again."""
+        self._gate.open()
+
+    async def sleep(self) -> None:
+        """Wait for the requests in flight, and free the memory of weights and KV cache."""
+        if self._sleeps:
+            await self._free(MemoryTag.WEIGHTS, MemoryTag.KV_CACHE)
+
+    async def release_kv_cache(self) -> None:
+        """Wait for the requests in flight, and free the memory of the KV cache."""
+        if self._frees_cache:
+            await self._free(MemoryTag.KV_CACHE)
+
+    async def _free(self, *tags: MemoryTag) -> None:
+        await self._engine.sleep(tags, drain_timeout=self._engine.config.timeouts.control)
+
+    async def wake_up(self) -> None:
+        """Allocate memory again; the weights of a hybrid engine come with the next update."""
+        if self._sleeps:
+            await self._engine.wake_up([MemoryTag.WEIGHTS, MemoryTag.KV_CACHE])
+
+    async def resume_kv_cache(self) -> None:
+        """Allocate the memory of the KV cache again."""
+        if self._frees_cache:
+            await self._engine.wake_up([MemoryTag.KV_CACHE])
+
+    async def clear_kv_cache(self) -> None:
+        """Discard every cached prefix. A weight update does so by itself."""
+        await self._engine.reset_prefix_cache()
+
+    async def start_profile(self, **_: object) -> None:
+        """Do nothing: a configuration that enables verl's profiler was refused."""
+
+    async def stop_profile(self) -> None:
+        """Do nothing, as :meth:`start_profile`."""
+
+
+def _refuse_media(
+    video: Sequence[object] | None, audio: Sequence[object] | None, processor: Mapping[str, object] | None
+) -> None:
+    for name, given in (("video_data", video), ("audio_data", audio)):
+        if given:
+            raise UnsupportedCapability(
+                f"{name} has {len(given)} items, and the drivetrain rollout takes images alone; leave them out"
+            )
+    if processor:
+        raise InvalidRequest(
+            f"mm_processor_kwargs names {', '.join(processor)}: engines read images with the model's own settings; "
+            "leave it out",
+            field="mm_processor_kwargs",
+        )
+
+
+__all__ = ["EngineServer"]
