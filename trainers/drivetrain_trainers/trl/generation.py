@@ -138,7 +138,7 @@ class Generation:
     def __call__(
         self, model: nn.Module, accelerator: Accelerator, processing_class: Tokenizer, **settings: object
     ) -> EngineGeneration:
-        """Stand in for the constructor of ``VLLMGeneration``: check all that TRL is set to.
+        """Stand in for the constructor of ``VLLMGeneration``: check the trainer's settings.
 
         Raises:
             InvalidRequest: the trainer is set to something that the engine does not do; before any work.
