@@ -121,7 +121,7 @@ class Generation:
 
     def __init__(self, served: PolicyEngine, sleep: bool) -> None:
         with from_extra("trl", "drivetrain_trainers.trl"):
-            from trl.trainer import grpo_trainer
+            from trl.trainer import grpo_trainer  # pyright: ignore[reportMissingImports]
         theirs = getattr(grpo_trainer, _REPLACED, None)
         if theirs is None:
             refuse_release(f"its grpo_trainer has no {_REPLACED}")
