@@ -155,7 +155,7 @@ def report(work: Path) -> tuple[list[float], float]:
         if "critic/score/mean" not in metrics:
             continue
         oldest, newest = versions(work, step, metrics)
-        difference = metrics.get("training/rollout_probs_diff_mean", float("nan"))
+        difference = metrics["training/rollout_probs_diff_mean"]
         rewards.append(metrics["critic/score/mean"])
         gap = max(gap, difference) if oldest == step - 1 else gap  # older weights have other probabilities
         print(

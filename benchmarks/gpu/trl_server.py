@@ -207,9 +207,8 @@ def tested(args: argparse.Namespace) -> dict[str, Any]:
 def devices() -> list[str]:
     """Return the names of the GPUs, without a CUDA context of our own."""
     code = "import torch; print(*map(torch.cuda.get_device_name, range(torch.cuda.device_count())), sep='\\n')"
-    return subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True).stdout.split(
-        "\n"
-    )
+    printed = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    return printed.stdout.splitlines()
 
 
 def main() -> None:

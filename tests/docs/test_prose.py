@@ -26,7 +26,6 @@ FOLDERS = (
     "trainers",
     "conformance_tests",
     "demo",
-    "trainers",
     "docs",
     "examples",
     "tests",

@@ -121,7 +121,7 @@ class Generation:
 
     def __init__(self, served: PolicyEngine, sleep: bool) -> None:
         with from_extra("trl", "drivetrain_trainers.trl"):
-            from trl.trainer import grpo_trainer
+            from trl.trainer import grpo_trainer  # pyright: ignore[reportMissingImports]
         theirs = getattr(grpo_trainer, _REPLACED, None)
         if theirs is None:
             refuse_release(f"its grpo_trainer has no {_REPLACED}")
@@ -138,7 +138,7 @@ class Generation:
     def __call__(
         self, model: nn.Module, accelerator: Accelerator, processing_class: Tokenizer, **settings: object
     ) -> EngineGeneration:
-        """Stand in for the constructor of ``VLLMGeneration``: check all that TRL is set to.
+        """Stand in for the constructor of ``VLLMGeneration``: check the trainer's settings.
 
         Raises:
             InvalidRequest: the trainer is set to something that the engine does not do; before any work.

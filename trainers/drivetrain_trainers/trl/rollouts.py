@@ -11,7 +11,7 @@ from drivetrain_trainers.trl.support import Trainer, refuse_images, require_supp
 
 
 class Rollouts(TypedDict):
-    """What TRL takes from ``rollout_func``; one entry per prompt."""
+    """The result of a ``rollout_func``, as TRL takes it; one entry per prompt."""
 
     prompt_ids: list[list[int]]
     completion_ids: list[list[int]]

@@ -76,7 +76,7 @@ def require_one_process(accelerator: Accelerator) -> None:
 
 
 def require_supported(trainer: Trainer) -> None:
-    """Raise unless ``rollout`` does all that the trainer is set to.
+    """Raise unless ``rollout`` supports every setting of the trainer.
 
     Raises:
         UnsupportedCapability: this release of TRL lacks an attribute that rollouts need.

@@ -28,7 +28,7 @@ class Pusher:
 
     Args:
         engine: The engine or fleet.
-        name: What it is called in the log.
+        name: Its name in the log.
         bucket_bytes: Most bytes of a bucket.
     """
 

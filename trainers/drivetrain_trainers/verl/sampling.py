@@ -79,7 +79,7 @@ def sampling_params(
     """Return the parameters of one request.
 
     Args:
-        given: What verl's agent loop asks for. A ``top_k`` of -1 is off; ``logprobs`` is a flag.
+        given: The sampling parameters of verl's agent loop. A ``top_k`` of -1 is off; ``logprobs`` is a flag.
         prompt_tokens: Tokens of the prompt.
         lengths: Bounds on the response.
         defaults: Parameters of requests that do not name them.

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""Translate verl's configuration of a rollout to that of an engine. What has no equivalent is refused by name."""
+"""Translate verl's configuration of a rollout to an engine's. Settings without an equivalent are refused by name."""
 
 from __future__ import annotations
 
