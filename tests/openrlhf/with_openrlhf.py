@@ -10,14 +10,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import openrlhf.trainer.ray
+import openrlhf.trainer.ray  # pyright: ignore[reportMissingImports]
 import pytest
 import ray
 import torch
-from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
-from openrlhf.trainer.ray import batch_vllm_engine_call
+from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator  # pyright: ignore[reportMissingImports]
+from openrlhf.trainer.ray import batch_vllm_engine_call  # pyright: ignore[reportMissingImports]
+from ray.exceptions import RayTaskError
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from vllm import SamplingParams
+from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue, reportMissingImports]
 
 from drivetrain.testing import tiny_model
 from drivetrain_trainers.openrlhf import create_engines_with
@@ -69,7 +70,7 @@ def start(model: Path, number: int, **more: Any) -> list[Any]:
     openrlhf.trainer.ray.create_vllm_engines = create_engines_with(
         "transformers", device="cpu", dtype="float32", isolation="inline"
     )
-    from openrlhf.trainer.ray import create_vllm_engines
+    from openrlhf.trainer.ray import create_vllm_engines  # pyright: ignore[reportMissingImports]
 
     engines: list[Any] = create_vllm_engines(
         number, 1, str(model), 42, False, True, False, 128, None, None, False, "processed_logprobs", **more
@@ -149,8 +150,8 @@ def test_an_agent_of_two_turns(model: Path, tmp_path: Path) -> None:
             found = torch.tensor(response["rollout_log_probs"][first:end])
             torch.testing.assert_close(found, expected[first - 1 : end - 1], atol=1e-4, rtol=0)
     refused = SamplingParams(max_tokens=4, bad_words=["no"])
-    with pytest.raises(ray.exceptions.RayTaskError, match="bad_words"):
+    with pytest.raises(RayTaskError, match="bad_words"):
         ray.get(engine.generate.remote([5, 6], refused))
-    with pytest.raises(ray.exceptions.RayTaskError, match="NCCL needs a GPU"):  # this release forms no gloo group
+    with pytest.raises(RayTaskError, match="NCCL needs a GPU"):  # this release forms no gloo group
         ray.get(engine.init_process_group.remote("127.0.0.1", 1, 1, 2, "openrlhf", backend="gloo", use_ray=False))
     ray.kill(engines[0])
