@@ -53,7 +53,7 @@ def metrics(folder: Path) -> dict[int, dict[str, float]]:
         (["--trainer", "separate_async"], 2),
         (["--trainer", "sync", "--lora", "--ranks", "2"], 0),
     ],
-    ids=" ".join,
+    ids=["v0", "sync", "colocate_async", "separate_async", "two-ranks-lora"],
 )
 def test_it_trains_on_tokens_of_the_weights_that_it_has_just_pushed(
     options: list[str], behind: int, tmp_path: Path
