@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from drivetrain.errors import InvalidConfig
 from drivetrain.testing import tiny_model
 from drivetrain.text.tokenizer import Tokenizer
+from drivetrain.types.config import EngineConfig
 
 transformers = pytest.importorskip("transformers")
 
@@ -33,3 +37,12 @@ def test_a_tokenizer_that_decodes_otherwise_is_asked(inner: Any) -> None:
     ids = inner("quiet").input_ids
     assert Tokenizer(inner)(ids, skip_special_tokens=True) == "quiet"
     assert Tokenizer(loud)(ids, skip_special_tokens=True) == "QUIET"
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "gpt2", "llama"])
+def test_a_folder_without_tokenizer_files_is_refused(tmp_path: Path, architecture: str) -> None:
+    shutil.copy(tiny_model(architecture) / "config.json", tmp_path)
+    config = EngineConfig(backend="transformers", model=str(tmp_path))
+    with pytest.raises(InvalidConfig, match=r"(?s)no tokenizer could be loaded.*set tokenizer=") as refusal:
+        Tokenizer.load(config)
+    assert refusal.value.field == "tokenizer"

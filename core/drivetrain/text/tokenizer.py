@@ -178,6 +178,8 @@ def _with_transformers(source: str, config: EngineConfig) -> InnerTokenizer:
     inner: InnerTokenizer = AutoTokenizer.from_pretrained(
         source, revision=config.revision, trust_remote_code=config.trust_remote_code
     )
+    if len(inner) <= len(inner.added_tokens_decoder):  # made of the model's type alone, where no file is there
+        raise ValueError("it has no vocabulary")
     return inner
 
 
