@@ -76,6 +76,17 @@ class drops_ignore_eos(KnowingEos):
         return await super().generate(dataclasses.replace(request, stop_token_ids=ends))
 
 
+@mutant("stop/stop_token_ids_hold_where_eos_is_ignored", says="an EOS among the stop token ids did not end it")
+class ignores_an_eos_that_is_named(KnowingEos):
+    """With ignore_eos, an EOS among the request's own stop token ids is dropped."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        if request.params.ignore_eos:
+            stops = tuple(one for one in request.stop_token_ids if one not in self.eos)
+            request = dataclasses.replace(request, stop_token_ids=stops)
+        return await super().generate(request)
+
+
 @request_mutant("sampling/a_seed_fixes_the_output", says="4 of 4 outputs differ")
 def drops_the_seed(request: GenerateRequest) -> GenerateRequest:
     """A request's seed is not passed on."""
