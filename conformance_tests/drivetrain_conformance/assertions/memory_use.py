@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import gc
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -109,13 +110,14 @@ def steady_growth(held: Sequence[int], room: int) -> float:
 
 
 async def held_by(engine: InferenceEngine) -> dict[str, int]:
-    """Measure the memory, threads and descriptors of an engine's processes, once it is idle."""
+    """Measure the memory, threads and descriptors of an engine's processes, and this event loop's tasks, once idle."""
     await until_idle(engine)
     return {
         "bytes of memory": held_bytes(engine),
         "bytes of KV cache": (await engine.stats()).kv_cache_bytes,
         "threads": threads_of(engine),
         "descriptors": descriptors_of(engine),
+        "tasks": len(asyncio.all_tasks()),
     }
 
 

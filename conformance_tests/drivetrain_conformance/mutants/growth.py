@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
@@ -89,6 +90,35 @@ class leaves_a_thread_to_each_pause(SoundBackend):
     async def freeze(self, mode: PauseMode) -> None:
         threading.Thread(target=threading.Event().wait, daemon=True).start()
         await super().freeze(mode)
+
+
+@mutant(_LEAVES, says="more tasks")
+class leaves_a_task_to_each_request(SoundBackend):
+    """Each request leaves a task in the trainer's event loop."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._tasks: set[asyncio.Task[bool]] = set()
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        self._tasks.add(asyncio.create_task(asyncio.Event().wait()))
+        return await super().generate(request)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await super().close()
+
+
+@mutant(_LEAVES, says="more bytes of memory")
+class keeps_the_cache_of_aborted_requests(_Keeping):
+    """256 bytes for each token of its prompt stay in memory when a request is aborted."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        result = await super().generate(request)
+        if result.finish_reason is FinishReason.ABORT:
+            self.kept.append(os.urandom(256 * len(request.prompt_token_ids)))
+        return result
 
 
 @mutant("weight_sync/many_pushes_on_one_host_leave_nothing_behind", says="the trainer's memory is still mapped")
