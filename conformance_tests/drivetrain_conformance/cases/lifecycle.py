@@ -44,7 +44,7 @@ from drivetrain_conformance.assertions.same_answers import check_greedy, check_s
 from drivetrain_conformance.assets.served_models import ModelKind
 from drivetrain_conformance.assets.weight_sources import raw_bytes, tensors_of
 from drivetrain_conformance.harness.case import case
-from drivetrain_conformance.harness.testbench import Bench, NoOracle
+from drivetrain_conformance.harness.testbench import Bench, NoOracle, end_requests
 from drivetrain_conformance.references.oracle import log_softmax
 
 BOUND: Final = 60.0
@@ -110,11 +110,13 @@ async def a_life(bench: Bench) -> None:
 
 _CONTEXT: Final = 701
 """Not a multiple of any engine's block size, and above the cap that some would apply."""
+_MOST: Final = 36
+"""Above the powers of two that a limit of the engine's own would be."""
 _SETTINGS: Final[Mapping[str, object]] = {
     "weight_version": "of-the-configuration",
     "context_length": _CONTEXT,
     "max_num_batched_tokens": 128,
-    "max_num_seqs": 2,
+    "max_num_seqs": _MOST,
     "dtype": "bfloat16",
 }
 
@@ -172,10 +174,11 @@ async def _check_long_prompt(bench: Bench, engine: InferenceEngine) -> None:
 
 
 async def _check_requests_at_once(bench: Bench, engine: InferenceEngine) -> None:
-    """Check that no more than max_num_seqs requests run at once, by the engine's stats and by when tokens arrive."""
-    most, prompts = engine.config.max_num_seqs, bench.prompts(5, engine=engine)
+    """Check that max_num_seqs requests and no more run at once, by the engine's stats and by when tokens arrive."""
+    most = engine.config.max_num_seqs
     if most is None:
         return
+    prompts = bench.prompts(most + 3, engine=engine)
     params = SamplingParams(max_new_tokens=_LASTING, temperature=0, ignore_eos=engine.supports(Capability.IGNORE_EOS))
     if engine.supports(Capability.STREAMING):
         asking = asyncio.create_task(_most_that_begin_at_once(engine, prompts, params))
@@ -190,6 +193,25 @@ async def _check_requests_at_once(bench: Bench, engine: InferenceEngine) -> None
         assert stats.running <= most, f"{stats.running} requests ran at once, where max_num_seqs is {most}"
         assert stats.running + stats.waiting <= len(prompts), f"of {len(prompts)} requests it counts {stats}"
     assert at_once <= most, f"{at_once} streams made their first tokens at once, where max_num_seqs is {most}"
+    together = await _most_seen_running(engine, prompts[:most])
+    assert together == most, f"only {together} of {most} requests ran at once, where max_num_seqs is {most}"
+
+
+async def _most_seen_running(engine: InferenceEngine, prompts: Sequence[list[int]]) -> int:
+    """Return how many of these requests run at once. They are asked again if they end before all were seen to run."""
+    params = SamplingParams(
+        max_new_tokens=4 * _LASTING, temperature=0, ignore_eos=engine.supports(Capability.IGNORE_EOS)
+    )
+    most = 0
+    for _ in range(3):
+        asking = asyncio.create_task(engine.generate(list(prompts), params))
+        try:
+            while not asking.done() and most < len(prompts):
+                most = max(most, (await engine.stats()).running)
+                await asyncio.sleep(0.002)
+        finally:
+            await end_requests(engine, asking)
+    return most
 
 
 async def _most_that_begin_at_once(

@@ -14,7 +14,7 @@ from drivetrain.backend.base import GenerateRequest, GenerateResult, TokenDelta
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import InvalidRequest
 from drivetrain.types.config import EngineConfig
-from drivetrain.types.modes import PauseMode
+from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import FinishReason, GenerationOutput
 from drivetrain.types.prompts import TextPrompt
 from drivetrain.types.weights import PrepareUpdate, ReleaseSources, WeightMessage, WeightReply
@@ -127,6 +127,15 @@ class keeps_the_trainers_memory_mapped(SoundBackend):
 
     async def receive_weights(self, message: WeightMessage) -> WeightReply:
         return WeightReply() if isinstance(message, ReleaseSources) else await super().receive_weights(message)
+
+
+@mutant("sleep/many_cycles_give_the_same_answers", says="more bytes of memory")
+class keeps_half_a_megabyte_per_wake_up(_Keeping):
+    """Each wake-up leaves half a megabyte behind."""
+
+    async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
+        await super().wake_up(tags)
+        self.kept.append(os.urandom(512 * 1024))
 
 
 @mutant("lora/a_name_may_come_back_as_another_adapter", says="more bytes of memory")
