@@ -94,6 +94,12 @@ class says_that_others_wait(SoundBackend):
         return dataclasses.replace(stats, running=running, waiting=stats.waiting + stats.running - running)
 
 
+@config_mutant("lifecycle/a_life", says="the stop string")
+def drops_the_tokenizer(_: EngineConfig) -> Mapping[str, object]:
+    """The engine reads the tokenizer of the model's folder, whatever the configuration says."""
+    return {"tokenizer": None}
+
+
 @config_mutant("lifecycle/a_life", says="only 32 of 36 requests ran at once")
 def caps_max_num_seqs(config: EngineConfig) -> Mapping[str, object]:
     """No more than 32 requests run at once, whatever max_num_seqs says."""

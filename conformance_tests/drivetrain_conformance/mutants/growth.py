@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from drivetrain.backend.base import GenerateRequest, GenerateResult, TokenDelta
 from drivetrain.engine.engine import InferenceEngine
@@ -136,6 +137,20 @@ class keeps_half_a_megabyte_per_wake_up(_Keeping):
     async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
         await super().wake_up(tags)
         self.kept.append(os.urandom(512 * 1024))
+
+
+_left: WeakKeyDictionary[asyncio.AbstractEventLoop, list[bytes]] = WeakKeyDictionary()
+"""What closed engines left in memory, until their event loop is gone."""
+
+
+@mutant("lifecycle/two_in_a_row_leave_nothing", says="a closed engine left")
+class keeps_the_weights_of_closed_engines(SoundBackend):
+    """As many bytes as the weights have stay in memory when an engine is closed."""
+
+    async def close(self) -> None:
+        held = (await super().stats()).weight_bytes
+        await super().close()
+        _left.setdefault(asyncio.get_running_loop(), []).append(b"x" * held)
 
 
 @mutant("lora/a_name_may_come_back_as_another_adapter", says="more bytes of memory")
