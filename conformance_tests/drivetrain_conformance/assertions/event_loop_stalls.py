@@ -23,8 +23,8 @@ _LATE: Final = 0.1
 async def check_it_runs() -> AsyncGenerator[None, None]:
     """Raise at the end of the block if one callback blocked the running loop for more than :data:`LONGEST` seconds.
 
-    What counts is the time for which the loop's thread computed or waited while it could have run. Time during which it
-    was runnable but not scheduled by the kernel is not counted, nor is time during which no thread of the process ran.
+    The time counts for which the loop's thread computed, or waited for something else than a core. Time during which it
+    was runnable but not scheduled by the kernel does not count, nor does time during which no thread ran at all.
     """
     stalls: list[float] = []
     with _without_collections(), _Heartbeat() as heartbeat:

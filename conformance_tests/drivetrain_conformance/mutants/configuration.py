@@ -74,13 +74,13 @@ class reports_from_another_thread(SoundBackend):
         return await super().start(elsewhere)
 
 
-@config_mutant("lifecycle/a_life", says="requests ran at once, where max_num_seqs is 36")
+@config_mutant("lifecycle/a_life", says="requests ran at once, where max_num_seqs is 20")
 def drops_max_num_seqs(_: EngineConfig) -> Mapping[str, object]:
     """max_num_seqs does not limit concurrent requests."""
     return {"max_num_seqs": None}
 
 
-@mutant("lifecycle/a_life", says="streams made their first tokens at once, where max_num_seqs is 36")
+@mutant("lifecycle/a_life", says="streams made their first tokens at once, where max_num_seqs is 20")
 class says_that_others_wait(SoundBackend):
     """max_num_seqs does not limit concurrent requests, and stats() reports the excess as waiting."""
 
@@ -100,10 +100,10 @@ def drops_the_tokenizer(_: EngineConfig) -> Mapping[str, object]:
     return {"tokenizer": None}
 
 
-@config_mutant("lifecycle/a_life", says="only 32 of 36 requests ran at once")
+@config_mutant("lifecycle/a_life", says="only 16 of 20 requests ran at once")
 def caps_max_num_seqs(config: EngineConfig) -> Mapping[str, object]:
-    """No more than 32 requests run at once, whatever max_num_seqs says."""
-    return {"max_num_seqs": min(config.max_num_seqs or 32, 32)}
+    """No more than 16 requests run at once, whatever max_num_seqs says."""
+    return {"max_num_seqs": min(config.max_num_seqs or 16, 16)}
 
 
 @mutant("sessions/without_prefix_caching_nothing_is_found", says="more bytes of KV cache")

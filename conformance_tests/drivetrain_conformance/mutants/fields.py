@@ -189,7 +189,7 @@ def always_draws_the_same(request: GenerateRequest) -> GenerateRequest:
 
 @mutant("sampling/without_a_seed_nothing_repeats", says="two of these were drawn alike")
 class repeats_draws_in_large_batches(SoundBackend):
-    """Of more than 32 requests without a seed, one draws as the one 32 places before it does."""
+    """A request without a seed, in a batch of more than 32, draws as the one 32 places before it does."""
 
     beside = 0
     first = 0
@@ -208,7 +208,7 @@ class repeats_draws_in_large_batches(SoundBackend):
 
 @mutant("sampling/another_seed_draws_otherwise", says="two of these were drawn alike")
 class repeats_seeds_in_large_batches(SoundBackend):
-    """Of more than 32 requests with a seed, one draws as the one 32 places before it does."""
+    """A request with a seed, in a batch of more than 32, draws as the one 32 places before it does."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)

@@ -140,7 +140,7 @@ class keeps_half_a_megabyte_per_wake_up(_Keeping):
 
 
 _left: WeakKeyDictionary[asyncio.AbstractEventLoop, list[bytes]] = WeakKeyDictionary()
-"""What closed engines left in memory, until their event loop is gone."""
+"""Bytes that closed engines left in memory, until their event loop is gone."""
 
 
 @mutant("lifecycle/two_in_a_row_leave_nothing", says="a closed engine left")
