@@ -31,7 +31,10 @@ _FREEZES: Final = (
 
 @case()
 async def requests_leave_nothing_behind(bench: Bench) -> None:
-    """Batches, streams, and aborted, cancelled and refused requests leak no memory, thread, task or descriptor."""
+    """Batches, streams, and aborted, cancelled and refused requests leak no memory, thread or descriptor.
+
+    Nor do they leave tasks in the event loop.
+    """
     # So long that the memory shows what a request that ended early leaves of its prompt.
     prompts = bench.prompts(4, min(400, bench.engine.model_info.context_length // 2))
 
