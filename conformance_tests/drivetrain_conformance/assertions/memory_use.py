@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import gc
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -27,10 +28,20 @@ def held_bytes(engine: InferenceEngine) -> int:
     """Return the memory held now: on the GPUs if the engine uses one, otherwise by the engine's processes."""
     if engine.model_info.device.startswith("cuda"):
         return sum(held_by_device())
-    _return_freed_memory_at_once()
-    gc.collect()  # garbage of others in this process must not count against the engine
-    trim_heap()
+    _drop_garbage()  # that of others in this process must not count against the engine
     return sum(_private_bytes(process) for process in processes_of(engine))
+
+
+def held_by_this_process() -> int:
+    """Return the memory held now by this process, and by all on the GPUs."""
+    _drop_garbage()
+    return _private_bytes(psutil.Process()) + sum(held_by_device())
+
+
+def _drop_garbage() -> None:
+    _return_freed_memory_at_once()
+    gc.collect()
+    trim_heap()
 
 
 @cache
@@ -109,13 +120,14 @@ def steady_growth(held: Sequence[int], room: int) -> float:
 
 
 async def held_by(engine: InferenceEngine) -> dict[str, int]:
-    """Measure the memory, threads and descriptors of an engine's processes, once it is idle."""
+    """Measure the memory, threads and descriptors of an engine's processes, and this event loop's tasks, once idle."""
     await until_idle(engine)
     return {
         "bytes of memory": held_bytes(engine),
         "bytes of KV cache": (await engine.stats()).kv_cache_bytes,
         "threads": threads_of(engine),
         "descriptors": descriptors_of(engine),
+        "tasks": len(asyncio.all_tasks()),
     }
 
 

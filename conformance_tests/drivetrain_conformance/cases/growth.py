@@ -31,8 +31,12 @@ _FREEZES: Final = (
 
 @case()
 async def requests_leave_nothing_behind(bench: Bench) -> None:
-    """Batches, streams, and aborted, cancelled and refused requests leak no memory, thread or descriptor."""
-    prompts = bench.prompts(4)
+    """Batches, streams, and aborted, cancelled and refused requests leak no memory, thread or descriptor.
+
+    Nor do they leave tasks in the event loop.
+    """
+    # So long that the memory shows what a request that ended early leaves of its prompt.
+    prompts = bench.prompts(4, min(400, bench.engine.model_info.context_length // 2))
 
     async def held_after_some() -> dict[str, int]:
         for _ in range(ROUNDS):
@@ -41,7 +45,7 @@ async def requests_leave_nothing_behind(bench: Bench) -> None:
 
     await held_after_some()  # the first round fills caches
     # A pool occasionally adds a thread. A leak adds one every round.
-    room = {"bytes of memory": ROUNDS * ROOM, "bytes of KV cache": 0, "threads": 1, "descriptors": 1}
+    room = {"bytes of memory": ROUNDS * ROOM, "bytes of KV cache": 0, "threads": 1, "descriptors": 1, "tasks": 1}
     await check_steady(held_after_some, room, f"{ROUNDS} rounds of requests")
 
 
@@ -59,11 +63,11 @@ async def requests_do_not_hold_the_event_loop(bench: Bench) -> None:
 
 
 async def _requests_of_every_kind(bench: Bench, prompts: Sequence[list[int]]) -> None:
-    engine = bench.engine
+    engine, long = bench.engine, bench.long(prompt_length=len(prompts[0]))
     await engine.generate(prompts, SamplingParams(n=2, max_new_tokens=3))
     with refused(InvalidRequest):
         await engine.generate([])
-    cancelled = await until_running(engine, 1, lambda: engine.generate(prompts[0], bench.long()))
+    cancelled = await until_running(engine, 1, lambda: engine.generate(prompts[0], long))
     cancelled.cancel()
     with suppress(asyncio.CancelledError):
         await cancelled
@@ -73,7 +77,7 @@ async def _requests_of_every_kind(bench: Bench, prompts: Sequence[list[int]]) ->
         async for _ in engine.generate_stream(prompts[1], SamplingParams(max_new_tokens=3)):
             pass
     if bench.claims(Capability.ABORT):
-        async with bench.in_flight([prompts[2]], bench.long(), after=0.0, request_ids=["aborted"]) as aborted:
+        async with bench.in_flight([prompts[2]], long, after=0.0, request_ids=["aborted"]) as aborted:
             await engine.abort("aborted")
             await aborted
     for capability, mode in _FREEZES:

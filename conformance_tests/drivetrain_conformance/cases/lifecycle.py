@@ -35,16 +35,18 @@ from drivetrain.errors import (
     UnsupportedCapability,
 )
 from drivetrain.types.capability import Capability
+from drivetrain.types.config import Isolation
 from drivetrain.types.modes import MemoryTag
 from drivetrain.types.outputs import Completion, FinishReason, VersionSpan
 from drivetrain.types.sampling import SamplingParams
 from drivetrain_conformance.assertions.leftovers import Holdings, check_nothing_left, temporary_folder
+from drivetrain_conformance.assertions.memory_use import held_by_this_process, parameter_bytes
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_greedy, check_same
-from drivetrain_conformance.assets.served_models import ModelKind
+from drivetrain_conformance.assets.served_models import ModelKind, copy_model
 from drivetrain_conformance.assets.weight_sources import raw_bytes, tensors_of
 from drivetrain_conformance.harness.case import case
-from drivetrain_conformance.harness.testbench import Bench, NoOracle
+from drivetrain_conformance.harness.testbench import Bench, NoOracle, end_requests, ordinary_ids
 from drivetrain_conformance.references.oracle import log_softmax
 
 BOUND: Final = 60.0
@@ -63,7 +65,7 @@ SHORT: Final = SamplingParams(max_new_tokens=4, temperature=0)
 async def a_life(bench: Bench) -> None:
     """From creation to teardown an engine reports its state correctly, and refuses calls that the state rules out.
 
-    Meanwhile it obeys its configuration: dtype, context length, concurrent requests and first version.
+    Meanwhile it obeys its configuration: dtype, context length, concurrent requests, tokenizer and first version.
     """
     stages: list[tuple[str, str]] = []
     threads: set[int] = set()
@@ -96,6 +98,7 @@ async def a_life(bench: Bench) -> None:
         assert dtype in ("auto", engine.model_info.dtype), f"dtype={dtype} was asked for: {engine.model_info.dtype}"
         await _check_context_length(bench, engine)
         await _check_long_prompt(bench, engine)
+        await _check_stop_string(bench, engine)
         await _check_requests_at_once(bench, engine)
     finally:
         async with asyncio.timeout(BOUND):
@@ -110,11 +113,13 @@ async def a_life(bench: Bench) -> None:
 
 _CONTEXT: Final = 701
 """Not a multiple of any engine's block size, and above the cap that some would apply."""
+_MOST: Final = 20
+"""Above 8 and 16, which a limit of the engine's own may be."""
 _SETTINGS: Final[Mapping[str, object]] = {
     "weight_version": "of-the-configuration",
     "context_length": _CONTEXT,
     "max_num_batched_tokens": 128,
-    "max_num_seqs": 2,
+    "max_num_seqs": _MOST,
     "dtype": "bfloat16",
 }
 
@@ -122,7 +127,7 @@ _SETTINGS: Final[Mapping[str, object]] = {
 def _settings_that_are_taken(bench: Bench) -> dict[str, object]:
     """Return the ``_SETTINGS`` that the backend accepts; another case checks that refusals name the field."""
     taken: dict[str, object] = {}
-    for name, value in _SETTINGS.items():
+    for name, value in {**_SETTINGS, "tokenizer": str(_with_another_tokenizer(bench))}.items():
         with suppress(InvalidConfig, UnsupportedCapability):
             bench.create(**{name: value})
             taken[name] = value
@@ -130,6 +135,37 @@ def _settings_that_are_taken(bench: Bench) -> dict[str, object]:
     if isinstance(own, int) and own < _CONTEXT:
         taken.pop("context_length", None)
     return taken
+
+
+def _with_another_tokenizer(bench: Bench) -> Path:
+    """Copy the model without its weights; each letter and digit of its vocabulary has the id of the next one there."""
+    folder = bench.folder("tokenizer")
+    copy_model(bench.model, folder, without="*.safetensors")
+    file = folder / "tokenizer.json"
+    if file.is_file():
+        made = json.loads(file.read_text(encoding="utf-8"))
+        vocab = made["model"].get("vocab")
+        if isinstance(vocab, dict):
+            letters = [text for text in vocab if len(text) == 1 and text.isascii() and text.isalnum()]
+            vocab |= dict(zip(letters, [vocab[text] for text in [*letters[1:], *letters[:1]]], strict=True))
+            file.unlink()  # it may be read-only
+            file.write_text(json.dumps(made), encoding="utf-8")
+    return folder
+
+
+async def _check_stop_string(bench: Bench, engine: InferenceEngine) -> None:
+    """Check that a stop string is looked for in the text of the configuration's tokenizer, not the model's."""
+    prompt, ids = bench.prompt(engine=engine), ordinary_ids(engine)
+    letter = next((one for one in ids if (text := engine.decode([one])).isascii() and text.isalnum()), None)
+    if letter is None or not (engine.supports(Capability.STOP_STRINGS) and engine.supports(Capability.LOGIT_BIAS)):
+        return
+    stop = engine.decode([letter])
+    asked = SamplingParams(max_new_tokens=4, temperature=0, logit_bias={letter: 100.0}, stop=[stop])
+    (completion,) = (await engine.generate(prompt, asked)).completions
+    assert completion.matched_stop == stop, (
+        f"with tokenizer={engine.config.tokenizer}, the stop string {stop!r} did not end the tokens "
+        f"{completion.token_ids}, whose text is {engine.decode(completion.token_ids)!r}"
+    )
 
 
 async def _check_first_version(engine: InferenceEngine, completion: Completion) -> None:
@@ -172,10 +208,11 @@ async def _check_long_prompt(bench: Bench, engine: InferenceEngine) -> None:
 
 
 async def _check_requests_at_once(bench: Bench, engine: InferenceEngine) -> None:
-    """Check that no more than max_num_seqs requests run at once, by the engine's stats and by when tokens arrive."""
-    most, prompts = engine.config.max_num_seqs, bench.prompts(5, engine=engine)
+    """Check that max_num_seqs requests and no more run at once, by the engine's stats and by when tokens arrive."""
+    most = engine.config.max_num_seqs
     if most is None:
         return
+    prompts = bench.prompts(most + 3, engine=engine)
     params = SamplingParams(max_new_tokens=_LASTING, temperature=0, ignore_eos=engine.supports(Capability.IGNORE_EOS))
     if engine.supports(Capability.STREAMING):
         asking = asyncio.create_task(_most_that_begin_at_once(engine, prompts, params))
@@ -190,6 +227,25 @@ async def _check_requests_at_once(bench: Bench, engine: InferenceEngine) -> None
         assert stats.running <= most, f"{stats.running} requests ran at once, where max_num_seqs is {most}"
         assert stats.running + stats.waiting <= len(prompts), f"of {len(prompts)} requests it counts {stats}"
     assert at_once <= most, f"{at_once} streams made their first tokens at once, where max_num_seqs is {most}"
+    together = await _most_seen_running(engine, prompts[:most])
+    assert together == most, f"only {together} of {most} requests ran at once, where max_num_seqs is {most}"
+
+
+async def _most_seen_running(engine: InferenceEngine, prompts: Sequence[list[int]]) -> int:
+    """Return how many of these requests run at once. They are asked again if they end before all were seen to run."""
+    params = SamplingParams(
+        max_new_tokens=4 * _LASTING, temperature=0, ignore_eos=engine.supports(Capability.IGNORE_EOS)
+    )
+    most = 0
+    for _ in range(3):
+        asking = asyncio.create_task(engine.generate(list(prompts), params))
+        try:
+            while not asking.done() and most < len(prompts):
+                most = max(most, (await engine.stats()).running)
+                await asyncio.sleep(0.002)
+        finally:
+            await end_requests(engine, asking)
+    return most
 
 
 async def _most_that_begin_at_once(
@@ -352,6 +408,7 @@ async def a_start_that_is_cancelled_leaves_nothing(bench: Bench) -> None:
 async def two_in_a_row_leave_nothing(bench: Bench) -> None:
     """Engines in one process one after another answer alike and leave no process, thread, file, port or memory.
 
+    Large ones show that the weights of an engine without a process of its own are freed.
     A child process that is not the engine's lives on.
     """
     answers: list[list[Completion]] = []
@@ -375,6 +432,23 @@ async def two_in_a_row_leave_nothing(bench: Bench) -> None:
     assert [c.token_ids for c in answers[0]] == [c.token_ids for c in answers[1]]
     same = [c.token_ids for c in draws[0]] == [c.token_ids for c in draws[1]]
     assert not same, "two engines drew the same tokens, though neither request nor configuration gives a seed"
+    if bench.create().isolation is Isolation.INLINE:
+        await _check_weights_are_freed(bench)
+
+
+async def _check_weights_are_freed(bench: Bench) -> None:
+    """Check that this process holds no more memory after a second large engine than after the first."""
+    held: list[int] = []
+    size = 0
+    for _ in range(2):
+        async with bench.open(model=bench.model_of(ModelKind.LARGE)) as engine:
+            await bench.greedy([bench.prompt(engine=engine)], 2, engine)
+            size = parameter_bytes(engine)
+        held.append(held_by_this_process())
+    more = held[1] - held[0]
+    assert more < max(size // 2, 64 * 2**20), (
+        f"a closed engine left {more / 1e6:.0f} MB, and its weights were {size / 1e6:.0f} MB"
+    )
 
 
 @case(Capability.ABORT, own_engine=True)

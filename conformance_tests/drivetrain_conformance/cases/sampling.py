@@ -29,6 +29,8 @@ _AT_ONCE: Final = 1024
 """Maximum number of samples of one prompt in one call."""
 _FAR_BACK: Final = 160
 """Length of a prompt or sample whose first tokens must still count for the penalties of the last ones."""
+_CROWD: Final = 96
+"""Samples in one batch whose draws must differ: three times as many as the parts into which an engine may split it."""
 _SEQUENCES: Final = 256
 """Sampled sequences in a check of a token other than the first."""
 
@@ -317,6 +319,10 @@ async def greedy_follows_the_frequency_penalty(bench: Bench) -> None:
     """At temperature 0 each occurrence of a generated token lowers its logit by the frequency penalty."""
     await _check_takes_the_best(bench, SamplingParams(temperature=0, max_new_tokens=24, frequency_penalty=-0.3))
     await _check_takes_the_best(bench, bench.long(_FAR_BACK, frequency_penalty=0.7))
+    if bench.claims(Capability.LOGIT_BIAS):
+        # A favourite recurs a hundred times until its penalty outweighs its bias.
+        params = bench.long(_FAR_BACK, frequency_penalty=0.3, logit_bias={bench.prompt(1)[0]: 30.0})
+        await _check_takes_the_best(bench, params, bench.prompts(1))
 
 
 @case(Capability.PRESENCE_PENALTY)
@@ -406,6 +412,7 @@ async def another_seed_draws_otherwise(bench: Bench) -> None:
     params = [SamplingParams(max_new_tokens=24, n=2, seed=seed) for seed in (1, 1001, 2**32 + 1, 2**53, 2**63 - 1)]
     drawn = [await bench.engine.generate(prompts, one) for one in params]
     _assert_differ([sample for output in drawn for sample in _by_sample(output)])
+    await _check_a_crowd_differs(bench, seed=7)
 
 
 @case(Capability.SEED)
@@ -442,6 +449,16 @@ async def without_a_seed_nothing_repeats(bench: Bench) -> None:
             ended = [chunk.completion for chunk in chunks if chunk.completion is not None]
             outputs.append(GenerationOutput(sorted(ended, key=lambda one: (one.prompt_index, one.sample_index))))
     _assert_differ([sample for output in outputs for sample in _by_sample(output)])
+    await _check_a_crowd_differs(bench)
+
+
+async def _check_a_crowd_differs(bench: Bench, seed: int | None = None) -> None:
+    """Check that no two of many samples of one prompt, drawn in one batch from a flat distribution, are alike."""
+    length, ignore_eos = 16, bench.claims(Capability.IGNORE_EOS)
+    params = SamplingParams(max_new_tokens=length, temperature=4.0, n=_CROWD, seed=seed, ignore_eos=ignore_eos)
+    samples = _ids(await bench.engine.generate(bench.prompt(), params))
+    # Several may end after a token or two by chance.
+    _assert_differ([tuple(ids) for ids in samples if len(ids) == length])
 
 
 @case(Capability.SEED, own_engine=True)

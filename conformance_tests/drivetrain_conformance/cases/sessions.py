@@ -11,10 +11,11 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.modes import TurnMode
 from drivetrain.types.outputs import Completion
 from drivetrain.types.sampling import SamplingParams
+from drivetrain_conformance.assertions.memory_use import check_steady
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_same
 from drivetrain_conformance.harness.case import case
-from drivetrain_conformance.harness.testbench import Bench
+from drivetrain_conformance.harness.testbench import Bench, until_idle
 
 _GREEDY: Final = SamplingParams(max_new_tokens=8, temperature=0)
 _LONG: Final = 400
@@ -103,7 +104,10 @@ async def samples_share_a_cached_prompt(bench: Bench) -> None:
 
 @case(Capability.PREFIX_CACHE, own_engine=True)
 async def without_prefix_caching_nothing_is_found(bench: Bench) -> None:
-    """With enable_prefix_caching=False no prompt is ever found, and it is answered as with the cache."""
+    """With enable_prefix_caching=False no prompt is ever found, and it is answered as with the cache.
+
+    Nor is a prompt kept: the KV cache does not grow with prompts that were answered.
+    """
     async with bench.open() as engine:
         prompt = bench.prompt(min(_LONG, engine.model_info.context_length // 2), engine)
         await engine.reset_prefix_cache()
@@ -112,6 +116,13 @@ async def without_prefix_caching_nothing_is_found(bench: Bench) -> None:
         answers = [(await engine.generate(prompt, _GREEDY)).completions[0] for _ in range(2)]
         assert [one.cached_tokens for one in answers] == [0, 0]
         check_same(bench, answers, [with_cache, with_cache], engine)
+
+        async def held_after_another() -> dict[str, int]:
+            await engine.generate(bench.prompt(len(prompt), engine), _GREEDY)
+            await until_idle(engine)
+            return {"bytes of KV cache": (await engine.stats()).kv_cache_bytes}
+
+        await check_steady(held_after_another, {"bytes of KV cache": 0}, "a prompt that is asked for once")
 
 
 @case(Capability.HICACHE_STORAGE, Capability.PREFIX_CACHE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Final, TypeVar
 
@@ -15,7 +15,7 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import Completion, FinishReason
 from drivetrain.types.sampling import LogprobsMode, SamplingParams
-from drivetrain_conformance.assertions.memory_use import held_bytes, parameter_bytes
+from drivetrain_conformance.assertions.memory_use import check_steady, held_bytes, parameter_bytes
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_prefix, check_same
 from drivetrain_conformance.assets.served_models import ModelKind
@@ -31,6 +31,8 @@ QUIET: Final = 0.1
 TOKENS: Final = 250
 """Length of a request that is in flight for a while and whose end the case awaits."""
 MIB: Final = 2**20
+ROOM: Final = MIB // 4
+"""Bytes by which memory may grow in a cycle of sleep and wake-up: allocator overhead."""
 MOST: Final = 0.9
 """Share of the memory reported by the engine that sleep must free."""
 WRITTEN: Final = 0.7
@@ -578,14 +580,15 @@ async def many_cycles_of_the_cache_hold_no_more_memory(bench: Bench) -> None:
     await _can_sleep(bench, KV_CACHE)
     prompts = bench.prompts(3)
     before = await bench.greedy(prompts)
-    held: list[int] = []
-    for turn in range(bench.profile.cycles):
+
+    async def cycle(is_looked_at: bool) -> int:
         await engine.sleep([KV_CACHE])
-        if _is_looked_at(bench, turn):
-            held.append(held_bytes(engine))
+        held = held_bytes(engine) if is_looked_at else 0
         await engine.wake_up([KV_CACHE])
         check_same(bench, await bench.greedy(prompts), before)
-    _check_no_growth(held, 24 * MIB)
+        return held
+
+    await _check_cycles(bench, cycle)
 
 
 @case(Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, Capability.WEIGHTS_DISK)
@@ -595,16 +598,17 @@ async def many_cycles_give_the_same_answers(bench: Bench) -> None:
     await _can_sleep(bench, WEIGHTS, KV_CACHE, update=True)
     own, prompts = engine.get_weight_version(), bench.prompts(3)
     before = await bench.greedy(prompts)
-    held: list[int] = []
-    for turn in range(bench.profile.cycles):
+
+    async def cycle(is_looked_at: bool) -> int:
         await engine.sleep([WEIGHTS, KV_CACHE])
-        if _is_looked_at(bench, turn):
-            held.append(held_bytes(engine))
+        held = held_bytes(engine) if is_looked_at else 0
         await engine.wake_up([WEIGHTS])
         await engine.load_weights_from_disk(str(bench.model), own)
         await engine.wake_up([KV_CACHE])
         check_same(bench, await bench.greedy(prompts), before)
-    _check_no_growth(held, 24 * MIB)
+        return held
+
+    await _check_cycles(bench, cycle)
 
 
 @case(Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, Capability.WEIGHTS_DISK, model=ModelKind.LARGE)
@@ -808,9 +812,20 @@ async def _fill_cache(bench: Bench) -> None:
     await bench.engine.generate(bench.prompts(8 if on_gpu else 1, length), params)
 
 
-def _is_looked_at(bench: Bench, turn: int) -> bool:
-    """Return True in the cycles in which memory is measured: measuring takes longer than a cycle."""
-    return turn % max(2, bench.profile.cycles // 5) == 1
+async def _check_cycles(bench: Bench, cycle: Callable[[bool], Awaitable[int]]) -> None:
+    """Run ``profile.cycles`` cycles, and raise if memory that is held asleep grows steadily.
+
+    ``cycle`` returns the bytes that are held asleep if it is asked to look, which takes longer than a cycle.
+    """
+    count = max(1, bench.profile.cycles // 7)
+
+    async def held_after_some() -> dict[str, int]:
+        for _ in range(count - 1):
+            await cycle(False)
+        return {"bytes of memory": await cycle(True)}
+
+    await held_after_some()  # caches fill until then
+    await check_steady(held_after_some, {"bytes of memory": count * ROOM}, f"{count} cycles of sleep")
 
 
 def _check_no_growth(held: Sequence[int], room: int) -> None:

@@ -85,6 +85,12 @@ async def stop_token_ids_hold_where_eos_is_ignored(bench: Bench) -> None:
             await bench.engine.generate([bench.prompt()], {**params, "ignore_eos": True, "stop_token_ids": [other]})
         ).completions
         assert forced.token_ids == [eos] * 3, f"EOS ended it beside another stop token id: {forced.token_ids}"
+        # An EOS that the request names itself is a stop token id like any other.
+        for named in ([eos], [other, eos]):
+            asked = {**params, "ignore_eos": True, "stop_token_ids": named}
+            (ended,) = (await bench.engine.generate([bench.prompt()], asked)).completions
+            assert ended.token_ids == [eos], f"an EOS among the stop token ids did not end it: {ended.token_ids}"
+            assert (ended.finish_reason, ended.matched_stop) == (FinishReason.STOP, eos)
 
 
 @case(Capability.STOP_TOKEN_IDS, Capability.LOGIT_BIAS)

@@ -13,6 +13,7 @@ from drivetrain.backend.toolkit.translation import non_finite_logits
 from drivetrain.engine.adapters import Adapters
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import InvalidRequest, NonFiniteLogits
+from drivetrain.types.config import EngineConfig
 from drivetrain_conformance.assets.made_adapters import Adapter, change_adapter
 from drivetrain_conformance.mutants.registry import backend_mutants, mixed, mutant
 from drivetrain_conformance.mutants.spoil import SoundBackend, request_mutant
@@ -45,6 +46,24 @@ class uses_an_adapter_for_all(SoundBackend):
     async def unload_lora_adapter(self, lora_name: str) -> None:
         self.active = None
         await super().unload_lora_adapter(lora_name)
+
+
+@mutant("lora/requests_in_flight_use_different_adapters", says="nats below the most likely one")
+class holds_two_adapters_at_once(SoundBackend):
+    """While requests of two adapters are in flight, those of a third are answered by the model without it."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._using: list[str] = []
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        if request.lora is None or len({*self._using, request.lora}) > 2:
+            return await super().generate(dataclasses.replace(request, lora=None))
+        self._using.append(request.lora)
+        try:
+            return await super().generate(request)
+        finally:
+            self._using.remove(request.lora)
 
 
 @mutant("lora/requests_in_flight_use_different_adapters", says="gave NaN or infinite logits")

@@ -74,13 +74,13 @@ class reports_from_another_thread(SoundBackend):
         return await super().start(elsewhere)
 
 
-@config_mutant("lifecycle/a_life", says="requests ran at once, where max_num_seqs is 2")
+@config_mutant("lifecycle/a_life", says="requests ran at once, where max_num_seqs is 20")
 def drops_max_num_seqs(_: EngineConfig) -> Mapping[str, object]:
     """max_num_seqs does not limit concurrent requests."""
     return {"max_num_seqs": None}
 
 
-@mutant("lifecycle/a_life", says="streams made their first tokens at once, where max_num_seqs is 2")
+@mutant("lifecycle/a_life", says="streams made their first tokens at once, where max_num_seqs is 20")
 class says_that_others_wait(SoundBackend):
     """max_num_seqs does not limit concurrent requests, and stats() reports the excess as waiting."""
 
@@ -92,6 +92,31 @@ class says_that_others_wait(SoundBackend):
         stats = await super().stats()
         running = min(stats.running, self._most or stats.running)
         return dataclasses.replace(stats, running=running, waiting=stats.waiting + stats.running - running)
+
+
+@config_mutant("lifecycle/a_life", says="the stop string")
+def drops_the_tokenizer(_: EngineConfig) -> Mapping[str, object]:
+    """The engine reads the tokenizer of the model's folder, whatever the configuration says."""
+    return {"tokenizer": None}
+
+
+@config_mutant("lifecycle/a_life", says="only 16 of 20 requests ran at once")
+def caps_max_num_seqs(config: EngineConfig) -> Mapping[str, object]:
+    """No more than 16 requests run at once, whatever max_num_seqs says."""
+    return {"max_num_seqs": min(config.max_num_seqs or 16, 16)}
+
+
+@mutant("sessions/without_prefix_caching_nothing_is_found", says="more bytes of KV cache")
+class keeps_prefixes_that_it_may_not_use(SoundBackend):
+    """With enable_prefix_caching=False the KV cache keeps prompts, and stats() says so; cached_tokens is 0."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config.model_copy(update={"enable_prefix_caching": True}))
+        self._is_off = config.enable_prefix_caching is False
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        result = await super().generate(request)
+        return dataclasses.replace(result, cached_tokens=0) if self._is_off else result
 
 
 @config_mutant("lifecycle/a_life", says="the first tokens carry")

@@ -253,7 +253,7 @@ class wakes_weights_with_the_cache(SoundBackend):
         self.asleep = False
 
 
-@mutant("sleep/many_cycles_of_the_cache_hold_no_more_memory", says="MiB more were held in the end")
+@mutant("sleep/many_cycles_of_the_cache_hold_no_more_memory", says="more bytes of memory")
 class leaks_memory_at_each_sleep(SoundBackend):
     """Each cycle of sleep and wake-up costs a few megabytes for good."""
 

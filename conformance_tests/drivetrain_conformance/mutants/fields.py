@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
+from collections import Counter
 from collections.abc import Mapping
+from typing import cast
 
 from drivetrain.backend.base import GenerateRequest, GenerateResult
+from drivetrain.types.config import EngineConfig
+from drivetrain.types.outputs import FinishReason
 from drivetrain_conformance.mutants.registry import mutant
-from drivetrain_conformance.mutants.spoil import KnowingEos, SoundBackend, params_mutant, request_mutant
+from drivetrain_conformance.mutants.spoil import (
+    KnowingEos,
+    SoundBackend,
+    after,
+    joined,
+    params_mutant,
+    request_mutant,
+)
 
 # Lost fields ---------------------------------------------------------------------------------------------------------
 
@@ -76,6 +88,17 @@ class drops_ignore_eos(KnowingEos):
         return await super().generate(dataclasses.replace(request, stop_token_ids=ends))
 
 
+@mutant("stop/stop_token_ids_hold_where_eos_is_ignored", says="an EOS among the stop token ids did not end it")
+class ignores_an_eos_that_is_named(KnowingEos):
+    """With ignore_eos, an EOS among the request's own stop token ids is dropped."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        if request.params.ignore_eos:
+            stops = tuple(one for one in request.stop_token_ids if one not in self.eos)
+            request = dataclasses.replace(request, stop_token_ids=stops)
+        return await super().generate(request)
+
+
 @request_mutant("sampling/a_seed_fixes_the_output", says="4 of 4 outputs differ")
 def drops_the_seed(request: GenerateRequest) -> GenerateRequest:
     """A request's seed is not passed on."""
@@ -130,6 +153,28 @@ def takes_frequency_for_presence(request: GenerateRequest) -> Mapping[str, objec
     return {"presence_penalty": request.params.frequency_penalty, "frequency_penalty": 0.0}
 
 
+@mutant("sampling/greedy_follows_the_frequency_penalty", says="below the best after penalties and bias")
+class counts_a_token_eight_times(SoundBackend):
+    """The frequency penalty counts each token at most eight times."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        penalty, bias = request.params.frequency_penalty, request.params.logit_bias
+        if not penalty:
+            return await super().generate(request)
+        made: GenerateResult | None = None
+        while made is None or len(made.token_ids) < request.max_new_tokens:
+            counts = Counter(made.token_ids if made else ())
+            less = {token: bias.get(token, 0.0) - penalty * min(count, 8) for token, count in counts.items()}
+            fields = {"frequency_penalty": 0.0, "logit_bias": {**bias, **less}}
+            left = after(request, made) if made else request
+            params = left.params.model_copy(update=fields)
+            step = await super().generate(dataclasses.replace(left, params=params, max_new_tokens=1))
+            made = joined(made, step) if made else step
+            if step.finish_reason is not FinishReason.LENGTH:
+                break
+        return made
+
+
 @request_mutant("sampling/another_seed_draws_otherwise", says="two of these were drawn alike")
 def gives_all_samples_one_seed(request: GenerateRequest) -> GenerateRequest:
     """All samples of a prompt use the same seed, and so are equal."""
@@ -140,6 +185,45 @@ def gives_all_samples_one_seed(request: GenerateRequest) -> GenerateRequest:
 def always_draws_the_same(request: GenerateRequest) -> GenerateRequest:
     """A request without a seed gets a constant one, so that all its samples are equal."""
     return dataclasses.replace(request, seed=request.seed or 42)
+
+
+@mutant("sampling/without_a_seed_nothing_repeats", says="two of these were drawn alike")
+class repeats_draws_in_large_batches(SoundBackend):
+    """A request without a seed, in a batch of more than 32, draws as the one 32 places before it does."""
+
+    beside = 0
+    first = 0
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        if not self.beside:
+            self.first = secrets.randbits(40)
+        if request.seed is None:
+            request = dataclasses.replace(request, seed=self.first + self.beside % 32)
+        self.beside += 1
+        try:
+            return await super().generate(request)
+        finally:
+            self.beside -= 1
+
+
+@mutant("sampling/another_seed_draws_otherwise", says="two of these were drawn alike")
+class repeats_seeds_in_large_batches(SoundBackend):
+    """A request with a seed, in a batch of more than 32, draws as the one 32 places before it does."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._seeds: list[int] = []
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        if request.seed is None:
+            return await super().generate(request)
+        if len(self._seeds) >= 32:
+            request = dataclasses.replace(request, seed=self._seeds[-32])
+        self._seeds.append(seed := cast(int, request.seed))
+        try:
+            return await super().generate(request)
+        finally:
+            self._seeds.remove(seed)
 
 
 @mutant("sampling/a_seed_fixes_the_output", says="3 of 4 outputs differ")

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from drivetrain.backend.base import GenerateRequest, GenerateResult, TokenDelta
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import InvalidRequest
 from drivetrain.types.config import EngineConfig
-from drivetrain.types.modes import PauseMode
+from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import FinishReason, GenerationOutput
 from drivetrain.types.prompts import TextPrompt
 from drivetrain.types.weights import PrepareUpdate, ReleaseSources, WeightMessage, WeightReply
@@ -91,12 +93,64 @@ class leaves_a_thread_to_each_pause(SoundBackend):
         await super().freeze(mode)
 
 
+@mutant(_LEAVES, says="more tasks")
+class leaves_a_task_to_each_request(SoundBackend):
+    """Each request leaves a task in the trainer's event loop."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._tasks: set[asyncio.Task[bool]] = set()
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        self._tasks.add(asyncio.create_task(asyncio.Event().wait()))
+        return await super().generate(request)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await super().close()
+
+
+@mutant(_LEAVES, says="more bytes of memory")
+class keeps_the_cache_of_aborted_requests(_Keeping):
+    """256 bytes for each token of its prompt stay in memory when a request is aborted."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        result = await super().generate(request)
+        if result.finish_reason is FinishReason.ABORT:
+            self.kept.append(os.urandom(256 * len(request.prompt_token_ids)))
+        return result
+
+
 @mutant("weight_sync/many_pushes_on_one_host_leave_nothing_behind", says="the trainer's memory is still mapped")
 class keeps_the_trainers_memory_mapped(SoundBackend):
     """The memory that a trainer shared stays mapped when the trainer is done."""
 
     async def receive_weights(self, message: WeightMessage) -> WeightReply:
         return WeightReply() if isinstance(message, ReleaseSources) else await super().receive_weights(message)
+
+
+@mutant("sleep/many_cycles_give_the_same_answers", says="more bytes of memory")
+class keeps_half_a_megabyte_per_wake_up(_Keeping):
+    """Each wake-up leaves half a megabyte behind."""
+
+    async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
+        await super().wake_up(tags)
+        self.kept.append(os.urandom(512 * 1024))
+
+
+_left: WeakKeyDictionary[asyncio.AbstractEventLoop, list[bytes]] = WeakKeyDictionary()
+"""Bytes that closed engines left in memory, until their event loop is gone."""
+
+
+@mutant("lifecycle/two_in_a_row_leave_nothing", says="a closed engine left")
+class keeps_the_weights_of_closed_engines(SoundBackend):
+    """As many bytes as the weights have stay in memory when an engine is closed."""
+
+    async def close(self) -> None:
+        held = (await super().stats()).weight_bytes
+        await super().close()
+        _left.setdefault(asyncio.get_running_loop(), []).append(b"x" * held)
 
 
 @mutant("lora/a_name_may_come_back_as_another_adapter", says="more bytes of memory")
