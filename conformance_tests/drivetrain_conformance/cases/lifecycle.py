@@ -160,7 +160,7 @@ async def _check_stop_string(bench: Bench, engine: InferenceEngine) -> None:
     if letter is None or not (engine.supports(Capability.STOP_STRINGS) and engine.supports(Capability.LOGIT_BIAS)):
         return
     stop = engine.decode([letter])
-    asked = SamplingParams(max_new_tokens=4, temperature=0, logit_bias={letter: 100.0}, stop=[stop])
+    asked = SamplingParams(max_new_tokens=4, temperature=0, logit_bias={letter: 100.0}, stop=(stop,))
     (completion,) = (await engine.generate(prompt, asked)).completions
     assert completion.matched_stop == stop, (
         f"with tokenizer={engine.config.tokenizer}, the stop string {stop!r} did not end the tokens "
