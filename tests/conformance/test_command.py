@@ -68,7 +68,7 @@ def test_a_case_that_fails_ends_in_1_and_says_why() -> None:
         ([], "name a backend"),
         (["nowhere"], "there is no backend named 'nowhere'"),
         (["transformers", "--ray", "--remote"], "leave out --remote and --fork-hosts"),
-        (["--url", "http://127.0.0.1:1", "--model", "m", "--seed", "3"], "leave out --model, --seed"),
+        (["--url", "http://127.0.0.1:1", "--isolation", "process", "--seed", "3"], "leave out --isolation, --seed"),
         (["transformers", "--url", "http://127.0.0.1:1"], "leave out BACKEND"),
         (["transformers", "--timeout", "5"], "--timeout: only for a running server"),
         (["transformers", "--group", "stops"], "there is no group 'stops'"),

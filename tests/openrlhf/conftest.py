@@ -30,7 +30,7 @@ def other_model() -> Path:
     return tiny_model("qwen2", seed=1)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # a process that runs other files has room for one cluster
 def cluster() -> Iterator[None]:
     for module in (openrlhf_trainer, trainer_process):
         cloudpickle.register_pickle_by_value(module)

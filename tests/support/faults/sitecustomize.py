@@ -136,7 +136,7 @@ _HOOKS: Final[dict[str, Callable[[Any], None]]] = {
     "drivetrain_weight_sync.receiver.receiver": _hook_receiver,
     "drivetrain_weight_sync.receiver.update": _hook_update,
     "drivetrain_weight_sync.transports.process_groups": _hook_groups,
-    "drivetrain_weight_sync.trainer.sync": _hook_staging,
+    "drivetrain_weight_sync.trainer.engine_push": _hook_staging,
 }
 
 
