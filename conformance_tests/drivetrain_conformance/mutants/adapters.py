@@ -127,11 +127,13 @@ def _drop(config: dict[str, object], *fields: str) -> None:
 
 @adapter_mutant("lora/requests_in_flight_use_different_adapters", says="nats below the most likely one")
 def reads_queries_and_values_alone(config: dict[str, object], tensors: Tensors) -> None:
-    """Only an adapter's layers q_proj and v_proj are read."""
-    for name in [name for name in tensors if not ("q_proj" in name or "v_proj" in name)]:
+    """Of an adapter that has layers q_proj or v_proj, only these are read."""
+    others = [name for name in tensors if not ("q_proj" in name or "v_proj" in name)]
+    if len(others) == len(tensors):
+        return
+    for name in others:
         del tensors[name]
-    if tensors:
-        config["target_modules"] = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in tensors})
+    config["target_modules"] = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in tensors})
 
 
 @adapter_mutant("lora/an_adapter_adds_its_product", says="nats below the most likely one")
