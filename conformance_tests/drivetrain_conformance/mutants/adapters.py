@@ -127,7 +127,7 @@ def _drop(config: dict[str, object], *fields: str) -> None:
 
 @adapter_mutant("lora/requests_in_flight_use_different_adapters", says="nats below the most likely one")
 def reads_queries_and_values_alone(config: dict[str, object], tensors: Tensors) -> None:
-    """Of an adapter that has layers q_proj or v_proj, only these are read."""
+    """Only the layers q_proj and v_proj of an adapter that has them are read."""
     others = [name for name in tensors if not ("q_proj" in name or "v_proj" in name)]
     if len(others) == len(tensors):
         return
