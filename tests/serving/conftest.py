@@ -9,13 +9,12 @@ import httpx
 import pytest
 import pytest_asyncio
 import torch
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
 
 from drivetrain import InferenceEngine, create_engine
 from drivetrain.testing import tiny_model
 from drivetrain_serving import Server, ServerConfig
 from engines import require_ready_and_idle
+from tiny_adapters import save_adapters
 from trainer_groups import Trainer, a_trainer
 
 
@@ -37,15 +36,7 @@ def other_model() -> Path:
 @pytest.fixture(scope="session")
 def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the adapters ``one`` and ``two``."""
-    folder = tmp_path_factory.mktemp("adapters")
-    for seed, name in enumerate(("one", "two"), 1):
-        torch.manual_seed(seed)
-        wrapped = get_peft_model(
-            AutoModelForCausalLM.from_pretrained(model),
-            LoraConfig(target_modules=["q_proj", "v_proj"], r=4, lora_alpha=64, init_lora_weights=False),
-        )
-        wrapped.save_pretrained(str(folder / name))
-    return folder
+    return save_adapters(model, tmp_path_factory.mktemp("adapters"))
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -63,8 +63,8 @@ def sampling_call(given: Mapping[str, object]) -> SamplingCall:
 def payload_of(body: Mapping[str, object]) -> dict[str, object]:
     """Translate the body of an OpenAI request, in which SkyRL's engines take SGLang's fields too.
 
-    ``session_id`` is left out, as SkyRL's client does after it has chosen an engine, and so is ``return_token_ids``:
-    token ids are always returned.
+    Two keys have no effect: SkyRL's client needs ``session_id`` only to choose an engine, and token ids are returned
+    whatever ``return_token_ids`` says.
 
     Raises:
         InvalidRequest: A value cannot be honoured.
