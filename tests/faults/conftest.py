@@ -25,15 +25,21 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         patch.setenv("OMP_NUM_THREADS", "1")
         path = [str(ROOT / "tests/support/faults"), str(ROOT), os.environ.get("PYTHONPATH", "")]
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
+        _stop_what_forks()  # started by another file's tests, it would not know the stage
         first = multiprocessing.get_context("forkserver").Process(target=int)
         first.start()  # starts the processes that later ones are forked from
         first.join()
         first.close()
         try:
             yield Stage(folder)
-        finally:  # both would outlive the stage, and processes that other tests fork from them could be struck
-            forkserver._forkserver._stop()  # type: ignore[attr-defined]
-            resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+        finally:  # processes that other tests fork could be struck
+            _stop_what_forks()
+
+
+def _stop_what_forks() -> None:
+    """End the processes that ``multiprocessing`` forks others from; the next use starts them again."""
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")
