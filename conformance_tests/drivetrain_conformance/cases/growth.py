@@ -11,11 +11,11 @@ from drivetrain.errors import InvalidRequest
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.sampling import SamplingParams
-from drivetrain_conformance.assertions.event_loop_stalls import check_it_runs
+from drivetrain_conformance.assertions.event_loop_stalls import check_it_runs, check_rests
 from drivetrain_conformance.assertions.memory_use import check_steady, held_by
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.harness.case import case
-from drivetrain_conformance.harness.testbench import Bench, until_running
+from drivetrain_conformance.harness.testbench import Bench, until_idle, until_running
 
 ROUNDS: Final = 4
 """Rounds of requests between two measurements."""
@@ -51,7 +51,10 @@ async def requests_leave_nothing_behind(bench: Bench) -> None:
 
 @case()
 async def requests_do_not_hold_the_event_loop(bench: Bench) -> None:
-    """Serving requests of every kind, and refusing overlong ones, does not block the trainer's event loop."""
+    """Serving requests of every kind, and refusing overlong ones, does not block the trainer's event loop.
+
+    Nor does an engine that has nothing to do compute in the trainer's process.
+    """
     prompts = bench.prompts(4)
     await _requests_of_every_kind(bench, prompts)
     too_long: tuple[str | range, ...] = ("a " * 500_000, range(10**9))
@@ -60,6 +63,8 @@ async def requests_do_not_hold_the_event_loop(bench: Bench) -> None:
         for prompt in too_long:
             with refused(InvalidRequest, field="prompts", naming="context length"):
                 await bench.engine.generate(prompt)
+    await until_idle(bench.engine)
+    await check_rests()
 
 
 async def _requests_of_every_kind(bench: Bench, prompts: Sequence[list[int]]) -> None:

@@ -41,6 +41,7 @@ from drivetrain.types.outputs import Completion, FinishReason, VersionSpan
 from drivetrain.types.sampling import SamplingParams
 from drivetrain_conformance.assertions.leftovers import Holdings, check_nothing_left, temporary_folder
 from drivetrain_conformance.assertions.memory_use import held_by_this_process, parameter_bytes
+from drivetrain_conformance.assertions.precision import check_precision
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_greedy, check_same
 from drivetrain_conformance.assets.served_models import ModelKind, copy_model
@@ -100,6 +101,7 @@ async def a_life(bench: Bench) -> None:
         await _check_long_prompt(bench, engine)
         await _check_stop_string(bench, engine)
         await _check_requests_at_once(bench, engine)
+        await check_precision(bench, engine)
     finally:
         async with asyncio.timeout(BOUND):
             await engine.teardown()
@@ -109,6 +111,26 @@ async def a_life(bench: Bench) -> None:
         await _refused(engine.start(), "closed")
         async with asyncio.timeout(BOUND):
             await engine.teardown()
+    await _check_engine_kwargs(bench)
+
+
+_UNKNOWN: Final = "an_argument_that_no_engine_has"
+
+
+async def _check_engine_kwargs(bench: Bench) -> None:
+    """Check that engine_kwargs reach the engine: one that it does not know is refused by name, at the latest there."""
+    try:
+        engine = bench.create(engine_kwargs={_UNKNOWN: 1})
+    except (InvalidConfig, UnsupportedCapability):
+        return  # another case checks that such a refusal names the field
+    said = ""
+    try:
+        await engine.start()
+        await engine.teardown()
+    except (InvalidConfig, EngineStartError) as refusal:
+        said = str(refusal)
+    assert said, f"it started with engine_kwargs={{{_UNKNOWN!r}: 1}}, so they do not reach the engine"
+    assert _UNKNOWN in said, f"the error does not name the argument {_UNKNOWN}: {said}"
 
 
 _CONTEXT: Final = 701

@@ -7,6 +7,7 @@ engine; see :mod:`drivetrain_conformance.references.goodness_of_fit`.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
@@ -19,7 +20,7 @@ from drivetrain.types.outputs import Completion, GenerationOutput
 from drivetrain.types.sampling import ActionMask, DisallowedTokens, SamplingParams, TemperatureSchedule
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, ordinary_ids
-from drivetrain_conformance.references.goodness_of_fit import Tally
+from drivetrain_conformance.references.goodness_of_fit import FALSE_ALARM, Tally
 from drivetrain_conformance.references.oracle import Logits, log_softmax
 from drivetrain_conformance.references.reference_sampling import step, steps, with_effective_filters
 
@@ -31,6 +32,9 @@ _FAR_BACK: Final = 160
 """Length of a prompt or sample whose first tokens must still count for the penalties of the last ones."""
 _CROWD: Final = 96
 """Samples in one batch whose draws must differ: three times as many as the parts into which an engine may split it."""
+_HOT: Final = 8.0
+_LIKELY: Final = 0.92
+"""Probability of the most likely token where the others' are looked at, which ``_HOT`` makes nearly equal."""
 _SEQUENCES: Final = 256
 """Sampled sequences in a check of a token other than the first."""
 
@@ -95,6 +99,28 @@ async def logit_bias_is_added(bench: Bench) -> None:
     likely, less, never = bench.prompt(3)
     bias = {likely: 3.0, less: -3.0, never: -100.0}
     await _check_first_tokens(bench, SamplingParams(max_new_tokens=1, logit_bias=bias), marked=[likely])
+    await _check_unlikely_tokens(bench)
+
+
+async def _check_unlikely_tokens(bench: Bench) -> None:
+    """Check that many different tokens are drawn beside one that has nearly all of the probability.
+
+    A random number of a few bits leaves out most of them, and gives their share to a few.
+    """
+    prompt, likely = bench.prompt(), bench.rng.choice(ordinary_ids(bench.engine))
+    row = bench.oracle().logits(prompt)[-1] / _HOT
+    rest = np.exp(np.delete(row, likely))
+    bias = _HOT * float(np.log(rest.sum() * _LIKELY / (1 - _LIKELY)) - row[likely])
+    params = SamplingParams(max_new_tokens=1, temperature=_HOT, logit_bias={likely: bias})
+    (completions,) = await _draw(bench, [prompt], params)
+    drawn = {completion.token_ids[0] for completion in completions} - {likely}
+    expected = float(np.sum(1 - (1 - rest / rest.sum() * (1 - _LIKELY)) ** len(completions)))
+    # Chernoff's bound: whether one token was drawn makes it no likelier that another one was.
+    fewest = expected - math.sqrt(2 * expected * math.log(1 / FALSE_ALARM))
+    assert len(drawn) >= fewest, (
+        f"beside a token with a probability of {_LIKELY}, {len(completions)} draws found {len(drawn)} others; "
+        f"expected about {expected:.0f}, and at least {fewest:.0f}"
+    )
 
 
 @case(Capability.REPETITION_PENALTY)

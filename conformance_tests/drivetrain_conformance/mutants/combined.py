@@ -267,6 +267,15 @@ def takes_low_temperatures_for_greedy(request: GenerateRequest) -> Mapping[str, 
     return {"temperature": request.params.temperature if request.params.temperature >= 0.05 else 0.0}
 
 
+@result_mutant("sampling/logit_bias_is_added", says="draws found")
+def draws_with_a_coarse_random_number(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
+    """At a high temperature one unlikely token in 32 is drawn, for its neighbours too."""
+    bias = request.params.logit_bias
+    if request.params.temperature < 2 or not bias:
+        return result
+    return dataclasses.replace(result, token_ids=[t if t in bias else t // 32 * 32 for t in result.token_ids])
+
+
 @params_mutant("sampling/a_low_temperature_sharpens", says="the draws do not follow")
 def raises_low_temperatures(request: GenerateRequest) -> Mapping[str, object]:
     """A temperature below 0.05 is raised to 0.05."""

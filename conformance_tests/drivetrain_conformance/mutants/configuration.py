@@ -106,6 +106,24 @@ def caps_max_num_seqs(config: EngineConfig) -> Mapping[str, object]:
     return {"max_num_seqs": min(config.max_num_seqs or 16, 16)}
 
 
+@config_mutant("lifecycle/a_life", says="so they do not reach the engine")
+def drops_engine_kwargs(_: EngineConfig) -> Mapping[str, object]:
+    """The engine gets none of engine_kwargs."""
+    return {"engine_kwargs": {}}
+
+
+@mutant("lifecycle/a_life", says="times those of weights rounded to bfloat16")
+class is_less_precise_than_its_dtype(SoundBackend):
+    """Errors in bfloat16 are more than twice those of rounding, and each is within its tolerance."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        result = await super().generate(request)
+        if self.config.dtype != "bfloat16" or result.logprobs is None:
+            return result
+        error = 0.08 * np.sin(7.0 * np.arange(len(result.logprobs)))
+        return dataclasses.replace(result, logprobs=np.add(result.logprobs, error).tolist())
+
+
 @mutant("sessions/without_prefix_caching_nothing_is_found", says="more bytes of KV cache")
 class keeps_prefixes_that_it_may_not_use(SoundBackend):
     """With enable_prefix_caching=False the KV cache keeps prompts, and stats() says so; cached_tokens is 0."""

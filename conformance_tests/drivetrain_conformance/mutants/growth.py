@@ -6,12 +6,12 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from drivetrain.backend.base import GenerateRequest, GenerateResult, TokenDelta
+from drivetrain.backend.base import GenerateRequest, GenerateResult, ModelInfo, TokenDelta
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import InvalidRequest
 from drivetrain.types.config import EngineConfig
@@ -199,6 +199,27 @@ class computes_in_the_event_loop(SoundBackend):
         while time.thread_time() < ends:
             pass
         return super().stream(request)
+
+
+@mutant("growth/requests_do_not_hold_the_event_loop", says="an idle engine takes")
+class polls_while_idle(SoundBackend):
+    """A thread of the trainer's process asks again and again whether there is something to do."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._closed = threading.Event()
+
+    async def start(self, report: Callable[[str], None]) -> ModelInfo:
+        threading.Thread(target=self._poll, daemon=True).start()
+        return await super().start(report)
+
+    def _poll(self) -> None:
+        while not self._closed.is_set():
+            time.sleep(0)
+
+    async def close(self) -> None:
+        self._closed.set()
+        await super().close()
 
 
 @mutant("growth/requests_do_not_hold_the_event_loop", says="the event loop stood still")

@@ -1,0 +1,59 @@
+"""Compare an engine's rounding errors with those that its dtype explains."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Final
+
+import numpy as np
+
+from drivetrain.engine.engine import InferenceEngine
+from drivetrain.types.capability import Capability
+from drivetrain.types.sampling import LogprobsMode, SamplingParams
+from drivetrain_conformance.harness.testbench import Bench, NoOracle
+from drivetrain_conformance.references.oracle import Logits, log_softmax
+
+ROUGHEST: Final = 1.4
+"""Errors of an engine that rounds to its dtype are 0.6 to 0.8 of those that rounding the weights alone makes.
+
+An engine that keeps decoded keys and values in 8 bits comes to 2.
+"""
+_PROMPTS: Final = 4
+_TOKENS: Final = 60
+"""Tokens of each answer; most of what a token looks at was decoded, too."""
+
+
+async def check_precision(bench: Bench, engine: InferenceEngine) -> None:
+    """Raise if logprobs of a 16-bit engine are less precise than its dtype: a tolerance for the worst one hides that.
+
+    The root mean square of the errors is compared with that of the oracle after rounding its weights in several ways.
+    """
+    if engine.model_info.dtype == "float32" or not engine.supports(Capability.LOGPROBS_RAW):
+        return
+    asked = SamplingParams(
+        max_new_tokens=_TOKENS,
+        ignore_eos=engine.supports(Capability.IGNORE_EOS),
+        logprobs=0,
+        logprobs_mode=LogprobsMode.RAW,
+    )
+    with suppress(NoOracle):
+        errors: list[float] = []
+        rounding: list[float] = []
+        for completion in (await engine.generate(bench.prompts(_PROMPTS, engine=engine), asked)).completions:
+            exact = bench.output_logprobs(completion)
+            errors += np.subtract(completion.logprobs or [], exact).tolist()
+            for rows in bench.rounded_output_logits(completion, engine):
+                rounding += np.subtract(_of_tokens(rows, completion.token_ids), exact).tolist()
+        ratio = _root_mean_square(errors) / (_root_mean_square(rounding) or 1.0)
+        assert ratio <= ROUGHEST, (
+            f"errors of {len(errors)} logprobs are {ratio:.2f} times those of weights rounded to "
+            f"{engine.model_info.dtype}: {_root_mean_square(errors):.4f} nats; at most {ROUGHEST:g} times is that dtype"
+        )
+
+
+def _of_tokens(rows: Logits, token_ids: list[int]) -> list[float]:
+    return [float(row[token]) for row, token in zip(log_softmax(rows), token_ids, strict=True)]
+
+
+def _root_mean_square(values: list[float]) -> float:
+    return float(np.sqrt(np.mean(np.square(values)))) if values else 0.0
