@@ -1,9 +1,11 @@
 """Weight updates from an FSDP2 trainer on two GPUs, beside a full gather of the same tensors by torch.
 
-    python benchmarks/gpu/fsdp2.py {vllm,sglang,transformers} [--size 7b|1.8b|tiny] [--strategy auto] [--json FILE]
+    python benchmarks/gpu/fsdp2.py {vllm,sglang,transformers} [--size 7b|1.8b|tiny] [--tensor-parallel]
+        [--strategy auto] [--json FILE]
 
-Two ranks hold a bfloat16 model at random, sharded by ``fully_shard``; rank 0 pushes to an engine on GPU 1. Every push
-is verified, and one tensor is read back and compared. In milliseconds, medians:
+Two ranks hold a bfloat16 model at random, sharded by ``fully_shard``; rank 0 pushes to an engine on GPU 1, or with
+``--tensor-parallel`` to one whose two ranks are on both GPUs. Every push is verified, and one tensor is read back and
+compared. In milliseconds, medians:
 
 - full gather: ``full_tensor()`` of every parameter on both ranks, one at a time, each dropped at once.
 - push: from ``push()`` to its return on rank 0; of that gathering, checks and staging, and the update.
@@ -76,6 +78,8 @@ def engine_of(args: argparse.Namespace, folder: Path) -> InferenceEngine:
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
         return create_engine("transformers", model=str(folder), dtype="bfloat16", device="cuda:1", isolation="process")
     fields = {"backend": args.backend, "model": str(folder), "dtype": "bfloat16", **ENGINES[args.backend]}
+    if args.tensor_parallel:
+        return create_engine({**fields, "tensor_parallel_size": RANKS})
     there = ON_GPU_1[args.backend]
     kwargs = fields["engine_kwargs"] | there.get("engine_kwargs", {})
     return create_engine({**fields, **there, "engine_kwargs": kwargs})
@@ -120,6 +124,7 @@ async def on_rank(args: argparse.Namespace, folder: Path, rank: int) -> dict[str
             "device": f"{RANKS} x {torch.cuda.get_device_name(0)}",
             "backend": args.backend,
             "strategy": sync.strategy.value,
+            "tensor_parallel_size": engine.config.tensor_parallel_size,
             "versions": engine.versions,
             "gb": sum(tensor.nbytes for tensor in state.values()) / 1e9,
             "peak_gb": (torch.cuda.max_memory_allocated(device) - before) / 1e9,
@@ -155,6 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("backend", choices=[*sorted(ENGINES), "transformers"])
     parser.add_argument("--size", choices=sorted(SIZES), default="7b")
+    parser.add_argument("--tensor-parallel", action="store_true", help="an engine on both GPUs")
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--pushes", type=int, default=6)
     parser.add_argument("--json", type=Path, help="write the results there")

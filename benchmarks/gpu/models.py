@@ -32,6 +32,17 @@ SIZES: Final[dict[str, tuple[str, dict[str, int]]]] = {
             "vocab_size": 151936,
         },
     ),
+    "0.5b": (
+        "qwen2",
+        {
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "vocab_size": 32000,
+        },
+    ),
     "tiny": ("qwen2", {"hidden_size": 128, "num_hidden_layers": 4}),
     "moe": (
         "qwen3_moe",
