@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer with its engine on the same GPU, asleep while it trains, beside TRL's own generation in one run.
 
-    python benchmarks/gpu/trl_colocated.py {sglang,vllm,transformers} [--size 0.5b|1.8b] [--steps 8] [--batch 64]
+    python benchmarks/gpu/trl_colocated.py {sglang,vllm,transformers} [--size 0.5b|1.8b] [--steps 10] [--batch 64]
         [--tokens 128] [--limit 200] [--engine-path PATH] [--json FILE]
 
 Trains a bfloat16 policy at random twice, each time in a process of its own: with ``generation(…, sleep=True)`` of
@@ -10,8 +10,8 @@ unpacked in a folder.
 
 For each: rewards, and the median of a step's seconds without the first two, in which engines record and compile. With
 the engine: the largest difference and the largest mean of a step between its logprobs and TRL's, which TRL reports; and
-the GPU memory in use while TRL trains, which shows whether the engine sleeps. Exits with 1 unless the reward rises by
-0.1 and logprobs agree within 0.5 nats.
+the GPU memory that others have in use while TRL trains, which shows whether the engine sleeps. Exits with 1 unless
+logprobs agree within 0.1 nats. A few steps at this rate do not raise the reward; ``trl_server.py`` does.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ ENGINES: Final[dict[str, dict[str, Any]]] = {
 }
 PROMPTS: Final = ("Say something.", "Who is there?", "1 + 1 =", "Once upon a time")
 OWN: Final = "trl"
-MIN_RISE: Final = 0.1
-TOLERANCE: Final = 0.5
+SPREAD: Final = 0.01
+"""Standard deviation of the weights; with a larger one, rounding alone moves the logprobs of so deep a model far."""
+TOLERANCE: Final = 0.1
 WARM_UP: Final = 2
 """Steps whose times do not count."""
 
@@ -96,6 +97,7 @@ def trained(way: str, args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     folder = model_folder(args.size)
     config = AutoConfig.from_pretrained(folder)
+    config.initializer_range = SPREAD
     with torch.device("cuda"):
         policy = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     policy.name_or_path = str(folder)
@@ -108,7 +110,7 @@ def trained(way: str, args: argparse.Namespace) -> None:
         bf16=True,
         use_vllm=way != OWN,
         max_steps=args.steps,
-        learning_rate=5e-4,
+        learning_rate=1e-4,
         lr_scheduler_type="constant",
         per_device_train_batch_size=args.batch,
         num_generations=args.batch // len(PROMPTS),
@@ -137,7 +139,8 @@ def trained(way: str, args: argparse.Namespace) -> None:
 def in_a_process(way: str, args: argparse.Namespace) -> list[dict[str, float]]:
     """Train in a process of its own; return its steps."""
     path = args.engine_path if way != OWN else ""
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    one_gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0")  # TRL refuses a process that sees several
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": one_gpu, "HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH", "")]))
     command = [sys.executable, __file__, args.backend, "--way", way, "--size", args.size, "--steps", str(args.steps)]
     command += ["--batch", str(args.batch), "--tokens", str(args.tokens)]
@@ -154,7 +157,7 @@ def summary(steps: list[dict[str, float]]) -> dict[str, Any]:
         "rewards": [step["reward"] for step in steps],
         "step_s": median(step["seconds"] for step in steps[WARM_UP:]),
         "others_gb_while_training": max(step["others_gb"] for step in steps[WARM_UP:]),
-        **{name: max(step[name] for step in steps if name in step) for name in differences if name in steps[-1]},
+        **{name: [step[name] for step in steps if name in step] for name in differences if name in steps[-1]},
     }
 
 
@@ -162,7 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("backend", choices=sorted(ENGINES))
     parser.add_argument("--size", choices=sorted(SIZES), default="0.5b")
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--batch", type=int, default=64, help="completions of a step")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of a completion")
     parser.add_argument("--limit", type=float, default=200.0, help="seconds for each training")
@@ -185,10 +188,9 @@ def main() -> None:
     print(json.dumps(document, indent=1))
     if args.json:
         args.json.write_text(json.dumps(document, indent=1) + "\n")
-    gap = ours.get("sampling/sampling_logp_difference/max", float("nan"))
-    rose = ours["rewards"][-1] - ours["rewards"][0]
-    if not (gap <= TOLERANCE and rose >= MIN_RISE):
-        raise SystemExit(f"the reward rose by {rose:.2f} and logprobs differ by up to {gap}")
+    gap = max(ours.get("sampling/sampling_logp_difference/max", [float("nan")]))
+    if not gap <= TOLERANCE:
+        raise SystemExit(f"logprobs differ by up to {gap}")
 
 
 if __name__ == "__main__":
