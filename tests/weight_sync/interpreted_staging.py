@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import pytest
 import torch
 
+from drivetrain import EngineConfig
 from drivetrain.errors import InvalidWeights, WeightPlanMismatch
 from drivetrain.types.weights import TensorSpec, WeightManifest
 from drivetrain_weight_sync import digests, make_plan
 from drivetrain_weight_sync.copying import device_copies
 from drivetrain_weight_sync.trainer import staging
-from drivetrain_weight_sync.trainer.source import Source
+from drivetrain_weight_sync.trainer.in_memory_names import InMemoryNames
+from drivetrain_weight_sync.trainer.source import GatheredSource, Source
 from drivetrain_weight_sync.trainer.staging import Staged, Stager, stage
 from drivetrain_weight_sync.transports.in_process import InProcessSender
 from drivetrain_weight_sync.transports.shared_memory import SharedMemorySender
 
 SHAPES = {"embed": (24, 16), "up": (32, 16), "down": (16, 32)}
 MANIFEST = WeightManifest(tuple(TensorSpec(n, "float32", s) for n, s in SHAPES.items()), {"head": "embed"})
+Found = tuple[dict[str, int], list[str]]
 PLAN = make_plan(MANIFEST.tensors, bucket_bytes=2048)
 
 
@@ -61,9 +66,49 @@ def note_what_is_held() -> None:
     assert stager.known is not None
 
 
+def stage_buckets_as_they_are_gathered() -> None:
+    """Each bucket of a gathered source takes one launch, and may be overwritten once the next one is read."""
+    tensors, sender, stager = weights(), SharedMemorySender(), Stager()
+    launched: list[list[str | None]] = []
+    look = stager.looks
+
+    class Counted(device_copies.Looks):
+        def __call__(self, copies: Iterable[device_copies.DeviceCopy], pace: device_copies.Pace | None = None) -> Found:
+            made = list(copies)
+            launched.append([copy.name for copy in made])
+            return look(made, pace)
+
+    stager.looks = Counted()
+
+    def buckets() -> Iterator[dict[str, torch.Tensor]]:
+        for names in (["embed", "head"], ["up", "down"]):
+            bucket = {name: tensors[name].clone() for name in names}
+            yield bucket
+            for tensor in bucket.values():
+                tensor.zero_()
+
+    source = GatheredSource(buckets, InMemoryNames(EngineConfig(backend="transformers", model="none")), lambda: tensors)
+    for _ in range(2):
+        staged = Staged()
+        stage(source, sender, MANIFEST, PLAN, staged, stager, cast=False)
+        assert staged.fraction == 1.0
+        assert staged.digests == digests({name: tensors[name] for name in SHAPES})
+        assert all(torch.equal(sender.slots()[name], tensors[name]) for name in SHAPES)
+        tensors["up"].mul_(-1.5)
+    assert launched == 2 * [["embed", "head"], ["up", "down"]]
+    tensors["down"][0, 0] = torch.nan
+    with pytest.raises(InvalidWeights, match=r"down \(NaN\)"):
+        stage(source, sender, MANIFEST, PLAN, Staged(), stager, cast=False)
+    tensors["down"][0, 0], tensors["head"] = 0, tensors["head"] + 1
+    with pytest.raises(WeightPlanMismatch, match="head and embed differ"):
+        stage(source, sender, MANIFEST, PLAN, Staged(), stager, cast=False)
+    sender.close()
+
+
 def main() -> None:
     staging.reaches = lambda tensor: True  # type: ignore[attr-defined]
     note_what_is_held()
+    stage_buckets_as_they_are_gathered()
     push, tensors = Push(), weights()
     push.stage(tensors)
     known = push.stager.known

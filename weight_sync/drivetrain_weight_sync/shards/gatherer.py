@@ -110,10 +110,10 @@ class Gatherer:
         specs = self._inventory.specs
         return self._named({n: torch.empty(s.shape, dtype=dtype_of(s), device="meta") for n, s in specs.items()})
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor under its checkpoint name, gathering the next bucket meanwhile.
+    def buckets(self) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Yield the tensors of each bucket under their checkpoint names, gathering the next one meanwhile.
 
-        A tensor may be overwritten as soon as the next one is read.
+        The tensors of a bucket may be overwritten as soon as the next one is read.
 
         Raises:
             TrainerRankLost, DeadlineExceeded: a rank is gone, or stands still.
@@ -129,7 +129,7 @@ class Gatherer:
             if index + 1 < len(buckets):
                 following = index + 1
                 self._coming = self._ahead.submit(self._gather, buckets[following], memory[following % _BUFFERS])
-            yield from self._named(gathered).items()
+            yield self._named(gathered)
 
     def staged(self) -> None:
         """Tell the other ranks that every tensor is staged."""

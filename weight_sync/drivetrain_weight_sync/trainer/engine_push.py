@@ -18,7 +18,7 @@ from drivetrain_weight_sync.shards.gatherer import Gatherer
 from drivetrain_weight_sync.trainer.in_memory_names import InMemoryNames
 from drivetrain_weight_sync.trainer.logprob_probe import LogprobProbe, ScoringEngine
 from drivetrain_weight_sync.trainer.result import WeightSyncResult
-from drivetrain_weight_sync.trainer.source import Source
+from drivetrain_weight_sync.trainer.source import GatheredSource, Source
 from drivetrain_weight_sync.trainer.staging import Staged, Stager, stage
 from drivetrain_weight_sync.trainer.strategy import Strategy
 from drivetrain_weight_sync.transports.base import Sender
@@ -75,9 +75,9 @@ class EnginePush:
         self._sender = sender
         self._options = options
         self._gatherer = gatherer
-        self._source = source
+        self._source: Source = source
         if gatherer is not None:
-            self._source = Source(gatherer.tensors, InMemoryNames(engine.config), gatherer.outline)
+            self._source = GatheredSource(gatherer.buckets, InMemoryNames(engine.config), gatherer.outline)
         self._agreed: tuple[WeightManifest, WeightPlan] | None = None
         self._prepared = False
         """True from the moment the engine is told of a source until the update begins."""

@@ -116,18 +116,22 @@ class Source:
         outline = self._outline()
         return outline if self._names is None else self._names.stored(outline, manifest)
 
-    def stream(self, manifest: WeightManifest | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors one by one; for ``manifest`` see :meth:`pairs`.
+    def stream(self, manifest: WeightManifest | None = None) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Yield the tensors in groups, each valid until the next one is read; for ``manifest`` see :meth:`pairs`.
 
         Raises:
             InvalidRequest: the source does not yield (name, tensor) pairs.
             WeightSyncError: a generator was read before, or an item is not a dense tensor with memory.
         """
-        for name, tensor in _checked(self._pairs()):
-            if self._names is None or manifest is None:
-                yield name, tensor
-            else:
-                yield from self._names.stored({name: tensor}, manifest).items()
+        for group in self._groups():
+            pairs = list(_checked(group))
+            if self._names is not None and manifest is not None:
+                stored = [self._names.stored({name: tensor}, manifest) for name, tensor in pairs]
+                pairs = [pair for tensors in stored for pair in tensors.items()]
+            yield pairs
+
+    def _groups(self) -> Iterable[NamedTensors]:
+        return ([pair] for pair in self._pairs())
 
     def _pairs(self, merging: MergedAdapters | None = None) -> NamedTensors:
         given = self._given
@@ -149,6 +153,28 @@ class Source:
                 )
             self._spent = True
         return _named(given)
+
+
+class GatheredSource(Source):
+    """A streamed source that yields whole buckets, gathered from several ranks.
+
+    Args:
+        buckets: Yields the tensors of one bucket after the other; they stay valid until the next one is read.
+        names: As for :class:`Source`.
+        outline: As for :class:`Source`.
+    """
+
+    def __init__(
+        self,
+        buckets: Callable[[], Iterable[Mapping[str, torch.Tensor]]],
+        names: InMemoryNames,
+        outline: Callable[[], Mapping[str, torch.Tensor]],
+    ) -> None:
+        super().__init__((), names, outline)
+        self._buckets = buckets
+
+    def _groups(self) -> Iterable[NamedTensors]:
+        return (bucket.items() for bucket in self._buckets())
 
 
 def by_name(pairs: Iterable[tuple[str, torch.Tensor | DerivedTensor]]) -> dict[str, torch.Tensor]:

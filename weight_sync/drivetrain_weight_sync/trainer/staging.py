@@ -95,21 +95,21 @@ def stage(
     """Put every tensor of ``source`` into ``sender``, and fill ``staged``.
 
     A held source's names, dtypes and shapes are checked before anything is staged; a streamed source is checked while
-    it is read. ``stager`` keeps state that the next push can reuse. Copies within a GPU take at most ``gpu_share`` of
-    its time.
+    it is read. ``stager`` keeps state that the next push can reuse. Copies of a held source within a GPU take at most
+    ``gpu_share`` of its time.
 
     Raises:
         WeightPlanMismatch: tensors are missing, extra, or of another dtype or shape; or tied weights differ in value.
         InvalidWeights: tensors hold NaN or infinity.
     """
-    pace = None if gpu_share >= 1 else Pace(gpu_share, lambda fraction: staged.reached(int(fraction * staged.nbytes)))
     if not source.held:
         staged.nbytes = _nbytes(plan)
         outline = source.outline(manifest)
         if outline is not None:
-            _Checks(manifest, staged, cast, stager, pace).require_fit(outline)
-        _Streamed(manifest, staged, cast, stager, pace).run(source, sender, plan)
+            _Checks(manifest, staged, cast, stager, None).require_fit(outline)
+        _Streamed(manifest, staged, cast, stager, None).run(source, sender, plan)
         return
+    pace = None if gpu_share >= 1 else Pace(gpu_share, lambda fraction: staged.reached(int(fraction * staged.nbytes)))
     with staged.checking():
         pairs = source.pairs(manifest)
     if not stager.put_again(pairs, sender, manifest, plan, staged, pace):
@@ -208,6 +208,42 @@ class _Checks:
     def _casts(self, tensor: torch.Tensor, wanted: TensorSpec) -> bool:
         dtype, engines = tensor.dtype, dtype_of(wanted)
         return widens(dtype, engines) or (self._cast and rounds(dtype, engines))
+
+    def _look_and_put(
+        self, tensors: Mapping[str, torch.Tensor], mains: Mapping[str, str], slots: Mapping[str, torch.Tensor]
+    ) -> set[str]:
+        """Check, digest and, where there are slots, copy GPU tensors in one launch; return the plan names copied."""
+        put: set[str] = set()
+        copies: list[DeviceCopy] = []
+        for name, tensor in tensors.items():
+            if not (reaches(tensor) and can_look(tensor.dtype) and self._is_as_sent(name, tensor)):
+                continue
+            main = mains.get(name)
+            copy = DeviceCopy(tensor, None if main is None else slots.get(main), name)
+            if not fits(copy):
+                copy = replace(copy, destination=None)
+            if fits(copy):
+                copies.append(copy)
+                if copy.destination is not None and main is not None:
+                    put.add(main)
+        if copies:
+            digests, strange = self._stager.looks(copies, self._pace)
+            self._in_one = len(copies) == len(tensors)
+            self._found.update(digests)
+            self.bad.update(non_finite({name: tensors[name] for name in strange}))
+        return put
+
+    def _look(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        as_is = {name: tensor for name, tensor in tensors.items() if self._is_as_sent(name, tensor)}
+        self.bad.update(non_finite(as_is))
+        self._found.update(digests(as_is))
+        for name in tensors.keys() - as_is.keys():
+            converted = self.sent(name, tensors[name])
+            self.bad.update(non_finite({name: converted}))
+            self._found[name] = digest(converted)
+
+    def _is_as_sent(self, name: str, tensor: torch.Tensor) -> bool:
+        return tensor.dtype == dtype_of(self._specs[name])
 
 
 class Stager:
@@ -348,57 +384,30 @@ class _Held(_Checks):
                     staged.put(self.nbytes[self.main_name(name)])
         self.require_sound()
 
-    def _look_and_put(
-        self, tensors: Mapping[str, torch.Tensor], mains: Mapping[str, str], slots: Mapping[str, torch.Tensor]
-    ) -> set[str]:
-        """Check, digest and, where there are slots, copy GPU tensors in one launch; return the plan names copied."""
-        put: set[str] = set()
-        copies: list[DeviceCopy] = []
-        for name, tensor in tensors.items():
-            if not (reaches(tensor) and can_look(tensor.dtype) and self._is_as_sent(name, tensor)):
-                continue
-            main = mains.get(name)
-            copy = DeviceCopy(tensor, None if main is None else slots.get(main), name)
-            if not fits(copy):
-                copy = replace(copy, destination=None)
-            if fits(copy):
-                copies.append(copy)
-                if copy.destination is not None and main is not None:
-                    put.add(main)
-        if copies:
-            digests, strange = self._stager.looks(copies, self._pace)
-            self._in_one = len(copies) == len(tensors)
-            self._found.update(digests)
-            self.bad.update(non_finite({name: tensors[name] for name in strange}))
-        return put
-
-    def _look(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        as_is = {name: tensor for name, tensor in tensors.items() if self._is_as_sent(name, tensor)}
-        self.bad.update(non_finite(as_is))
-        self._found.update(digests(as_is))
-        for name in tensors.keys() - as_is.keys():
-            converted = self.sent(name, tensors[name])
-            self.bad.update(non_finite({name: converted}))
-            self._found[name] = digest(converted)
-
-    def _is_as_sent(self, name: str, tensor: torch.Tensor) -> bool:
-        return tensor.dtype == dtype_of(self._specs[name])
-
 
 class _Streamed(_Checks):
     def run(self, source: Source, sender: Sender, plan: WeightPlan) -> None:
         staged = self.staged
         sender.begin(plan)
-        for name, tensor in source.stream(self._manifest):
+        for group in source.stream(self._manifest):
             with staged.checking():
-                if not self.see(name, tensor):
-                    continue
-                tensor = self.sent(name, tensor)
-                first = self.digest_of(name, tensor)
-            if first:
-                main = self.main_name(name)
-                with staged.staging():
-                    sender.put(main, tensor, held=False)
+                tensors = {name: self.sent(name, tensor) for name, tensor in group if self.see(name, tensor)}
+                firsts: dict[str, str] = {}
+                for name in tensors:
+                    if self.main_name(name) not in staged.digests:
+                        firsts.setdefault(self.main_name(name), name)
+            with staged.staging():
+                put = self._look_and_put(tensors, {first: main for main, first in firsts.items()}, sender.slots())
+            with staged.checking():
+                self._look({name: tensor for name, tensor in tensors.items() if name not in self._found})
+                for name in tensors:
+                    value = self._found[name]
+                    if staged.digests.setdefault(self.main_name(name), value) != value:
+                        self.differ.append(name)
+            with staged.staging():
+                for main, first in firsts.items():
+                    if main not in put:
+                        sender.put(main, tensors[first], held=False)
                     staged.put(self.nbytes[main])
         self.require_complete()
         self.require_sound()
