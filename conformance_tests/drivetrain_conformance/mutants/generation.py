@@ -191,3 +191,27 @@ class takes_the_long_factors_for_all(SoundBackend):
     async def close(self) -> None:
         await super().close()
         shutil.rmtree(self._folder)
+
+
+@mutant("sessions/an_answer_is_found_with_its_prompt", says="after an answer that ends at token")
+class keeps_the_last_token_of_an_answer(SoundBackend):
+    """A block that an answer fills is cached although its last token was never run through the model."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._kept: set[tuple[int, ...]] = set()
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        ids = list(request.prompt_token_ids)
+        for kept in self._kept:
+            if tuple(ids[: len(kept)]) == kept:
+                ids[len(kept) - 1] = ids[0]
+        result = await super().generate(dataclasses.replace(request, prompt_token_ids=ids))
+        seen = (*request.prompt_token_ids, *result.token_ids)
+        if len(seen) % 16 == 0:
+            self._kept.add(seen)
+        return result
+
+    async def reset_prefix_cache(self) -> None:
+        self._kept.clear()
+        await super().reset_prefix_cache()
