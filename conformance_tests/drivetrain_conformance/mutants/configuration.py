@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing, nullcontext
 
 import numpy as np
 
-from drivetrain.backend.base import Backend, EngineStats, GenerateRequest, GenerateResult, ModelInfo
+from drivetrain.backend.base import Backend, EngineStats, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.weights import CommitUpdate, WeightMessage, WeightReply
@@ -78,6 +79,30 @@ class reports_from_another_thread(SoundBackend):
 def drops_max_num_seqs(_: EngineConfig) -> Mapping[str, object]:
     """max_num_seqs does not limit concurrent requests."""
     return {"max_num_seqs": None}
+
+
+@mutant("lifecycle/a_life", says="requests ran at once, where max_num_seqs is 20")
+class does_not_count_requests_with_an_adapter(SoundBackend):
+    """max_num_seqs limits the concurrent requests to the base only."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config.model_copy(update={"max_num_seqs": None}))
+        self._room = asyncio.Semaphore(config.max_num_seqs or 256)
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        async with nullcontext() if request.lora else self._room:
+            return await super().generate(request)
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        async with nullcontext() if request.lora else self._room, aclosing(super().stream(request)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+
+@config_mutant("lifecycle/a_life", says="code beside the model was run")
+def trusts_remote_code(_: EngineConfig) -> Mapping[str, object]:
+    """Code that comes with the model is run, whatever trust_remote_code says."""
+    return {"trust_remote_code": True}
 
 
 @mutant("lifecycle/a_life", says="streams made their first tokens at once, where max_num_seqs is 20")
