@@ -99,6 +99,7 @@ from drivetrain_conformance.harness.case import Hardware, case
 from drivetrain_conformance.harness.testbench import Bench, until_idle
 from drivetrain_conformance.model.replay import Live, proceed
 from drivetrain_weight_sync import Strategy, WeightInput, WeightSync, make_plan
+from drivetrain_weight_sync.tensors.dtypes import nbytes_of
 from drivetrain_weight_sync.transports.process_groups import GroupBackend
 
 ONE_BUCKET: Final = 1 << 40
@@ -352,7 +353,10 @@ async def a_mixture_of_experts_is_served_as_on_disk(bench: Bench) -> None:
 
 @case(Capability.WEIGHTS_SHARED_MEMORY, own_engine=True)
 async def tied_weights_are_pushed_once_and_used_twice(bench: Bench) -> None:
-    """A model with tied weights accepts them under either name, and uses the new weights in both places."""
+    """A model with tied weights accepts them under either name, and uses the new weights in both places.
+
+    stats() counts them once.
+    """
     folder = tiny_model("qwen2", dtype=bench.models.dtype, tie_word_embeddings=True)
     other = bench.models.with_other_weights(folder)
     engine = bench.create(model=folder)
@@ -363,6 +367,13 @@ async def tied_weights_are_pushed_once_and_used_twice(bench: Bench) -> None:
             await _push(engine, source, NEW)
             completions = await bench.greedy(bench.prompts(3, engine=engine), engine=engine)
             check_made_by(bench, completions, other, engine)
+        stats, manifest = await engine.stats(), await engine.weight_manifest()
+        sizes = {spec.name: nbytes_of(spec) for spec in manifest.tensors}
+        tied = sum(sizes[name] for name in set(manifest.aliases.values()))
+        # An engine may pad a vocabulary; it may not count a tied tensor twice.
+        assert not tied or stats.weight_bytes < sum(sizes.values()) + tied * 3 // 4, (
+            f"it counts {stats.weight_bytes} bytes of weights, where all are {sum(sizes.values())}, {tied} of them tied"
+        )
 
 
 @case(Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)

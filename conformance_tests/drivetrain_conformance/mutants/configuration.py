@@ -16,6 +16,7 @@ from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.weights import CommitUpdate, WeightMessage, WeightReply
 from drivetrain_conformance.mutants.registry import mixed, mutant, spoiled_backend
 from drivetrain_conformance.mutants.spoil import SoundBackend, config_mutant
+from drivetrain_weight_sync.tensors.dtypes import nbytes_of
 
 # Settings ------------------------------------------------------------------------------------------------------------
 
@@ -187,6 +188,17 @@ class counts_weights_twice(SoundBackend):
     async def stats(self) -> EngineStats:
         stats = await super().stats()
         return dataclasses.replace(stats, weight_bytes=2 * stats.weight_bytes)
+
+
+@mutant("weight_sync/tied_weights_are_pushed_once_and_used_twice", says="bytes of weights, where all are")
+class counts_tied_weights_twice(SoundBackend):
+    """The reported memory of a model with tied weights has them under both names."""
+
+    async def stats(self) -> EngineStats:
+        stats, manifest = await super().stats(), await super().weight_manifest()
+        sizes = {spec.name: nbytes_of(spec) for spec in manifest.tensors}
+        again = sum(sizes[name] for name in manifest.aliases.values())
+        return dataclasses.replace(stats, weight_bytes=stats.weight_bytes + again)
 
 
 @mutant("weight_sync/many_pushes_in_process_leave_nothing_behind", says="left behind: threads: ['MainThread'")
