@@ -49,7 +49,7 @@ from drivetrain.types.weights import (
 )
 from drivetrain_conformance.assertions.event_loop_stalls import check_it_runs
 from drivetrain_conformance.assertions.leftovers import Holdings, check_nothing_left, temporary_folder
-from drivetrain_conformance.assertions.memory_use import check_steady, held_bytes, mappings_of
+from drivetrain_conformance.assertions.memory_use import check_steady, held_by, held_bytes, mappings_of
 from drivetrain_conformance.assertions.refusals import raises, refused
 from drivetrain_conformance.assertions.same_answers import check_same
 from drivetrain_conformance.assertions.weight_checks import (
@@ -393,7 +393,7 @@ async def going_back_to_earlier_weights_gives_their_answers(bench: Bench) -> Non
     """Pushing other weights and then the first ones again restores the first answers.
 
     In between, diverged weights with NaN logits end every request in NonFiniteLogits, whatever its params, and leave no
-    NaN behind, such as in a cache.
+    NaN behind, such as in a cache. Requests that fail leak no memory.
     """
     engine, prompts = bench.engine, [bench.prompt(length) for length in (6, 19, 33, 46)]
     before = await one_by_one(bench, prompts)
@@ -407,10 +407,31 @@ async def going_back_to_earlier_weights_gives_their_answers(bench: Bench) -> Non
     requests = (engine.generate(prompt, SamplingParams(max_new_tokens=4)) for prompt in prompts)
     ends = await asyncio.gather(*requests, return_exceptions=True)
     assert {type(end) for end in ends} == {NonFiniteLogits}, f"requests of diverged weights ended as {ends}"
+    await _check_failures_leave_nothing(bench)
     async with check_it_runs():
         await engine.load_weights_from_disk(str(bench.model), "back")
     check_same(bench, await one_by_one(bench, prompts), before)
     await check_serves(bench, bench.model, "back")
+
+
+_OF_A_REQUEST: Final = 12 * 1024
+"""Bytes by which memory may grow with a request: allocator overhead."""
+
+
+async def _check_failures_leave_nothing(bench: Bench) -> None:
+    """Check that the memory does not grow with requests that fail, which these weights make all of them do."""
+    engine, rounds = bench.engine, 4
+    prompts = bench.prompts(4, min(400, engine.model_info.context_length // 2))
+
+    async def held_after_some() -> dict[str, int]:
+        for _ in range(rounds):
+            with refused(NonFiniteLogits):
+                await engine.generate(prompts, SamplingParams(max_new_tokens=4))
+        return await held_by(engine)
+
+    await held_after_some()  # the first ones fill caches
+    room = {"bytes of memory": rounds * 4 * _OF_A_REQUEST, "threads": 1, "descriptors": 1, "tasks": 1}
+    await check_steady(held_after_some, room, f"{rounds} calls that failed")
 
 
 @case(Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
