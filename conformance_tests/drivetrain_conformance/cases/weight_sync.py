@@ -8,7 +8,7 @@ import shutil
 import socket
 import struct
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -1258,7 +1258,10 @@ async def rollouts_after_a_sleep_are_of_the_pushed_policy(bench: Bench) -> None:
 
 @case(Capability.READ_WEIGHTS, Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
 async def tensors_read_back_are_those_that_were_pushed(bench: Bench) -> None:
-    """get_weights_by_name() returns every tensor of the manifest bitwise as it was last pushed."""
+    """get_weights_by_name() returns every tensor of the manifest bitwise as it was last pushed.
+
+    The second push changes only the last bit of each value: a small step of training arrives, too.
+    """
     engine, pushed = bench.engine, tensors_of(bench.other_weights())
     async with WeightSync.connect(pushed, engine, "shared_memory", bucket_bytes=1) as sync:
         with raises(InvalidRequest, "a tensor that the model has not") as refusal:
@@ -1267,6 +1270,19 @@ async def tensors_read_back_are_those_that_were_pushed(bench: Bench) -> None:
         for name in pushed:  # a read after the push must not return what was read before it
             await engine.get_weights_by_name(name)
         await sync.push(version=NEW)
+        await _check_all_read_back(engine, pushed)
+        for tensor in pushed.values():
+            if tensor.is_floating_point():
+                tensor.view(_BITS[tensor.itemsize]).bitwise_xor_(1)
+        await sync.push(version="one bit later")
+        await _check_all_read_back(engine, pushed)
+
+
+_BITS: Final = {2: torch.int16, 4: torch.int32}
+"""Integers as wide as a float, by their bytes."""
+
+
+async def _check_all_read_back(engine: InferenceEngine, pushed: Mapping[str, torch.Tensor]) -> None:
     manifest = await engine.weight_manifest()
     names = [*(spec.name for spec in manifest.tensors), *manifest.aliases]
     by_main_name = {manifest.aliases.get(name, name): tensor for name, tensor in pushed.items()}
