@@ -171,6 +171,19 @@ async def requests_in_flight_use_different_adapters(bench: Bench) -> None:
             raise end
         else:
             _assert_made_by(bench, end, made[user] if user else None)
+    async with _loaded(bench, diverged=diverged):
+        await _check_its_place_is_clean(bench)
+
+
+async def _check_its_place_is_clean(bench: Bench) -> None:
+    """Check that a short request which takes the place of a diverged one, beside a longer one, is not affected."""
+    lengths = [min(length, bench.engine.model_info.context_length // 4) for length in (200, 100)]
+    longest, diverged = map(bench.prompt, lengths)
+    async with bench.in_flight([longest], bench.long(250, prompt_length=len(longest))) as task:
+        with refused(NonFiniteLogits):
+            await bench.engine.generate(diverged, _GREEDY, lora="diverged")
+        _assert_made_by(bench, await _answers(bench, bench.prompts(1), None), None)
+        _assert_made_by(bench, (await task).completions, None)
 
 
 def _diverge(_: dict[str, object], tensors: dict[str, torch.Tensor]) -> None:

@@ -17,7 +17,7 @@ from drivetrain.types.config import EngineConfig
 from drivetrain.types.weights import CommitUpdate, WeightMessage, WeightReply
 from drivetrain_conformance.assets.made_adapters import Adapter, change_adapter
 from drivetrain_conformance.mutants.registry import backend_mutants, mixed, mutant
-from drivetrain_conformance.mutants.spoil import SoundBackend, after, joined, request_mutant
+from drivetrain_conformance.mutants.spoil import KnowingRequests, SoundBackend, after, joined, request_mutant
 
 if TYPE_CHECKING:
     import torch
@@ -135,6 +135,23 @@ class knows_adapters_by_slot(SoundBackend):
         if key not in self._known:
             self._known[key] = await super().generate(request)
         return self._known[key]
+
+
+@mutant("lora/requests_in_flight_use_different_adapters", says="gave NaN or infinite logits")
+class leaves_nan_in_its_place(KnowingRequests):
+    """NaN of a request that failed beside others stays in the cache, where the next request takes its place."""
+
+    has_left = False
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        beside = bool(self.flying)
+        if beside and self.has_left:
+            raise non_finite_logits(request, 0)
+        try:
+            return await super().generate(request)
+        except NonFiniteLogits:
+            self.has_left = beside
+            raise
 
 
 @mutant("lora/an_unloaded_adapter_is_refused", says="expected InvalidRequest for lora, but nothing was raised")
