@@ -190,6 +190,15 @@ class counts_weights_twice(SoundBackend):
         return dataclasses.replace(stats, weight_bytes=2 * stats.weight_bytes)
 
 
+@mutant("sleep/no_prefix_is_found_after_a_sleep", says="of KV cache")
+class does_not_count_prefixes(SoundBackend):
+    """The reported memory of the KV cache leaves out the prompts that were kept."""
+
+    async def stats(self) -> EngineStats:
+        stats = await super().stats()
+        return dataclasses.replace(stats, kv_cache_bytes=min(stats.kv_cache_bytes, 2**20))
+
+
 @mutant("weight_sync/tied_weights_are_pushed_once_and_used_twice", says="bytes of weights, where all are")
 class counts_tied_weights_twice(SoundBackend):
     """The reported memory of a model with tied weights has them under both names."""
