@@ -21,7 +21,7 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import Completion, FinishReason, GenerationOutput, VersionSpan, group_outputs_by_prompt
 from drivetrain.types.prompts import ChatPrompt, Message, PromptLike, TextPrompt, TokenPrompt
-from drivetrain.types.sampling import SamplingParams
+from drivetrain.types.sampling import LogprobsMode, SamplingParams
 from drivetrain_conformance.assertions.common_checks import assert_idle_soon, ending_prompt
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_same
@@ -550,8 +550,10 @@ async def frequencies_that_depend_on_length_are_right_or_refused(bench: Bench) -
 
     It may instead require a context_length within which one set of factors serves all rows, and say so. Each token is
     compared with a plain forward pass over the tokens before it. To mend it: a long row must not change a short one
-    beside it, and a row that grows past the short length needs its cache computed anew.
+    beside it, and a row that grows past the short length needs its cache computed anew. A model whose configuration
+    caps its logits is right or refused, too.
     """
+    await _check_capped_logits(bench)
     short, reaches = 64, 12
     model = tiny_model("phi3", dtype=bench.models.dtype, max_position_embeddings=512, **_longrope(short))
     engine, refusal = await _started_or_refused(bench, model)
@@ -573,6 +575,29 @@ async def frequencies_that_depend_on_length_are_right_or_refused(bench: Bench) -
                 assert lacking <= 2 * bench.tolerance(engine), (
                     f"token {at} of a row of {len(completion.prompt_token_ids)} tokens beside rows of {lengths}: "
                     f"{lacking:.3f} less likely than the likeliest"
+                )
+    finally:
+        await engine.teardown()
+
+
+async def _check_capped_logits(bench: Bench) -> None:
+    """Check that logprobs of a model that caps its logits are right, or that the model is refused.
+
+    The cap keeps the order of the logits, so that greedy answers are the same without it.
+    """
+    model = tiny_model("gemma2", dtype=bench.models.dtype, final_logit_softcapping=2.0, attn_logit_softcapping=None)
+    engine, _ = await _started_or_refused(bench, model)
+    if engine is None:
+        return  # the engine does not serve this kind of model
+    try:
+        if not engine.supports(Capability.LOGPROBS_RAW):
+            return
+        params = SamplingParams(temperature=0, max_new_tokens=8, logprobs=0, logprobs_mode=LogprobsMode.RAW)
+        for completion in (await engine.generate(bench.prompts(2, 48, engine), params)).completions:
+            assert completion.logprobs is not None
+            for found, right in zip(completion.logprobs, bench.output_logprobs(completion, model=model), strict=True):
+                assert abs(found - right) <= bench.tolerance(engine), (
+                    f"with final_logit_softcapping a logprob is {found:.4f}; a plain forward pass gives {right:.4f}"
                 )
     finally:
         await engine.teardown()

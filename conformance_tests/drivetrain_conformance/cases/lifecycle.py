@@ -44,6 +44,7 @@ from drivetrain_conformance.assertions.memory_use import held_by_this_process, p
 from drivetrain_conformance.assertions.precision import check_precision
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_greedy, check_same
+from drivetrain_conformance.assets.made_adapters import make_adapter
 from drivetrain_conformance.assets.served_models import ModelKind, copy_model
 from drivetrain_conformance.assets.weight_sources import raw_bytes, tensors_of
 from drivetrain_conformance.harness.case import case
@@ -66,11 +67,13 @@ SHORT: Final = SamplingParams(max_new_tokens=4, temperature=0)
 async def a_life(bench: Bench) -> None:
     """From creation to teardown an engine reports its state correctly, and refuses calls that the state rules out.
 
-    Meanwhile it obeys its configuration: dtype, context length, concurrent requests, tokenizer and first version.
+    Meanwhile it obeys its configuration: dtype, context length, concurrent requests with and without an adapter,
+    tokenizer and first version. Without trust_remote_code, code beside the model is not run.
     """
     stages: list[tuple[str, str]] = []
     threads: set[int] = set()
-    engine = bench.create(**_settings_that_are_taken(bench))
+    model, code_ran = _with_code_beside_it(bench)
+    engine = bench.create(model=model, **_settings_that_are_taken(bench))
 
     def note(stage: str) -> None:
         stages.append((stage, engine.describe().state))
@@ -95,6 +98,7 @@ async def a_life(bench: Bench) -> None:
         (completion,) = await bench.greedy([bench.prompt(engine=engine)], 4, engine)
         assert 0 < len(completion.token_ids) <= 4
         await _check_first_version(engine, completion)
+        assert not code_ran.exists(), "code beside the model was run, where trust_remote_code is False"
         dtype = engine.config.dtype
         assert dtype in ("auto", engine.model_info.dtype), f"dtype={dtype} was asked for: {engine.model_info.dtype}"
         await _check_context_length(bench, engine)
@@ -102,6 +106,10 @@ async def a_life(bench: Bench) -> None:
         await _check_stop_string(bench, engine)
         await _check_requests_at_once(bench, engine)
         await check_precision(bench, engine)
+        if engine.supports(Capability.LORA):
+            adapter = make_adapter(bench.model, bench.folder("adapter"), seed=1)
+            await engine.load_lora_adapter("a", str(adapter.path))
+            await _check_requests_at_once(bench, engine, lora="a")
     finally:
         async with asyncio.timeout(BOUND):
             await engine.teardown()
@@ -143,6 +151,7 @@ _SETTINGS: Final[Mapping[str, object]] = {
     "max_num_batched_tokens": 128,
     "max_num_seqs": _MOST,
     "dtype": "bfloat16",
+    "enable_lora": True,
 }
 
 
@@ -157,6 +166,18 @@ def _settings_that_are_taken(bench: Bench) -> dict[str, object]:
     if isinstance(own, int) and own < _CONTEXT:
         taken.pop("context_length", None)
     return taken
+
+
+def _with_code_beside_it(bench: Bench) -> tuple[Path, Path]:
+    """Return a copy of the model with code that trust_remote_code would run, and the file that the code writes."""
+    folder, ran = _copied(bench, "code"), bench.folder("ran") / "ran"
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    (name,) = config["architectures"]
+    file.write_text(json.dumps({**config, "auto_map": {"AutoModelForCausalLM": f"beside.{name}"}}), encoding="utf-8")
+    code = f"from transformers import {name}\n\nopen({str(ran)!r}, 'w').close()\n"
+    (folder / "beside.py").write_text(code, encoding="utf-8")
+    return folder, ran
 
 
 def _with_another_tokenizer(bench: Bench) -> Path:
@@ -229,7 +250,7 @@ async def _check_long_prompt(bench: Bench, engine: InferenceEngine) -> None:
             check_greedy(bench, completion, engine)
 
 
-async def _check_requests_at_once(bench: Bench, engine: InferenceEngine) -> None:
+async def _check_requests_at_once(bench: Bench, engine: InferenceEngine, lora: str | None = None) -> None:
     """Check that max_num_seqs requests and no more run at once, by the engine's stats and by when tokens arrive."""
     most = engine.config.max_num_seqs
     if most is None:
@@ -237,9 +258,9 @@ async def _check_requests_at_once(bench: Bench, engine: InferenceEngine) -> None
     prompts = bench.prompts(most + 3, engine=engine)
     params = SamplingParams(max_new_tokens=_LASTING, temperature=0, ignore_eos=engine.supports(Capability.IGNORE_EOS))
     if engine.supports(Capability.STREAMING):
-        asking = asyncio.create_task(_most_that_begin_at_once(engine, prompts, params))
+        asking = asyncio.create_task(_most_that_begin_at_once(engine, prompts, params, lora))
     else:
-        asking = asyncio.create_task(_ask_all(engine, prompts, params))
+        asking = asyncio.create_task(_ask_all(engine, prompts, params, lora))
     counts: list[EngineStats] = []
     while not asking.done():
         counts.append(await engine.stats())
@@ -249,18 +270,18 @@ async def _check_requests_at_once(bench: Bench, engine: InferenceEngine) -> None
         assert stats.running <= most, f"{stats.running} requests ran at once, where max_num_seqs is {most}"
         assert stats.running + stats.waiting <= len(prompts), f"of {len(prompts)} requests it counts {stats}"
     assert at_once <= most, f"{at_once} streams made their first tokens at once, where max_num_seqs is {most}"
-    together = await _most_seen_running(engine, prompts[:most])
+    together = await _most_seen_running(engine, prompts[:most], lora)
     assert together == most, f"only {together} of {most} requests ran at once, where max_num_seqs is {most}"
 
 
-async def _most_seen_running(engine: InferenceEngine, prompts: Sequence[list[int]]) -> int:
+async def _most_seen_running(engine: InferenceEngine, prompts: Sequence[list[int]], lora: str | None) -> int:
     """Return how many of these requests run at once. They are asked again if they end before all were seen to run."""
     params = SamplingParams(
         max_new_tokens=4 * _LASTING, temperature=0, ignore_eos=engine.supports(Capability.IGNORE_EOS)
     )
     most = 0
     for _ in range(3):
-        asking = asyncio.create_task(engine.generate(list(prompts), params))
+        asking = asyncio.create_task(engine.generate(list(prompts), params, lora=lora))
         try:
             while not asking.done() and most < len(prompts):
                 most = max(most, (await engine.stats()).running)
@@ -271,19 +292,21 @@ async def _most_seen_running(engine: InferenceEngine, prompts: Sequence[list[int
 
 
 async def _most_that_begin_at_once(
-    engine: InferenceEngine, prompts: Sequence[list[int]], params: SamplingParams
+    engine: InferenceEngine, prompts: Sequence[list[int]], params: SamplingParams, lora: str | None
 ) -> int:
     """Return the largest number of streams that had some, but less than half, of their tokens at one time."""
     made: Counter[int] = Counter()
     most = 0
-    async for chunk in engine.generate_stream(list(prompts), params):
+    async for chunk in engine.generate_stream(list(prompts), params, lora=lora):
         made[chunk.prompt_index] += _LASTING if chunk.completion is not None else len(chunk.token_ids)
         most = max(most, sum(0 < count < _LASTING / 2 for count in made.values()))
     return most
 
 
-async def _ask_all(engine: InferenceEngine, prompts: Sequence[list[int]], params: SamplingParams) -> int:
-    await engine.generate(list(prompts), params)
+async def _ask_all(
+    engine: InferenceEngine, prompts: Sequence[list[int]], params: SamplingParams, lora: str | None
+) -> int:
+    await engine.generate(list(prompts), params, lora=lora)
     return 0
 
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations
+from itertools import combinations, cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 _CONFIG: Final = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
 ROOM: Final = 128 * 1024
 """Bytes by which memory may grow with an adapter that is loaded and unloaded: allocator overhead."""
+_LOADS: Final = 19
+"""Adapters loaded one after another: more than the slots, up to 16, by which an engine may know them."""
 _GREEDY: Final = SamplingParams(max_new_tokens=12, temperature=0)
 
 
@@ -169,6 +171,19 @@ async def requests_in_flight_use_different_adapters(bench: Bench) -> None:
             raise end
         else:
             _assert_made_by(bench, end, made[user] if user else None)
+    async with _loaded(bench, diverged=diverged):
+        await _check_its_place_is_clean(bench)
+
+
+async def _check_its_place_is_clean(bench: Bench) -> None:
+    """Check that a short request which takes the place of a diverged one, beside a longer one, is not affected."""
+    lengths = [min(length, bench.engine.model_info.context_length // 4) for length in (200, 100)]
+    longest, diverged = map(bench.prompt, lengths)
+    async with bench.in_flight([longest], bench.long(250, prompt_length=len(longest))) as task:
+        with refused(NonFiniteLogits):
+            await bench.engine.generate(diverged, _GREEDY, lora="diverged")
+        _assert_made_by(bench, await _answers(bench, bench.prompts(1), None), None)
+        _assert_made_by(bench, (await task).completions, None)
 
 
 def _diverge(_: dict[str, object], tensors: dict[str, torch.Tensor]) -> None:
@@ -410,6 +425,7 @@ async def a_name_may_come_back_as_another_adapter(bench: Bench) -> None:
     _assert_made_by(bench, first, made)
     _assert_made_by(bench, second, other)
     assert [one.token_ids for one in first] != [one.token_ids for one in second], "the first adapter is still served"
+    await _check_many_loads(bench, prompts[1], (made, other, _make(bench, seed=3)))
 
     async def held_after_some() -> dict[str, int]:
         async with check_it_runs():
@@ -421,6 +437,13 @@ async def a_name_may_come_back_as_another_adapter(bench: Bench) -> None:
     await held_after_some()  # the first ones fill caches
     room = {"bytes of memory": 4 * ROOM, "threads": 1, "descriptors": 1}
     await check_steady(held_after_some, room, "four adapters that were loaded and unloaded")
+
+
+async def _check_many_loads(bench: Bench, prompt: list[int], adapters: Sequence[_Made]) -> None:
+    """Check that a cached prompt is never taken for another adapter's, however many were loaded since."""
+    for one in islice(cycle(adapters), _LOADS):
+        async with _loaded(bench, a=one):
+            _assert_made_by(bench, await _answers(bench, [prompt], "a"), one)
 
 
 # What cannot be loaded --------------------------------------------------------------------------------------------
@@ -577,12 +600,21 @@ async def an_adapter_that_cannot_be_updated_serves_on(bench: Bench) -> None:
 
 @case(Capability.LORA, Capability.WEIGHTS_DISK, config=_CONFIG, changes_weights=True)
 async def the_base_is_updated_beneath_an_adapter(bench: Bench) -> None:
-    """After an update of the base, requests with an adapter are answered by the new base and the adapter together."""
+    """After an update of the base, requests with an adapter are answered by the new base and the adapter together.
+
+    Requests that are frozen for the update continue with their adapter.
+    """
     new_base, prompts = bench.other_weights(), bench.prompts(2)
     made = _make(bench, seed=1)
     together = _Made(made.adapter, merge(new_base, made.adapter, bench.folder("merged")))
     async with _loaded(bench, a=made):
         before = await _answers(bench, prompts, "a")
+        for needed, mode in _FREEZING.items():
+            if bench.claims(needed):
+                async with bench.in_flight(prompts, bench.long(250), lora="a") as task:
+                    # The same weights, so that one model has made all tokens.
+                    await bench.engine.load_weights_from_disk(str(bench.model), f"again-{mode.value}", mode=mode)
+                    _assert_made_by(bench, (await task).completions, made)
         await bench.engine.load_weights_from_disk(str(new_base), "new-base")
         after = await _answers(bench, prompts, "a")
         plain = await _answers(bench, prompts, None)

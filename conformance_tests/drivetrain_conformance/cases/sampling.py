@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Collection, Sequence
+from itertools import permutations
 from typing import Final
 
 import numpy as np
@@ -33,6 +34,9 @@ _FAR_BACK: Final = 160
 _CROWD: Final = 96
 """Samples in one batch whose draws must differ: three times as many as the parts into which an engine may split it."""
 _HOT: Final = 8.0
+_FLAT: Final = 1000.0
+_STREAM: Final = 20
+"""Tokens of the samples whose random numbers are compared with each other."""
 _LIKELY: Final = 0.92
 """Probability of the most likely token where the others' are looked at, which ``_HOT`` makes nearly equal."""
 _SEQUENCES: Final = 256
@@ -439,6 +443,21 @@ async def another_seed_draws_otherwise(bench: Bench) -> None:
     drawn = [await bench.engine.generate(prompts, one) for one in params]
     _assert_differ([sample for output in drawn for sample in _by_sample(output)])
     await _check_a_crowd_differs(bench, seed=7)
+    await _check_streams_do_not_overlap(bench)
+
+
+async def _check_streams_do_not_overlap(bench: Bench) -> None:
+    """Check that no sample draws as one of another seed does a few tokens later, where the context changes no draw."""
+    params = SamplingParams(
+        max_new_tokens=_STREAM, temperature=_FLAT, n=4, seed=11, ignore_eos=bench.claims(Capability.IGNORE_EOS)
+    )
+    samples = _ids(await bench.engine.generate(bench.prompt(), params))
+    for one, other in permutations([ids for ids in samples if len(ids) == _STREAM], 2):
+        for later in range(1, 4):
+            alike = sum(a == b for a, b in zip(one[later:], other, strict=False))
+            assert alike < _STREAM // 2, (
+                f"of two seeds, one draws {later} tokens later what the other does: {one} and {other}"
+            )
 
 
 @case(Capability.SEED)

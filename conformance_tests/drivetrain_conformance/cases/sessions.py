@@ -10,7 +10,7 @@ from drivetrain.errors import InvalidRequest
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import TurnMode
 from drivetrain.types.outputs import Completion
-from drivetrain.types.sampling import SamplingParams
+from drivetrain.types.sampling import LogprobsMode, SamplingParams
 from drivetrain_conformance.assertions.memory_use import check_steady
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_same
@@ -20,6 +20,9 @@ from drivetrain_conformance.harness.testbench import Bench, until_idle
 _GREEDY: Final = SamplingParams(max_new_tokens=8, temperature=0)
 _LONG: Final = 400
 """Longer than one block of any engine's cache (up to 128 tokens), and than two blocks of most."""
+_BLOCK: Final = 16
+_BLOCKS: Final = 384
+"""Tokens that fill whole blocks of any engine's cache."""
 
 
 # Prefix cache -----------------------------------------------------------------------------------------------------
@@ -88,6 +91,30 @@ async def an_answer_is_found_with_its_prompt(bench: Bench) -> None:
     assert second.cached_tokens >= len(prompt) // 2
     await bench.engine.reset_prefix_cache()
     check_same(bench, [second], [await _ask(bench, turn)])
+    if bench.claims(Capability.LOGPROBS_RAW):
+        await _check_ends_of_blocks(bench)
+
+
+async def _check_ends_of_blocks(bench: Bench) -> None:
+    """Check turns after an answer that ends with a block of the cache, or beside it: its last token was never run."""
+    end = min(_BLOCKS, bench.engine.model_info.context_length // 2 // _BLOCK * _BLOCK)
+    for length in (end - 1, end, end + 1):
+        first = await _ask(bench, bench.prompt(length - (_GREEDY.max_new_tokens or 0)))
+        turn = [*first.prompt_token_ids, *first.token_ids, *bench.prompt(5)]
+        found = await _first_logprob(bench, turn)
+        await bench.engine.reset_prefix_cache()
+        alone = await _first_logprob(bench, turn)
+        assert abs(found - alone) <= bench.tolerance(), (
+            f"after an answer that ends at token {length} the next turn's first logprob is {found:.4f}, and without "
+            f"the cache {alone:.4f}"
+        )
+
+
+async def _first_logprob(bench: Bench, prompt: list[int]) -> float:
+    params = _GREEDY.model_copy(update={"logprobs": 0, "logprobs_mode": LogprobsMode.RAW})
+    (completion,) = (await bench.engine.generate(prompt, params)).completions
+    assert completion.logprobs
+    return completion.logprobs[0]
 
 
 @case(Capability.PREFIX_CACHE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Final, TypeVar
@@ -636,7 +637,7 @@ async def cycles_of_a_large_model_hold_no_more_memory(bench: Bench) -> None:
 
 @case(Capability.SLEEP_KV_CACHE, Capability.PREFIX_CACHE)
 async def no_prefix_is_found_after_a_sleep(bench: Bench) -> None:
-    """After the KV cache slept no prompt is found in it; prefixes cached afterwards are correct."""
+    """After the KV cache slept no prompt is found in it; prefixes cached afterwards are correct and counted."""
     engine = bench.engine
     await _can_sleep(bench, KV_CACHE)
     await engine.reset_prefix_cache()
@@ -651,6 +652,30 @@ async def no_prefix_is_found_after_a_sleep(bench: Bench) -> None:
     assert after.cached_tokens == 0, "a prefix was found in memory that had been given back"
     assert again.cached_tokens > 0
     check_same(bench, [warm, after, again], [cold] * 3)
+    await _check_prefixes_are_counted(bench)
+
+
+async def _check_prefixes_are_counted(bench: Bench) -> None:
+    """Check that stats() reports at least a quarter of what cached prompts take: a cache may hold 8 bits a number."""
+    engine, prompts, found = bench.engine, bench.prompts(10, 300), 0
+    for prompt in prompts:  # one by one, so that the running requests' own memory stays small
+        await bench.greedy([prompt], 1)
+    for prompt in prompts:
+        (again,) = await bench.greedy([prompt], 1)
+        found += again.cached_tokens
+    least, held = found * _bytes_per_token(bench) // 4, (await engine.stats()).kv_cache_bytes
+    assert held >= least, f"it holds {found} tokens of prompts, at least {least} bytes, and reports {held} of KV cache"
+
+
+def _bytes_per_token(bench: Bench) -> int:
+    """Return the size of one token's keys and values in the engine's dtype; 0 if the model keeps something else."""
+    config = json.loads((bench.model / "config.json").read_text(encoding="utf-8"))
+    whole = set(config.get("layer_types") or ()) <= {"full_attention"} and "kv_lora_rank" not in config
+    if not whole or "num_key_value_heads" not in config:
+        return 0
+    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    itemsize = 4 if bench.engine.model_info.dtype == "float32" else 2
+    return int(2 * config["num_hidden_layers"] * config["num_key_value_heads"] * size * itemsize)
 
 
 @case(Capability.SLEEP_KV_CACHE, Capability.LOGPROBS_RAW)

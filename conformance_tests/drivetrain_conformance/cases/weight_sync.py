@@ -8,7 +8,7 @@ import shutil
 import socket
 import struct
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -49,7 +49,7 @@ from drivetrain.types.weights import (
 )
 from drivetrain_conformance.assertions.event_loop_stalls import check_it_runs
 from drivetrain_conformance.assertions.leftovers import Holdings, check_nothing_left, temporary_folder
-from drivetrain_conformance.assertions.memory_use import check_steady, held_bytes, mappings_of
+from drivetrain_conformance.assertions.memory_use import check_steady, held_by, held_bytes, mappings_of
 from drivetrain_conformance.assertions.refusals import raises, refused
 from drivetrain_conformance.assertions.same_answers import check_same
 from drivetrain_conformance.assertions.weight_checks import (
@@ -99,6 +99,7 @@ from drivetrain_conformance.harness.case import Hardware, case
 from drivetrain_conformance.harness.testbench import Bench, until_idle
 from drivetrain_conformance.model.replay import Live, proceed
 from drivetrain_weight_sync import Strategy, WeightInput, WeightSync, make_plan
+from drivetrain_weight_sync.tensors.dtypes import nbytes_of
 from drivetrain_weight_sync.transports.process_groups import GroupBackend
 
 ONE_BUCKET: Final = 1 << 40
@@ -352,7 +353,10 @@ async def a_mixture_of_experts_is_served_as_on_disk(bench: Bench) -> None:
 
 @case(Capability.WEIGHTS_SHARED_MEMORY, own_engine=True)
 async def tied_weights_are_pushed_once_and_used_twice(bench: Bench) -> None:
-    """A model with tied weights accepts them under either name, and uses the new weights in both places."""
+    """A model with tied weights accepts them under either name, and uses the new weights in both places.
+
+    stats() counts them once.
+    """
     folder = tiny_model("qwen2", dtype=bench.models.dtype, tie_word_embeddings=True)
     other = bench.models.with_other_weights(folder)
     engine = bench.create(model=folder)
@@ -363,6 +367,13 @@ async def tied_weights_are_pushed_once_and_used_twice(bench: Bench) -> None:
             await _push(engine, source, NEW)
             completions = await bench.greedy(bench.prompts(3, engine=engine), engine=engine)
             check_made_by(bench, completions, other, engine)
+        stats, manifest = await engine.stats(), await engine.weight_manifest()
+        sizes = {spec.name: nbytes_of(spec) for spec in manifest.tensors}
+        tied = sum(sizes[name] for name in set(manifest.aliases.values()))
+        # An engine may pad a vocabulary; it may not count a tied tensor twice.
+        assert not tied or stats.weight_bytes < sum(sizes.values()) + tied * 3 // 4, (
+            f"it counts {stats.weight_bytes} bytes of weights, where all are {sum(sizes.values())}, {tied} of them tied"
+        )
 
 
 @case(Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
@@ -382,7 +393,7 @@ async def going_back_to_earlier_weights_gives_their_answers(bench: Bench) -> Non
     """Pushing other weights and then the first ones again restores the first answers.
 
     In between, diverged weights with NaN logits end every request in NonFiniteLogits, whatever its params, and leave no
-    NaN behind, such as in a cache.
+    NaN behind, such as in a cache. Requests that fail leak no memory.
     """
     engine, prompts = bench.engine, [bench.prompt(length) for length in (6, 19, 33, 46)]
     before = await one_by_one(bench, prompts)
@@ -396,10 +407,31 @@ async def going_back_to_earlier_weights_gives_their_answers(bench: Bench) -> Non
     requests = (engine.generate(prompt, SamplingParams(max_new_tokens=4)) for prompt in prompts)
     ends = await asyncio.gather(*requests, return_exceptions=True)
     assert {type(end) for end in ends} == {NonFiniteLogits}, f"requests of diverged weights ended as {ends}"
+    await _check_failures_leave_nothing(bench)
     async with check_it_runs():
         await engine.load_weights_from_disk(str(bench.model), "back")
     check_same(bench, await one_by_one(bench, prompts), before)
     await check_serves(bench, bench.model, "back")
+
+
+_OF_A_REQUEST: Final = 12 * 1024
+"""Bytes by which memory may grow with a request: allocator overhead."""
+
+
+async def _check_failures_leave_nothing(bench: Bench) -> None:
+    """Check that the memory does not grow with requests that fail, which these weights make all of them do."""
+    engine, rounds = bench.engine, 4
+    prompts = bench.prompts(4, min(400, engine.model_info.context_length // 2))
+
+    async def held_after_some() -> dict[str, int]:
+        for _ in range(rounds):
+            with refused(NonFiniteLogits):
+                await engine.generate(prompts, SamplingParams(max_new_tokens=4))
+        return await held_by(engine)
+
+    await held_after_some()  # the first ones fill caches
+    room = {"bytes of memory": rounds * 4 * _OF_A_REQUEST, "threads": 1, "descriptors": 1, "tasks": 1}
+    await check_steady(held_after_some, room, f"{rounds} calls that failed")
 
 
 @case(Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
@@ -1226,7 +1258,10 @@ async def rollouts_after_a_sleep_are_of_the_pushed_policy(bench: Bench) -> None:
 
 @case(Capability.READ_WEIGHTS, Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
 async def tensors_read_back_are_those_that_were_pushed(bench: Bench) -> None:
-    """get_weights_by_name() returns every tensor of the manifest bitwise as it was last pushed."""
+    """get_weights_by_name() returns every tensor of the manifest bitwise as it was last pushed.
+
+    The second push changes only the last bit of each value: a small step of training arrives, too.
+    """
     engine, pushed = bench.engine, tensors_of(bench.other_weights())
     async with WeightSync.connect(pushed, engine, "shared_memory", bucket_bytes=1) as sync:
         with raises(InvalidRequest, "a tensor that the model has not") as refusal:
@@ -1235,6 +1270,19 @@ async def tensors_read_back_are_those_that_were_pushed(bench: Bench) -> None:
         for name in pushed:  # a read after the push must not return what was read before it
             await engine.get_weights_by_name(name)
         await sync.push(version=NEW)
+        await _check_all_read_back(engine, pushed)
+        for tensor in pushed.values():
+            if tensor.is_floating_point():
+                tensor.view(_BITS[tensor.itemsize]).bitwise_xor_(1)
+        await sync.push(version="one bit later")
+        await _check_all_read_back(engine, pushed)
+
+
+_BITS: Final = {2: torch.int16, 4: torch.int32}
+"""Integers as wide as a float, by their bytes."""
+
+
+async def _check_all_read_back(engine: InferenceEngine, pushed: Mapping[str, torch.Tensor]) -> None:
     manifest = await engine.weight_manifest()
     names = [*(spec.name for spec in manifest.tensors), *manifest.aliases]
     by_main_name = {manifest.aliases.get(name, name): tensor for name, tensor in pushed.items()}

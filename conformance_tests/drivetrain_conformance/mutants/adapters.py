@@ -14,9 +14,10 @@ from drivetrain.engine.adapters import Adapters
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import InvalidRequest, NonFiniteLogits
 from drivetrain.types.config import EngineConfig
+from drivetrain.types.weights import CommitUpdate, WeightMessage, WeightReply
 from drivetrain_conformance.assets.made_adapters import Adapter, change_adapter
 from drivetrain_conformance.mutants.registry import backend_mutants, mixed, mutant
-from drivetrain_conformance.mutants.spoil import SoundBackend, request_mutant
+from drivetrain_conformance.mutants.spoil import KnowingRequests, SoundBackend, after, joined, request_mutant
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +83,75 @@ class fails_the_whole_batch(SoundBackend):
         if self.failed > before:
             raise non_finite_logits(request, 0)
         return result
+
+
+@mutant("lora/the_base_is_updated_beneath_an_adapter", says="nats below")
+class updates_without_the_adapter(SoundBackend):
+    """Requests that are frozen for an update of the base continue without their adapter."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._adapted: set[str] = set()
+        self._ended: set[str] = set()
+
+    async def receive_weights(self, message: WeightMessage) -> WeightReply:
+        reply = await super().receive_weights(message)
+        if isinstance(message, CommitUpdate):
+            self._ended |= self._adapted
+            await super().abort(list(self._adapted))
+        return reply
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        if request.lora is None:
+            return await super().generate(request)
+        self._adapted.add(request.request_id)
+        try:
+            first = await super().generate(request)
+        finally:
+            self._adapted.discard(request.request_id)
+        if request.request_id not in self._ended:
+            return first
+        self._ended.discard(request.request_id)
+        return joined(first, await super().generate(dataclasses.replace(after(request, first), lora=None)))
+
+
+@mutant("lora/a_name_may_come_back_as_another_adapter", says="nats below")
+class knows_adapters_by_slot(SoundBackend):
+    """The cache knows an adapter by one of eight slots, and takes a prompt for that of the slot's last adapter."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._loads = 0
+        self._known: dict[tuple[int, str], GenerateResult] = {}
+
+    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
+        await super().load_lora_adapter(lora_name, lora_path, pinned)
+        self._loads += 1
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        if request.lora is None:
+            return await super().generate(request)
+        key = (self._loads % 8, f"{request.prompt_token_ids} {request.params}")
+        if key not in self._known:
+            self._known[key] = await super().generate(request)
+        return self._known[key]
+
+
+@mutant("lora/requests_in_flight_use_different_adapters", says="gave NaN or infinite logits")
+class leaves_nan_in_its_place(KnowingRequests):
+    """NaN of a request that failed beside others stays in the cache, where the next request takes its place."""
+
+    has_left = False
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        beside = bool(self.flying)
+        if beside and self.has_left:
+            raise non_finite_logits(request, 0)
+        try:
+            return await super().generate(request)
+        except NonFiniteLogits:
+            self.has_left = beside
+            raise
 
 
 @mutant("lora/an_unloaded_adapter_is_refused", says="expected InvalidRequest for lora, but nothing was raised")

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing, nullcontext
 
 import numpy as np
 
-from drivetrain.backend.base import Backend, EngineStats, GenerateRequest, GenerateResult, ModelInfo
+from drivetrain.backend.base import Backend, EngineStats, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.weights import CommitUpdate, WeightMessage, WeightReply
 from drivetrain_conformance.mutants.registry import mixed, mutant, spoiled_backend
 from drivetrain_conformance.mutants.spoil import SoundBackend, config_mutant
+from drivetrain_weight_sync.tensors.dtypes import nbytes_of
 
 # Settings ------------------------------------------------------------------------------------------------------------
 
@@ -78,6 +80,30 @@ class reports_from_another_thread(SoundBackend):
 def drops_max_num_seqs(_: EngineConfig) -> Mapping[str, object]:
     """max_num_seqs does not limit concurrent requests."""
     return {"max_num_seqs": None}
+
+
+@mutant("lifecycle/a_life", says="requests ran at once, where max_num_seqs is 20")
+class does_not_count_requests_with_an_adapter(SoundBackend):
+    """max_num_seqs limits the concurrent requests to the base only."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config.model_copy(update={"max_num_seqs": None}))
+        self._room = asyncio.Semaphore(config.max_num_seqs or 256)
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        async with nullcontext() if request.lora else self._room:
+            return await super().generate(request)
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        async with nullcontext() if request.lora else self._room, aclosing(super().stream(request)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+
+@config_mutant("lifecycle/a_life", says="code beside the model was run")
+def trusts_remote_code(_: EngineConfig) -> Mapping[str, object]:
+    """Code that comes with the model is run, whatever trust_remote_code says."""
+    return {"trust_remote_code": True}
 
 
 @mutant("lifecycle/a_life", says="streams made their first tokens at once, where max_num_seqs is 20")
@@ -162,6 +188,26 @@ class counts_weights_twice(SoundBackend):
     async def stats(self) -> EngineStats:
         stats = await super().stats()
         return dataclasses.replace(stats, weight_bytes=2 * stats.weight_bytes)
+
+
+@mutant("sleep/no_prefix_is_found_after_a_sleep", says="of KV cache")
+class does_not_count_prefixes(SoundBackend):
+    """The reported memory of the KV cache leaves out the prompts that were kept."""
+
+    async def stats(self) -> EngineStats:
+        stats = await super().stats()
+        return dataclasses.replace(stats, kv_cache_bytes=min(stats.kv_cache_bytes, 2**20))
+
+
+@mutant("weight_sync/tied_weights_are_pushed_once_and_used_twice", says="bytes of weights, where all are")
+class counts_tied_weights_twice(SoundBackend):
+    """The reported memory of a model with tied weights has them under both names."""
+
+    async def stats(self) -> EngineStats:
+        stats, manifest = await super().stats(), await super().weight_manifest()
+        sizes = {spec.name: nbytes_of(spec) for spec in manifest.tensors}
+        again = sum(sizes[name] for name in manifest.aliases.values())
+        return dataclasses.replace(stats, weight_bytes=stats.weight_bytes + again)
 
 
 @mutant("weight_sync/many_pushes_in_process_leave_nothing_behind", says="left behind: threads: ['MainThread'")

@@ -181,6 +181,25 @@ def gives_all_samples_one_seed(request: GenerateRequest) -> GenerateRequest:
     return dataclasses.replace(request, seed=request.params.seed)
 
 
+@mutant("sampling/another_seed_draws_otherwise", says="tokens later what the other does")
+class adds_the_step_to_the_seed(SoundBackend):
+    """A token's random number depends on the sum of seed and step, so that sample i + 1 repeats sample i."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        if request.seed is None or request.params.temperature == 0:
+            return await super().generate(request)
+        made: GenerateResult | None = None
+        while made is None or len(made.token_ids) < request.max_new_tokens:
+            left, drawn = (after(request, made), len(made.token_ids)) if made else (request, 0)
+            step = await super().generate(
+                dataclasses.replace(left, max_new_tokens=1, seed=(request.seed + drawn) % 2**63)
+            )
+            made = joined(made, step) if made else step
+            if step.finish_reason is not FinishReason.LENGTH:
+                break
+        return made
+
+
 @request_mutant("sampling/without_a_seed_nothing_repeats", says="two of these were drawn alike")
 def always_draws_the_same(request: GenerateRequest) -> GenerateRequest:
     """A request without a seed gets a constant one, so that all its samples are equal."""

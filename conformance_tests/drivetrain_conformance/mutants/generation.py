@@ -10,6 +10,7 @@ import tempfile
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from drivetrain.backend.base import GenerateRequest, GenerateResult
 from drivetrain.engine.generation import Generation
@@ -172,22 +173,65 @@ class goes_on_after_its_caller_left(SoundBackend):
         return await asyncio.shield(task)
 
 
-@mutant("generate/frequencies_that_depend_on_length_are_right_or_refused", says="less likely")
-class takes_the_long_factors_for_all(SoundBackend):
-    """A longrope model rotates short sequences with the factors of long ones."""
+class _Misreading(SoundBackend):
+    """Base class of mutants that read something else from a model's config.json."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="longrope-"))
+        self._folder = Path(tempfile.mkdtemp(prefix="misread-"))
         for file in Path(config.model).iterdir():
             (self._folder / file.name).symlink_to(file)
         given = json.loads((self._folder / "config.json").read_text())
-        rope = given.get("rope_parameters") or {}
-        if "long_factor" in rope:
-            rope["short_factor"] = rope["long_factor"]
+        self.misread(given)
         (self._folder / "config.json").unlink()
         (self._folder / "config.json").write_text(json.dumps(given))
         super().__init__(config.model_copy(update={"model": str(self._folder)}))
 
+    def misread(self, given: dict[str, Any]) -> None:
+        """Change the fields of config.json."""
+
     async def close(self) -> None:
         await super().close()
         shutil.rmtree(self._folder)
+
+
+@mutant("generate/frequencies_that_depend_on_length_are_right_or_refused", says="less likely")
+class takes_the_long_factors_for_all(_Misreading):
+    """A longrope model rotates short sequences with the factors of long ones."""
+
+    def misread(self, given: dict[str, Any]) -> None:
+        rope = given.get("rope_parameters") or {}
+        if "long_factor" in rope:
+            rope["short_factor"] = rope["long_factor"]
+
+
+@mutant("generate/frequencies_that_depend_on_length_are_right_or_refused", says="with final_logit_softcapping")
+class does_not_cap_logits(_Misreading):
+    """final_logit_softcapping of a model is not applied, which changes no greedy token."""
+
+    def misread(self, given: dict[str, Any]) -> None:
+        if "final_logit_softcapping" in given:
+            given["final_logit_softcapping"] = None
+
+
+@mutant("sessions/an_answer_is_found_with_its_prompt", says="after an answer that ends at token")
+class keeps_the_last_token_of_an_answer(SoundBackend):
+    """A block that an answer fills is cached although its last token was never run through the model."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._kept: set[tuple[int, ...]] = set()
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        ids = list(request.prompt_token_ids)
+        for kept in self._kept:
+            if tuple(ids[: len(kept)]) == kept:
+                ids[len(kept) - 1] = ids[0]
+        result = await super().generate(dataclasses.replace(request, prompt_token_ids=ids))
+        seen = (*request.prompt_token_ids, *result.token_ids)
+        if len(seen) % 16 == 0:
+            self._kept.add(seen)
+        return result
+
+    async def reset_prefix_cache(self) -> None:
+        self._kept.clear()
+        await super().reset_prefix_cache()

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from drivetrain.backend.base import GenerateRequest, GenerateResult, ModelInfo, TokenDelta
 from drivetrain.engine.engine import InferenceEngine
-from drivetrain.errors import InvalidRequest
+from drivetrain.errors import DrivetrainError, InvalidRequest
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import FinishReason, GenerationOutput
@@ -122,6 +122,18 @@ class keeps_the_cache_of_aborted_requests(_Keeping):
         return result
 
 
+@mutant("weight_sync/going_back_to_earlier_weights_gives_their_answers", says="4 calls that failed took")
+class keeps_the_cache_of_failed_requests(_Keeping):
+    """256 bytes for each token of its prompt stay in memory when a request fails."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        try:
+            return await super().generate(request)
+        except DrivetrainError:
+            self.kept.append(os.urandom(256 * len(request.prompt_token_ids)))
+            raise
+
+
 @mutant("weight_sync/many_pushes_on_one_host_leave_nothing_behind", says="the trainer's memory is still mapped")
 class keeps_the_trainers_memory_mapped(SoundBackend):
     """The memory that a trainer shared stays mapped when the trainer is done."""
@@ -187,6 +199,15 @@ class waits_in_the_event_loop(SoundBackend):
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         time.sleep(0.7)  # noqa: ASYNC251 - the mutant's fault
+        return await super().generate(request)
+
+
+@mutant("growth/requests_do_not_hold_the_event_loop", says="the event loop stood still")
+class reads_long_prompts_in_the_event_loop(SoundBackend):
+    """A request blocks the event loop for a quarter of a millisecond per token of its prompt."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        time.sleep(2.5e-4 * len(request.prompt_token_ids))  # noqa: ASYNC251 - the mutant's fault
         return await super().generate(request)
 
 

@@ -9,6 +9,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from drivetrain.backend.base import GenerateRequest, GenerateResult
 from drivetrain.backend.toolkit.translation import non_finite_logits
 from drivetrain.engine.controller import Controller
@@ -184,6 +187,25 @@ class reads_old_tensors(SoundBackend):
         if name not in self._read:
             self._read[name] = await super().read_weight(name)
         return self._read[name]
+
+
+@mutant("weight_sync/tensors_read_back_are_those_that_were_pushed", says="is not what was pushed")
+class leaves_what_is_nearly_equal(SoundBackend):
+    """An update leaves a tensor as it was if no value would change by more than a hundred-thousandth."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._left: dict[str, TensorData] = {}
+
+    async def read_weight(self, name: str) -> TensorData:
+        read = await super().read_weight(name)
+        if name not in self._left or not np.allclose(_numbers(self._left[name]), _numbers(read), rtol=1e-5):
+            self._left[name] = read
+        return self._left[name]
+
+
+def _numbers(tensor: TensorData) -> NDArray[np.float32]:
+    return np.frombuffer(tensor.data, dtype=np.float32)
 
 
 # Versions ------------------------------------------------------------------------------------------------------------
