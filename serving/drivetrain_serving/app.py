@@ -29,6 +29,7 @@ from drivetrain_serving.sglang import openai_fields
 from drivetrain_serving.sglang.routes import SGLangRoutes
 from drivetrain_serving.status.routes import StatusRoutes
 from drivetrain_serving.vllm import errors as vllm_errors
+from drivetrain_serving.vllm.collective_rpc import CollectiveRpcRoute
 from drivetrain_serving.vllm.control import ControlRoutes
 from drivetrain_serving.vllm.embeddings import EmbeddingRoute
 from drivetrain_serving.vllm.generation import GenerationRoutes
@@ -125,11 +126,13 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
         "/v1/load_lora_adapter": control.load_lora_adapter,
         "/load_lora_adapter": control.reload_lora_adapter,
         "/v1/unload_lora_adapter": control.unload_lora_adapter,
+        "/skyrl/v1/load_lora_adapter": control.reload_skyrls_adapter,
         "/start_draft_weight_update": control.refuse_draft,
         "/init_weight_transfer_engine": transfer.init,
         "/shutdown_weight_transfer_engine": transfer.shutdown,
         "/start_weight_update": transfer.start,
         "/finish_weight_update": transfer.finish,
+        "/collective_rpc": CollectiveRpcRoute(transfer, config).collective_rpc,
     }
     posted: dict[str, Answer] = {**data, **told, **(sglang_routes.of_the_dialect() if sglang else {})}
     of_data = {*data, *described, *(one.path for one in more if one.is_data)}

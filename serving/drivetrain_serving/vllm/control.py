@@ -420,9 +420,20 @@ class ControlRoutes:
     @_refusals(error_answer)
     async def reload_lora_adapter(self, request: Request) -> Response:
         """Answer POST ``/load_lora_adapter``, as prime-rl calls it: a name that is taken gets the new weights."""
-        asked = await read_fields(request, self._served.config, ReloadAdapterFields)
-        await self._load_adapter(_text(asked.lora_name, "lora_name"), asked, replace=True)
+        await self._reload(request)
         return json_answer({"status": "ok"})
+
+    @documented(body=ReloadAdapterFields, statuses=(404, *OF_ENGINES))
+    @_refusals(error_answer)
+    async def reload_skyrls_adapter(self, request: Request) -> Response:
+        """Answer POST ``/skyrl/v1/load_lora_adapter``: a name that is taken gets the new weights."""
+        return json_answer({"status": "ok", "lora_name": await self._reload(request), "lora_int_id": None})
+
+    async def _reload(self, request: Request) -> str:
+        asked = await read_fields(request, self._served.config, ReloadAdapterFields)
+        name = _text(asked.lora_name, "lora_name")
+        await self._load_adapter(name, asked, replace=True)
+        return name
 
     async def _load_adapter(self, name: str, asked: ReloadAdapterFields, *, replace: bool) -> None:
         path = _text(asked.lora_path, "lora_path")
