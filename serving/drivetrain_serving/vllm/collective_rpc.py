@@ -15,6 +15,7 @@ from drivetrain_serving.config import ServerConfig
 from drivetrain_serving.http.answers import json_answer
 from drivetrain_serving.http.bodies import read_fields
 from drivetrain_serving.http.route_docs import Fields, documented
+from drivetrain_serving.vllm.answer_types import RpcResults
 from drivetrain_serving.vllm.weight_transfer import UpdateInfo, WeightTransferRoutes, refusal_answer
 
 _PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -57,7 +58,7 @@ class CollectiveRpcRoute:
         self._transfer = transfer
         self._config = config
 
-    @documented(body=RpcFields)
+    @documented(body=RpcFields, answer=RpcResults)
     async def collective_rpc(self, request: Request) -> Response:
         """Answer POST ``/collective_rpc`` with the result of one worker."""
         asked = await read_fields(request, self._config, RpcFields)
@@ -65,7 +66,7 @@ class CollectiveRpcRoute:
             await self._call(request, asked)
         except DrivetrainError as error:
             return refusal_answer(error)
-        return json_answer({"results": [None]})
+        return json_answer(RpcResults(results=[None]))
 
     async def _call(self, request: Request, asked: RpcFields) -> None:
         method = asked.method

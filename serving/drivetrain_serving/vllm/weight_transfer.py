@@ -20,6 +20,7 @@ from drivetrain_serving.config import ServerConfig
 from drivetrain_serving.http.answers import json_answer
 from drivetrain_serving.http.bodies import read_fields, unless_disconnected
 from drivetrain_serving.http.route_docs import Fields, documented
+from drivetrain_serving.vllm.answer_types import Said
 from drivetrain_serving.vllm.errors import error_answer
 from drivetrain_weight_sync.trainer_groups.bucket import WeightBucket
 from drivetrain_weight_sync.trainer_groups.messages import JoinNccl
@@ -117,7 +118,7 @@ def _answered(route: _Route) -> Callable[[WeightTransferRoutes, Request], Awaita
     @wraps(route)
     async def call(self: WeightTransferRoutes, request: Request) -> Response:
         try:
-            return json_answer({"message": await route(self, request)})
+            return json_answer(Said(message=await route(self, request)))
         except DrivetrainError as error:
             return refusal_answer(error)
 
@@ -139,7 +140,7 @@ class WeightTransferRoutes:
         self._config = config
         self._chunk_bytes: int | None = None
 
-    @documented(body=InitFields)
+    @documented(body=InitFields, answer=Said)
     @_answered
     async def init(self, request: Request) -> str:
         """Answer POST ``/init_weight_transfer_engine``, once every rank has joined."""
@@ -151,7 +152,7 @@ class WeightTransferRoutes:
         self._chunk_bytes = chunk_bytes
         return "Weight transfer initialized"
 
-    @documented(body=EmptyFields)
+    @documented(body=EmptyFields, answer=Said)
     @_answered
     async def shutdown(self, request: Request) -> str:
         """Answer POST ``/shutdown_weight_transfer_engine``."""
@@ -159,7 +160,7 @@ class WeightTransferRoutes:
         await self._groups.destroy(GROUP)
         return "Weight transfer engine shut down"
 
-    @documented(body=EmptyFields)
+    @documented(body=EmptyFields, answer=Said)
     @_answered
     async def start(self, request: Request) -> str:
         """Answer POST ``/start_weight_update``."""
@@ -203,7 +204,7 @@ class WeightTransferRoutes:
         """Forget tensors that have come, when a folder brought all weights."""
         self._groups.drop_open_update()
 
-    @documented(body=FinishFields)
+    @documented(body=FinishFields, answer=Said)
     @_answered
     async def finish(self, request: Request) -> str:
         """Answer POST ``/finish_weight_update``, once the engine serves the new weights."""
