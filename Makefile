@@ -143,7 +143,7 @@ test-gateway: environment-$(BACKEND) ## record agents over BACKEND's real engine
 		-p no:cacheprovider tests/serving/gateway_on_an_engine.py $(ARGS)
 
 # schemathesis pins packages of its own.
-test-openapi: $(READY) $(SCHEMATHESIS_READY) ## requests by chance from our OpenAPI document: no 500, and only documented statuses; CASES=5 for each route
+test-openapi: $(READY) $(SCHEMATHESIS_READY) ## requests by chance from our OpenAPI document: no 500, and only documented statuses and forms; CASES=5 for each route
 	@OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/serving/fuzz_the_document.py .venvs/schemathesis/bin/schemathesis $(CASES)
 
 $(SCHEMATHESIS_READY):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Final
 
 from starlette.applications import Starlette
@@ -26,9 +26,12 @@ from drivetrain_serving.operations import OperationRoutes
 from drivetrain_serving.served_engine import ServedEngine
 from drivetrain_serving.sglang import errors as sglang_errors
 from drivetrain_serving.sglang import openai_fields
+from drivetrain_serving.sglang.answer_types import SGLangServerInfo
 from drivetrain_serving.sglang.routes import SGLangRoutes
 from drivetrain_serving.status.routes import StatusRoutes
 from drivetrain_serving.vllm import errors as vllm_errors
+from drivetrain_serving.vllm.answer_types import VllmServerInfo
+from drivetrain_serving.vllm.collective_rpc import CollectiveRpcRoute
 from drivetrain_serving.vllm.control import ControlRoutes
 from drivetrain_serving.vllm.embeddings import EmbeddingRoute
 from drivetrain_serving.vllm.generation import GenerationRoutes
@@ -73,13 +76,13 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
     status = StatusRoutes(served)
     more = sglang_routes.always()
 
-    @documented(statuses=())
+    @documented(statuses=(), answer=ServerInfo)
     async def server_info(request: Request) -> Response:
         """Answer GET ``/server_info`` with what either dialect's clients read."""
         del request
-        return json_answer({**sglang_routes.description.server_info(), **control.server_info()})
+        return json_answer(ServerInfo(**sglang_routes.description.server_info(), **control.server_info()))
 
-    @documented(statuses=())
+    @documented(statuses=(), answer=dict[str, object])
     async def openapi(request: Request) -> Response:
         """Answer GET ``/openapi.json`` with the document of all routes."""
         del request
@@ -125,11 +128,13 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
         "/v1/load_lora_adapter": control.load_lora_adapter,
         "/load_lora_adapter": control.reload_lora_adapter,
         "/v1/unload_lora_adapter": control.unload_lora_adapter,
+        "/skyrl/v1/load_lora_adapter": control.reload_skyrls_adapter,
         "/start_draft_weight_update": control.refuse_draft,
         "/init_weight_transfer_engine": transfer.init,
         "/shutdown_weight_transfer_engine": transfer.shutdown,
         "/start_weight_update": transfer.start,
         "/finish_weight_update": transfer.finish,
+        "/collective_rpc": CollectiveRpcRoute(transfer, config).collective_rpc,
     }
     posted: dict[str, Answer] = {**data, **told, **(sglang_routes.of_the_dialect() if sglang else {})}
     of_data = {*data, *described, *(one.path for one in more if one.is_data)}
@@ -148,7 +153,7 @@ def create_app(engine: InferenceEngine, config: ServerConfig | None = None) -> S
         *(Route(one.path, one.answer, methods=list(one.methods)) for one in more),
     ]
     counts.know(routes)
-    document = document_of(routes, lambda path: _key_of(path, opened, of_data))
+    document = document_of(routes, lambda path: _key_of(path, opened, of_data), errors.types_of)
     app = Starlette(
         routes=routes,
         middleware=[
@@ -174,6 +179,10 @@ def _key_of(path: str, opened: Collection[str], of_data: Collection[str]) -> Key
     return "api" if path in of_data or AGENT_PATHS.fullmatch(path) else "control"
 
 
+class ServerInfo(SGLangServerInfo, VllmServerInfo):
+    """Answer of ``/server_info``: the fields of both dialects."""
+
+
 class _Errors:
     """Answers to requests that fail, in the form of the route's dialect.
 
@@ -185,6 +194,15 @@ class _Errors:
     def __init__(self, sglang_paths: Collection[str], *, flat: bool) -> None:
         self._flat = flat
         self._sglang_paths = sglang_paths
+
+    def types_of(self, path: str) -> Sequence[object]:
+        """Return the types of bodies of errors that a path can have from here."""
+        if path in self._sglang_paths:
+            return (sglang_errors.NestedErrorBody, sglang_errors.FlatErrorBody)
+        if not self._flat:
+            return (vllm_errors.ErrorBody,)
+        flat = sglang_errors.FlatErrorBody
+        return (flat,) if path in OPENAI_ROUTES else (flat, vllm_errors.ErrorBody)
 
     def of_http(self, request: Request, error: Exception) -> Response:
         """Answer a request that HTTP itself refuses."""

@@ -25,7 +25,7 @@ class OperationRoutes:
         self._engine = served.engine
         self._counts = counts
 
-    @documented(statuses=(503,), media=())
+    @documented(statuses=(503,), media=(), errors=None)
     async def ready(self, request: Request) -> Response:
         """Answer GET ``/ready``: 200 if a request would be served now."""
         del request

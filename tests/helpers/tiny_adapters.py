@@ -1,7 +1,11 @@
-"""Random adapters that change a tiny model's answers."""
+"""Random adapters that change a tiny model's answers.
+
+``tiny_adapters.py MODEL FOLDER`` saves them.
+"""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import torch
@@ -19,3 +23,7 @@ def save_adapters(model: Path, folder: Path) -> Path:
         )
         wrapped.save_pretrained(str(folder / name))
     return folder
+
+
+if __name__ == "__main__":
+    save_adapters(Path(sys.argv[1]), Path(sys.argv[2]))

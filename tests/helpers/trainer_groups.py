@@ -192,19 +192,45 @@ async def a_client(engine: InferenceEngine, **config: Any) -> AsyncIterator[http
 
 async def send_as_trl(group: Group, folder: Path, tensors: list[Tensor], **info: object) -> tuple[httpx.Response, str]:
     """Send tensors as TRL does: all names in one request."""
-    update_info = {
-        "names": [one["name"] for one in tensors],
-        "dtype_names": [one["dtype"] for one in tensors],
-        "shapes": [one["shape"] for one in tensors],
-        **info,
-    }
     (client,) = group.clients
+    return await _send(group, folder, tensors, client.post("/update_weights", json=_update_info(tensors, info)), info)
+
+
+async def rpc(client: httpx.AsyncClient, method: str, **kwargs: object) -> httpx.Response:
+    """Call a worker's method as SkyRL does."""
+    return await client.post("/collective_rpc", json={"method": method, "kwargs": kwargs})
+
+
+async def send_as_skyrl(group: Group, folder: Path, tensors: list[Tensor]) -> tuple[httpx.Response, str]:
+    """Send tensors as SkyRL's sender does: all names in one call of a worker's method, in chunks of vLLM's own size."""
+    (client,) = group.clients
+    info: dict[str, object] = {"packed": True}
+    return await _send(group, folder, tensors, rpc(client, "update_weights_nccl", **_update_info(tensors, info)), info)
+
+
+def _update_info(tensors: list[Tensor], info: dict[str, object]) -> dict[str, object]:
+    return {
+        "update_info": {
+            "names": [one["name"] for one in tensors],
+            "dtype_names": [one["dtype"] for one in tensors],
+            "shapes": [one["shape"] for one in tensors],
+            **info,
+        }
+    }
+
+
+async def _send(
+    group: Group,
+    folder: Path,
+    tensors: list[Tensor],
+    announcing: Coroutine[Any, Any, httpx.Response],
+    info: dict[str, object],
+) -> tuple[httpx.Response, str]:
     packed: dict[str, object] = {"flattened": info.get("packed") is True}
     if packed["flattened"]:
-        packed["chunk_bytes"] = info["packed_buffer_size_bytes"]
+        packed["chunk_bytes"] = info.get("packed_buffer_size_bytes", 1 << 30)
     async with asyncio.timeout(HANGING):
         answer, error = await asyncio.gather(
-            client.post("/update_weights", json={"update_info": update_info}),
-            group.trainer.do("send", group=group.name, folder=str(folder), tensors=tensors, **packed),
+            announcing, group.trainer.do("send", group=group.name, folder=str(folder), tensors=tensors, **packed)
         )
     return answer, error

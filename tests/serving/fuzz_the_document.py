@@ -1,7 +1,7 @@
 """Requests that schemathesis makes from our OpenAPI document, to a real server: ``make test-openapi``.
 
-No answer may be a 500, and each must have a status of the document. Routes that pause the engine or change its weights
-come last, where nobody waits for them.
+No answer may be a 500, and each must have a status of the document, and the form that it describes. Routes that pause
+the engine or change its weights come last, where nobody waits for them.
 
 ``fuzz_the_document.py SCHEMATHESIS CASES``: the program of that name, and the most cases of each route and phase.
 """

@@ -172,7 +172,7 @@ async def test_adapters_are_loaded_replaced_and_unloaded(
     await ok(client, "/v1/load_lora_adapter", lora_name="adapter", lora_path=one, load_inplace=True)
     assert await text(client, model="adapter") == first
     absent = {"lora_name": "absent", "lora_path": str(adapters / "absent")}
-    for path in ("/v1/load_lora_adapter", "/load_lora_adapter"):
+    for path in ("/v1/load_lora_adapter", "/load_lora_adapter", "/skyrl/v1/load_lora_adapter"):
         assert (await client.post(path, json=absent)).status_code == 404, "prime-rl asks again until it is there"
         assert (await client.post(path, json={**absent, "lora_path": str(adapters)})).status_code == 400
     running = asyncio.create_task(client.post("/v1/completions", json={**LONG, "model": "adapter"}))

@@ -15,6 +15,7 @@ import pytest_asyncio
 import torch
 from transformers import AutoModel
 
+from documented_answers import Document
 from drivetrain import EngineConfig, InferenceEngine
 from drivetrain.backend.toolkit.translation import shortened_all
 from drivetrain.types.capability import Capability
@@ -69,6 +70,13 @@ async def vectors(client: httpx.AsyncClient, **body: object) -> list[list[float]
     response = await client.post("/v1/embeddings", json=body)
     assert response.status_code == 200, response.text
     return [one["embedding"] for one in response.json()["data"]]
+
+
+async def test_answers_are_as_the_openapi_document_says(embedder: httpx.AsyncClient) -> None:
+    document = Document((await embedder.get("/openapi.json")).json())
+    for body in ({"input": TEXTS}, {"input": TEXTS, "encoding_format": "base64"}, {"input": 7}):
+        assert document.errors(await embedder.post("/v1/embeddings", json=body)) == []
+    assert document.seen == {("POST", "/v1/embeddings", 200), ("POST", "/v1/embeddings", 400)}
 
 
 async def test_each_form_of_input_has_the_engines_vectors(

@@ -148,5 +148,5 @@ async def test_a_route_cannot_be_left_out() -> None:
     document(one)
     with pytest.raises(LookupError, match=r"GET /nothing: .*documented"):
         document(Route("/nothing", _nothing))
-    with pytest.raises(LookupError, match="_Fields is the name of two models"):
+    with pytest.raises(LookupError, match="_Fields is the name of two types"):
         document(one, other)

@@ -34,7 +34,9 @@ from trainer_groups import (
     answers_of,
     free_port,
     fresh,
+    rpc,
     same,
+    send_as_skyrl,
     send_as_trl,
     tensors_of,
     version_of,
@@ -216,3 +218,72 @@ async def test_an_init_that_cannot_be_is_refused(transfer: Group, info: object) 
     answer = await client.post("/init_weight_transfer_engine", json={"init_info": info})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["message"]
+
+
+# SkyRL's names for them ----------------------------------------------------------------------------------------------
+
+
+async def test_skyrls_calls_of_workers_are_one_update(transfer: Group, other_model: Path) -> None:
+    (client,) = transfer.clients
+    before = await answers_of(client)
+    tensors = tensors_of(other_model)
+    for _ in range(2):
+        started = await rpc(client, "skyrl_start_weight_update", is_checkpoint_format=True)
+        assert (started.status_code, started.json()) == (200, {"results": [None]}), started.text
+        answer, error = await send_as_skyrl(transfer, other_model, tensors)
+        assert (answer.status_code, error) == (200, ""), answer.text
+        assert same(await answers_of(client), before)
+        finished = await rpc(client, "skyrl_finish_weight_update")
+        assert (finished.status_code, finished.json()) == (200, {"results": [None]}), finished.text
+        before = await fresh(other_model)
+        assert same(await answers_of(client), before)
+    assert await version_of(client) == "2", "SkyRL names no versions: they are counted"
+
+
+async def test_skyrls_calls_in_the_wrong_order_are_refused(transfer: Group, other_model: Path) -> None:
+    (client,) = transfer.clients
+    assert (await rpc(client, "skyrl_finish_weight_update")).status_code == 400
+    assert (await rpc(client, "skyrl_start_weight_update")).status_code == 200
+    assert (await rpc(client, "skyrl_start_weight_update")).status_code == 400
+    answer, error = await send_as_skyrl(transfer, other_model, tensors_of(other_model)[:3])
+    assert (answer.status_code, error) == (200, ""), answer.text
+    finished = await rpc(client, "skyrl_finish_weight_update")
+    assert finished.status_code == 400, "tensors are missing"
+    assert (await rpc(client, "skyrl_finish_weight_update")).status_code == 400, "and the update is gone"
+    answer, _ = await send_as_skyrl(transfer, other_model, tensors_of(other_model)[:1])
+    assert answer.status_code == 400
+    assert (await client.post("/shutdown_weight_transfer_engine")).status_code == 400, "nobody waits in a broadcast"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "kind", "text"),
+    [
+        ({}, 400, "InvalidRequest", "expected the name of a method"),
+        ({"method": 7}, 400, "InvalidRequest", "method=7"),
+        ({"method": "skyrl_start_weight_update", "args": 1}, 400, "InvalidRequest", "expected a list"),
+        (
+            {"method": "skyrl_start_weight_update", "args": [False]},
+            501,
+            "UnsupportedCapability",
+            "is_checkpoint_format",
+        ),
+        ({"method": "update_weights_ipc", "kwargs": {"update_info": {}}}, 501, "UnsupportedCapability", "unpickles"),
+        ({"method": "execute_method"}, 501, "UnsupportedCapability", "'execute_method' is not served; expected one of"),
+        ({"method": "__class__"}, 501, "UnsupportedCapability", "'__class__' is not served"),
+    ],
+)
+async def test_other_calls_of_workers_are_refused(
+    transfer: Group, body: dict[str, object], status: int, kind: str, text: str
+) -> None:
+    (client,) = transfer.clients
+    answer = await client.post("/collective_rpc", json=body)
+    assert answer.status_code == status, answer.text
+    assert answer.json()["drivetrain"]["error"] == kind
+    assert text in answer.json()["error"]["message"]
+
+
+async def test_a_call_of_a_worker_needs_a_gpu(client: httpx.AsyncClient) -> None:
+    for method in ("skyrl_start_weight_update", "update_weights_nccl", "skyrl_finish_weight_update"):
+        answer = await rpc(client, method)
+        assert answer.status_code == 501, answer.text
+        assert "this engine has no GPU" in answer.json()["error"]["message"]

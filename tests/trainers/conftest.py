@@ -16,7 +16,7 @@ from tool_conversation import Score
 
 
 @contextmanager
-def in_the_project(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+def _in_the_project(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     """Run Python of the project's environment until the context ends; its errors go to ours."""
     command = [os.environ["PROJECT_PYTHON"], "-W", "ignore", *arguments]
     environment = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
@@ -31,6 +31,12 @@ def in_the_project(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.fixture(scope="session")
+def in_the_project() -> Callable[..., AbstractContextManager[subprocess.Popen[str]]]:
+    """Run Python of the project's environment with these arguments, until the context ends."""
+    return _in_the_project
+
+
+@pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the taught model."""
     return tmp_path_factory.mktemp("taught")
@@ -38,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def score(model: Path) -> Iterator[Score]:
-    with in_the_project(str(Path(__file__).parent.with_name("helpers") / "taught_model.py"), str(model)) as process:
+    with _in_the_project(str(Path(__file__).parent.with_name("helpers") / "taught_model.py"), str(model)) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         reads, writes = process.stdout, process.stdin
@@ -59,7 +65,7 @@ def serve(model: Path, score: Score) -> Callable[..., AbstractContextManager[str
     @contextmanager
     def served(*options: str) -> Iterator[str]:
         arguments = ["-m", "drivetrain", "serve", "--backend", "transformers", "--model", str(model), *options]
-        with in_the_project(*arguments, "--served-model-name", "policy", "--port", "0") as process:
+        with _in_the_project(*arguments, "--served-model-name", "policy", "--port", "0") as process:
             assert process.stdout is not None
             said = process.stdout.readline()
             found = re.search(r"http://\S+:\d+", said)

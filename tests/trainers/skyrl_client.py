@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -21,6 +23,9 @@ from tool_conversation import QUESTION, Score, require_own_logprobs
 _T = TypeVar("_T")
 Serve = Callable[..., AbstractContextManager[str]]
 """Serves the taught model with these options, and yields the address."""
+InTheProject = Callable[..., AbstractContextManager["subprocess.Popen[str]"]]
+"""Runs a script, with its arguments, in the project's environment."""
+HELPERS = Path(__file__).parent.with_name("helpers")
 PROMPT = [5, 6, 7]
 PARAMS: dict[str, Any] = {
     "min_tokens": 1,
@@ -42,6 +47,15 @@ def server(serve: Serve) -> Iterator[str]:
     """Address of a server that also serves adapters."""
     with serve("--set", "enable_lora=true", "--set", "max_lora_rank=8") as url:
         yield url
+
+
+@pytest.fixture(scope="module")
+def adapters(model: Path, score: Score, in_the_project: InTheProject, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the adapters ``one`` and ``two`` of the taught model."""
+    folder = tmp_path_factory.mktemp("adapters")
+    with in_the_project(str(HELPERS / "tiny_adapters.py"), str(model), str(folder)) as process:
+        assert process.wait() == 0
+    return folder
 
 
 def with_client(server: str, use: Callable[[RemoteInferenceClient], Awaitable[_T]]) -> _T:
@@ -160,6 +174,57 @@ def test_the_size_of_the_group(server: str) -> None:
     assert with_client(server, lambda client: client.get_world_size()) == (1, 1)
 
 
+def test_an_adapter_is_loaded_twice_and_unloaded(server: str, adapters: Path) -> None:
+    async def use(client: RemoteInferenceClient) -> None:
+        async def ids(model: str) -> list[int]:
+            body = {"model": model, "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "return_token_ids": True}
+            answer = await client.completion({"json": body, "headers": {}})
+            sampled: list[int] = answer["choices"][0]["token_ids"]
+            return sampled
+
+        found = []
+        for name in ("one", "two", "one"):
+            (answer,) = (await client.load_lora_adapter("adapter", str(adapters / name))).values()
+            assert answer["status"] == 200
+            assert json.loads(answer["body"]) == {"status": "ok", "lora_name": "adapter", "lora_int_id": None}
+            found.append(await ids("adapter"))
+        assert found[0] != await ids("policy")
+        assert found[0] != found[1]
+        assert found[0] == found[2], "the name got the first folder's weights again"
+        await client.unload_lora_adapter("adapter")
+        with pytest.raises(aiohttp.ClientResponseError, match="adapter"):
+            await ids("adapter")
+
+    with_client(server, use)
+
+
+def test_weights_by_calls_of_workers(in_the_project: InTheProject) -> None:
+    """An update as SkyRL's sender makes it. A gloo group stands for its NCCL communicator, which wants GPUs."""
+    with in_the_project(str(HELPERS / "serving_over_gloo.py")) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        reads, writes = process.stdout, process.stdin
+        said = json.loads(reads.readline())
+
+        async def use(client: RemoteInferenceClient) -> None:
+            asked = {"prompt_token_ids": [said["prompt"]], "sampling_params": said["sampling_params"]}
+            for expected in said["expected"]:
+                await client.pause_generation()
+                await client.start_weight_update(is_checkpoint_format=True)
+                update = asyncio.create_task(client.update_weights_nccl({**said["metadata"], "packed": True}))
+                writes.write("send\n")
+                assert await asyncio.to_thread(reads.readline) == "sent\n"
+                await update
+                await client.finish_weight_update()
+                await client.resume_generation()
+                output = await client.generate(asked)
+                assert output["response_ids"] == [expected["token_ids"]]
+                assert output["response_logprobs"][0] == pytest.approx(expected["logprobs"], abs=1e-5)
+            await _refused(client.finish_weight_update(), 400, "no update is open")
+
+        with_client(said["url"], use)
+
+
 async def _refused(call: Awaitable[object], status: int, text: str = "") -> None:
     with pytest.raises(aiohttp.ClientResponseError) as refused:
         await call
@@ -182,11 +247,11 @@ def test_calls_that_are_not_answered(server: str) -> None:
 
     async def use(client: RemoteInferenceClient) -> None:
         await _refused(client.init_weight_update_communicator(Info()), 501, "this engine has no GPU")
-        await _refused(client.start_weight_update(), 404)
-        await _refused(client.update_weights_nccl({}), 404)
-        await _refused(client.update_weights_ipc({}), 404)
-        await _refused(client.finish_weight_update(), 404)
-        await _refused(client.load_lora_adapter("a", "/adapter"), 404)
+        await _refused(client.start_weight_update(), 501, "this engine has no GPU")
+        await _refused(client.update_weights_nccl({}), 501, "this engine has no GPU")
+        await _refused(client.update_weights_ipc({}), 501, "unpickles nothing")
+        await _refused(client.finish_weight_update(), 501, "this engine has no GPU")
+        await _refused(client.load_lora_adapter("a", "/adapter"), 404, "there is no folder '/adapter'")
         await _refused(client.render_chat_completion({"json": {"messages": []}}), 404)
         await client.finish_session("a")  # it logs the 404, and goes on
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, NotRequired, TypedDict
+from typing import Literal, NotRequired
+
+from typing_extensions import TypedDict  # pydantic makes schemas of no other before Python 3.12
 
 from drivetrain.tool_calls.functions import FunctionCall
 

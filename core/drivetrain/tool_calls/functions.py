@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypedDict
 
 from pydantic import JsonValue
+from typing_extensions import TypedDict  # pydantic makes schemas of no other before Python 3.12
 
 from drivetrain.tool_calls import strict_json
 from drivetrain.tool_calls.schemas import Parameters

@@ -6,11 +6,15 @@ import json
 import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import DrivetrainError, InvalidRequest
+from drivetrain.openai.responses import FinishReasonName, ToolCall
+from drivetrain_serving.gateway import answer_types as types
 from drivetrain_serving.gateway.errors import body_and_status
+from drivetrain_serving.http.error_statuses import described
+from drivetrain_serving.vllm.answer_types import ChatChunk, ChatCompletion, ChatUsageChunk, DetailedUsage
 from drivetrain_serving.vllm.json_objects import Json
 
 _OWN: Final = (
@@ -22,7 +26,12 @@ _REFUSED: Final = ("container", "mcp_servers", "logprobs", "top_logprobs", "n")
 _ACCOUNTING: Final = "x-anthropic-billing-header:"
 """Beginning of a system block that some agents change with each request; it is not for the model."""
 _CHOICES: Final = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}
-_STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "max_tokens"}
+_STOP_REASONS: Final[Mapping[FinishReasonName, types.StopReason]] = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+    "abort": "max_tokens",
+}
 _ERROR_TYPES: Final = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -180,12 +189,12 @@ def _list(value: object, where: str) -> list[object]:
 # Answers -------------------------------------------------------------------------------------------------------------
 
 
-def from_chat(response: Json) -> Json:
+def from_chat(response: ChatCompletion) -> types.AnthropicMessage:
     """Return a chat completion as a message."""
     (choice,) = response["choices"]
     message = choice["message"]
-    content: list[Json] = [{"type": "text", "text": message["content"]}] if message["content"] else []
-    for call in message.get("tool_calls") or []:
+    content: list[types.Block] = [{"type": "text", "text": message["content"]}] if message["content"] else []
+    for call in message["tool_calls"]:
         function = call["function"]
         content.append(
             {
@@ -196,10 +205,12 @@ def from_chat(response: Json) -> Json:
             }
         )
     usage = response["usage"]
-    return _message(response["model"], content, _ending(choice), _usage(usage) | _output(usage))
+    return _message(response["model"], content, _ending(choice["finish_reason"], choice["stop_reason"]), _usage(usage))
 
 
-def _message(model: str, content: list[Json], ending: Json, usage: Json) -> Json:
+def _message(
+    model: str, content: list[types.Block], ending: types.MessageEnding, usage: types.MessageUsage
+) -> types.AnthropicMessage:
     return {
         "id": f"msg_{uuid.uuid4().hex}",
         "type": "message",
@@ -211,24 +222,20 @@ def _message(model: str, content: list[Json], ending: Json, usage: Json) -> Json
     }
 
 
-def _ending(choice: Json) -> Json:
-    matched = choice["stop_reason"]
-    if isinstance(matched, str) and choice["finish_reason"] == "stop":
+def _ending(reason: FinishReasonName, matched: int | str | None) -> types.MessageEnding:
+    if isinstance(matched, str) and reason == "stop":
         return {"stop_reason": "stop_sequence", "stop_sequence": matched}
-    return {"stop_reason": _STOP_REASONS[choice["finish_reason"]], "stop_sequence": None}
+    return {"stop_reason": _STOP_REASONS[reason], "stop_sequence": None}
 
 
-def _usage(usage: Json) -> Json:
+def _usage(usage: DetailedUsage) -> types.MessageUsage:
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": usage["prompt_tokens"] - cached,
         "cache_read_input_tokens": cached,
         "cache_creation_input_tokens": 0,
+        "output_tokens": usage["completion_tokens"],
     }
-
-
-def _output(usage: Json) -> Json:
-    return {"output_tokens": usage["completion_tokens"]}
 
 
 class MessageEvents:
@@ -244,11 +251,11 @@ class MessageEvents:
         self._prompt_length = prompt_length
         self._blocks = 0
         self._text_is_open = False
-        self._ending: Json = {}
+        self._ending: types.MessageEnding = {"stop_reason": None, "stop_sequence": None}
 
-    def start(self) -> Json:
+    def start(self) -> types.MessageStart:
         """Return the first event."""
-        usage = {
+        usage: types.MessageUsage = {
             "input_tokens": self._prompt_length,
             "cache_read_input_tokens": 0,
             "cache_creation_input_tokens": 0,
@@ -257,47 +264,46 @@ class MessageEvents:
         message = _message(self._model, [], {"stop_reason": None, "stop_sequence": None}, usage)
         return {"type": "message_start", "message": message}
 
-    def events(self, chunk: Json) -> Iterator[Json]:
+    def events(self, chunk: ChatChunk | ChatUsageChunk) -> Iterator[types.MessageEvent]:
         """Yield the events of a chunk; the chunk with the usage is the last."""
         for choice in chunk["choices"]:
             delta = choice["delta"]
-            if delta.get("content"):
-                yield from self._text(delta["content"])
-            for call in delta.get("tool_calls") or []:
+            if text := delta.get("content"):
+                yield from self._text(text)
+            for call in delta.get("tool_calls", []):
                 yield from self._call(call)
             if choice["finish_reason"] is not None:
-                self._ending = _ending(choice)
-        if chunk.get("usage"):
+                self._ending = _ending(choice["finish_reason"], choice["stop_reason"])
+        if usage := chunk.get("usage"):
             yield from self._close_text()
-            usage = chunk["usage"]
-            yield {"type": "message_delta", "delta": self._ending, "usage": _usage(usage) | _output(usage)}
+            yield {"type": "message_delta", "delta": self._ending, "usage": _usage(usage)}
             yield {"type": "message_stop"}
 
-    def _text(self, text: str) -> Iterator[Json]:
+    def _text(self, text: str) -> Iterator[types.MessageEvent]:
         if not self._text_is_open:
             self._text_is_open = True
             yield self._block({"type": "text", "text": ""})
         yield self._delta({"type": "text_delta", "text": text})
 
-    def _call(self, call: Json) -> Iterator[Json]:
+    def _call(self, call: ToolCall) -> Iterator[types.MessageEvent]:
         yield from self._close_text()
         function = call["function"]
         yield self._block({"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}})
         yield self._delta({"type": "input_json_delta", "partial_json": function["arguments"] or "{}"})
         yield self._stop()
 
-    def _close_text(self) -> Iterator[Json]:
+    def _close_text(self) -> Iterator[types.MessageEvent]:
         if self._text_is_open:
             self._text_is_open = False
             yield self._stop()
 
-    def _block(self, block: Json) -> Json:
+    def _block(self, block: types.Block) -> types.BlockStart:
         return {"type": "content_block_start", "index": self._blocks, "content_block": block}
 
-    def _delta(self, delta: Json) -> Json:
+    def _delta(self, delta: types.TextDelta | types.InputDelta) -> types.BlockDelta:
         return {"type": "content_block_delta", "index": self._blocks, "delta": delta}
 
-    def _stop(self) -> Json:
+    def _stop(self) -> types.BlockStop:
         self._blocks += 1
         return {"type": "content_block_stop", "index": self._blocks - 1}
 
@@ -305,16 +311,16 @@ class MessageEvents:
 # Errors --------------------------------------------------------------------------------------------------------------
 
 
-def error_of(error: DrivetrainError) -> tuple[Json, int]:
+def error_of(error: DrivetrainError) -> tuple[types.AnthropicError, int]:
     """Return the body and the status of an error."""
-    body, status = body_and_status(error)
-    answer: Json = http_error(status, str(error)) | {"drivetrain": body["drivetrain"]}
+    _, status = body_and_status(error)
+    answer = http_error(status, str(error))
+    answer["drivetrain"] = described(error)
     if isinstance(error, ThreadUnsupported):
         answer["error"]["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     return answer, status
 
 
-def http_error(status: int, message: str) -> Json:
+def http_error(status: int, message: str) -> types.AnthropicError:
     """Return the body of an error."""
-    said: dict[str, Any] = {"type": _ERROR_TYPES.get(status, "api_error"), "message": message}
-    return {"type": "error", "error": said}
+    return {"type": "error", "error": {"type": _ERROR_TYPES.get(status, "api_error"), "message": message}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing, suppress
 from typing import Any, Final, TypeVar
 
@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from drivetrain.errors import DrivetrainError, InvalidRequest
 from drivetrain.openai.engine_calls import Call
 from drivetrain.openai.messages import to_template
+from drivetrain.openai.responses import ChatDelta
 from drivetrain.types.outputs import Completion, CompletionChunk
 from drivetrain.types.prompts import ChatPrompt, Message
 from drivetrain.types.sampling import SamplingParams
@@ -23,6 +24,7 @@ from drivetrain_serving.gateway.prompts import PreparedPrompt, opens_answer
 from drivetrain_serving.gateway.records import Record, packed_ids, packed_logprobs
 from drivetrain_serving.gateway.sessions import Sessions
 from drivetrain_serving.served_engine import ServedEngine
+from drivetrain_serving.vllm.answer_types import ChatChunk, ChatCompletion
 from drivetrain_serving.vllm.chat_and_completion_answers import ChatResponses
 from drivetrain_serving.vllm.json_objects import Json
 
@@ -71,12 +73,12 @@ class Capture:
         self._sessions = sessions
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    async def whole(self, asked: Asked, responses: ChatResponses) -> Json:
+    async def whole(self, asked: Asked, responses: ChatResponses) -> ChatCompletion:
         """Generate, record, and return the response."""
         gone = asyncio.Event()
         return await self._watched(self._whole(asked, responses, gone), asked, gone)
 
-    async def _whole(self, asked: Asked, responses: ChatResponses, gone: asyncio.Event) -> Json:
+    async def _whole(self, asked: Asked, responses: ChatResponses, gone: asyncio.Event) -> ChatCompletion:
         with asked.call.refusals():
             output = await self._served.generate(
                 asked.call.prompts,
@@ -91,9 +93,9 @@ class Capture:
         await self._sessions.records.spill()
         return response
 
-    async def streamed(self, asked: Asked, responses: ChatResponses) -> AsyncGenerator[Json, None]:
+    async def streamed(self, asked: Asked, responses: ChatResponses) -> AsyncGenerator[ChatChunk, None]:
         """Generate, record, and yield the chunks of the response. A turn is recorded before its last chunk."""
-        pieces: asyncio.Queue[Json | None] = asyncio.Queue()
+        pieces: asyncio.Queue[ChatChunk | None] = asyncio.Queue()
         gone = asyncio.Event()
         generating = self._begin(self._stream(asked, responses, pieces, gone), asked)
         try:
@@ -106,7 +108,7 @@ class Capture:
                 self._keep(asyncio.ensure_future(self._aborted(asked, generating)))
 
     async def _stream(
-        self, asked: Asked, responses: ChatResponses, pieces: asyncio.Queue[Json | None], gone: asyncio.Event
+        self, asked: Asked, responses: ChatResponses, pieces: asyncio.Queue[ChatChunk | None], gone: asyncio.Event
     ) -> None:
         messages: dict[int, Json] = {}
         chunks = self._served.generate_stream(
@@ -178,7 +180,9 @@ class Capture:
 
     # Records -----------------------------------------------------------------------------------------------------
 
-    def _record(self, asked: Asked, completion: Completion, message: Json, reason: str, *, gone: bool) -> None:
+    def _record(
+        self, asked: Asked, completion: Completion, message: Mapping[str, object], reason: str, *, gone: bool
+    ) -> None:
         session, prepared = asked.session, asked.prepared
         if gone and reason == "abort":
             reason = DISCONNECT
@@ -212,7 +216,7 @@ class Capture:
         session.add(turn, None if reason == DISCONNECT else _conversation(asked, message))
 
 
-def _conversation(asked: Asked, answer: Json) -> Conversation | None:
+def _conversation(asked: Asked, answer: Mapping[str, object]) -> Conversation | None:
     """Return a conversation with its answer; None if no request can continue it."""
     if not opens_answer(asked.prompt):
         return None
@@ -233,10 +237,10 @@ def _as_asked(piece: _Piece, asked: Asked) -> _Piece:
     return dataclasses.replace(piece, logprobs=None, top_logprobs=None)
 
 
-def _add(message: Json, delta: Json) -> None:
+def _add(message: Json, delta: ChatDelta) -> None:
     """Add a chunk's delta to the message."""
     message["content"] += delta.get("content") or ""
-    if delta.get("tool_calls"):
+    if calls := delta.get("tool_calls"):
         message.setdefault("tool_calls", []).extend(
-            {name: value for name, value in call.items() if name != "index"} for call in delta["tool_calls"]
+            {name: value for name, value in call.items() if name != "index"} for call in calls
         )

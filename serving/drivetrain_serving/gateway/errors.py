@@ -37,13 +37,13 @@ _STATUSES: Final[Mapping[type[DrivetrainError], tuple[int, str]]] = {
 }
 
 
-def body_and_status(error: DrivetrainError) -> tuple[dict[str, object], int]:
+def body_and_status(error: DrivetrainError) -> tuple[of_vllm.ErrorBody, int]:
     """Return the body of an error in the form of the other routes' errors, and its status."""
     found = _STATUSES.get(type(error))
     if found is None:
         return of_vllm.body_of(error), status_of(error)
     status, kind = found
-    said = {"message": str(error), "type": kind, "param": None, "code": status}
+    said: of_vllm.ErrorDetails = {"message": str(error), "type": kind, "param": None, "code": status}
     return {"error": said, "drivetrain": {"error": type(error).__name__}}, status
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
+from collections.abc import Iterator, Mapping
+from typing import Final, Literal
 
 from drivetrain.checks.safe_repr import shown
 from drivetrain.errors import DrivetrainError, InvalidRequest
-from drivetrain_serving.gateway.errors import body_and_status
+from drivetrain.openai.responses import FinishReasonName, ToolCall
+from drivetrain_serving.gateway import answer_types as types
+from drivetrain_serving.http.error_statuses import described
+from drivetrain_serving.vllm.answer_types import ChatChunk, ChatCompletion, ChatUsageChunk, DetailedUsage
 from drivetrain_serving.vllm.json_objects import Json
 
 _OWN: Final = (
@@ -31,7 +34,7 @@ _REFUSED: Final = {
 }
 _ROLES: Final = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _TEXTS: Final = ("input_text", "output_text", "text")
-_ECHOED: Final = ("instructions", "max_output_tokens", "metadata", "temperature", "tools", "top_p", "user")
+_Whole = Literal["response.created", "response.in_progress", "response.completed", "response.incomplete"]
 
 
 def to_chat(body: Mapping[str, object]) -> Json:
@@ -153,28 +156,28 @@ class ResponseWriter:
         self._body = body
         self._model = model
         self._sequence = 0
-        self._output: list[Json] = []
+        self._output: list[types.OutputItem] = []
         self._text = ""
-        self._message: Json | None = None
-        self._reason = "stop"
+        self._message: types.OutputMessage | None = None
+        self._reason: FinishReasonName = "stop"
 
-    def whole(self, response: Json) -> Json:
+    def whole(self, response: ChatCompletion) -> types.OpenAIResponse:
         """Return a chat completion as a response."""
         (choice,) = response["choices"]
         message = choice["message"]
         self._reason = choice["finish_reason"]
         if message["content"]:
             self._output.append(_message(message["content"], self._status))
-        self._output += [_call(call) for call in message.get("tool_calls") or []]
+        self._output += [_call(call) for call in message["tool_calls"]]
         return self._response(self._status, response["usage"])
 
     @property
-    def _status(self) -> str:
+    def _status(self) -> Literal["completed", "incomplete"]:
         return "incomplete" if self._reason in ("length", "abort") else "completed"
 
-    def _response(self, status: str, usage: Json | None) -> Json:
-        incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        choice = self._body.get("tool_choice")
+    def _response(self, status: types.ItemStatus, usage: DetailedUsage | None) -> types.OpenAIResponse:
+        body = self._body
+        choice = body.get("tool_choice")
         return {
             "id": self._id,
             "object": "response",
@@ -182,7 +185,7 @@ class ResponseWriter:
             "status": status,
             "background": False,
             "error": None,
-            "incomplete_details": incomplete,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": self._model,
             "output": list(self._output),
             "parallel_tool_calls": True,
@@ -190,83 +193,112 @@ class ResponseWriter:
             "store": False,
             "truncation": "disabled",
             "usage": None if usage is None else _usage(usage),
-            **{name: self._body.get(name) for name in _ECHOED},
-            "metadata": self._body.get("metadata") or {},
-            "tools": self._body.get("tools") or [],
+            "instructions": body.get("instructions"),
+            "max_output_tokens": body.get("max_output_tokens"),
+            "metadata": body.get("metadata") or {},
+            "temperature": body.get("temperature"),
+            "tools": body.get("tools") or [],
+            "top_p": body.get("top_p"),
+            "user": body.get("user"),
             "tool_choice": choice if choice is not None else "auto",
-            "text": self._body.get("text") or {"format": {"type": "text"}},
+            "text": body.get("text") or {"format": {"type": "text"}},
         }
 
     # In events -----------------------------------------------------------------------------------------------------
 
-    def start(self) -> Iterator[Json]:
+    def start(self) -> Iterator[types.ResponsesEvent]:
         """Yield the first events."""
-        for name in ("created", "in_progress"):
-            yield self._event(f"response.{name}", response=self._response("in_progress", None))
+        yield self._whole_event("response.created", "in_progress", None)
+        yield self._whole_event("response.in_progress", "in_progress", None)
 
-    def events(self, chunk: Json) -> Iterator[Json]:
+    def events(self, chunk: ChatChunk | ChatUsageChunk) -> Iterator[types.ResponsesEvent]:
         """Yield the events of a chunk; the chunk with the usage is the last."""
         for choice in chunk["choices"]:
             delta = choice["delta"]
-            if delta.get("content"):
-                yield from self._add_text(delta["content"])
-            for call in delta.get("tool_calls") or []:
+            if text := delta.get("content"):
+                yield from self._add_text(text)
+            for call in delta.get("tool_calls", []):
                 yield from self._add_call(call)
             self._reason = choice["finish_reason"] or self._reason
-        if chunk.get("usage"):
+        if usage := chunk.get("usage"):
             yield from self._close_text()
-            yield self._event(f"response.{self._status}", response=self._response(self._status, chunk["usage"]))
+            kind: _Whole = "response.completed" if self._status == "completed" else "response.incomplete"
+            yield self._whole_event(kind, self._status, usage)
 
-    def error(self, error: DrivetrainError) -> Json:
+    def error(self, error: DrivetrainError) -> types.ResponseErrorEvent:
         """Return the event of an error after the first event."""
-        body, _ = body_and_status(error)
-        event = self._event("error", code=type(error).__name__, message=str(error), param=None)
-        return {**event, "drivetrain": body["drivetrain"]}
+        return {
+            "type": "error",
+            "sequence_number": self._next(),
+            "code": type(error).__name__,
+            "message": str(error),
+            "param": None,
+            "drivetrain": described(error),
+        }
 
-    def _add_text(self, text: str) -> Iterator[Json]:
-        at = len(self._output)
+    def _whole_event(self, kind: _Whole, status: types.ItemStatus, usage: DetailedUsage | None) -> types.ResponseEvent:
+        return {"type": kind, "sequence_number": self._next(), "response": self._response(status, usage)}
+
+    def _add_text(self, text: str) -> Iterator[types.ResponsesEvent]:
         if self._message is None:
             self._message = _message("", "in_progress")
-            opened = {**self._message, "content": []}
-            yield self._event("response.output_item.added", output_index=at, item=opened)
-            yield self._part("response.content_part.added", part=_part(""))
+            yield self._item_event("response.output_item.added", {**self._message, "content": []})
+            yield {"type": "response.content_part.added", **self._place(self._message), "part": _part("")}
         self._text += text
-        yield self._part("response.output_text.delta", delta=text, logprobs=[])
+        yield {"type": "response.output_text.delta", **self._place(self._message), "delta": text, "logprobs": []}
 
-    def _close_text(self) -> Iterator[Json]:
+    def _close_text(self) -> Iterator[types.ResponsesEvent]:
         if self._message is None:
             return
-        done = {**self._message, "status": self._status, "content": [_part(self._text)]}
-        yield self._part("response.output_text.done", text=self._text, logprobs=[])
-        yield self._part("response.content_part.done", part=_part(self._text))
-        yield self._event("response.output_item.done", output_index=len(self._output), item=done)
+        text, message = self._text, self._message
+        yield {"type": "response.output_text.done", **self._place(message), "text": text, "logprobs": []}
+        yield {"type": "response.content_part.done", **self._place(message), "part": _part(text)}
+        done: types.OutputMessage = {**message, "status": self._status, "content": [_part(text)]}
+        yield self._item_event("response.output_item.done", done)
         self._output.append(done)
         self._message, self._text = None, ""
 
-    def _add_call(self, call: Json) -> Iterator[Json]:
+    def _add_call(self, call: ToolCall) -> Iterator[types.ResponsesEvent]:
         yield from self._close_text()
         item, at = _call(call), len(self._output)
-        opened = {**item, "arguments": "", "status": "in_progress"}
-        yield self._event("response.output_item.added", output_index=at, item=opened)
-        about = {"item_id": item["id"], "output_index": at}
-        yield self._event("response.function_call_arguments.delta", **about, delta=item["arguments"])
-        yield self._event(
-            "response.function_call_arguments.done", **about, name=item["name"], arguments=item["arguments"]
-        )
-        yield self._event("response.output_item.done", output_index=at, item=item)
+        yield self._item_event("response.output_item.added", {**item, "arguments": "", "status": "in_progress"})
+        yield {
+            "type": "response.function_call_arguments.delta",
+            "sequence_number": self._next(),
+            "item_id": item["id"],
+            "output_index": at,
+            "delta": item["arguments"],
+        }
+        yield {
+            "type": "response.function_call_arguments.done",
+            "sequence_number": self._next(),
+            "item_id": item["id"],
+            "output_index": at,
+            "name": item["name"],
+            "arguments": item["arguments"],
+        }
+        yield self._item_event("response.output_item.done", item)
         self._output.append(item)
 
-    def _part(self, kind: str, **fields: object) -> Json:
-        assert self._message is not None
-        about = {"item_id": self._message["id"], "output_index": len(self._output), "content_index": 0}
-        return self._event(kind, **about, **fields)
+    def _item_event(
+        self, kind: Literal["response.output_item.added", "response.output_item.done"], item: types.OutputItem
+    ) -> types.ItemEvent:
+        return {"type": kind, "sequence_number": self._next(), "output_index": len(self._output), "item": item}
 
-    def _event(self, kind: str, **fields: object) -> Json:
+    def _place(self, message: types.OutputMessage) -> types.PlaceOfPart:
+        return {
+            "sequence_number": self._next(),
+            "item_id": message["id"],
+            "output_index": len(self._output),
+            "content_index": 0,
+        }
+
+    def _next(self) -> int:
         self._sequence += 1
-        return {"type": kind, "sequence_number": self._sequence - 1, **fields}
+        return self._sequence - 1
 
 
-def _message(text: str, status: str) -> Json:
+def _message(text: str, status: types.ItemStatus) -> types.OutputMessage:
     return {
         "type": "message",
         "id": f"msg_{uuid.uuid4().hex}",
@@ -276,12 +308,11 @@ def _message(text: str, status: str) -> Json:
     }
 
 
-def _part(text: str) -> Json:
-    annotations: Sequence[object] = []
-    return {"type": "output_text", "text": text, "annotations": annotations, "logprobs": []}
+def _part(text: str) -> types.OutputText:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _call(call: Json) -> Json:
+def _call(call: ToolCall) -> types.FunctionCallItem:
     function = call["function"]
     return {
         "type": "function_call",
@@ -293,7 +324,7 @@ def _call(call: Json) -> Json:
     }
 
 
-def _usage(usage: Json) -> Json:
+def _usage(usage: DetailedUsage) -> types.ResponseUsage:
     return {
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"]},

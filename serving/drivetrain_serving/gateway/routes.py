@@ -22,6 +22,7 @@ from drivetrain.openai.engine_calls import Call, chat_call
 from drivetrain.openai.token_texts import TokenTexts
 from drivetrain.text.prompt_threads import in_prompt_thread
 from drivetrain.types.prompts import ChatPrompt, TokenPrompt
+from drivetrain_serving.gateway import answer_types as types
 from drivetrain_serving.gateway import anthropic, openai_responses
 from drivetrain_serving.gateway.capture import Asked, Capture
 from drivetrain_serving.gateway.errors import error_answer
@@ -34,11 +35,13 @@ from drivetrain_serving.http.answers import NamedEventStream, event_stream, json
 from drivetrain_serving.http.bodies import read_json, unless_disconnected
 from drivetrain_serving.http.route_docs import JSON, OF_ENGINES, STREAM, documented
 from drivetrain_serving.served_engine import ServedEngine
+from drivetrain_serving.vllm.answer_types import ChatChunk, ChatCompletion, ChatUsageChunk
 from drivetrain_serving.vllm.chat_and_completion_answers import ChatResponses
-from drivetrain_serving.vllm.errors import body_of
+from drivetrain_serving.vllm.errors import ErrorBody, body_of
 from drivetrain_serving.vllm.json_objects import Json
 from drivetrain_serving.vllm.payloads import ChatRequest, read_chat
 
+_Piece = ChatChunk | ChatUsageChunk
 Answer = Callable[[Request], Awaitable[Response]]
 
 AGENT_PATHS: Final = re.compile(r"/sessions/[^/]+/v1/.*")
@@ -90,7 +93,14 @@ class SessionRoutes:
 
     # Agents ------------------------------------------------------------------------------------------------------
 
-    @documented(body=ChatRequest, statuses=_STATUSES, media=(JSON, STREAM))
+    @documented(
+        body=ChatRequest,
+        statuses=_STATUSES,
+        media=(JSON, STREAM),
+        answer=ChatCompletion,
+        event=ChatChunk | ChatUsageChunk,
+        errors=(ErrorBody,),
+    )
     async def chat_completions(self, request: Request) -> Response:
         """Answer POST ``/sessions/{id}/v1/chat/completions``."""
         body = await read_json(request, self._served.config, wants_type=True)
@@ -106,12 +116,19 @@ class SessionRoutes:
         pieces = self._pieces(payload, asked, responses)
         return await event_stream(pieces, body_of, self._served.config.send_timeout)
 
-    @documented(body=MessagesRequest, statuses=_STATUSES, media=(JSON, STREAM))
+    @documented(
+        body=MessagesRequest,
+        statuses=_STATUSES,
+        media=(JSON, STREAM),
+        answer=types.AnthropicMessage,
+        event=types.MessageEvent,
+        errors=(types.AnthropicError,),
+    )
     async def messages(self, request: Request) -> Response:
         """Answer POST ``/sessions/{id}/v1/messages``, in Anthropic's form."""
         return await self._answered_in_anthropics_form(request, self._message)
 
-    @documented(body=MessagesRequest, statuses=_STATUSES)
+    @documented(body=MessagesRequest, statuses=_STATUSES, answer=types.TokenCount, errors=(types.AnthropicError,))
     async def count_tokens(self, request: Request) -> Response:
         """Answer POST ``/sessions/{id}/v1/messages/count_tokens``, in Anthropic's form."""
         return await self._answered_in_anthropics_form(request, self._count)
@@ -138,8 +155,8 @@ class SessionRoutes:
         return await event_stream(pieces, lambda error: anthropic.error_of(error)[0], timeout, NamedEventStream)
 
     async def _message_events(
-        self, events: anthropic.MessageEvents, chunks: AsyncGenerator[Json, None]
-    ) -> AsyncGenerator[Json, None]:
+        self, events: anthropic.MessageEvents, chunks: AsyncGenerator[_Piece, None]
+    ) -> AsyncGenerator[types.MessageEvent, None]:
         async with aclosing(chunks):
             started = False
             async for chunk in chunks:
@@ -153,9 +170,16 @@ class SessionRoutes:
         chat = {name: value for name, value in chat.items() if name not in ("stream", "stream_options")}
         payload, call = await self._read(chat)
         asked = await self._asked(self._sessions.for_turns(session_id, 0), payload, call)
-        return json_answer({"input_tokens": len(asked.prepared.token_ids)})
+        return json_answer(types.TokenCount(input_tokens=len(asked.prepared.token_ids)))
 
-    @documented(body=ResponsesRequest, statuses=_STATUSES, media=(JSON, STREAM))
+    @documented(
+        body=ResponsesRequest,
+        statuses=_STATUSES,
+        media=(JSON, STREAM),
+        answer=types.OpenAIResponse,
+        event=types.ResponsesEvent,
+        errors=(ErrorBody,),
+    )
     async def responses(self, request: Request) -> Response:
         """Answer POST ``/sessions/{id}/v1/responses``."""
         body = await read_json(request, self._served.config, wants_type=True)
@@ -173,8 +197,8 @@ class SessionRoutes:
         return await event_stream(pieces, writer.error, self._served.config.send_timeout, NamedEventStream)
 
     async def _response_events(
-        self, writer: openai_responses.ResponseWriter, chunks: AsyncGenerator[Json, None]
-    ) -> AsyncGenerator[Json, None]:
+        self, writer: openai_responses.ResponseWriter, chunks: AsyncGenerator[_Piece, None]
+    ) -> AsyncGenerator[types.ResponsesEvent, None]:
         async with aclosing(chunks):
             started = False
             async for chunk in chunks:
@@ -205,7 +229,9 @@ class SessionRoutes:
         answer = ChatAnswer(payload, answer_id, asked.model, engine.tokenizer, engine.config.tool_call_parser)
         return payload, asked, ChatResponses(payload, answer, self._texts, engine.model_info.eos_token_ids)
 
-    async def _pieces(self, payload: ChatRequest, asked: Asked, responses: ChatResponses) -> AsyncGenerator[Json, None]:
+    async def _pieces(
+        self, payload: ChatRequest, asked: Asked, responses: ChatResponses
+    ) -> AsyncGenerator[_Piece, None]:
         async with aclosing(self._capture.streamed(asked, responses)) as pieces:
             async for piece in pieces:
                 yield piece
@@ -245,11 +271,11 @@ class SessionRoutes:
 
     # The trainer -------------------------------------------------------------------------------------------------
 
-    @documented(statuses=())
+    @documented(statuses=(), answer=types.SessionList)
     async def sessions(self, request: Request) -> Response:
         """Answer GET ``/sessions``."""
         del request
-        found = [
+        found: list[types.SessionFacts] = [
             {
                 "session_id": session.id,
                 "created": session.created,
@@ -258,9 +284,9 @@ class SessionRoutes:
             }
             for session in self._sessions.all()
         ]
-        return json_answer({"sessions": found})
+        return json_answer(types.SessionList(sessions=found))
 
-    @documented(statuses=(400, 404, 503), media=(JSON, _MSGPACK[0]))
+    @documented(statuses=(400, 404, 503), media=(JSON, _MSGPACK[0]), answer=types.Trajectory, errors=(ErrorBody,))
     async def trajectory(self, request: Request) -> Response:
         """Answer GET ``/sessions/{id}/trajectory``, as JSON or, if the client accepts it, as MessagePack."""
         packed = any(kind in request.headers.get("accept", "") for kind in _MSGPACK)
@@ -271,7 +297,7 @@ class SessionRoutes:
             return error_answer(error)
         return Response(encoded, media_type=_MSGPACK[0] if packed else "application/json")
 
-    @documented(success=204, statuses=(400, 404, 409), media=())
+    @documented(success=204, statuses=(400, 404, 409), media=(), errors=(ErrorBody,))
     async def delete(self, request: Request) -> Response:
         """Answer DELETE ``/sessions/{id}``."""
         try:
@@ -281,5 +307,5 @@ class SessionRoutes:
         return Response(status_code=204)
 
 
-def _encoded(trajectory: Json, packed: bool) -> bytes:
+def _encoded(trajectory: types.Trajectory, packed: bool) -> bytes:
     return msgspec.msgpack.encode(trajectory) if packed else msgspec.json.encode(trajectory)

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from drivetrain.openai.choices import json_logprob
+from drivetrain.openai.responses import WeightSpan
+from drivetrain_serving.gateway.answer_types import Trajectory, TrajectoryBranch, TrajectoryTurn
 from drivetrain_serving.gateway.ledger import Session, Turn, leaves_of
 from drivetrain_serving.gateway.records import unpacked_ids, unpacked_logprobs
 
-Json = dict[str, Any]
 
-
-def trajectory_of(session: Session) -> Json:
+def trajectory_of(session: Session) -> Trajectory:
     """Return a session's branches with their ids, loss masks, logprobs and weight versions, and its turns.
 
     Call it in a thread: it may read from disk.
     """
     turns = list(session.turns)
     seen: set[int] = set()
-    branches: list[Json] = []
+    branches: list[TrajectoryBranch] = []
     for leaf in leaves_of(turns):
         path = session.path_to(leaf)
         branches.append(_branch(len(branches), path, seen))
@@ -31,11 +29,11 @@ def trajectory_of(session: Session) -> Json:
     }
 
 
-def _branch(index: int, path: list[Turn], seen: set[int]) -> Json:
+def _branch(index: int, path: list[Turn], seen: set[int]) -> TrajectoryBranch:
     ids: list[int] = []
     mask: list[int] = []
     logprobs: list[float | None] = []
-    spans: list[Json] = []
+    spans: list[WeightSpan] = []
     experts: list[list[list[int]] | None] = []
     has_experts = False
     shared = 0
@@ -45,12 +43,13 @@ def _branch(index: int, path: list[Turn], seen: set[int]) -> Json:
         ids.extend(prompt)
         at = len(ids)
         ids.extend(sampled)
-        mask += [0] * len(prompt) + [1] * len(sampled)
+        mask += [0] * len(prompt)
+        mask += [1] * len(sampled)
         logprobs += [None] * len(prompt)
         logprobs += map(json_logprob, unpacked_logprobs(record.logprobs))
-        spans += [
+        spans.extend(
             {"version": span.version, "start": at + span.start, "end": at + span.end} for span in turn.weight_versions
-        ]
+        )
         experts += [None] * len(prompt)
         experts += [None] * len(sampled) if record.routed_experts is None else record.routed_experts
         has_experts = has_experts or record.routed_experts is not None
@@ -71,7 +70,7 @@ def _branch(index: int, path: list[Turn], seen: set[int]) -> Json:
     }
 
 
-def _turn(turn: Turn) -> Json:
+def _turn(turn: Turn) -> TrajectoryTurn:
     return {
         "turn": turn.number,
         "parent": turn.parent,
@@ -82,6 +81,6 @@ def _turn(turn: Turn) -> Json:
         "finish_reason": turn.finish_reason,
         "logprobs_mode": turn.logprobs_mode,
         "model": turn.model,
-        "sampling_params": turn.sampling_params,
+        "sampling_params": dict(turn.sampling_params),
         "ended": turn.ended,
     }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NotRequired
+
+from typing_extensions import TypedDict
 
 from drivetrain.errors import (
     DeadlineExceeded,
@@ -32,6 +34,23 @@ _OVER: Final = frozenset({"failed", "closed"})
 """States that no waiting ends: 503 would make clients ask again for ever."""
 
 
+class AboutError(TypedDict):
+    """drivetrain's own part of an error's body."""
+
+    error: str
+    """Class of the error."""
+    capability: NotRequired[str]
+    """The capability that the engine does not have."""
+    state: NotRequired[str]
+    """The engine's state that does not allow it."""
+
+
+class PlainErrorBody(TypedDict):
+    """Body of an error that is a text."""
+
+    error: str
+
+
 def status_of(error: DrivetrainError) -> int:
     """Return the HTTP status of an error. A model or an adapter that is not served is 404, as in vLLM."""
     if isinstance(error, InvalidRequest) and error.field == "model":
@@ -46,9 +65,9 @@ def field_of(error: DrivetrainError) -> str | None:
     return error.field or None if isinstance(error, InvalidRequest | InvalidConfig) else None
 
 
-def described(error: DrivetrainError) -> dict[str, object]:
+def described(error: DrivetrainError) -> AboutError:
     """Return the class of an error, and the capability or state that it is about."""
-    about: dict[str, object] = {"error": type(error).__name__}
+    about: AboutError = {"error": type(error).__name__}
     if isinstance(error, UnsupportedCapability):
         about["capability"] = error.capability
     if isinstance(error, EngineStateError):

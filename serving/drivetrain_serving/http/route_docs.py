@@ -63,7 +63,13 @@ class RouteDoc:
     statuses: tuple[int, ...] = (200,)
     """Statuses of its answers, without those of keys."""
     media: tuple[str, ...] = (JSON,)
-    """Media types of an answer with the status 200; none: it has no body."""
+    """Media types of an answer that succeeds; none: it has no body."""
+    answer: object = None
+    """Type of the JSON of an answer that succeeds; None is JSON's null."""
+    event: object = None
+    """Type of the JSON of an event, of answers that are streams. An error's body may be the last event."""
+    errors: tuple[object, ...] | None = ()
+    """Types of bodies of errors that the route makes by itself; ``str`` is a text. None: errors have no body."""
 
 
 def documented(
@@ -73,6 +79,9 @@ def documented(
     statuses: tuple[int, ...] = OF_ENGINES,
     media: tuple[str, ...] = (JSON,),
     success: int = 200,
+    answer: object = None,
+    event: object = None,
+    errors: tuple[object, ...] | None = (),
 ) -> Callable[[_F], _F]:
     """Say what a route takes and answers. Its docstring is the description.
 
@@ -82,13 +91,17 @@ def documented(
         statuses: Statuses of its answers beside ``success`` and those of wrong bodies.
         media: Media types of an answer that succeeds.
         success: Status of an answer that succeeds.
+        answer: Type of the JSON of an answer that succeeds, such as a ``TypedDict``; None is JSON's null.
+        event: Type of the JSON of an event, of answers that are streams.
+        errors: Types of bodies of errors that the route makes by itself, beside those of the path; ``str`` is a text.
+            None: errors have no body.
     """
     of_body = _OF_BODIES if body is not None else (400,) if query is not None else ()
-    doc = RouteDoc(body, query, (success, *sorted({*of_body, *statuses})), media)
+    doc = RouteDoc(body, query, (success, *sorted({*of_body, *statuses})), media, answer, event, errors)
 
-    def attach(answer: _F) -> _F:
-        setattr(answer, _NAME, doc)
-        return answer
+    def attach(route: _F) -> _F:
+        setattr(route, _NAME, doc)
+        return route
 
     return attach
 

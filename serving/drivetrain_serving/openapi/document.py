@@ -1,4 +1,4 @@
-"""An OpenAPI document made from the application's routes and the models that they read."""
+"""An OpenAPI document made from the application's routes, and the types that they read and answer with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any, Final, Literal
 from pydantic import BaseModel
 from starlette.routing import Route
 
-from drivetrain_serving.http.route_docs import JSON, RouteDoc, doc_of
+from drivetrain_serving.http.error_statuses import PlainErrorBody
+from drivetrain_serving.http.route_docs import JSON, STREAM, TEXT, RouteDoc, doc_of
+from drivetrain_serving.openapi.answer_schemas import schema_of
 
 Json = dict[str, Any]
 
@@ -25,12 +27,17 @@ _TAGS: Final[Mapping[KeyName, str]] = {
 }
 
 
-def document_of(routes: Sequence[Route], key_of: Callable[[str], KeyName]) -> Json:
+def document_of(
+    routes: Sequence[Route],
+    key_of: Callable[[str], KeyName],
+    errors_of: Callable[[str], Sequence[object]] = lambda path: (),
+) -> Json:
     """Return the document, in OpenAPI 3.1.
 
     Args:
         routes: The application's routes. Each answer was described by ``documented``.
         key_of: Returns the key that opens a path; each route is tagged with it.
+        errors_of: Returns the types of bodies of errors that the application makes for a path.
 
     Raises:
         LookupError: nothing was said of a route, or two models have one name.
@@ -40,7 +47,7 @@ def document_of(routes: Sequence[Route], key_of: Callable[[str], KeyName]) -> Js
     for route in routes:
         for method in sorted(route.methods or ()):
             if method != "HEAD":  # answered as GET, without the body
-                operation = _operation(route, method, schemas, key_of(route.path))
+                operation = _operation(route, method, schemas, key_of(route.path), errors_of(route.path))
                 paths.setdefault(route.path_format, {}).setdefault(method.lower(), operation)
     return {
         "openapi": "3.1.0",
@@ -59,7 +66,7 @@ def document_of(routes: Sequence[Route], key_of: Callable[[str], KeyName]) -> Js
     }
 
 
-def _operation(route: Route, method: str, schemas: Json, key: KeyName) -> Json:
+def _operation(route: Route, method: str, schemas: Json, key: KeyName, errors: Sequence[object]) -> Json:
     doc = doc_of(route.endpoint)
     if doc is None:
         raise LookupError(f"{method} {route.path}: {route.endpoint} is not documented; decorate it with @documented")
@@ -67,7 +74,9 @@ def _operation(route: Route, method: str, schemas: Json, key: KeyName) -> Json:
         "operationId": f"{method.lower()}{re.sub(r'[^a-zA-Z0-9]+', '_', route.path_format).rstrip('_')}",
         "tags": [key],
         "description": _described(route.endpoint),
-        "responses": dict(_responses(doc, is_open=key == "none")),
+        "responses": dict(
+            _responses(doc, schemas, None if doc.errors is None else (*errors, *doc.errors), is_open=key == "none")
+        ),
     }
     parameters = [*_in_path(route), *_in_query(doc.query)]
     if parameters:
@@ -85,14 +94,42 @@ def _described(answer: Callable[..., object]) -> str:
     return " ".join(first.replace("``", "`").split())
 
 
-def _responses(doc: RouteDoc, *, is_open: bool) -> Iterator[tuple[str, Json]]:
+def _responses(
+    doc: RouteDoc, schemas: Json, errors: Sequence[object] | None, *, is_open: bool
+) -> Iterator[tuple[str, Json]]:
     success, *others = doc.statuses
-    answer: Json = {"description": HTTPStatus(success).phrase}
-    if doc.media:
-        answer["content"] = {kind: {} for kind in doc.media}
-    yield str(success), answer
-    for status in sorted({*others, *(() if is_open else (401,))}):
-        yield str(status), {"description": HTTPStatus(status).phrase}
+    yield str(success), _response(success, {kind: _content(kind, doc, schemas, errors or ()) for kind in doc.media})
+    for status in others:
+        yield str(status), _response(status, {} if errors is None else _of_errors(errors, schemas))
+    if not is_open:
+        yield "401", _response(401, _of_errors([PlainErrorBody], schemas))
+
+
+def _response(status: int, content: Json) -> Json:
+    described: Json = {"description": HTTPStatus(status).phrase}
+    return described | {"content": content} if content else described
+
+
+def _content(kind: str, doc: RouteDoc, schemas: Json, errors: Sequence[object]) -> Json:
+    if kind == STREAM:
+        return {"schema": _of_event([_add_type(one, schemas) for one in (doc.event, *errors)])}
+    if kind.startswith("text/"):
+        return {"schema": {"type": "string"}}
+    return {"schema": _add_type(doc.answer, schemas)}
+
+
+def _of_event(data: list[Json]) -> Json:
+    """Return the schema of a server-sent event: OpenAPI 3.1 has no other place for it than that of the stream."""
+    text = {"type": "string", "contentMediaType": JSON, "contentSchema": {"anyOf": data}}
+    return {"type": "object", "properties": {"event": {"type": "string"}, "data": text}, "required": ["data"]}
+
+
+def _of_errors(errors: Sequence[object], schemas: Json) -> Json:
+    objects = [_add_type(one, schemas) for one in errors if one is not str]
+    content: Json = {TEXT: {"schema": {"type": "string"}}} if str in errors else {}
+    if objects:
+        content[JSON] = {"schema": objects[0] if len(objects) == 1 else {"anyOf": objects}}
+    return content
 
 
 def _in_path(route: Route) -> Iterator[Json]:
@@ -111,10 +148,21 @@ def _in_query(query: type[BaseModel] | None) -> Iterator[Json]:
 def _schema(model: type[BaseModel], schemas: Json) -> Json:
     """Add the schemas of a model and of the models in its fields; return a reference to it."""
     schema = model.model_json_schema(ref_template=_REF)
-    for name, one in {**schema.pop("$defs", {}), model.__name__: schema}.items():
-        if schemas.setdefault(name, one) != one:
-            raise LookupError(f"{name} is the name of two models of requests; rename one")
+    _add({**schema.pop("$defs", {}), model.__name__: schema}, schemas)
     return {"$ref": _REF.format(model=model.__name__)}
+
+
+def _add_type(kind: object, schemas: Json) -> Json:
+    """Add the schemas of a type of answers; return the schema to refer to it."""
+    schema, defined = schema_of(kind, _REF)
+    _add(defined, schemas)
+    return schema
+
+
+def _add(found: Mapping[str, Json], schemas: Json) -> None:
+    for name, one in found.items():
+        if schemas.setdefault(name, one) != one:
+            raise LookupError(f"{name} is the name of two types of bodies; rename one")
 
 
 def _used(schemas: Mapping[str, Json], paths: object) -> Json:

@@ -20,6 +20,7 @@ from drivetrain_serving.http.answers import json_answer
 from drivetrain_serving.http.bodies import read_fields, read_json
 from drivetrain_serving.http.route_docs import OF_ENGINES, TEXT, Fields, documented
 from drivetrain_serving.served_engine import ServedEngine
+from drivetrain_serving.sglang.answer_types import Done
 from drivetrain_serving.sglang.generation import GenerateRoute
 from drivetrain_weight_sync.trainer_groups.weight_groups import WeightGroups
 
@@ -89,7 +90,7 @@ class ControlRoutes:
 
     # Pauses and aborts -------------------------------------------------------------------------------------------
 
-    @documented(body=PauseFields)
+    @documented(body=PauseFields, answer=Done)
     async def pause_generation(self, request: Request) -> Response:
         """Answer POST ``/pause_generation``: ``mode`` abort, retract or in_place. A pause may change its mode."""
         mode = (await read_fields(request, self._served.config, PauseFields)).mode or PauseMode.ABORT.value
@@ -97,16 +98,16 @@ class ControlRoutes:
             raise HTTPException(400, f"mode={shown(mode)}: expected {', '.join(_MODES)}")
         await self._engine.pause_generation(PauseMode(mode))
         self._served.slept = False
-        return json_answer({"message": "Generation paused successfully.", "status": "ok"})
+        return json_answer(Done(message="Generation paused successfully.", status="ok"))
 
-    @documented(body=NoFields)
+    @documented(body=NoFields, answer=Done)
     async def continue_generation(self, request: Request) -> Response:
         """Answer POST ``/continue_generation``, once the weights that a trainer has broadcast are served."""
         await read_json(request, self._served.config)
         await self._weight_groups.commit_open_update()
         await self._engine.continue_generation()
         self._served.slept = False
-        return json_answer({"message": "Generation continued successfully.", "status": "ok"})
+        return json_answer(Done(message="Generation continued successfully.", status="ok"))
 
     @documented(body=AbortRequestFields, media=())
     async def abort_request(self, request: Request) -> Response:
@@ -135,7 +136,7 @@ class ControlRoutes:
         await self._engine.wake_up(_tags(await read_fields(request, self._served.config, MemoryFields)))
         return json_answer(None)
 
-    @documented(query=FlushQuery, media=(TEXT,))
+    @documented(query=FlushQuery, media=(TEXT,), errors=(str,))
     async def flush_cache(self, request: Request) -> Response:
         """Answer ``/flush_cache``: discards cached prefixes; 400 if a request runs after ``timeout`` seconds."""
         loop = asyncio.get_running_loop()

@@ -12,6 +12,8 @@ from drivetrain.types.capability import Capability
 from drivetrain_serving.http.answers import json_answer
 from drivetrain_serving.http.route_docs import documented
 from drivetrain_serving.served_engine import ServedEngine
+from drivetrain_serving.sglang.answer_types import Load, Loads, SGLangModelInfo, SGLangServerInfo
+from drivetrain_serving.vllm.answer_types import WeightInfo
 
 
 class DescriptionRoutes:
@@ -21,31 +23,30 @@ class DescriptionRoutes:
         self._served = served
         self._engine = served.engine
 
-    @documented(statuses=())
+    @documented(statuses=(), answer=SGLangModelInfo)
     async def model_info(self, request: Request) -> Response:
         """Answer GET ``/model_info`` and ``/get_model_info``."""
         del request
         engine, info = self._engine, self._engine.model_info
-        return json_answer(
-            {
-                "model_path": engine.config.model,
-                "served_model_name": self._served.name,
-                "tokenizer_path": engine.config.model,
-                "is_generation": True,
-                "preferred_sampling_params": None,
-                "weight_version": engine.get_weight_version(),
-                "load_format": "auto",
-                "reasoning_parser": None,
-                "tool_call_parser": engine.config.tool_call_parser,
-                "disaggregation_mode": "null",
-                "has_image_understanding": engine.supports(Capability.IMAGES),
-                "has_audio_understanding": engine.supports(Capability.AUDIO),
-                "model_type": None,
-                "architectures": [info.architecture],
-            }
-        )
+        answer: SGLangModelInfo = {
+            "model_path": engine.config.model,
+            "served_model_name": self._served.name,
+            "tokenizer_path": engine.config.model,
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "weight_version": engine.get_weight_version(),
+            "load_format": "auto",
+            "reasoning_parser": None,
+            "tool_call_parser": engine.config.tool_call_parser,
+            "disaggregation_mode": "null",
+            "has_image_understanding": engine.supports(Capability.IMAGES),
+            "has_audio_understanding": engine.supports(Capability.AUDIO),
+            "model_type": None,
+            "architectures": [info.architecture],
+        }
+        return json_answer(answer)
 
-    def server_info(self) -> dict[str, object]:
+    def server_info(self) -> SGLangServerInfo:
         """Return SGLang's part of ``/server_info``: the server arguments that trainers and routers read.
 
         The parallel sizes are 1, as is vLLM's ``/get_world_size``: one process receives the weights for all.
@@ -76,18 +77,18 @@ class DescriptionRoutes:
             "version": _version(),
         }
 
-    @documented(statuses=())
+    @documented(statuses=(), answer=WeightInfo)
     async def weight_version(self, request: Request) -> Response:
         """Answer GET ``/weight_version`` and ``/get_weight_version``."""
         del request
-        return json_answer({"weight_version": self._engine.get_weight_version()})
+        return json_answer(WeightInfo(weight_version=self._engine.get_weight_version()))
 
-    @documented()
+    @documented(answer=Loads)
     async def loads(self, request: Request) -> Response:
         """Answer GET ``/v1/loads``: the requests in the engine."""
         del request
         stats = await self._engine.stats()
-        load = {
+        load: Load = {
             "dp_rank": 0,
             "timestamp": datetime.now(UTC).timestamp(),
             "num_running_reqs": stats.running,
@@ -95,15 +96,14 @@ class DescriptionRoutes:
             "num_total_reqs": stats.running + stats.waiting,
             "max_running_requests": self._engine.config.max_num_seqs,
         }
-        return json_answer(
-            {
-                "timestamp": datetime.now(UTC).isoformat(),
-                "version": _version(),
-                "accelerator": self._engine.model_info.device,
-                "num_accelerators": len(self._engine.gpus),
-                "loads": [load],
-            }
-        )
+        answer: Loads = {
+            "timestamp": datetime.now(UTC).isoformat(),
+            "version": _version(),
+            "accelerator": self._engine.model_info.device,
+            "num_accelerators": len(self._engine.gpus),
+            "loads": [load],
+        }
+        return json_answer(answer)
 
 
 def _version() -> str:

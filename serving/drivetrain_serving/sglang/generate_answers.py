@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any
 
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.openai.choices import json_logprob
+from drivetrain.openai.responses import WeightSpan
 from drivetrain.types.outputs import Completion, CompletionChunk, FinishReason
+from drivetrain_serving.sglang.answer_types import FinishReason as Ended
+from drivetrain_serving.sglang.answer_types import Generated, MetaInfo, TokenEntry
 from drivetrain_serving.sglang.generate_request import Asked, Generation
-
-Json = dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -21,8 +21,8 @@ class _Growing:
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
-    logprobs: list[list[object]] = field(default_factory=list)
-    top_logprobs: list[list[list[object]]] = field(default_factory=list)
+    logprobs: list[TokenEntry] = field(default_factory=list)
+    top_logprobs: list[list[TokenEntry]] = field(default_factory=list)
 
 
 class GenerateAnswers:
@@ -43,12 +43,12 @@ class GenerateAnswers:
         self._texts: dict[int, str] = {}
         self._with_text = asked.body.return_text_in_logprobs is True
 
-    def whole(self, completions: Sequence[Completion]) -> Json | list[Json]:
+    def whole(self, completions: Sequence[Completion]) -> Generated | list[Generated]:
         """Return the whole answer: an object for one completion of one prompt, else a list."""
         answers = [self._finished(completion) for completion in completions]
         return answers[0] if self._asked.single else answers
 
-    def event(self, chunk: CompletionChunk) -> Json:
+    def event(self, chunk: CompletionChunk) -> Generated:
         """Return an event of a stream: text, ids and logprobs of the sample from its beginning."""
         known = self._growing.setdefault(chunk.request_id, _Growing())
         known.token_ids += chunk.token_ids
@@ -64,9 +64,9 @@ class GenerateAnswers:
             answer["index"] = chunk.prompt_index * samples + chunk.sample_index
         return answer
 
-    def _unfinished(self, chunk: CompletionChunk, known: _Growing) -> Json:
+    def _unfinished(self, chunk: CompletionChunk, known: _Growing) -> Generated:
         asked = self._asked.asked[chunk.prompt_index]
-        meta: Json = {
+        meta: MetaInfo = {
             "id": chunk.request_id,
             "finish_reason": None,
             "prompt_tokens": self._lengths[chunk.prompt_index],
@@ -74,13 +74,15 @@ class GenerateAnswers:
             "completion_tokens": len(known.token_ids),
         }
         if asked.logprobs:
-            meta |= _output_logprobs(asked, list(known.logprobs), list(known.top_logprobs))
+            _add_output(meta, asked, list(known.logprobs), list(known.top_logprobs))
         return {"text": known.text, "output_ids": list(known.token_ids), "meta_info": meta}
 
-    def _finished(self, completion: Completion) -> Json:
+    def _finished(self, completion: Completion) -> Generated:
         asked = self._asked.asked[completion.prompt_index]
-        spans = [{"version": one.version, "start": one.start, "end": one.end} for one in completion.weight_versions]
-        meta: Json = {
+        spans: list[WeightSpan] = [
+            {"version": one.version, "start": one.start, "end": one.end} for one in completion.weight_versions
+        ]
+        meta: MetaInfo = {
             "id": completion.request_id,
             "finish_reason": finish_reason(completion),
             "prompt_tokens": len(completion.prompt_token_ids),
@@ -91,50 +93,51 @@ class GenerateAnswers:
             "e2e_latency": monotonic() - self._begun,
         }
         if asked.logprobs:
-            meta |= self._input_logprobs(asked, completion)
+            self._add_input(meta, asked, completion)
             given = zip(completion.token_ids, completion.logprobs or (), strict=False)
             tops = [self._entries(others) for others in completion.top_logprobs or ()]
-            meta |= _output_logprobs(asked, [self._entry(*one) for one in given], tops)
+            _add_output(meta, asked, [self._entry(*one) for one in given], tops)
         text = text_of(completion, asked, self._engine)
-        answer: Json = {"text": text, "output_ids": completion.token_ids, "meta_info": meta}
+        answer: Generated = {"text": text, "output_ids": completion.token_ids, "meta_info": meta}
         if self._asked.body.return_prompt_token_ids:
             answer["prompt_token_ids"] = completion.prompt_token_ids
         return answer
 
     # Logprobs ----------------------------------------------------------------------------------------------------
 
-    def _input_logprobs(self, asked: Asked, completion: Completion) -> Json:
-        """Return the logprobs of the prompt from ``logprob_start_len`` on; the first has none, as in SGLang."""
+    def _add_input(self, meta: MetaInfo, asked: Asked, completion: Completion) -> None:
+        """Add the logprobs of the prompt from ``logprob_start_len`` on; the first has none, as in SGLang."""
         start = asked.logprob_start
-        found: Json = {"input_token_logprobs": []}
+        meta["input_token_logprobs"] = []
         if asked.top_logprobs:
-            found["input_top_logprobs"] = []
+            meta["input_top_logprobs"] = []
         if start < 0 or completion.prompt_logprobs is None:
-            return found
+            return
         given = [None, *completion.prompt_logprobs[start + 1 :]]
         ids = completion.prompt_token_ids[start:]
-        found["input_token_logprobs"] = [self._entry(*one) for one in zip(ids, given, strict=False)]
+        meta["input_token_logprobs"] = [self._entry(*one) for one in zip(ids, given, strict=False)]
         if asked.top_logprobs:
             tops = (completion.prompt_top_logprobs or [])[start + 1 :]
-            found["input_top_logprobs"] = [None, *(self._entries(others or []) for others in tops)]
-        return found
+            meta["input_top_logprobs"] = [None, *(self._entries(others or []) for others in tops)]
 
-    def _entries(self, others: Iterable[tuple[int, float]]) -> list[list[object]]:
+    def _entries(self, others: Iterable[tuple[int, float]]) -> list[TokenEntry]:
         return [self._entry(token_id, value) for token_id, value in others]
 
-    def _entry(self, token_id: int, logprob: float | None) -> list[object]:
+    def _entry(self, token_id: int, logprob: float | None) -> TokenEntry:
         text = None
         if self._with_text and (text := self._texts.get(token_id)) is None:
             text = self._texts[token_id] = self._engine.decode([token_id], skip_special_tokens=False)
-        return [None if logprob is None else json_logprob(logprob), token_id, text]
+        return (None if logprob is None else json_logprob(logprob), token_id, text)
 
 
-def _output_logprobs(asked: Asked, entries: list[list[object]], tops: list[list[list[object]]]) -> Json:
-    found: Json = {"output_token_logprobs": entries, "output_token_logprobs_length": len(entries)}
-    return found | {"output_top_logprobs": tops} if asked.top_logprobs else found
+def _add_output(meta: MetaInfo, asked: Asked, entries: list[TokenEntry], tops: list[list[TokenEntry]]) -> None:
+    meta["output_token_logprobs"] = entries
+    meta["output_token_logprobs_length"] = len(entries)
+    if asked.top_logprobs:
+        meta["output_top_logprobs"] = tops
 
 
-def finish_reason(completion: Completion) -> Json:
+def finish_reason(completion: Completion) -> Ended:
     """Return the object that says why a completion ended."""
     match completion.finish_reason:
         case FinishReason.STOP:

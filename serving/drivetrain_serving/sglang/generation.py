@@ -15,10 +15,12 @@ from drivetrain.text.prompt_threads import in_prompt_thread
 from drivetrain.types.prompts import Prompt, TokenPrompt
 from drivetrain_serving.http.answers import event_stream, json_answer
 from drivetrain_serving.http.bodies import read_json, unless_disconnected
+from drivetrain_serving.http.error_statuses import PlainErrorBody
 from drivetrain_serving.http.route_docs import JSON, OF_ENGINES, STREAM, documented
 from drivetrain_serving.served_engine import ServedEngine
-from drivetrain_serving.sglang.errors import BrokenContract, contract_answer, stream_body
-from drivetrain_serving.sglang.generate_answers import GenerateAnswers, Json
+from drivetrain_serving.sglang.answer_types import Generated
+from drivetrain_serving.sglang.errors import BrokenContract, StreamErrorBody, contract_answer, stream_body
+from drivetrain_serving.sglang.generate_answers import GenerateAnswers
 from drivetrain_serving.sglang.generate_request import GenerateBody, Generation, read_generate
 
 
@@ -29,7 +31,14 @@ class GenerateRoute:
         self._served = served
         self._in_flight: Counter[str] = Counter()
 
-    @documented(body=GenerateBody, statuses=(409, *OF_ENGINES), media=(JSON, STREAM))
+    @documented(
+        body=GenerateBody,
+        statuses=(409, *OF_ENGINES),
+        media=(JSON, STREAM),
+        answer=Generated | list[Generated],
+        event=Generated | StreamErrorBody,
+        errors=(PlainErrorBody,),
+    )
     async def generate(self, request: Request) -> Response:
         """Answer POST and PUT ``/generate``."""
         body = await read_json(request, self._served.config)
@@ -67,7 +76,7 @@ class GenerateRoute:
             )
         return json_answer(answers.whole(output.completions))
 
-    async def _events(self, asked: Generation, answers: GenerateAnswers) -> AsyncGenerator[Json, None]:
+    async def _events(self, asked: Generation, answers: GenerateAnswers) -> AsyncGenerator[Generated, None]:
         chunks = self._served.generate_stream(
             asked.prompts,
             asked.params,

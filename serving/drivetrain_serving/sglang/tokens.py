@@ -16,6 +16,7 @@ from drivetrain_serving.http.bodies import read_fields, read_json
 from drivetrain_serving.http.route_docs import Fields, documented
 from drivetrain_serving.prompt_of_body import PromptFields, prompt_of_body
 from drivetrain_serving.served_engine import ServedEngine
+from drivetrain_serving.sglang.answer_types import Texts, TextsTokens, TextTokens
 from drivetrain_serving.sglang.control import flag
 
 
@@ -53,7 +54,7 @@ class TokenRoutes:
     def __init__(self, served: ServedEngine) -> None:
         self._served = served
 
-    @documented(body=TextsFields)
+    @documented(body=TextsFields, answer=TextTokens | TextsTokens)
     async def tokenize(self, request: Request) -> Response:
         """Answer POST ``/tokenize``: a prompt, several, or messages."""
         body = await read_json(request, self._served.config, wants_type=True)
@@ -64,14 +65,14 @@ class TokenRoutes:
         counts = [len(one) for one in ids]
         length = self._served.engine.model_info.context_length
         if several is None:
-            return json_answer({"tokens": ids[0], "count": counts[0], "max_model_len": length})
-        return json_answer({"tokens": ids, "count": counts, "max_model_len": length})
+            return json_answer(TextTokens(tokens=ids[0], count=counts[0], max_model_len=length))
+        return json_answer(TextsTokens(tokens=ids, count=counts, max_model_len=length))
 
     async def _encode(self, body: Mapping[str, object]) -> list[int]:
         prompt = prompt_of_body(body)
         return await in_prompt_thread(lambda: self._served.engine.tokenizer.encode(prompt))
 
-    @documented(body=IdsFields)
+    @documented(body=IdsFields, answer=Texts)
     async def detokenize(self, request: Request) -> Response:
         """Answer POST ``/detokenize``: the ids of a text, or of several."""
         asked = await read_fields(request, self._served.config, IdsFields, wants_type=True)
@@ -82,7 +83,7 @@ class TokenRoutes:
             if not isinstance(ids, list) or not all(type(one) is int for one in ids):
                 raise InvalidRequest(f"tokens={shown(ids)}: expected a list of token ids", field="tokens")
         texts = [await self._decode(ids, skip) for ids in batch if isinstance(ids, list)]
-        return json_answer({"text": texts if several else texts[0]})
+        return json_answer(Texts(text=texts if several else texts[0]))
 
     async def _decode(self, ids: list[int], skip: bool) -> str:
         return await in_prompt_thread(lambda: self._served.engine.decode(ids, skip_special_tokens=skip))

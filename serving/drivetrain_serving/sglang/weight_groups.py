@@ -17,9 +17,9 @@ from drivetrain.types.weights import CommunicatorSpec, TensorSpec
 from drivetrain_serving.config import ServerConfig
 from drivetrain_serving.http.answers import json_answer
 from drivetrain_serving.http.bodies import read_fields, unless_disconnected
-from drivetrain_serving.http.error_statuses import described
 from drivetrain_serving.http.route_docs import OF_ENGINES, Fields, documented
-from drivetrain_serving.sglang.errors import status_here
+from drivetrain_serving.sglang.answer_types import WeightsChanged
+from drivetrain_serving.sglang.errors import FailureBody, failure_answer
 from drivetrain_weight_sync.trainer_groups.bucket import WHOLE, WeightBucket
 from drivetrain_weight_sync.trainer_groups.messages import Join
 from drivetrain_weight_sync.trainer_groups.weight_groups import WeightGroups
@@ -37,9 +37,8 @@ def _answered(route: _Route) -> Callable[[WeightGroupRoutes, Request], Awaitable
         try:
             message = await route(self, request)
         except DrivetrainError as error:
-            body = {"success": False, "message": str(error), "drivetrain": described(error)}
-            return json_answer(body, status_here(error))
-        return json_answer({"success": True, "message": message})
+            return failure_answer(error)
+        return json_answer(WeightsChanged(success=True, message=message))
 
     return call
 
@@ -125,7 +124,7 @@ class WeightGroupRoutes:
         self._groups = groups
         self._config = config
 
-    @documented(body=JoinFields)
+    @documented(body=JoinFields, answer=WeightsChanged, errors=(FailureBody,))
     @_answered
     async def init_weights_update_group(self, request: Request) -> str:
         """Answer POST ``/init_weights_update_group``, once every rank has joined."""
@@ -133,7 +132,7 @@ class WeightGroupRoutes:
         await unless_disconnected(request.receive, self._groups.init(join))
         return f"The group {join.group_name!r} has formed."
 
-    @documented(body=GroupFields)
+    @documented(body=GroupFields, answer=WeightsChanged, errors=(FailureBody,))
     @_answered
     async def destroy_weights_update_group(self, request: Request) -> str:
         """Answer POST ``/destroy_weights_update_group``."""
@@ -141,7 +140,7 @@ class WeightGroupRoutes:
         await self._groups.destroy(name)
         return f"The group {name!r} was left."
 
-    @documented(body=BucketFields)
+    @documented(body=BucketFields, answer=WeightsChanged, errors=(FailureBody,))
     @_answered
     async def update_weights_from_distributed(self, request: Request) -> str:
         """Answer POST ``/update_weights_from_distributed``, once the bucket has come."""
@@ -163,7 +162,7 @@ class WeightGroupRoutes:
         await unless_disconnected(request.receive, self._groups.receive(bucket))
         return f"{len(bucket.specs)} tensors were received."
 
-    @documented(body=SelectorFields)
+    @documented(body=SelectorFields, answer=WeightsChanged, errors=(FailureBody,))
     @_answered
     async def begin_weight_update(self, request: Request) -> str:
         """Answer POST ``/begin_weight_update``."""
@@ -173,7 +172,7 @@ class WeightGroupRoutes:
         await self._groups.begin()
         return "The update is open."
 
-    @documented(statuses=(400, *OF_ENGINES))
+    @documented(statuses=(400, *OF_ENGINES), answer=WeightsChanged, errors=(FailureBody,))
     @_answered
     async def end_weight_update(self, request: Request) -> str:
         """Answer POST ``/end_weight_update``, once the engine serves the new weights."""

@@ -23,8 +23,9 @@ from drivetrain_serving.http.bodies import read_fields
 from drivetrain_serving.http.error_statuses import described
 from drivetrain_serving.http.route_docs import Fields, documented
 from drivetrain_serving.served_engine import ServedEngine
+from drivetrain_serving.sglang import answer_types as types
 from drivetrain_serving.sglang.control import flag
-from drivetrain_serving.sglang.errors import status_here
+from drivetrain_serving.sglang.errors import FailureBody, failure_answer, status_here
 from drivetrain_weight_sync.trainer_groups.weight_groups import WeightGroups
 
 _REFUSED_OF_DISK: Final = ("is_async", "keep_pause", "recapture_cuda_graph", "manifest")
@@ -98,6 +99,10 @@ class LoadFields(UnloadFields):
     lora_path: object = Field(default=None, description="Folder of the adapter.", json_schema_extra=_TEXT)
 
 
+Numbers = float | list[JsonValue]
+"""A number, or nested lists of them."""
+
+
 class WeightRoutes:
     """Routes on the served engine's weights and adapters."""
 
@@ -108,7 +113,7 @@ class WeightRoutes:
 
     # Updates -----------------------------------------------------------------------------------------------------
 
-    @documented(body=FromDiskFields)
+    @documented(body=FromDiskFields, answer=types.UpdatedFromDisk, errors=(FailureBody,))
     async def update_weights_from_disk(self, request: Request) -> Response:
         """Answer POST ``/update_weights_from_disk``: a checkpoint folder that the engine can read."""
         asked = await read_fields(request, self._served.config, FromDiskFields)
@@ -126,16 +131,16 @@ class WeightRoutes:
             await self._engine.load_weights_from_disk(folder, label, mode=self._mode())
             self._weight_groups.drop_open_update()
         except DrivetrainError as error:
-            return _failed(error, num_paused_requests=paused)
+            return failure_answer(error, paused)
         message = "Succeeded to update model weights."
-        return json_answer({"success": True, "message": message, "num_paused_requests": paused})
+        return json_answer(types.UpdatedFromDisk(success=True, message=message, num_paused_requests=paused))
 
     def _mode(self) -> PauseMode:
         """Return how an update treats requests in flight: outside a pause they end first, as in SGLang."""
         waits = not self._engine.is_paused and self._engine.supports(Capability.PAUSE_WAIT)
         return PauseMode.WAIT if waits else PauseMode.RETRACT
 
-    @documented(body=NewVersionFields)
+    @documented(body=NewVersionFields, answer=types.VersionRenamed, errors=(FailureBody,))
     async def update_weight_version(self, request: Request) -> Response:
         """Answer POST ``/update_weight_version``, which ends all requests unless ``abort_all_requests`` is false."""
         asked = await read_fields(request, self._served.config, NewVersionFields)
@@ -145,11 +150,11 @@ class WeightRoutes:
                 await self._engine.abort_generation()
             await self._engine.update_weight_version(version)
         except DrivetrainError as error:
-            return _failed(error)
+            return failure_answer(error)
         message = f"Weight version updated to {version}"
-        return json_answer({"success": True, "message": message, "new_version": version})
+        return json_answer(types.VersionRenamed(success=True, message=message, new_version=version))
 
-    @documented(statuses=(501,))
+    @documented(statuses=(501,), errors=(FailureBody,), media=())
     async def refuse_tensors(self, request: Request) -> Response:
         """Refuse the routes whose bodies hold pickles or handles of memory on the trainer's GPU."""
         del request
@@ -157,9 +162,9 @@ class WeightRoutes:
             "this server unpickles nothing and maps no memory of other processes; save a checkpoint and send "
             "POST /update_weights_from_disk, or use drivetrain's own weight sync"
         )
-        return json_answer({"success": False, "message": str(refusal), "drivetrain": described(refusal)}, 501)
+        return json_answer(FailureBody(success=False, message=str(refusal), drivetrain=described(refusal)), 501)
 
-    @documented(body=CheckerFields, statuses=())
+    @documented(body=CheckerFields, statuses=(), errors=(FailureBody,), media=())
     async def weights_checker(self, request: Request) -> Response:
         """Refuse ``/weights_checker``: engines keep no snapshot of their weights, and make no checksum on demand."""
         action = shown((await read_fields(request, self._served.config, CheckerFields)).action)
@@ -167,9 +172,9 @@ class WeightRoutes:
             f"action={action} is not supported; drivetrain's own weight sync verifies every tensor of an update",
             field="action",
         )
-        return _failed(refusal)
+        return failure_answer(refusal)
 
-    @documented(body=TensorFields)
+    @documented(body=TensorFields, answer=Numbers)
     async def get_weights_by_name(self, request: Request) -> Response:
         """Answer ``/get_weights_by_name`` with the first ``truncate_size`` rows of a tensor."""
         asked = await read_fields(request, self._served.config, TensorFields)
@@ -181,7 +186,7 @@ class WeightRoutes:
 
     # Adapters ----------------------------------------------------------------------------------------------------
 
-    @documented(body=LoadFields)
+    @documented(body=LoadFields, answer=types.AdaptersChanged, errors=(types.AdaptersUnchanged,))
     async def load_lora_adapter(self, request: Request) -> Response:
         """Answer POST ``/load_lora_adapter``; a name that is taken gets the new weights."""
         asked = await read_fields(request, self._served.config, LoadFields)
@@ -194,7 +199,7 @@ class WeightRoutes:
             return self._adapters_answer(error)
         return self._adapters_answer()
 
-    @documented(body=UnloadFields)
+    @documented(body=UnloadFields, answer=types.AdaptersChanged, errors=(types.AdaptersUnchanged,))
     async def unload_lora_adapter(self, request: Request) -> Response:
         """Answer POST ``/unload_lora_adapter``; requests that use the adapter end first."""
         asked = await read_fields(request, self._served.config, UnloadFields)
@@ -208,19 +213,13 @@ class WeightRoutes:
         return self._adapters_answer()
 
     def _adapters_answer(self, error: DrivetrainError | None = None) -> Response:
-        body: dict[str, object] = {
-            "success": error is None,
-            "error_message": None if error is None else str(error),
-            "loaded_adapters": dict(self._served.adapters) if error is None else None,
-        }
         if error is None:
-            return json_answer(body)
-        return json_answer({**body, "drivetrain": described(error)}, status_here(error))
-
-
-def _failed(error: DrivetrainError, **more: object) -> Response:
-    body = {"success": False, "message": str(error), **more, "drivetrain": described(error)}
-    return json_answer(body, status_here(error))
+            loaded = dict(self._served.adapters)
+            return json_answer(types.AdaptersChanged(success=True, error_message=None, loaded_adapters=loaded))
+        body = types.AdaptersUnchanged(
+            success=False, error_message=str(error), loaded_adapters=None, drivetrain=described(error)
+        )
+        return json_answer(body, status_here(error))
 
 
 def _text(value: object, name: str) -> str:
@@ -240,7 +239,7 @@ def _check_update(asked: FromDiskFields) -> None:
             raise InvalidRequest(f"{name}={shown(value)} is not supported; leave it out", field=name)
 
 
-def _rows(tensor: TensorData, rows: int) -> object:
+def _rows(tensor: TensorData, rows: int) -> Numbers:
     """Return the first ``rows`` rows as nested lists of numbers."""
     spec = tensor.spec
     code = _CODES.get(spec.dtype)
@@ -258,7 +257,7 @@ def _rows(tensor: TensorData, rows: int) -> object:
     return _nested(values, shape)
 
 
-def _nested(values: Sequence[float], shape: Sequence[int]) -> object:
+def _nested(values: Sequence[float], shape: Sequence[int]) -> Numbers:
     if not shape:
         return values[0]
     if len(shape) == 1:

@@ -10,6 +10,7 @@ from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from drivetrain.errors import DrivetrainError
 from drivetrain_fleet import InferenceEngineClient
@@ -18,6 +19,34 @@ from drivetrain_serving.http.route_docs import documented
 from drivetrain_serving.served_engine import ServedEngine
 
 _INLINE: Final = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
+
+
+class EngineFacts(TypedDict):
+    """One engine of a fleet."""
+
+    name: str
+    state: str
+    details: str
+    weight_version: str | None
+    samples: int
+    tokens: int
+    generated_tokens: int
+
+
+class Status(TypedDict):
+    """Answer of ``/status``."""
+
+    model: str
+    backend: str
+    state: str
+    details: str
+    weight_version: str
+    running: int | None
+    waiting: int | None
+    generated_tokens: int
+    tokens_per_second: float
+    uptime_seconds: float
+    engines: list[EngineFacts]
 
 
 class StatusRoutes:
@@ -44,7 +73,7 @@ class StatusRoutes:
         del request
         return Response(self._page, media_type="text/html", headers=self._headers)
 
-    @documented(statuses=())
+    @documented(statuses=(), answer=Status)
     async def status(self, request: Request) -> Response:
         """Answer GET ``/status``."""
         del request
@@ -57,32 +86,31 @@ class StatusRoutes:
             running, waiting = stats.running, stats.waiting
         fleet = engine if isinstance(engine, InferenceEngineClient) else None
         counts = {} if fleet is None else {name: one.parts.in_flight.counts for name, one in fleet.engines.items()}
-        answer = json_answer(
-            {
-                "model": self._served.name,
-                "backend": engine.config.backend,
-                "state": engine.state.value,
-                "details": engine.status.describe(),
-                "weight_version": engine.get_weight_version(),
-                "running": running,
-                "waiting": waiting,
-                "generated_tokens": traffic.generated,
-                "tokens_per_second": traffic.per_second(),
-                "uptime_seconds": traffic.uptime(),
-                "engines": [
-                    {
-                        "name": member.name,
-                        "state": member.health.value,
-                        "details": member.why,
-                        "weight_version": member.version,
-                        "samples": member.samples,
-                        "tokens": member.tokens,
-                        "generated_tokens": counts[member.name].generated_tokens,
-                    }
-                    for member in (() if fleet is None else fleet.members)
-                ],
-            }
-        )
+        facts: Status = {
+            "model": self._served.name,
+            "backend": engine.config.backend,
+            "state": engine.state.value,
+            "details": engine.status.describe(),
+            "weight_version": engine.get_weight_version(),
+            "running": running,
+            "waiting": waiting,
+            "generated_tokens": traffic.generated,
+            "tokens_per_second": traffic.per_second(),
+            "uptime_seconds": traffic.uptime(),
+            "engines": [
+                {
+                    "name": member.name,
+                    "state": member.health.value,
+                    "details": member.why,
+                    "weight_version": member.version,
+                    "samples": member.samples,
+                    "tokens": member.tokens,
+                    "generated_tokens": counts[member.name].generated_tokens,
+                }
+                for member in (() if fleet is None else fleet.members)
+            ],
+        }
+        answer = json_answer(facts)
         answer.headers["cache-control"] = "no-store"
         return answer
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Generic, TypeVar
 
+from drivetrain.openai import responses as openai
 from drivetrain.openai.chat_answer import ChatAnswer
-from drivetrain.openai.choices import json_logprob
+from drivetrain.openai.choices import ending, json_logprob
 from drivetrain.openai.completion_answer import CompletionAnswer
 from drivetrain.openai.token_texts import TokenTexts
 from drivetrain.types.outputs import Completion, CompletionChunk, TopLogprobs
-from drivetrain_serving.vllm.json_objects import ABSENT, Json, prompt_logprobs, stop_reason, usage_of, with_details
+from drivetrain_serving.vllm import answer_types as types
+from drivetrain_serving.vllm.json_objects import ABSENT, prompt_logprobs, stop_reason, usage_of, with_details
 from drivetrain_serving.vllm.payloads import ChatRequest, CompletionRequest
 
-_Asked = TypeVar("_Asked", bound=CompletionRequest | ChatRequest)
-_Answer = TypeVar("_Answer", bound=CompletionAnswer | ChatAnswer)
 
-
-class _Responses(Generic[_Asked, _Answer]):
-    """The response to one request.
+class CompletionResponses:
+    """Builds the response to one request to ``/v1/completions``.
 
     Args:
         asked: The request.
@@ -27,127 +25,219 @@ class _Responses(Generic[_Asked, _Answer]):
         eos_token_ids: The model's EOS ids.
     """
 
-    def __init__(self, asked: _Asked, answer: _Answer, texts: TokenTexts, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, asked: CompletionRequest, answer: CompletionAnswer, texts: TokenTexts, eos_token_ids: Sequence[int]
+    ) -> None:
         self._asked = asked
         self._answer = answer
         self._texts = texts
         self._eos = eos_token_ids
         self._opened: set[int] = set()
 
-    def usage_chunk(self) -> Json:
-        """Return the final chunk, which has the usage and no choices."""
-        chunk: Json = dict(self._answer.usage_chunk())
-        return chunk | {"usage": with_details(chunk["usage"])}
-
-
-class CompletionResponses(_Responses[CompletionRequest, CompletionAnswer]):
-    """Builds the response to one request to ``/v1/completions``."""
-
-    def whole(self, completions: Sequence[Completion]) -> Json:
+    def whole(self, completions: Sequence[Completion]) -> types.TextCompletion:
         """Return the whole response."""
-        response: Json = dict(self._answer.whole(completions))
-        for choice, completion in zip(response["choices"], completions, strict=True):
-            self._finish(choice, completion)
-            choice["routed_experts"] = None
-            choice["prompt_logprobs"] = prompt_logprobs(completion, self._texts)
-            self._write_logprobs(choice, completion.token_ids, completion.logprobs, completion.top_logprobs)
-        return response | dict.fromkeys(ABSENT) | {"usage": usage_of(completions)}
+        response = self._answer.whole(completions)
+        choices = [
+            self._choice(choice, completion)
+            for choice, completion in zip(response["choices"], completions, strict=True)
+        ]
+        return {**response, **ABSENT, "choices": choices, "usage": usage_of(completions)}
 
-    def chunks(self, chunk: CompletionChunk, prompt_token_ids: Sequence[int] | None) -> Iterator[Json]:
+    def _choice(self, choice: openai.CompletionChoice, completion: Completion) -> types.CompletionChoice:
+        with_ids = self._asked.return_token_ids
+        logprobs = self._logprobs(
+            choice["logprobs"], completion.token_ids, completion.logprobs, completion.top_logprobs
+        )
+        return {
+            **choice,
+            "logprobs": logprobs,
+            "stop_reason": stop_reason(completion, self._eos),
+            "token_ids": choice["token_ids"] if with_ids else None,
+            "prompt_token_ids": choice["prompt_token_ids"] if with_ids else None,
+            "prompt_logprobs": prompt_logprobs(completion, self._texts),
+            "routed_experts": None,
+        }
+
+    def chunks(self, chunk: CompletionChunk, prompt_token_ids: Sequence[int] | None) -> Iterator[types.CompletionChunk]:
         """Yield the chunks of a stream; a choice's first one carries the prompt's ids, where they are asked for."""
         for made in self._answer.chunks(chunk):
-            piece: Json = dict(made)
-            (choice,) = piece["choices"]
-            last = choice["finish_reason"] is not None
-            if last and chunk.completion is not None:
-                self._finish(choice, chunk.completion)
-            else:
-                choice["stop_reason"] = None
-                self._write_logprobs(choice, chunk.token_ids, chunk.logprobs, chunk.top_logprobs)
-            choice["prompt_token_ids"] = None
-            piece["system_fingerprint"] = None
-            if not self._asked.return_token_ids:
-                choice["token_ids"] = None
-            elif choice["index"] not in self._opened:
-                choice["prompt_token_ids"] = prompt_token_ids
-            self._opened.add(choice["index"])
+            (choice,) = made["choices"]
+            piece: types.CompletionChunk = {
+                "id": made["id"],
+                "object": made["object"],
+                "created": made["created"],
+                "model": made["model"],
+                "choices": [self._chunk_choice(choice, chunk, prompt_token_ids)],
+                "system_fingerprint": None,
+            }
+            if "usage" in made:
+                piece["usage"] = None
             yield piece
 
-    def _finish(self, choice: Json, completion: Completion) -> None:
-        choice["stop_reason"] = stop_reason(completion, self._eos)
-        if not self._asked.return_token_ids:
-            choice["token_ids"] = choice["prompt_token_ids"] = None
+    def _chunk_choice(
+        self, choice: openai.CompletionChunkChoice, chunk: CompletionChunk, prompt_token_ids: Sequence[int] | None
+    ) -> types.CompletionChunkChoice:
+        ended = choice["finish_reason"] is not None
+        first = choice["index"] not in self._opened
+        self._opened.add(choice["index"])
+        with_ids = self._asked.return_token_ids
+        tells_prompt = with_ids and first and prompt_token_ids is not None
+        return {
+            **choice,
+            "logprobs": choice["logprobs"]
+            if ended
+            else self._logprobs(choice["logprobs"], chunk.token_ids, chunk.logprobs, chunk.top_logprobs),
+            "stop_reason": stop_reason(chunk.completion, self._eos) if ended and chunk.completion else None,
+            "token_ids": choice["token_ids"] if with_ids else None,
+            "prompt_token_ids": list(prompt_token_ids or ()) if tells_prompt else None,
+        }
 
-    def _write_logprobs(
+    def usage_chunk(self) -> types.CompletionUsageChunk:
+        """Return the final chunk, which has the usage and no choices."""
+        made = self._answer.usage_chunk()
+        counts = made.get("usage")
+        assert counts is not None
+        return {
+            "id": made["id"],
+            "object": made["object"],
+            "created": made["created"],
+            "model": made["model"],
+            "choices": [],
+            "usage": with_details(counts),
+        }
+
+    def _logprobs(
         self,
-        choice: Json,
+        found: openai.CompletionLogprobs | None,
         token_ids: Sequence[int],
         logprobs: Sequence[float] | None,
         top: Sequence[TopLogprobs] | None,
-    ) -> None:
-        """Write logprobs as vLLM does: one-entry dictionaries where none but the sampled token's is asked for."""
-        found = choice["logprobs"]
+    ) -> openai.CompletionLogprobs | None:
+        """Return logprobs as vLLM writes them: one-entry dictionaries where only the sampled token's is asked for."""
         if found is None or logprobs is None:
-            return
-        skipped = len(found["tokens"]) - len(token_ids)  # the prompt's, with echo
-        if found["top_logprobs"] is None:
-            found["top_logprobs"] = [
+            return None
+        tokens, tops = found["tokens"], found["top_logprobs"]
+        if tops is None:
+            tops = [
                 None if value is None else {token: value}
-                for token, value in zip(found["tokens"], found["token_logprobs"], strict=True)
+                for token, value in zip(tokens, found["token_logprobs"], strict=True)
             ]
         if self._asked.return_tokens_as_token_ids:
-            found["tokens"][skipped:] = [f"token_id:{token_id}" for token_id in token_ids]
-            found["top_logprobs"][skipped:] = [
+            echoed = len(tokens) - len(token_ids)  # tokens of the prompt
+            tokens = tokens[:echoed] + [f"token_id:{token_id}" for token_id in token_ids]
+            tops = tops[:echoed] + [
                 {f"token_id:{other}": json_logprob(value) for other, value in dict([(token_id, own), *others]).items()}
                 for token_id, own, others in zip(token_ids, logprobs, top or [[]] * len(token_ids), strict=True)
             ]
+        return {**found, "tokens": tokens, "top_logprobs": tops}
 
 
-class ChatResponses(_Responses[ChatRequest, ChatAnswer]):
-    """Builds the response to one request to ``/v1/chat/completions``."""
+class ChatResponses:
+    """Builds the response to one request to ``/v1/chat/completions``.
 
-    def whole(self, completions: Sequence[Completion]) -> Json:
+    Args:
+        asked: The request.
+        answer: Builds the response without vLLM's own fields.
+        texts: Texts of tokens.
+        eos_token_ids: The model's EOS ids.
+    """
+
+    def __init__(self, asked: ChatRequest, answer: ChatAnswer, texts: TokenTexts, eos_token_ids: Sequence[int]) -> None:
+        self._asked = asked
+        self._answer = answer
+        self._texts = texts
+        self._eos = eos_token_ids
+        self._opened = False
+
+    def whole(self, completions: Sequence[Completion]) -> types.ChatCompletion:
         """Return the whole response."""
-        response: Json = dict(self._answer.whole(completions))
-        for choice, completion in zip(response["choices"], completions, strict=True):
-            choice["stop_reason"] = stop_reason(completion, self._eos)
-            choice["message"].setdefault("tool_calls", [])
-            choice["message"]["reasoning"] = None
-            choice["routed_experts"] = None
-            if not self._asked.return_token_ids:
-                choice["token_ids"] = None
-            self._write_ids(choice, completion.token_ids, completion.top_logprobs)
-        if not self._asked.return_token_ids:
-            response["prompt_token_ids"] = None
-        response["prompt_logprobs"] = prompt_logprobs(completions[0], self._texts)
-        response["prompt_text"] = None
-        return response | dict.fromkeys(ABSENT) | {"usage": usage_of(completions)}
+        response = self._answer.whole(completions)
+        choices = [
+            self._choice(choice, completion)
+            for choice, completion in zip(response["choices"], completions, strict=True)
+        ]
+        return {
+            **response,
+            **ABSENT,
+            "choices": choices,
+            "usage": usage_of(completions),
+            "prompt_token_ids": response["prompt_token_ids"] if self._asked.return_token_ids else None,
+            "prompt_logprobs": prompt_logprobs(completions[0], self._texts),
+            "prompt_text": None,
+        }
 
-    def chunks(self, chunk: CompletionChunk, prompt_token_ids: Sequence[int] | None) -> Iterator[Json]:
+    def _choice(self, choice: openai.ChatChoice, completion: Completion) -> types.ChatChoice:
+        said = choice["message"]
+        message: types.ChatAnswerMessage = {
+            "role": said["role"],
+            "content": said["content"],
+            "refusal": said["refusal"],
+            "tool_calls": said.get("tool_calls", []),
+            "reasoning": None,
+        }
+        self._write_ids(choice["logprobs"], completion.token_ids, completion.top_logprobs)
+        return {
+            **choice,
+            "message": message,
+            "stop_reason": stop_reason(completion, self._eos),
+            "token_ids": choice["token_ids"] if self._asked.return_token_ids else None,
+            "routed_experts": None,
+        }
+
+    def chunks(self, chunk: CompletionChunk, prompt_token_ids: Sequence[int] | None) -> Iterator[types.ChatChunk]:
         """Yield the chunks of a stream; the first one carries the prompt's ids, where they are asked for."""
         for made in self._answer.chunks(chunk):
-            piece: Json = dict(made)
-            (choice,) = piece["choices"]
-            choice.pop("prompt_token_ids", None)
-            piece |= {"prompt_token_ids": None, "prompt_text": None, "system_fingerprint": None}
-            choice["stop_reason"] = None
-            if choice["finish_reason"] is not None and chunk.completion is not None:
-                choice["stop_reason"] = stop_reason(chunk.completion, self._eos)
-            elif choice["logprobs"] is not None:
-                self._write_ids(choice, chunk.token_ids, chunk.top_logprobs)
-            if not self._asked.return_token_ids:
-                choice["token_ids"] = None
-            elif not self._opened:
-                piece["prompt_token_ids"] = prompt_token_ids
-            self._opened.add(choice["index"])
+            (choice,) = made["choices"]
+            tells_prompt = self._asked.return_token_ids and not self._opened and prompt_token_ids is not None
+            self._opened = True
+            piece: types.ChatChunk = {
+                "id": made["id"],
+                "object": made["object"],
+                "created": made["created"],
+                "model": made["model"],
+                "choices": [self._chunk_choice(choice, chunk)],
+                "prompt_token_ids": list(prompt_token_ids or ()) if tells_prompt else None,
+                "prompt_text": None,
+                "system_fingerprint": None,
+            }
+            if "usage" in made:
+                piece["usage"] = None
             yield piece
 
-    def _write_ids(self, choice: Json, token_ids: Sequence[int], top: Sequence[TopLogprobs] | None) -> None:
-        if choice["logprobs"] is None or not self._asked.return_tokens_as_token_ids:
+    def _chunk_choice(self, choice: openai.ChatChunkChoice, chunk: CompletionChunk) -> types.ChatChunkChoice:
+        written: types.ChatChunkChoice = {
+            "index": choice["index"],
+            "delta": choice["delta"],
+            "logprobs": choice["logprobs"],
+            "finish_reason": choice["finish_reason"],
+            "stop_reason": None,
+            "token_ids": choice["token_ids"] if self._asked.return_token_ids else None,
+        }
+        if choice["finish_reason"] is None or chunk.completion is None:
+            self._write_ids(choice["logprobs"], chunk.token_ids, chunk.top_logprobs)
+            return written
+        return {**written, **ending(chunk.completion), "stop_reason": stop_reason(chunk.completion, self._eos)}
+
+    def usage_chunk(self) -> types.ChatUsageChunk:
+        """Return the final chunk, which has the usage and no choices."""
+        made = self._answer.usage_chunk()
+        counts = made.get("usage")
+        assert counts is not None
+        return {
+            "id": made["id"],
+            "object": made["object"],
+            "created": made["created"],
+            "model": made["model"],
+            "choices": [],
+            "usage": with_details(counts),
+        }
+
+    def _write_ids(
+        self, logprobs: openai.ChatLogprobs | None, token_ids: Sequence[int], top: Sequence[TopLogprobs] | None
+    ) -> None:
+        if logprobs is None or not self._asked.return_tokens_as_token_ids:
             return
-        for entry, token_id, others in zip(
-            choice["logprobs"]["content"], token_ids, top or [[]] * len(token_ids), strict=True
-        ):
+        for entry, token_id, others in zip(logprobs["content"], token_ids, top or [[]] * len(token_ids), strict=True):
             entry["token"] = f"token_id:{token_id}"
             for written, (other, _) in zip(entry["top_logprobs"], others, strict=True):
                 written["token"] = f"token_id:{other}"

@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from functools import wraps
-from types import MappingProxyType
 from typing import Final, TypeVar
 
 from pydantic import Field, JsonValue
@@ -23,30 +22,15 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain_serving.http.answers import json_answer
 from drivetrain_serving.http.bodies import query_flag, read_fields
+from drivetrain_serving.http.error_statuses import PlainErrorBody
 from drivetrain_serving.http.route_docs import OF_ENGINES, TEXT, Fields, documented
 from drivetrain_serving.served_engine import ServedEngine
+from drivetrain_serving.vllm import answer_types as types
 from drivetrain_serving.vllm.errors import error_answer, plain_error_answer
 from drivetrain_serving.vllm.weight_transfer import UpdateInfo, WeightTransferRoutes, can_transfer
 
 _R = TypeVar("_R", bound="ControlRoutes")
 _Route = Callable[[_R, Request], Awaitable[Response]]
-
-_PERMISSION: Final = MappingProxyType(
-    {
-        "object": "model_permission",
-        "allow_create_engine": False,
-        "allow_sampling": True,
-        "allow_logprobs": True,
-        "allow_search_indices": False,
-        "allow_view": True,
-        "allow_fine_tuning": False,
-        "organization": "*",
-        "group": None,
-        "is_blocking": False,
-    }
-)
-"""An entry that OpenAI's API no longer has, and vLLM writes."""
-
 
 _NAME: Final[dict[str, JsonValue]] = {"type": "string", "minLength": 1}
 _FLAG: Final[dict[str, JsonValue]] = {"type": ["boolean", "null"]}
@@ -165,19 +149,19 @@ class ControlRoutes:
 
     # Description -------------------------------------------------------------------------------------------------
 
-    @documented(statuses=(503,), media=())
+    @documented(statuses=(503,), media=(), errors=None)
     async def health(self, request: Request) -> Response:
         """Answer GET ``/health``: 200 while the engine lives, also paused, asleep or in an update."""
         del request
         return Response(status_code=503 if self._engine.state in (EngineState.FAILED, EngineState.CLOSED) else 200)
 
-    @documented(statuses=())
+    @documented(statuses=(), answer=types.Version)
     async def version(self, request: Request) -> Response:
         """Answer GET ``/version``."""
         del request
-        return json_answer({"version": importlib.metadata.version("drivetrain")})
+        return json_answer(types.Version(version=importlib.metadata.version("drivetrain")))
 
-    @documented(statuses=())
+    @documented(statuses=(), answer=types.Models)
     async def models(self, request: Request) -> Response:
         """Answer GET ``/v1/models``: the model by each of its names, then the adapters."""
         del request
@@ -185,9 +169,9 @@ class ControlRoutes:
         length = self._engine.model_info.context_length
         cards = [self._card(name, self._engine.config.model, None, length) for name in served.names]
         cards += [self._card(name, path, served.name, None) for name, path in served.adapters.items()]
-        return json_answer({"object": "list", "data": cards})
+        return json_answer(types.Models(object="list", data=cards))
 
-    def _card(self, name: str, root: str, parent: str | None, length: int | None) -> dict[str, object]:
+    def _card(self, name: str, root: str, parent: str | None, length: int | None) -> types.ModelCard:
         return {
             "id": name,
             "object": "model",
@@ -196,14 +180,30 @@ class ControlRoutes:
             "root": root,
             "parent": parent,
             "max_model_len": length,
-            "permission": [{"id": f"modelperm-{name}", "created": self._started, **_PERMISSION}],
+            "permission": [self._permission(name)],
         }
 
-    def server_info(self) -> dict[str, object]:
+    def _permission(self, name: str) -> types.ModelPermission:
+        return {
+            "id": f"modelperm-{name}",
+            "object": "model_permission",
+            "created": self._started,
+            "allow_create_engine": False,
+            "allow_sampling": True,
+            "allow_logprobs": True,
+            "allow_search_indices": False,
+            "allow_view": True,
+            "allow_fine_tuning": False,
+            "organization": "*",
+            "group": None,
+            "is_blocking": False,
+        }
+
+    def server_info(self) -> types.VllmServerInfo:
         """Return vLLM's part of ``/server_info``, the configuration that trainers read, and the engine's own."""
         engine, info = self._engine, self._engine.model_info
         config = engine.config
-        lora = {"max_lora_rank": config.max_lora_rank, "max_loras": config.max_loras} if config.enable_lora else None
+        lora: types.LoraConfigInfo = {"max_lora_rank": config.max_lora_rank, "max_loras": config.max_loras}
         described = engine.describe()
         return {
             "vllm_config": {
@@ -218,7 +218,7 @@ class ControlRoutes:
                     "pipeline_parallel_size": config.pipeline_parallel_size,
                     "data_parallel_size": config.data_parallel_size,
                 },
-                "lora_config": lora,
+                "lora_config": lora if config.enable_lora else None,
                 "weight_transfer_config": {"backend": "nccl"} if can_transfer(engine) else None,
             },
             "vllm_env": {},
@@ -228,26 +228,26 @@ class ControlRoutes:
                 "state": described.state,
                 "weight_version": described.weight_version,
                 "versions": described.versions,
-                "capabilities": described.capabilities,
+                "capabilities": list(described.capabilities),
             },
         }
 
-    @documented(statuses=())
+    @documented(statuses=(), answer=types.WorldSize)
     async def world_size(self, request: Request) -> Response:
         """Answer GET ``/get_world_size``: the number of processes that receive weights."""
         del request
-        return json_answer({"world_size": 1})
+        return json_answer(types.WorldSize(world_size=1))
 
-    @documented()
+    @documented(answer=types.ServerLoad)
     async def load(self, request: Request) -> Response:
         """Answer GET ``/load``: the number of requests in the engine."""
         del request
         stats = await self._engine.stats()
-        return json_answer({"server_load": stats.running + stats.waiting})
+        return json_answer(types.ServerLoad(server_load=stats.running + stats.waiting))
 
     # Pause and sleep ---------------------------------------------------------------------------------------------
 
-    @documented(query=PauseQuery)
+    @documented(query=PauseQuery, answer=types.Paused, errors=(PlainErrorBody,))
     @_refusals(plain_error_answer)
     async def pause(self, request: Request) -> Response:
         """Answer POST ``/pause``: ``mode`` abort, wait or keep, and ``clear_cache``, which is true if not given."""
@@ -255,7 +255,7 @@ class ControlRoutes:
         clear = query_flag(request.query_params, "clear_cache", True)
         await self._pause(mode, clear)
         self._served.slept = False
-        return json_answer({"status": "paused"})
+        return json_answer(types.Paused(status="paused"))
 
     async def _pause(self, mode: str, clear: bool) -> None:
         match mode:
@@ -268,22 +268,22 @@ class ControlRoutes:
             case _:
                 raise InvalidRequest(f"mode={shown(mode)}: expected abort, wait or keep", field="mode")
 
-    @documented()
+    @documented(answer=types.Resumed, errors=(PlainErrorBody,))
     @_refusals(plain_error_answer)
     async def resume(self, request: Request) -> Response:
         """Answer POST ``/resume``."""
         del request
         await self._engine.continue_generation()
         self._served.slept = False
-        return json_answer({"status": "resumed"})
+        return json_answer(types.Resumed(status="resumed"))
 
-    @documented(statuses=())
+    @documented(statuses=(), answer=types.IsPaused)
     async def is_paused(self, request: Request) -> Response:
         """Answer GET ``/is_paused``."""
         del request
-        return json_answer({"is_paused": self._engine.is_paused})
+        return json_answer(types.IsPaused(is_paused=self._engine.is_paused))
 
-    @documented(body=AbortFields)
+    @documented(body=AbortFields, answer=types.Aborted, errors=(PlainErrorBody,))
     @_refusals(plain_error_answer)
     async def abort_requests(self, request: Request) -> Response:
         """Answer POST ``/abort_requests``: those of ``request_ids``, or all."""
@@ -293,12 +293,12 @@ class ControlRoutes:
         if not ids:
             stats = await self._engine.stats()
             await self._engine.abort_generation()
-            return json_answer({"status": "aborted", "aborted": stats.running + stats.waiting})
+            return json_answer(types.Aborted(status="aborted", aborted=stats.running + stats.waiting))
         for one in ids:
             await self._engine.abort(str(one))
-        return json_answer({"status": "aborted", "aborted": len(ids)})
+        return json_answer(types.Aborted(status="aborted", aborted=len(ids)))
 
-    @documented(query=SleepQuery)
+    @documented(query=SleepQuery, answer=types.Sleeping)
     @_refusals(error_answer)
     async def sleep(self, request: Request) -> Response:
         """Answer POST ``/sleep``: level 0 pauses, 1 frees the cache and moves weights away, 2 frees both."""
@@ -317,12 +317,12 @@ class ControlRoutes:
         if level != "0":
             await self._engine.sleep()
         self._served.slept = True
-        return json_answer({"status": "sleeping", "level": int(level)})
+        return json_answer(types.Sleeping(status="sleeping", level=int(level)))
 
     def _frees(self, tag: MemoryTag) -> bool:
         return self._engine.supports(f"sleep_{tag.value}")
 
-    @documented(query=WakeQuery)
+    @documented(query=WakeQuery, answer=types.Woken)
     @_refusals(error_answer)
     async def wake_up(self, request: Request) -> Response:
         """Answer POST ``/wake_up``: the memory of ``tags``, or all; when all is there, requests go on."""
@@ -334,22 +334,22 @@ class ControlRoutes:
         if awake and self._served.slept and self._engine.status.state is not EngineState.DIRTY:
             await self._engine.continue_generation()
             self._served.slept = False
-        return json_answer({"status": "awake" if awake else "sleeping", "tags": tags or None})
+        return json_answer(types.Woken(status="awake" if awake else "sleeping", tags=tags or None))
 
-    @documented(statuses=())
+    @documented(statuses=(), answer=types.IsSleeping)
     async def is_sleeping(self, request: Request) -> Response:
         """Answer GET ``/is_sleeping``."""
         del request
-        return json_answer({"is_sleeping": self._served.slept or bool(self._engine.status.asleep)})
+        return json_answer(types.IsSleeping(is_sleeping=self._served.slept or bool(self._engine.status.asleep)))
 
-    @documented()
+    @documented(answer=types.Succeeded)
     @_refusals(error_answer)
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Answer POST ``/reset_prefix_cache``."""
         del request
         if self._engine.supports(Capability.PREFIX_CACHE):
             await self._engine.reset_prefix_cache()
-        return json_answer({"success": True})
+        return json_answer(types.Succeeded(success=True))
 
     @documented(statuses=(), media=())
     async def reset_other_cache(self, request: Request) -> Response:
@@ -359,31 +359,31 @@ class ControlRoutes:
 
     # Weights -----------------------------------------------------------------------------------------------------
 
-    @documented(body=UpdateFields)
+    @documented(body=UpdateFields, answer=types.Said | types.UpdatedFromFolder)
     @_refusals(error_answer)
     async def update_weights(self, request: Request) -> Response:
         """Answer POST ``/update_weights``: of ``weight_dir``, or of tensors that the trainer broadcasts."""
         asked = await read_fields(request, self._served.config, UpdateFields)
         if asked.update_info is not None:
-            return json_answer({"message": await self._transfer.receive(request, asked)})
+            return json_answer(types.Said(message=await self._transfer.receive(request, asked)))
         folder = asked.weight_dir
         if not isinstance(folder, str) or not folder:
             raise UnsupportedCapability("give weight_dir, a checkpoint folder that the engine can read, or update_info")
         await self._engine.load_weights_from_disk(folder, self._label(asked.weight_version, folder))
         self._transfer.drop_open_update()
-        return json_answer({"status": "ok", "weight_version": self._engine.get_weight_version()})
+        return json_answer(types.UpdatedFromFolder(status="ok", weight_version=self._engine.get_weight_version()))
 
     def _label(self, given: object, folder: str) -> str:
         return given if isinstance(given, str) and given else self._served.version_of(folder)
 
-    @documented(statuses=(501,))
+    @documented(statuses=(501,), media=())
     @_refusals(error_answer)
     async def refuse_draft(self, request: Request) -> Response:
         """Refuse POST ``/start_draft_weight_update``."""
         del request
         raise UnsupportedCapability("weights of draft models cannot be updated")
 
-    @documented(body=VersionFields)
+    @documented(body=VersionFields, answer=types.VersionUpdated)
     @_refusals(error_answer)
     async def update_weight_version(self, request: Request) -> Response:
         """Answer POST ``/update_weight_version``: a new label for the weights that are served.
@@ -397,13 +397,13 @@ class ControlRoutes:
         if asked.abort_all_requests is True:
             await self._engine.abort_generation()
         await self._engine.update_weight_version(version)
-        return json_answer({"success": True, "new_version": version})
+        return json_answer(types.VersionUpdated(success=True, new_version=version))
 
-    @documented(statuses=())
+    @documented(statuses=(), answer=types.WeightInfo)
     async def weight_info(self, request: Request) -> Response:
         """Answer GET ``/weight_info``."""
         del request
-        return json_answer({"weight_version": self._engine.get_weight_version()})
+        return json_answer(types.WeightInfo(weight_version=self._engine.get_weight_version()))
 
     # Adapters ----------------------------------------------------------------------------------------------------
 
@@ -416,13 +416,25 @@ class ControlRoutes:
         await self._load_adapter(name, asked, replace=asked.load_inplace is True)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
-    @documented(body=ReloadAdapterFields, statuses=(404, *OF_ENGINES))
+    @documented(body=ReloadAdapterFields, statuses=(404, *OF_ENGINES), answer=types.AdapterReloaded)
     @_refusals(error_answer)
     async def reload_lora_adapter(self, request: Request) -> Response:
         """Answer POST ``/load_lora_adapter``, as prime-rl calls it: a name that is taken gets the new weights."""
+        await self._reload(request)
+        return json_answer(types.AdapterReloaded(status="ok"))
+
+    @documented(body=ReloadAdapterFields, statuses=(404, *OF_ENGINES), answer=types.SkyrlAdapterReloaded)
+    @_refusals(error_answer)
+    async def reload_skyrls_adapter(self, request: Request) -> Response:
+        """Answer POST ``/skyrl/v1/load_lora_adapter``: a name that is taken gets the new weights."""
+        name = await self._reload(request)
+        return json_answer(types.SkyrlAdapterReloaded(status="ok", lora_name=name, lora_int_id=None))
+
+    async def _reload(self, request: Request) -> str:
         asked = await read_fields(request, self._served.config, ReloadAdapterFields)
-        await self._load_adapter(_text(asked.lora_name, "lora_name"), asked, replace=True)
-        return json_answer({"status": "ok"})
+        name = _text(asked.lora_name, "lora_name")
+        await self._load_adapter(name, asked, replace=True)
+        return name
 
     async def _load_adapter(self, name: str, asked: ReloadAdapterFields, *, replace: bool) -> None:
         path = _text(asked.lora_path, "lora_path")

@@ -25,6 +25,7 @@ from drivetrain_serving.http.answers import json_answer
 from drivetrain_serving.http.bodies import read_json, unless_disconnected
 from drivetrain_serving.http.route_docs import OF_ENGINES, documented
 from drivetrain_serving.served_engine import ServedEngine
+from drivetrain_serving.vllm.answer_types import Embeddings
 
 _REFUSED: Final = ("messages", "truncate_prompt_tokens", "mm_processor_kwargs", "chat_template", "embed_dtype")
 """Fields of vLLM that change the vectors and are not honoured; null, false and empty values are taken."""
@@ -53,7 +54,7 @@ class EmbeddingRoute:
     def __init__(self, served: ServedEngine) -> None:
         self._served = served
 
-    @documented(body=EmbeddingRequest, statuses=(404, *OF_ENGINES))
+    @documented(body=EmbeddingRequest, statuses=(404, *OF_ENGINES), answer=Embeddings)
     async def embeddings(self, request: Request) -> Response:
         """Answer POST ``/v1/embeddings``."""
         body = await read_json(request, self._served.config, wants_type=True)
@@ -73,20 +74,22 @@ class EmbeddingRoute:
             prompts = [await self._read(prompt, index) for index, prompt in enumerate(asked.input)]
             vectors = await engine.encode(prompts, dimensions=asked.dimensions)
         tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        encoded = _base64 if asked.encoding_format == "base64" else list
-        return json_answer(
-            {
-                "id": f"embd-{asked.request_id or uuid.uuid4().hex}",
-                "object": "list",
-                "created": int(time.time()),
-                "model": asked.model or self._served.name,
-                "data": [
-                    {"object": "embedding", "index": index, "embedding": encoded(vector)}
-                    for index, vector in enumerate(vectors)
-                ],
-                "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-            }
-        )
+        answer: Embeddings = {
+            "id": f"embd-{asked.request_id or uuid.uuid4().hex}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": asked.model or self._served.name,
+            "data": [
+                {
+                    "object": "embedding",
+                    "index": index,
+                    "embedding": _base64(vector) if asked.encoding_format == "base64" else list(vector),
+                }
+                for index, vector in enumerate(vectors)
+            ],
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        }
+        return json_answer(answer)
 
     async def _read(self, prompt: TextPrompt | TokenPrompt, index: int) -> TokenPrompt:
         """Return a prompt as token ids, which the answer counts."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NotRequired
 
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from drivetrain.errors import DrivetrainError, InvalidRequest
 from drivetrain_serving.http.answers import json_answer
-from drivetrain_serving.http.error_statuses import UNREAD, described, field_of, status_of
+from drivetrain_serving.http.error_statuses import UNREAD, AboutError, PlainErrorBody, described, field_of, status_of
 
 _TYPES: Final = {
     400: "BadRequestError",
@@ -23,12 +24,28 @@ _TYPES: Final = {
 }
 
 
-def body_of(error: DrivetrainError) -> dict[str, object]:
+class ErrorDetails(TypedDict):
+    """Details of an error."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorBody(TypedDict):
+    """Body of an error."""
+
+    error: ErrorDetails
+    drivetrain: NotRequired[AboutError]
+
+
+def body_of(error: DrivetrainError) -> ErrorBody:
     """Return the body of an error; ``drivetrain`` names its class, and the field or capability that is meant."""
     return {**_body(status_of(error), str(error), field_of(error)), "drivetrain": described(error)}
 
 
-def _body(status: int, message: str, param: str | None = None) -> dict[str, object]:
+def _body(status: int, message: str, param: str | None = None) -> ErrorBody:
     kind = _TYPES.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
@@ -42,7 +59,7 @@ def plain_error_answer(error: DrivetrainError) -> Response:
     """Return the answer of the routes whose errors are a text, unless the request is wrong: pause, resume, abort."""
     if isinstance(error, InvalidRequest):
         return error_answer(error)
-    return json_answer({"error": str(error)}, status_of(error))
+    return json_answer(PlainErrorBody(error=str(error)), status_of(error))
 
 
 def http_error_answer(error: HTTPException) -> Response:
@@ -55,4 +72,4 @@ def http_error_answer(error: HTTPException) -> Response:
 
 def unauthorized() -> Response:
     """Return the answer to a request without the key."""
-    return json_answer({"error": "Unauthorized"}, 401)
+    return json_answer(PlainErrorBody(error="Unauthorized"), 401)

@@ -7,10 +7,12 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 
 from drivetrain.openai.choices import FINISH_REASON, json_logprob
+from drivetrain.openai.responses import WeightSpan
 from drivetrain.openai.token_texts import TokenTexts
 from drivetrain.types.outputs import Completion, CompletionChunk, TopLogprobs
 from drivetrain_serving.served_engine import ServedEngine
-from drivetrain_serving.vllm.json_objects import Json, prompt_logprobs, stop_reason, usage_of
+from drivetrain_serving.vllm import answer_types as types
+from drivetrain_serving.vllm.json_objects import prompt_logprobs, stop_reason, usage_of
 from drivetrain_serving.vllm.payloads import GenerateRequest
 
 
@@ -32,7 +34,7 @@ class GenerateResponses:
         self._created = int(time.time())
         self._ended: list[Completion] = []
 
-    def whole(self, completions: Sequence[Completion]) -> Json:
+    def whole(self, completions: Sequence[Completion]) -> types.GenerateAnswer:
         """Return the whole response."""
         first = completions[0]
         return {
@@ -46,7 +48,7 @@ class GenerateResponses:
             "prompt_token_id_logprobs": None,
         }
 
-    def _choice(self, completion: Completion) -> Json:
+    def _choice(self, completion: Completion) -> types.GenerateChoice:
         return {
             "index": completion.sample_index,
             "token_ids": completion.token_ids,
@@ -58,10 +60,10 @@ class GenerateResponses:
             "weight_versions": _weight_versions(completion),
         }
 
-    def chunks(self, chunk: CompletionChunk, prompt_token_ids: Sequence[int] | None) -> Iterator[Json]:
+    def chunks(self, chunk: CompletionChunk, prompt_token_ids: Sequence[int] | None) -> Iterator[types.GenerateChunk]:
         """Yield the chunks of a stream."""
         del prompt_token_ids  # streams of this route do not tell them
-        choice: Json = {
+        choice: types.GenerateChoice = {
             "index": chunk.sample_index,
             "token_ids": chunk.token_ids,
             "logprobs": token_logprobs(chunk.token_ids, chunk.logprobs, chunk.top_logprobs),
@@ -77,11 +79,11 @@ class GenerateResponses:
             choice["weight_versions"] = _weight_versions(completion)
         yield {**self._frame([choice]), "usage": None}
 
-    def usage_chunk(self) -> Json:
+    def usage_chunk(self) -> types.GenerateChunk:
         """Return the final chunk, which has the usage and no choices."""
         return {**self._frame([]), "usage": usage_of(self._ended)}
 
-    def _frame(self, choices: list[Json]) -> Json:
+    def _frame(self, choices: list[types.GenerateChoice]) -> types.GenerateFrame:
         return {
             "request_id": self._id,
             "model": self._model,
@@ -93,7 +95,7 @@ class GenerateResponses:
 
 def token_logprobs(
     token_ids: Iterable[int], logprobs: Iterable[float] | None, top: Sequence[TopLogprobs] | None
-) -> Json | None:
+) -> types.TokenIdLogprobs | None:
     """Return logprobs of ``/inference/v1/generate``: token ids as numbers, and as the strings of earlier releases."""
     if logprobs is None:
         return None
@@ -106,11 +108,11 @@ def token_logprobs(
     }
 
 
-def _tops(others: TopLogprobs) -> list[Json]:
+def _tops(others: TopLogprobs) -> list[types.TokenIdLogprob]:
     return [_token(token_id, value, rank) for rank, (token_id, value) in enumerate(others, 1)]
 
 
-def _token(token_id: int, logprob: float, rank: int | None) -> Json:
+def _token(token_id: int, logprob: float, rank: int | None) -> types.TokenIdLogprob:
     return {
         "token": f"token_id:{token_id}",
         "token_id": token_id,
@@ -124,6 +126,6 @@ def _rank(token_id: int, others: TopLogprobs) -> int | None:
     return next((rank for rank, (other, _) in enumerate(others, 1) if other == token_id), None)
 
 
-def _weight_versions(completion: Completion) -> list[Json]:
+def _weight_versions(completion: Completion) -> list[WeightSpan]:
     """Return the weight version of each token, as spans."""
     return [{"version": span.version, "start": span.start, "end": span.end} for span in completion.weight_versions]

@@ -24,10 +24,10 @@ from drivetrain_serving.http.answers import event_stream, json_answer
 from drivetrain_serving.http.bodies import read_json, unless_disconnected
 from drivetrain_serving.http.route_docs import JSON, OF_ENGINES, STREAM, documented
 from drivetrain_serving.served_engine import ServedEngine
+from drivetrain_serving.vllm import answer_types as types
 from drivetrain_serving.vllm.chat_and_completion_answers import ChatResponses, CompletionResponses
 from drivetrain_serving.vllm.errors import body_of
 from drivetrain_serving.vllm.generate_answers import GenerateResponses
-from drivetrain_serving.vllm.json_objects import Json
 from drivetrain_serving.vllm.payloads import (
     ChatRequest,
     CompletionRequest,
@@ -45,15 +45,15 @@ WHOLE_OR_STREAM: Final = (JSON, STREAM)
 class Responses(Protocol):
     """Builds the response to one request, whole or in chunks."""
 
-    def whole(self, completions: Sequence[Completion]) -> Json:
+    def whole(self, completions: Sequence[Completion]) -> Mapping[str, object]:
         """Return the whole response."""
         ...
 
-    def chunks(self, chunk: CompletionChunk, prompt_token_ids: Sequence[int] | None) -> Iterable[Json]:
+    def chunks(self, chunk: CompletionChunk, prompt_token_ids: Sequence[int] | None) -> Iterable[Mapping[str, object]]:
         """Yield the chunks of a stream."""
         ...
 
-    def usage_chunk(self) -> Json:
+    def usage_chunk(self) -> Mapping[str, object]:
         """Return the final chunk of a stream, which has the usage and no choices."""
         ...
 
@@ -78,17 +78,35 @@ class GenerationRoutes:
         self._translated = translated
         self._texts = TokenTexts(served.engine.tokenizer)
 
-    @documented(body=CompletionRequest, statuses=STATUSES, media=WHOLE_OR_STREAM)
+    @documented(
+        body=CompletionRequest,
+        statuses=STATUSES,
+        media=WHOLE_OR_STREAM,
+        answer=types.TextCompletion,
+        event=types.CompletionChunk | types.CompletionUsageChunk,
+    )
     async def completions(self, request: Request) -> Response:
         """Answer POST ``/v1/completions``."""
         return await self._answered(request, self._completions)
 
-    @documented(body=ChatRequest, statuses=STATUSES, media=WHOLE_OR_STREAM)
+    @documented(
+        body=ChatRequest,
+        statuses=STATUSES,
+        media=WHOLE_OR_STREAM,
+        answer=types.ChatCompletion,
+        event=types.ChatChunk | types.ChatUsageChunk,
+    )
     async def chat_completions(self, request: Request) -> Response:
         """Answer POST ``/v1/chat/completions``."""
         return await self._answered(request, self._chat_completions)
 
-    @documented(body=GenerateRequest, statuses=STATUSES, media=WHOLE_OR_STREAM)
+    @documented(
+        body=GenerateRequest,
+        statuses=STATUSES,
+        media=WHOLE_OR_STREAM,
+        answer=types.GenerateAnswer,
+        event=types.GenerateChunk,
+    )
     async def generate(self, request: Request) -> Response:
         """Answer POST ``/inference/v1/generate``."""
         return await self._answered(request, self._generate)
@@ -192,7 +210,7 @@ class GenerationRoutes:
 
     async def _pieces(
         self, call: Call, responses: Responses, ids: Sequence[Sequence[int] | None], include_usage: bool
-    ) -> AsyncGenerator[Json, None]:
+    ) -> AsyncGenerator[Mapping[str, object], None]:
         chunks = self._served.generate_stream(
             call.prompts,
             call.params,

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from drivetrain.openai.choices import json_logprob, usage
+from drivetrain.openai.responses import Usage
 from drivetrain.openai.token_texts import TokenTexts
 from drivetrain.types.outputs import Completion, FinishReason, TopLogprobs
+from drivetrain_serving.vllm.answer_types import Absent, DetailedUsage, PromptLogprobs, RankedLogprob
 
 Json = dict[str, Any]
-"""A response; ``Any``, because the responses of core, which these extend, are typed dictionaries of their own."""
+"""JSON whose form is not known here."""
 
 
 def stop_reason(completion: Completion, eos_token_ids: Sequence[int]) -> int | str | None:
@@ -20,7 +22,7 @@ def stop_reason(completion: Completion, eos_token_ids: Sequence[int]) -> int | s
     return completion.matched_stop
 
 
-def prompt_logprobs(completion: Completion, texts: TokenTexts) -> list[dict[str, Json] | None] | None:
+def prompt_logprobs(completion: Completion, texts: TokenTexts) -> PromptLogprobs:
     """Return a prompt's logprobs: per token, token id → logprob, rank and text; the prompt's own token first."""
     given = completion.prompt_logprobs
     if given is None:
@@ -32,26 +34,41 @@ def prompt_logprobs(completion: Completion, texts: TokenTexts) -> list[dict[str,
     ]
 
 
-def _ranked(token_id: int, logprob: float, top: TopLogprobs, texts: TokenTexts) -> dict[str, Json]:
+def _ranked(token_id: int, logprob: float, top: TopLogprobs, texts: TokenTexts) -> dict[str, RankedLogprob]:
     entries = {str(other): _entry(value, rank, texts(other).text) for rank, (other, value) in enumerate(top, 1)}
     own = entries.pop(str(token_id), None) or _entry(logprob, None, texts(token_id).text)
     return {str(token_id): own, **entries}
 
 
-def _entry(logprob: float, rank: int | None, text: str) -> Json:
+def _entry(logprob: float, rank: int | None, text: str) -> RankedLogprob:
     return {"logprob": json_logprob(logprob), "rank": rank, "decoded_token": text}
 
 
-ABSENT: Final = ("ec_transfer_params", "kv_transfer_params", "metrics", "service_tier", "system_fingerprint")
-"""Fields of features that no engine here has: vLLM writes null, and some clients look for the key."""
+ABSENT: Final[Absent] = {
+    "ec_transfer_params": None,
+    "kv_transfer_params": None,
+    "metrics": None,
+    "service_tier": None,
+    "system_fingerprint": None,
+}
 
 
-def usage_of(completions: Sequence[Completion]) -> Json:
+def usage_of(completions: Sequence[Completion]) -> DetailedUsage:
     """Return the token counts of a call, with vLLM's details."""
-    return with_details(dict(usage(completions)))
+    return with_details(usage(completions))
 
 
-def with_details(counts: Json) -> Json:
+def with_details(counts: Usage) -> DetailedUsage:
     """Add the details that vLLM writes to token counts."""
-    prompt = counts["prompt_tokens_details"] | {"created_cache_tokens": None, "multimodal_tokens": None}
-    return counts | {"prompt_tokens_details": prompt, "completion_tokens_details": None}
+    cached = counts["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "prompt_tokens": counts["prompt_tokens"],
+        "completion_tokens": counts["completion_tokens"],
+        "total_tokens": counts["total_tokens"],
+        "prompt_tokens_details": {
+            "cached_tokens": cached,
+            "created_cache_tokens": None,
+            "multimodal_tokens": None,
+        },
+        "completion_tokens_details": None,
+    }

@@ -16,6 +16,7 @@ from drivetrain_serving.http.bodies import read_fields, read_json
 from drivetrain_serving.http.route_docs import Fields, documented
 from drivetrain_serving.prompt_of_body import PromptFields, prompt_of_body
 from drivetrain_serving.served_engine import ServedEngine
+from drivetrain_serving.vllm.answer_types import Detokenized, Tokenized
 from drivetrain_serving.vllm.errors import error_answer
 
 
@@ -43,7 +44,7 @@ class TokenRoutes:
     def __init__(self, served: ServedEngine) -> None:
         self._served = served
 
-    @documented(body=TokenizeFields)
+    @documented(body=TokenizeFields, answer=Tokenized)
     async def tokenize(self, request: Request) -> Response:
         """Answer POST ``/tokenize``: a prompt, or messages."""
         body = await read_json(request, self._served.config, wants_type=True)
@@ -52,7 +53,7 @@ class TokenRoutes:
         except DrivetrainError as error:
             return error_answer(error)
 
-    async def _tokenize(self, body: Mapping[str, object]) -> dict[str, object]:
+    async def _tokenize(self, body: Mapping[str, object]) -> Tokenized:
         prompt = prompt_of_body(body)
         tokenizer, length = self._served.engine.tokenizer, self._served.engine.model_info.context_length
         ids = await in_prompt_thread(lambda: tokenizer.encode(prompt))
@@ -61,7 +62,7 @@ class TokenRoutes:
             texts = [str(tokenizer.inner.convert_ids_to_tokens(token_id)) for token_id in ids]
         return {"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": texts}
 
-    @documented(body=DetokenizeFields)
+    @documented(body=DetokenizeFields, answer=Detokenized)
     async def detokenize(self, request: Request) -> Response:
         """Answer POST ``/detokenize``."""
         ids = (await read_fields(request, self._served.config, DetokenizeFields, wants_type=True)).tokens
@@ -71,4 +72,4 @@ class TokenRoutes:
             text = await in_prompt_thread(lambda: self._served.engine.decode(ids, skip_special_tokens=False))
         except DrivetrainError as error:
             return error_answer(error)
-        return json_answer({"prompt": text})
+        return json_answer(Detokenized(prompt=text))

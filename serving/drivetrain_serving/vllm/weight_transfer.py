@@ -20,6 +20,7 @@ from drivetrain_serving.config import ServerConfig
 from drivetrain_serving.http.answers import json_answer
 from drivetrain_serving.http.bodies import read_fields, unless_disconnected
 from drivetrain_serving.http.route_docs import Fields, documented
+from drivetrain_serving.vllm.answer_types import Said
 from drivetrain_serving.vllm.errors import error_answer
 from drivetrain_weight_sync.trainer_groups.bucket import WeightBucket
 from drivetrain_weight_sync.trainer_groups.messages import JoinNccl
@@ -104,17 +105,22 @@ def can_transfer(engine: InferenceEngine) -> bool:
     return bool(engine.gpus)
 
 
+def refusal_answer(error: DrivetrainError) -> Response:
+    """Answer an error of an update; weights that are refused are 400, since a trainer would send a 500 again."""
+    if isinstance(error, WeightPlanMismatch | InvalidWeights):
+        error = InvalidRequest(str(error))
+    return error_answer(error)
+
+
 def _answered(route: _Route) -> Callable[[WeightTransferRoutes, Request], Awaitable[Response]]:
-    """Answer with a message; weights that are refused are 400, since a trainer would send a 500 again."""
+    """Answer with a message, or with the refusal."""
 
     @wraps(route)
     async def call(self: WeightTransferRoutes, request: Request) -> Response:
         try:
-            return json_answer({"message": await route(self, request)})
-        except (WeightPlanMismatch, InvalidWeights) as error:
-            return error_answer(InvalidRequest(str(error)))
+            return json_answer(Said(message=await route(self, request)))
         except DrivetrainError as error:
-            return error_answer(error)
+            return refusal_answer(error)
 
     return call
 
@@ -134,7 +140,7 @@ class WeightTransferRoutes:
         self._config = config
         self._chunk_bytes: int | None = None
 
-    @documented(body=InitFields)
+    @documented(body=InitFields, answer=Said)
     @_answered
     async def init(self, request: Request) -> str:
         """Answer POST ``/init_weight_transfer_engine``, once every rank has joined."""
@@ -146,7 +152,7 @@ class WeightTransferRoutes:
         self._chunk_bytes = chunk_bytes
         return "Weight transfer initialized"
 
-    @documented(body=EmptyFields)
+    @documented(body=EmptyFields, answer=Said)
     @_answered
     async def shutdown(self, request: Request) -> str:
         """Answer POST ``/shutdown_weight_transfer_engine``."""
@@ -154,13 +160,23 @@ class WeightTransferRoutes:
         await self._groups.destroy(GROUP)
         return "Weight transfer engine shut down"
 
-    @documented(body=EmptyFields)
+    @documented(body=EmptyFields, answer=Said)
     @_answered
     async def start(self, request: Request) -> str:
         """Answer POST ``/start_weight_update``."""
-        await self._fields(request, EmptyFields)
-        await self._groups.begin()
+        await read_fields(request, self._config, EmptyFields)
+        await self.begin()
         return "Weight update started"
+
+    async def begin(self) -> None:
+        """Open an update.
+
+        Raises:
+            UnsupportedCapability: The engine has no GPU.
+            InvalidRequest: An update is open.
+        """
+        self._require_gpu()
+        await self._groups.begin()
 
     async def receive(self, request: Request, asked: UpdateInfo) -> str:
         """Receive the tensors of ``/update_weights`` with ``update_info``, and return the message of the answer.
@@ -188,13 +204,23 @@ class WeightTransferRoutes:
         """Forget tensors that have come, when a folder brought all weights."""
         self._groups.drop_open_update()
 
-    @documented(body=FinishFields)
+    @documented(body=FinishFields, answer=Said)
     @_answered
     async def finish(self, request: Request) -> str:
         """Answer POST ``/finish_weight_update``, once the engine serves the new weights."""
-        version = (await self._fields(request, FinishFields)).weight_version
-        await self._groups.end(version if isinstance(version, str) and version else None)
+        version = (await read_fields(request, self._config, FinishFields)).weight_version
+        await self.commit(version if isinstance(version, str) and version else None)
         return "Weight update finished"
+
+    async def commit(self, version: str | None = None) -> None:
+        """Load the open update into the engine as ``version``, or as the next number.
+
+        Raises:
+            UnsupportedCapability: The engine has no GPU.
+            DrivetrainError: as ``WeightGroups.end``.
+        """
+        self._require_gpu()
+        await self._groups.end(version)
 
     async def _fields(self, request: Request, kind: type[_F]) -> _F:
         asked = await read_fields(request, self._config, kind)
