@@ -85,13 +85,13 @@ class Failover:
                         async for delta in deltas:
                             if so_far is not None:
                                 delta = so_far.joined_delta(delta)
-                            sending.progress(ticket, len(delta.token_ids))
                             self._check(ticket, member, delta.result)
+                            sending.progress(ticket, len(delta.token_ids))
                             if so_far is not None:
                                 so_far.add(delta)
                             yield delta
                     return
-                except (ConnectionLost, EngineDied, EngineStateError, WireError, Evicted) as error:
+                except (ConnectionLost, EngineDied, EngineStateError, WireError, Evicted, WeightVersionGone) as error:
                     self._require_another(ticket, member, error, so_far, version)
                 finally:
                     sending.leave(ticket)
@@ -128,6 +128,9 @@ class Failover:
             member.fail(str(error))
         if isinstance(error, EngineStateError) and error.state in _REFUSED_AT_THE_GATE:
             ticket.made = 0 if so_far is None else len(so_far)
+        if isinstance(error, WeightVersionGone):
+            self._require_first_token(ticket, member, error)
+            return
         if ticket.made and (why := self._cannot_resume(ticket, member, error, so_far, version)):
             what = "may have begun" if not self.exact else f"had {ticket.made} tokens"
             raise MemberLost(
@@ -140,6 +143,13 @@ class Failover:
                 f"request {ticket.request.request_id} was lost with {member.name}: {error}", member=member.name
             )
         logger.info("request %s goes from %s to another engine: %s", ticket.request.request_id, member.name, error)
+
+    @staticmethod
+    def _require_first_token(ticket: Ticket, member: Member, error: WeightVersionGone) -> None:
+        """Let a pinned sample go to another member of its version, or raise: its own no longer serves that version."""
+        if ticket.made:
+            raise error
+        ticket.lost_by[member] = error
 
     def _cannot_resume(
         self, ticket: Ticket, member: Member, error: DrivetrainError, so_far: SoFar | None, version: str
