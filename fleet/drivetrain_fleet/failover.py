@@ -66,7 +66,9 @@ class Failover:
         """Yield the steps of one sample; without ``exact`` only one, with the whole result."""
         sending = self.sending
         ticket = sending.open(request, SESSION.get())
-        so_far = SoFar(request) if self.resume and exact and not not_resumable(request) else None
+        so_far = SoFar(request) if self.resume and exact and not not_resumable(request, counted=True) else None
+        if so_far is not None:
+            ticket.request = so_far.request
         try:
             while True:
                 if so_far is not None and (result := so_far.ended()) is not None:
@@ -157,14 +159,16 @@ class Failover:
         """Let the sample go on from its tokens; return why that is impossible, or ""."""
         if not self.resume:
             return "resume=True lets such requests go on from their tokens. "
-        if so_far is None:
-            fields = ", ".join(not_resumable(ticket.request)) or "exact_failover=False"
+        counted = all(one.counts_resumed_tokens for one in self.sending.members if not one.status.failed)
+        if fields := ", ".join(not_resumable(ticket.request, counted=counted)):
             return f"It cannot go on from its tokens because of {fields}. "
+        if so_far is None:
+            return "It cannot go on from its tokens because of exact_failover=False. "
         if isinstance(error, VersionUnknown) or member.status.version != version:
             return f"It cannot go on from its tokens: not all are known to be of the version {version!r}. "
         if member.engine.get_weight_version() != version:
             return f"It cannot go on from its tokens: {member.name} has changed its weights from {version!r}. "
-        if why := so_far.resume(version):
+        if why := so_far.resume(version, counted=counted):
             return f"It cannot go on from its tokens: {why}. "
         ticket.request, ticket.made = so_far.request, len(so_far)
         return ""
