@@ -73,7 +73,7 @@ SCHEMATHESIS ?= schemathesis==4.32.5
 SCHEMATHESIS_READY := .venvs/schemathesis/.ready-$(shell echo '$(SCHEMATHESIS)' | sha256sum | cut -c1-16)
 CASES ?= 5
 
-.PHONY: help setup demo serve-demo test test-unit test-fast test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-trainer-half test-trainers train-skyrl faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint site docs bench clean test-skyrl-client test-openrlhf test-trl demo-trl test-verl demo-verl
+.PHONY: help setup demo serve-demo test test-unit test-fast test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-resume test-trainer-half test-trainers train-skyrl faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint site docs bench clean test-skyrl-client test-openrlhf test-trl demo-trl test-verl demo-verl
 .PHONY: environments environment-transformers environment-echo environment-trainer environment-trainers environment-sglang environment-sglang-server environment-vllm environment-vllm-server environment-openrlhf environment-trl environment-verl
 
 help: ## show this list
@@ -295,6 +295,11 @@ faults: environment-$(BACKEND) $(READY) ## kill and freeze processes during weig
 
 fuzz: $(READY) ## CALLS=10000 calls of the engine page with junk, inline and in a host process: typed or right
 	@OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/fuzz/calls.py --calls $(CALLS) $(ARGS)
+
+test-resume: environment-$(BACKEND) ## a request goes on from its tokens at BACKEND's engine as if it had never been interrupted
+	@$(ENVIRONMENT)/bin/python -m pip install --quiet --disable-pip-version-check pytest
+	@$(ENGINE_ENV) BACKEND=$(BACKEND) OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/python -m pytest -q -c /dev/null --rootdir tests/fleet \
+		--noconftest -p no:cacheprovider tests/fleet/resuming_with_an_engine.py $(ARGS)
 
 conformance: environment-$(BACKEND) ## run the conformance suite on BACKEND, in an environment of its own
 	@$(ENGINE_ENV) OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/drivetrain conformance $(BACKEND) $(if $(ISOLATION),--isolation $(ISOLATION)) $(SETTINGS) --fork-hosts --report $(REPORT) $(ARGS)

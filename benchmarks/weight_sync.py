@@ -8,8 +8,9 @@ The engine is the transformers backend with random weights, idle. Figures are me
 the first, which agrees on the plan and makes the arena, is given by itself. Before each later push by delta, one
 element in a hundred changes. With --counts: what a push through shared memory to a host process costs against the
 number of tensors, of about the same bytes in all: those of the experts of a mixture. With --engines: a push through
-shared memory to a fleet of so many host processes, against the first number. Each host copies and verifies all bytes
-with one thread, so more engines than cores take turns.
+shared memory to a fleet of so many host processes, against the first number. Beside it stands the limit: as many bare
+processes copy the same bytes from one shared block at the same time, or copy and digest them, and do nothing else. Each
+host copies and verifies all bytes with one thread, so more engines than cores take turns.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import platform
 import statistics
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,9 +34,11 @@ from drivetrain.testing import tiny_model
 from drivetrain_fleet import InferenceEngineClient
 from drivetrain_weight_sync import WeightSync, WeightSyncResult, digests
 from drivetrain_weight_sync.tensors.finite import non_finite
+from drivetrain_weight_sync.transports.shared_arena import Arena, MappedArena
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from multiprocessing.connection import Connection
     from pathlib import Path
 
     from drivetrain import InferenceEngine
@@ -171,6 +176,62 @@ async def measure_counts(arguments: argparse.Namespace) -> list[dict[str, float]
     return rows
 
 
+class Copier:
+    """A process that copies a block of shared memory when told to, and digests its copy if asked."""
+
+    def __init__(self, arena: Arena) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=copy_when_told, args=(arena.path, arena.nbytes, other), daemon=True)
+        self._process.start()
+
+    def tell(self, digest: bool) -> None:
+        self._pipe.send(digest)
+
+    def wait(self) -> None:
+        self._pipe.recv()
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def copy_when_told(path: str, nbytes: int, pipe: Connection) -> None:
+    os.setsid()  # as hosts do: the kernel shares cores between sessions
+    torch.set_num_threads(1)
+    arena = MappedArena(path, nbytes)
+    own = torch.zeros_like(arena.memory)
+    pipe.send(None)
+    while True:
+        digest = pipe.recv()
+        own.copy_(arena.memory)
+        if digest:
+            digests({"": own})
+        pipe.send(None)
+
+
+def bare_ms(count: int, nbytes: int, repeats: int) -> tuple[float, float]:
+    """Return the time in which so many processes copy that many bytes, and in which they copy and digest them."""
+    arena = Arena(nbytes)
+    arena.memory.fill_(1)
+    copiers = [Copier(arena) for _ in range(count)]
+
+    def together(digest: bool) -> None:
+        for copier in copiers:
+            copier.tell(digest)
+        for copier in copiers:
+            copier.wait()
+
+    try:
+        for copier in copiers:
+            copier.wait()
+        return tuple(1e3 * median_seconds(partial(together, digest), repeats) for digest in (False, True))  # type: ignore[return-value]  # two
+    finally:
+        for copier in copiers:
+            copier.end()
+        arena.close()
+
+
 async def measure_engines(arguments: argparse.Namespace) -> list[dict[str, float]]:
     path = model_of(arguments)
     rows: list[dict[str, float]] = []
@@ -185,6 +246,7 @@ async def measure_engines(arguments: argparse.Namespace) -> list[dict[str, float
             return 1e3 * statistics.median(map(seconds, of))
 
         total = median_ms(lambda result: result.total_seconds)
+        copied, verified = bare_ms(count, later[-1].nbytes, arguments.pushes)
         rows.append(
             {
                 "engines": count,
@@ -192,11 +254,15 @@ async def measure_engines(arguments: argparse.Namespace) -> list[dict[str, float
                 "megabytes": sum(tensor.nbytes for tensor in tensors.values()) / 1e6,
                 "staged_megabytes": later[-1].nbytes / 1e6,
                 "total_ms": total,
+                "check_ms": median_ms(lambda result: result.check_seconds),
                 "stage_ms": median_ms(lambda result: result.stage_seconds),
                 "update_ms": median_ms(lambda result: result.update_seconds),
-                "times_first": total / rows[0]["total_ms"] if rows else 1.0,
+                "bare_copy_ms": copied,
+                "bare_copy_and_digest_ms": verified,
             }
         )
+        for name in ("total", "update", "bare_copy", "bare_copy_and_digest"):
+            rows[-1][f"{name}_times_first"] = rows[-1][f"{name}_ms"] / rows[0][f"{name}_ms"]
     return rows
 
 

@@ -108,13 +108,17 @@ def _shown(spec: TensorSpec | None, name: str) -> str:
 # The fleet's own capabilities, model and configuration -------------------------------------------------------------
 
 
-def fleet_capabilities(engines: Iterable[InferenceEngine]) -> frozenset[Capability]:
-    """Return the capabilities that every engine claims, less those that no fleet has."""
+def fleet_capabilities(engines: Iterable[InferenceEngine], native: frozenset[StopKind]) -> frozenset[Capability]:
+    """Return the capabilities that every engine claims, less those that no fleet has.
+
+    Args:
+        engines: The engines.
+        native: Stops on text that the fleet leaves to its engines.
+    """
     engines = list(engines)
     shared = frozenset.intersection(*(engine.capabilities for engine in engines)) - _UNCLAIMED
     if any(engine.isolation is Isolation.INLINE for engine in engines):
         shared -= {Capability.WEIGHTS_CUDA_IPC}  # a process cannot open handles of its own memory
-    native = native_stops(engines)
     for kind, capability in ((StopKind.STRING, Capability.STOP_STRINGS), (StopKind.REGEX, Capability.STOP_REGEX)):
         if kind not in native and not shared >= _AT_ENGINE:
             shared -= {capability}

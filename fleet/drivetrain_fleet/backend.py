@@ -98,7 +98,9 @@ class FleetBackend(Backend):
     ) -> None:
         super().__init__(fleet_config([engine.config for engine in engines.values()]))
         vars(self)["name"] = self.config.backend
-        vars(self)["native_stops"] = native_stops(engines.values())
+        streams = all(Capability.STREAMING in engine.capabilities for engine in engines.values())
+        resumes = resume and streams
+        vars(self)["native_stops"] = frozenset() if resumes else native_stops(engines.values())
         self.members = Members()
         self.router = Router(routing)
         timeouts = self.config.timeouts
@@ -120,8 +122,7 @@ class FleetBackend(Backend):
             cache_dropped=self.router.cache_dropped,
         )
         self.sending = Sending(self.members, self.router, max_waiting, max_samples_per_engine, self._held)
-        streams = all(Capability.STREAMING in engine.capabilities for engine in engines.values())
-        self.failover = Failover(self.sending, exact_failover and streams, resume, self.updates.knows)
+        self.failover = Failover(self.sending, exact_failover and streams, resumes, self.updates.knows)
         self._facts: dict[str, Facts] = {}
         self._model: ModelInfo | None = None
         self._loading = asyncio.Lock()
@@ -171,6 +172,7 @@ class FleetBackend(Backend):
         self.updates.serve(FleetWeights(first.get_weight_version(), _source_of(first)))
         for member in members:
             self._enter(member, known=member is members[0])
+        vars(self)["counts_resumed_tokens"] = all(member.counts_resumed_tokens for member in members)
         self._model = fleet_model([member.engine.model_info for member in members])
         return replace(self._model, weight_version=self.updates.weights.version)
 

@@ -49,8 +49,8 @@ class InferenceEngineClient(InferenceEngine):
             have none when an engine is lost: they go to another one. If false, each sample that the engine had fails;
             that saves a message per token.
         resume: Let a sample that has tokens go on from them at another engine when its own is lost. If false, and for
-            requests with a field that needs the interrupted state, such as a seed or a penalty, it fails with
-            :class:`MemberLost`.
+            requests with a field that needs the interrupted state, such as a grammar, it fails with
+            :class:`MemberLost`. The fleet looks for stop strings and stop regexes itself then.
 
     Raises:
         InvalidConfig: There is no engine, one is given twice, or a number is out of its range.
@@ -96,7 +96,7 @@ class InferenceEngineClient(InferenceEngine):
             exact_failover=exact_failover,
             resume=resume,
         )
-        capabilities = fleet_capabilities(by_name.values())
+        capabilities = fleet_capabilities(by_name.values(), backend.native_stops)
         super().__init__(
             backend.config,
             backend,

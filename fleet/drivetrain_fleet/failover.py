@@ -66,7 +66,9 @@ class Failover:
         """Yield the steps of one sample; without ``exact`` only one, with the whole result."""
         sending = self.sending
         ticket = sending.open(request, SESSION.get())
-        so_far = SoFar(request) if self.resume and exact and not not_resumable(request) else None
+        so_far = SoFar(request) if self.resume and exact and not not_resumable(request, counted=True) else None
+        if so_far is not None:
+            ticket.request = so_far.request
         try:
             while True:
                 if so_far is not None and (result := so_far.ended()) is not None:
@@ -85,13 +87,13 @@ class Failover:
                         async for delta in deltas:
                             if so_far is not None:
                                 delta = so_far.joined_delta(delta)
-                            sending.progress(ticket, len(delta.token_ids))
                             self._check(ticket, member, delta.result)
+                            sending.progress(ticket, len(delta.token_ids))
                             if so_far is not None:
                                 so_far.add(delta)
                             yield delta
                     return
-                except (ConnectionLost, EngineDied, EngineStateError, WireError, Evicted) as error:
+                except (ConnectionLost, EngineDied, EngineStateError, WireError, Evicted, WeightVersionGone) as error:
                     self._require_another(ticket, member, error, so_far, version)
                 finally:
                     sending.leave(ticket)
@@ -128,6 +130,9 @@ class Failover:
             member.fail(str(error))
         if isinstance(error, EngineStateError) and error.state in _REFUSED_AT_THE_GATE:
             ticket.made = 0 if so_far is None else len(so_far)
+        if isinstance(error, WeightVersionGone):
+            self._require_first_token(ticket, member, error)
+            return
         if ticket.made and (why := self._cannot_resume(ticket, member, error, so_far, version)):
             what = "may have begun" if not self.exact else f"had {ticket.made} tokens"
             raise MemberLost(
@@ -141,20 +146,29 @@ class Failover:
             )
         logger.info("request %s goes from %s to another engine: %s", ticket.request.request_id, member.name, error)
 
+    @staticmethod
+    def _require_first_token(ticket: Ticket, member: Member, error: WeightVersionGone) -> None:
+        """Let a pinned sample go to another member of its version, or raise: its own no longer serves that version."""
+        if ticket.made:
+            raise error
+        ticket.lost_by[member] = error
+
     def _cannot_resume(
         self, ticket: Ticket, member: Member, error: DrivetrainError, so_far: SoFar | None, version: str
     ) -> str:
         """Let the sample go on from its tokens; return why that is impossible, or ""."""
         if not self.resume:
             return "resume=True lets such requests go on from their tokens. "
-        if so_far is None:
-            fields = ", ".join(not_resumable(ticket.request)) or "exact_failover=False"
+        counted = all(one.counts_resumed_tokens for one in self.sending.members if not one.status.failed)
+        if fields := ", ".join(not_resumable(ticket.request, counted=counted)):
             return f"It cannot go on from its tokens because of {fields}. "
+        if so_far is None:
+            return "It cannot go on from its tokens because of exact_failover=False. "
         if isinstance(error, VersionUnknown) or member.status.version != version:
             return f"It cannot go on from its tokens: not all are known to be of the version {version!r}. "
         if member.engine.get_weight_version() != version:
             return f"It cannot go on from its tokens: {member.name} has changed its weights from {version!r}. "
-        if why := so_far.resume(version):
+        if why := so_far.resume(version, counted=counted):
             return f"It cannot go on from its tokens: {why}. "
         ticket.request, ticket.made = so_far.request, len(so_far)
         return ""

@@ -79,6 +79,11 @@ class Member:
     def __repr__(self) -> str:
         return f"<Member {self.name}: {self.status.describe()}>"
 
+    @property
+    def counts_resumed_tokens(self) -> bool:
+        """True if it honours ``GenerateRequest.resumed_tokens``."""
+        return self.engine.parts.backend.counts_resumed_tokens
+
     def move_to(self, status: MemberStatus) -> None:
         """Take the next status. A failed member ignores it."""
         if self.status.failed or status == self.status:

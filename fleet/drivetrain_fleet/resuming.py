@@ -6,30 +6,37 @@ from dataclasses import replace
 
 from drivetrain.backend.base import GenerateRequest, GenerateResult, TokenDelta
 from drivetrain.types.outputs import FinishReason, TopLogprobs, VersionSpan
+from drivetrain.types.sampling import SamplingParams, TemperatureSchedule
 
 
-def not_resumable(request: GenerateRequest) -> tuple[str, ...]:
+def not_resumable(request: GenerateRequest, *, counted: bool) -> tuple[str, ...]:
     """Return the fields of a request because of which it cannot go on from its tokens as if it was never interrupted.
 
-    The next engine would take the tokens for a part of the prompt: penalties, grammars, logit processors and stops on
-    text would forget them, a seed's random numbers would begin anew, and what belongs to each token would be lost.
+    The next engine takes the tokens for a part of the prompt. Its grammar would forget them, and whatever an engine
+    returns with a whole result would be lost. Stops on text are found by the fleet, which sees all tokens.
+
+    Args:
+        request: The request.
+        counted: True if the next engine honours ``GenerateRequest.resumed_tokens``. If false, penalties and schedules
+            would forget the tokens, and a seed's random numbers would begin anew.
     """
     params = request.params
     set_fields = {
-        "frequency_penalty": params.frequency_penalty != 0,
-        "presence_penalty": params.presence_penalty != 0,
-        "repetition_penalty": params.repetition_penalty != 1,
-        "seed": params.seed is not None and params.temperature > 0,
-        "stop": bool(params.stop),
-        "stop_regex": bool(params.stop_regex),
+        "frequency_penalty": params.frequency_penalty != 0 and not counted,
+        "presence_penalty": params.presence_penalty != 0 and not counted,
+        "seed": request.seed is not None and params.temperature > 0 and not counted,
+        "logit_processors": _has_schedule(params) and not counted,
         "structured_output": params.structured_output is not None,
-        "logit_processors": bool(params.logit_processors),
         "prompt_logprobs": params.prompt_logprobs is not None,
         "return_hidden_states": params.return_hidden_states,
         "return_routed_experts": params.return_routed_experts,
         "media": bool(request.media),
     }
     return tuple(field for field, is_set in set_fields.items() if is_set)
+
+
+def _has_schedule(params: SamplingParams) -> bool:
+    return any(isinstance(processor, TemperatureSchedule) for processor in params.logit_processors)
 
 
 class SoFar:
@@ -41,8 +48,8 @@ class SoFar:
 
     def __init__(self, request: GenerateRequest) -> None:
         self.whole = request
-        self.request = request
-        """The request for the next engine."""
+        self.request = _without_text_stops(request)
+        """The request for the next engine. The fleet looks for stops on text, which may span the tokens of two."""
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._top_logprobs: list[TopLogprobs] = []
@@ -57,32 +64,35 @@ class SoFar:
     def __len__(self) -> int:
         return len(self._ids)
 
-    def resume(self, version: str) -> str:
+    def resume(self, version: str, *, counted: bool) -> str:
         """Ask for the rest; return why that is impossible, or "".
 
         Args:
             version: The weight version of the tokens that were added last.
+            counted: True if the next engine honours ``GenerateRequest.resumed_tokens``.
         """
         params, made = self.whole.params, len(self._ids)
         if params.logprobs is not None and len(self._logprobs) != made:
             return "its engine did not stream all logprobs"
         if params.logprobs and len(self._top_logprobs) != made:
             return "its engine did not stream all top logprobs"
-        start = self._spans[-1].end if self._spans else 0
-        if start < made:
-            self._spans.append(VersionSpan(version, start, made))
+        _extend(self._spans, version, made)
+        drawn = self.whole.resumed_tokens + made
+        least = params.min_new_tokens if counted else max(params.min_new_tokens - drawn, 0)
         self.request = replace(
-            self.whole,
+            self.request,
             prompt_token_ids=[*self.whole.prompt_token_ids, *self._ids],
-            params=params.model_copy(update={"min_new_tokens": max(params.min_new_tokens - made, 0)}),
+            params=self.request.params.model_copy(update={"min_new_tokens": least}),
             max_new_tokens=self.whole.max_new_tokens - made,
+            resumed_tokens=drawn if counted else 0,
         )
         return ""
 
     def ended(self) -> GenerateResult | None:
         """Return the result if no token is left to generate: the engine was lost before it said so."""
         made = len(self._ids)
-        stopped = made > self.whole.params.min_new_tokens and self._ids[-1] in self.whole.stop_token_ids
+        drawn = self.whole.resumed_tokens + made
+        stopped = drawn > self.whole.params.min_new_tokens and self._ids[-1] in self.whole.stop_token_ids
         if not self._spans or not (stopped or made == self.whole.max_new_tokens):
             return None
         wanted = self.whole.params.logprobs
@@ -107,10 +117,7 @@ class SoFar:
         made = self._spans[-1].end
         spans = self._spans[:]
         for span in result.weight_versions:
-            if span.start == 0 and span.version == spans[-1].version:
-                spans[-1] = VersionSpan(span.version, spans[-1].start, made + span.end)
-            else:
-                spans.append(VersionSpan(span.version, made + span.start, made + span.end))
+            _extend(spans, span.version, made + span.end)
         return replace(
             result,
             token_ids=self._ids[:made] + result.token_ids,
@@ -120,6 +127,24 @@ class SoFar:
             cached_tokens=min(result.cached_tokens, len(self.whole.prompt_token_ids)),
             matched_text=None,
         )
+
+
+def _extend(spans: list[VersionSpan], version: str, end: int) -> None:
+    """Let the spans reach to ``end``; their last tokens are of this version."""
+    start = spans[-1].end if spans else 0
+    if start == end:
+        return
+    if spans and spans[-1].version == version:
+        start = spans.pop().start
+    spans.append(VersionSpan(version, start, end))
+
+
+def _without_text_stops(request: GenerateRequest) -> GenerateRequest:
+    params = request.params
+    if not (params.stop or params.stop_regex):
+        return request
+    without = {"stop": (), "stop_regex": (), "include_stop_str_in_output": False}
+    return replace(request, params=params.model_copy(update=without))
 
 
 __all__ = ["SoFar", "not_resumable"]

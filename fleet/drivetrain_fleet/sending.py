@@ -215,6 +215,7 @@ class Sending:
             for member in self.members
             if member.status.takes_requests
             and ticket.request.weight_version in (None, member.status.version)
+            and (member.counts_resumed_tokens or not ticket.request.resumed_tokens)
             and member not in ticket.lost_by
             and (most is None or member.load.samples < most)
         }

@@ -24,6 +24,7 @@ class _Drawing(msgspec.Struct, array_like=True, frozen=True):
     """Fields of :class:`~drivetrain.types.sampling.SamplingParams` that affect sampling."""
     mode: LogprobsMode
     seed: int
+    resumed: int
 
 
 _drawings: Final = msgspec.msgpack.Decoder(_Drawing)
@@ -33,11 +34,12 @@ def encode_params(request: GenerateRequest) -> str:
     """Encode a request for :func:`row_of`; a request without a seed gets a random one."""
     params = request.params.model_dump(include=set(_FIELDS))
     seed = request.seed if request.seed is not None else random.getrandbits(63)
-    return base64.b64encode(msgspec.msgpack.encode(_Drawing(params, request.logprobs_mode, seed))).decode()
+    drawing = _Drawing(params, request.logprobs_mode, seed, request.resumed_tokens)
+    return base64.b64encode(msgspec.msgpack.encode(drawing)).decode()
 
 
 def row_of(text: str, prompt: Sequence[int], stops: Sequence[int], generated: list[int]) -> Row:
     """Decode ``text`` into the sampler's row of a request."""
     drawing = _drawings.decode(base64.b64decode(text))
     params = SamplingParams.model_validate(drawing.params)
-    return Row(params, drawing.mode, prompt, stops, drawing.seed, generated)
+    return Row(params, drawing.mode, prompt, stops, drawing.seed, generated, drawing.resumed)

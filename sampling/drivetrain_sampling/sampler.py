@@ -75,6 +75,17 @@ class Row:
     seed: int
     generated: list[int] = field(default_factory=list)
     """Ids drawn so far; the caller appends each drawn id."""
+    resumed: int = 0
+    """Number of ids at the end of the prompt that were drawn for this sample earlier, in another engine."""
+
+    @property
+    def steps(self) -> int:
+        """Number of ids drawn so far, the resumed ones included."""
+        return self.resumed + len(self.generated)
+
+    def drawn(self) -> list[int]:
+        """Return all ids drawn so far, the resumed ones included."""
+        return [*self.prompt_token_ids[len(self.prompt_token_ids) - self.resumed :], *self.generated]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +121,7 @@ class Sampler:
         self._rows = rows
         self._device = device
         params = [row.params for row in rows]
-        self.steps = self._long([len(row.generated) for row in rows])
+        self.steps = self._long([row.steps for row in rows])
         self._seeds = self._long([row.seed for row in rows])
         self._greedy = self._mask([p.temperature == 0 for p in params])
         self._temperature = self._float([p.temperature or 1.0 for p in params])
@@ -197,14 +208,14 @@ class Sampler:
         for i in self._processed:
             row = self._rows[i]
             for processor in row.params.logit_processors:
-                self._process(logits[i], processor, len(row.generated))
+                self._process(logits[i], processor, row.steps)
         for i in self._repetition:
             row = self._rows[i]
             seen = self._long(sorted({*row.prompt_token_ids, *row.generated}))
             penalty, values = row.params.repetition_penalty, logits[i, seen]
             logits[i, seen] = torch.where(values > 0, values / penalty, values * penalty)
         for i in self._counted:
-            counts = Counter(self._rows[i].generated)
+            counts = Counter(self._rows[i].drawn())
             if counts:
                 params = self._rows[i].params
                 lowered = [params.frequency_penalty * count + params.presence_penalty for count in counts.values()]
@@ -214,7 +225,7 @@ class Sampler:
             logits[i, self._long(list(bias))] += self._float(list(bias.values()))
         for i in self._held_back:
             row = self._rows[i]
-            if len(row.generated) < row.params.min_new_tokens and row.stop_token_ids:
+            if row.steps < row.params.min_new_tokens and row.stop_token_ids:
                 logits[i, self._long(list(row.stop_token_ids))] = -torch.inf
         return logits
 

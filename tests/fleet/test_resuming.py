@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from drivetrain import Completion, FinishReason, MemberLost, SamplingParams
+from drivetrain import Completion, EngineDied, FinishReason, InferenceEngine, MemberLost, SamplingParams, attach
 from drivetrain.backend.base import GenerateRequest, GenerateResult, TokenDelta
+from drivetrain.process.shared_engine import SharedEngine
 from drivetrain.types.outputs import VersionSpan
-from drivetrain.types.sampling import LogprobsMode
+from drivetrain.types.prompts import PromptLike
+from drivetrain.types.sampling import ActionMask, LogprobsMode, RegexGrammar, TemperatureSchedule
+from drivetrain_fleet.members import Member
 from drivetrain_fleet.resuming import SoFar, not_resumable
 from drivetrain_weight_sync import WeightSync
-from fleets import BOUND, Fleet, kill_host, local, tensors_for, until
+from fleets import BOUND, Fleet, Spoiled, kill_host, local, tensors_for, until
 
 TOKENS = 300
 PARAMS = SamplingParams(max_new_tokens=TOKENS, min_new_tokens=250, temperature=0.0, logprobs=1)
 PROMPTS = [[i + 1, i + 2, i + 3] for i in range(4)]
 
 
-async def streamed(fleet: Fleet, prompt: list[int], params: SamplingParams) -> tuple[Completion, list[int], str]:
+async def streamed(
+    fleet: InferenceEngine, prompt: PromptLike, params: SamplingParams
+) -> tuple[Completion, list[int], str]:
     """Stream one completion; return it with the ids and the text of its chunks."""
     ids: list[int] = []
     text, last = "", None
@@ -31,7 +40,9 @@ async def streamed(fleet: Fleet, prompt: list[int], params: SamplingParams) -> t
     return last, ids, text
 
 
-async def whole(fleet: Fleet, prompt: list[int], params: SamplingParams) -> tuple[Completion, list[int], str]:
+async def whole(
+    fleet: InferenceEngine, prompt: PromptLike, params: SamplingParams
+) -> tuple[Completion, list[int], str]:
     """Generate one completion."""
     (one,) = (await fleet.generate(prompt, params)).completions
     return one, one.token_ids, one.text
@@ -60,13 +71,113 @@ async def test_greedy_answers_equal_those_of_an_unbroken_run(model: Path, call: 
         assert len(completion.top_logprobs) == len(ids)
 
 
+LETTERS = tuple(range(ord("a"), ord("z") + 1))
+BREAK = 24
+"""Tokens that a request has when its engine is lost."""
+
+
+def drawn(**fields: object) -> SamplingParams:
+    """Return parameters of a request that draws 60 letters with a seed; each is one token."""
+    base = {"max_new_tokens": 60, "seed": 7, "logprobs": 2, "logit_processors": [ActionMask(allowed_token_ids=LETTERS)]}
+    return SamplingParams.model_validate({**base, **fields})
+
+
+def resumable(unbroken: Completion) -> dict[str, SamplingParams]:
+    """Return requests whose answer depends on the tokens before the break; ``unbroken`` is what ``drawn()`` gets."""
+    text = unbroken.text
+    spanning, late = text[BREAK - 2 : BREAK + 2], text[BREAK + 10 : BREAK + 14]
+    assert text.find(spanning) == BREAK - 2
+    early = text[5:8]
+    mask = ActionMask(allowed_token_ids=LETTERS)
+    return {
+        "seed": drawn(),
+        "seed of its own": drawn(seed=8, top_p=0.9, temperature=1.3),
+        "greedy": drawn(temperature=0.0, seed=None),
+        "frequency_penalty": drawn(frequency_penalty=0.9),
+        "presence_penalty": drawn(presence_penalty=1.5, temperature=0.0),
+        "repetition_penalty": drawn(repetition_penalty=1.4),
+        "schedule": drawn(logit_processors=[mask, TemperatureSchedule(start=0.3, end=3.0, steps=50)]),
+        "min_new_tokens": drawn(min_new_tokens=40, stop_token_ids=unbroken.token_ids[:BREAK]),
+        "stop token": drawn(min_new_tokens=BREAK + 4, stop_token_ids=[unbroken.token_ids[BREAK + 8]]),
+        "spanning stop": drawn(stop=(spanning,)),
+        "spanning stop, included": drawn(stop=(spanning,), include_stop_str_in_output=True),
+        "late stop": drawn(stop=("zzzzzz", late)),
+        "early stop held back": drawn(stop=(early, late), min_new_tokens=BREAK + 2),
+        "spanning regex": drawn(stop_regex=(f"{spanning[:2]}.{spanning[3]}",)),
+        "processed logprobs": drawn(logprobs_mode="processed", top_k=4, frequency_penalty=0.5),
+    }
+
+
+def lost_at(member: Member, tokens: int, lost: asyncio.Event, begun: list[str]) -> None:
+    """Give each request of a member this many tokens, and no more: then it waits for the member's end."""
+    calls = member.calls
+
+    async def stream(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        made = 0
+        async with aclosing(calls.stream(request)) as deltas:
+            async for delta in deltas:
+                yield delta
+                made += len(delta.token_ids)
+                if made == tokens:
+                    begun.append(request.request_id)
+                    await lost.wait()
+                    raise EngineDied(str(await member.engine.parts.backend.died()))
+
+    member.calls = cast(SharedEngine, Spoiled(calls, stream=stream))  # type: ignore[arg-type]
+
+
+def has(items: list[str], count: int) -> bool:
+    """Return True if there are that many."""
+    return len(items) == count
+
+
+async def test_requests_are_answered_as_if_no_engine_was_lost(model: Path) -> None:
+    async with local(model) as engine:
+        (first,) = (await engine.generate("hello", drawn())).completions
+        cases = resumable(first)
+        expected = {name: (await engine.generate("hello", one)).completions[0] for name, one in cases.items()}
+    hosted, again = local(model, isolation="process"), local(model, isolation="process")
+    async with Fleet({"hosted": hosted}, resume=True) as fleet:
+        names = list(cases)
+        calls = [streamed if index % 2 else whole for index in range(len(names))]
+        tasks = [
+            asyncio.create_task(call(fleet, "hello", cases[name])) for name, call in zip(names, calls, strict=True)
+        ]
+        for engine, successor, tokens in ((hosted, again, BREAK), (again, local(model), 1)):
+            lost, begun = asyncio.Event(), list[str]()
+            name = fleet.members[-1].name
+            lost_at(fleet.member(name), tokens, lost, begun)
+            await until(partial(has, begun, len(names)))
+            await fleet.add(successor)
+            kill_host(engine)
+            lost.set()
+        async with asyncio.timeout(BOUND):
+            found = dict(zip(names, await asyncio.gather(*tasks), strict=True))
+    for name, (completion, ids, text) in found.items():
+        unbroken = expected[name]
+        assert ids == completion.token_ids, name
+        assert text == completion.text, name
+        assert (name, completion.text) == (name, unbroken.text)
+        for field in ("token_ids", "finish_reason", "matched_stop", "weight_versions", "prompt_token_ids"):
+            assert (name, field, getattr(completion, field)) == (name, field, getattr(unbroken, field))
+        assert completion.logprobs == pytest.approx(unbroken.logprobs, abs=1e-4), name
+        assert completion.top_logprobs is not None
+        assert [[i for i, _ in top] for top in completion.top_logprobs] == [
+            [i for i, _ in top] for top in unbroken.top_logprobs or []
+        ], name
+
+
 @pytest.mark.parametrize(
-    ("field", "value"), [("seed", 1), ("frequency_penalty", 0.5), ("stop", ("zzzz",)), ("prompt_logprobs", 0)]
+    ("field", "value", "counted"),
+    [("prompt_logprobs", 0, True), ("seed", 1, False), ("frequency_penalty", 0.5, False)],
 )
-async def test_a_request_that_needs_the_lost_state_is_named_by_field(model: Path, field: str, value: object) -> None:
-    hosted = local(model, isolation="process")
+async def test_a_request_that_needs_the_lost_state_is_named_by_field(
+    model: Path, field: str, value: object, counted: bool
+) -> None:
+    hosted, other = local(model, isolation="process"), local(model)
+    vars(other.parts.backend)["counts_resumed_tokens"] = counted
     params = SamplingParams(max_new_tokens=TOKENS, temperature=0.7, ignore_eos=True, **{field: value})  # type: ignore[arg-type]
-    async with Fleet({"hosted": hosted, "other": local(model)}, resume=True) as fleet:
+    async with Fleet({"hosted": hosted, "other": other}, resume=True) as fleet:
         tasks = [asyncio.create_task(fleet.generate([i + 1], params)) for i in range(2)]
         await until(lambda: fleet.begun("hosted") == 1)
         kill_host(hosted)
@@ -75,6 +186,18 @@ async def test_a_request_that_needs_the_lost_state_is_named_by_field(model: Path
         (error,) = [one for one in found if isinstance(one, BaseException)]
         assert isinstance(error, MemberLost)
         assert f"because of {field}" in str(error)
+
+
+async def test_stops_through_a_handle_to_a_fleet_that_resumes_are_found(model: Path) -> None:
+    async with local(model) as engine, Fleet({"one": local(model)}, resume=True) as fleet:
+        text = (await engine.generate("hello", drawn())).completions[0].text
+        stopping = drawn(stop=(text[10:14],))
+        (expected,) = (await engine.generate("hello", stopping)).completions
+        holder = await attach(await fleet.handle())
+        found, ids, shown = await streamed(holder, "hello", stopping)
+        await holder.teardown()
+        assert (found.token_ids, found.text, found.matched_stop) == (ids, shown, text[10:14])
+        assert (expected.token_ids, expected.text) == (ids, shown)
 
 
 async def test_spans_tell_the_version_of_each_engine(model: Path) -> None:
@@ -105,15 +228,17 @@ async def _killing(hosted: object, preparing: object) -> None:
 
 def request(**fields: object) -> GenerateRequest:
     params = SamplingParams.model_validate(fields)
-    return GenerateRequest("r", [1, 2], params, 10, (7,), LogprobsMode.RAW)
+    return GenerateRequest("r", [1, 2], params, 10, (7,), LogprobsMode.RAW, seed=params.seed)
 
 
-def test_the_rest_is_asked_for_and_joined() -> None:
-    so_far = SoFar(request(min_new_tokens=4))
+@pytest.mark.parametrize(("counted", "least", "resumed"), [(True, 4, 3), (False, 1, 0)])
+def test_the_rest_is_asked_for_and_joined(counted: bool, least: int, resumed: int) -> None:
+    so_far = SoFar(request(min_new_tokens=4, stop=("a",), include_stop_str_in_output=True))
     so_far.add(TokenDelta([5, 6, 5]))
-    assert so_far.resume("a") == ""
+    assert so_far.resume("a", counted=counted) == ""
     asked = so_far.request
-    assert (asked.prompt_token_ids, asked.max_new_tokens, asked.params.min_new_tokens) == ([1, 2, 5, 6, 5], 7, 1)
+    assert (asked.prompt_token_ids, asked.max_new_tokens) == ([1, 2, 5, 6, 5], 7)
+    assert (asked.params.min_new_tokens, asked.resumed_tokens, asked.params.stop) == (least, resumed, ())
     result = GenerateResult([8, 7], FinishReason.STOP, [VersionSpan("a", 0, 1), VersionSpan("b", 1, 2)], matched_stop=7)
     joined = so_far.joined(result)
     assert joined.token_ids == [5, 6, 5, 8, 7]
@@ -123,12 +248,18 @@ def test_the_rest_is_asked_for_and_joined() -> None:
 def test_a_sample_that_lacks_only_its_result_has_ended() -> None:
     so_far = SoFar(request())
     so_far.add(TokenDelta([5, 7]))
-    so_far.resume("a")
+    so_far.resume("a", counted=True)
     ended = so_far.ended()
     assert ended is not None
     assert (ended.finish_reason, ended.matched_stop, ended.token_ids) == (FinishReason.STOP, 7, [5, 7])
 
 
-def test_a_seed_matters_only_where_something_is_drawn() -> None:
-    assert not_resumable(request(seed=1, temperature=0.0)) == ()
-    assert not_resumable(request(seed=1)) == ("seed",)
+def test_an_engine_that_does_not_count_resumed_tokens_gets_no_request_that_depends_on_them() -> None:
+    schedule = TemperatureSchedule(start=1.0, end=2.0, steps=9)
+    asked = request(seed=1, frequency_penalty=1.0, presence_penalty=1.0, logit_processors=[schedule])
+    fields = ("frequency_penalty", "presence_penalty", "seed", "logit_processors")
+    assert not_resumable(asked, counted=False) == fields
+    assert not_resumable(asked, counted=True) == ()
+    masked = request(seed=1, temperature=0.0, logit_processors=[ActionMask(allowed_token_ids=(1,))], stop=("a",))
+    assert not_resumable(masked, counted=False) == ()
+    assert not_resumable(request(structured_output=RegexGrammar(regex="a+")), counted=True) == ("structured_output",)

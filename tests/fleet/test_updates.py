@@ -93,9 +93,9 @@ def test_gpu_memory_is_mapped_by_a_fleet_whose_engines_are_in_other_processes(mo
             made.config, made.parts.backend, capabilities=frozenset({maps}), isolation=isolation, versions={}
         )
 
-    assert maps in fleet_capabilities([engine(Isolation.PROCESS), engine(Isolation.PROCESS)])
-    assert maps not in fleet_capabilities([engine(Isolation.PROCESS), engine(Isolation.INLINE)])
-    assert maps not in fleet_capabilities([engine(Isolation.PROCESS), local(model)])
+    assert maps in fleet_capabilities([engine(Isolation.PROCESS), engine(Isolation.PROCESS)], frozenset())
+    assert maps not in fleet_capabilities([engine(Isolation.PROCESS), engine(Isolation.INLINE)], frozenset())
+    assert maps not in fleet_capabilities([engine(Isolation.PROCESS), local(model)], frozenset())
 
 
 async def test_sources_are_read_once(model: Path) -> None:

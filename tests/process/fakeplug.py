@@ -67,6 +67,7 @@ class FakeBackend(Backend):
     engine_distribution = "pluggy"
     config_names = {"seed": "random_seed"}  # noqa: RUF012 - as plugins write it
     native_stops = frozenset({StopKind.STRING})
+    counts_resumed_tokens = True
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)

@@ -74,7 +74,9 @@ async def test_a_large_tensor_crosses_by_value(hosted: HostedBackend) -> None:
     assert tensor.data == bytes(range(256)) * (2**18)
 
 
-async def test_the_hosted_backend_shows_the_real_ones_native_stops(hosted: HostedBackend) -> None:
+async def test_the_hosted_backend_shows_what_the_real_one_does_by_itself(hosted: HostedBackend) -> None:
+    assert hosted.counts_resumed_tokens
+    assert not HostedBackend.counts_resumed_tokens
     assert hosted.native_stops == {StopKind.STRING}
     assert hosted.name == "fake"
     assert HostedBackend.native_stops == frozenset()

@@ -42,7 +42,7 @@ PACKED = msgspec.Raw(msgspec.msgpack.encode({"a": [1, 2.5, None]}))
 EXAMPLES: tuple[Message, ...] = (
     Hello(1, "0.1", "3.11.7", 42, b"nonce"),
     Open(1, "0.1", "fake", PACKED, ("/a", "/b")),
-    Welcome("fake", "pluggy", "1.6", frozenset({StopKind.STRING})),
+    Welcome("fake", "pluggy", "1.6", frozenset({StopKind.STRING}), True),
     Attach(1, "0.1", b"nonce", b"proof", 0, "process 42 of a host"),
     Attached(b"proof", 3, PACKED, PACKED),
     State(PACKED),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from drivetrain import GenerateRequest, LogprobsMode, SamplingParams
 from drivetrain.types.sampling import ActionMask
 from drivetrain_sampling.encoded_params import encode_params, row_of
@@ -24,6 +26,11 @@ def test_what_is_drawn_by_us_arrives_whole() -> None:
     assert row.params == params
     assert (row.logprobs_mode, row.seed) == (LogprobsMode.PROCESSED, 2**62 + 1)
     assert (list(row.prompt_token_ids), list(row.generated)) == ([1, 2, 3], [4])
+
+
+def test_the_number_of_resumed_ids_arrives() -> None:
+    asked = replace(request(SamplingParams(), seed=1), resumed_tokens=2)
+    assert row_of(encode_params(asked), [1, 2, 3], [], [4]).drawn() == [2, 3, 4]
 
 
 def test_requests_without_a_seed_have_different_ones() -> None:

@@ -61,6 +61,25 @@ def test_a_rows_stream_depends_on_its_seed_and_length_alone() -> None:
     assert together.token_ids[3] == alone.token_ids[0]
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"frequency_penalty": 1.5, "presence_penalty": 0.5},
+        {"repetition_penalty": 2.0},
+        {"min_new_tokens": 4, "logit_bias": {5: 30.0}},
+        {"logit_processors": [{"kind": "temperature_schedule", "start": 0.1, "end": 5.0, "steps": 9}]},
+    ],
+)
+def test_resumed_ids_count_as_drawn(fields: dict[str, object]) -> None:
+    params, mode, device = SamplingParams.model_validate(fields), LogprobsMode.PROCESSED, torch.device("cpu")
+    logits = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(5))
+    unbroken = Sampler([Row(params, mode, [1, 2], [5], 7, [3, 4, 3])], device).choose(logits)
+    resumed = Sampler([Row(params, mode, [1, 2, 3, 4], [5], 7, [3], resumed=2)], device).choose(logits)
+    assert resumed.token_ids.tolist() == unbroken.token_ids.tolist()
+    assert torch.equal(resumed.processed, unbroken.processed)
+
+
 def test_the_order_in_which_weights_are_added_up_changes_no_cut() -> None:
     logits = torch.randn(4, 9999, generator=torch.Generator().manual_seed(4)) * 3
     forwards, backwards = weights(logits), weights(logits.flip(-1))

@@ -78,6 +78,7 @@ class SGLangBackend(WorkerBackend[Collected]):
     engine_distribution: ClassVar[str] = "sglang"
     seen_working: ClassVar[tuple[str, str] | None] = SEEN_WORKING
     config_names: ClassVar[Mapping[str, str]] = CONFIG_NAMES
+    counts_resumed_tokens: ClassVar[bool] = True
     endangers_its_process: ClassVar[bool] = True
 
     def __init__(self, config: EngineConfig) -> None:

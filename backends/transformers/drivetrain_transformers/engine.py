@@ -79,6 +79,7 @@ class TransformersBackend(Backend):
     seen_working: ClassVar[tuple[str, str] | None] = SEEN_WORKING
     oldest_version: ClassVar[str | None] = SEEN_WORKING[0]
     config_names: ClassVar[Mapping[str, str]] = CONFIG_NAMES
+    counts_resumed_tokens: ClassVar[bool] = True
     native_stops: ClassVar[frozenset[StopKind]] = frozenset(StopKind)
     default_isolation: ClassVar[Isolation] = Isolation.INLINE
 

@@ -98,7 +98,14 @@ class Scheduler:
         params = request.params
         sequence = Sequence(
             request=request,
-            row=Row(request.params, request.logprobs_mode, request.prompt_token_ids, request.stop_token_ids, seed),
+            row=Row(
+                request.params,
+                request.logprobs_mode,
+                request.prompt_token_ids,
+                request.stop_token_ids,
+                seed,
+                resumed=request.resumed_tokens,
+            ),
             sink=sink,
             streamed=streamed,
             arrival=next(self._arrivals),

@@ -37,6 +37,7 @@ class AttachedBackend(Backend):
         super().__init__(facts.config)
         vars(self)["name"] = facts.config.backend
         vars(self)["native_stops"] = facts.native_stops
+        vars(self)["counts_resumed_tokens"] = facts.counts_resumed_tokens
         self.facts = facts
         self.state: SharedState | None = None
         """The engine's newest state."""

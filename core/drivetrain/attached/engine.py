@@ -16,6 +16,7 @@ from drivetrain.attached.parts import (
     AttachedLoadedAdapters,
     AttachedModel,
     AttachedPauses,
+    AttachedRequests,
     AttachedUpdates,
     AttachedWeights,
 )
@@ -35,6 +36,7 @@ _KINDS: Final = PartKinds(
     controller=AttachedController,
     model=AttachedModel,
     loaded_adapters=AttachedLoadedAdapters,
+    in_flight=AttachedRequests,
     pauses=AttachedPauses,
     weights=AttachedWeights,
     updates=AttachedUpdates,

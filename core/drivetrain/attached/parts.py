@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import cast
 
 from drivetrain.attached.backend import AttachedBackend
+from drivetrain.backend.base import GenerateRequest
 from drivetrain.backend.toolkit.deadlines import deadline
 from drivetrain.engine.adapters import Adapters
 from drivetrain.engine.communicators import Communicators
@@ -17,6 +18,7 @@ from drivetrain.engine.generation import Generation
 from drivetrain.engine.loaded_adapters import LoadedAdapters, LoadedLora
 from drivetrain.engine.model import StartedModel
 from drivetrain.engine.pause_and_sleep import PauseAndSleep
+from drivetrain.engine.requests_in_flight import RequestsInFlight
 from drivetrain.engine.served_weights import ServedWeights
 from drivetrain.engine.states import EngineState, EngineStatus
 from drivetrain.engine.validation import absolute_path, check_seconds
@@ -101,6 +103,16 @@ class AttachedLoadedAdapters(LoadedAdapters):
     def adopt(self, names: Iterable[str]) -> None:
         """Take the owner's names."""
         self._by_name = {name: LoadedLora(name, pinned=False) for name in names}
+
+
+class AttachedRequests(RequestsInFlight):
+    """Leaves pinned requests to the owner's gate.
+
+    Only the owner knows the versions that are served now: a fleet serves several, and the mirrored version is late.
+    """
+
+    def require_version(self, request: GenerateRequest) -> None:
+        """Let the request pass; the owner raises :class:`WeightVersionGone`."""
 
 
 class AttachedGeneration(Generation):
@@ -284,6 +296,7 @@ __all__ = [
     "AttachedLoadedAdapters",
     "AttachedModel",
     "AttachedPauses",
+    "AttachedRequests",
     "AttachedUpdates",
     "AttachedWeights",
 ]

@@ -98,6 +98,10 @@ class GenerateRequest:
     """Media of the prompt, with their bytes; placeholders stand in the prompt as :meth:`Backend.read_media` said."""
     weight_version: str | None = None
     """Weight version that all tokens must come from; None: any. ``InferenceEngine`` sees to it, not the backend."""
+    resumed_tokens: int = 0
+    """Number of tokens at the end of ``prompt_token_ids`` that were sampled for this request before its engine was
+    lost. They count as generated for ``seed``, penalties, ``min_new_tokens`` and temperature schedules, but not for
+    ``max_new_tokens``, and are not part of the result. Never set unless :attr:`Backend.counts_resumed_tokens`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +179,9 @@ class Backend(ABC):
     native_stops: ClassVar[frozenset[StopKind]] = frozenset()
     """Text stops at which this engine ends generation itself, at the match or soon after. For other stops
     ``InferenceEngine`` streams the tokens, matches and aborts. In both cases it cuts ids and text exactly."""
+    counts_resumed_tokens: ClassVar[bool] = False
+    """True if ``GenerateRequest.resumed_tokens`` is honoured: the next token is drawn as if the request had never been
+    interrupted. A fleet then resumes requests with a seed, penalties or a temperature schedule at this engine."""
     default_isolation: ClassVar[Isolation] = Isolation.PROCESS
     seen_working: ClassVar[tuple[str, str] | None] = None
     """Oldest and newest engine release that the backend was tested with, such as ``("0.5.17", "0.5.23")``. For other

@@ -129,6 +129,7 @@ class InferenceEngine(Conveniences, OpenAICalls, SessionCalls, LoraCalls, Sharin
             config=self.config.model_copy(update={"endpoint_api_key": None, **absolute_folders(self.config)}),
             capabilities=frozenset(capability.value for capability in capabilities),
             native_stops=self.parts.backend.native_stops,
+            counts_resumed_tokens=self.parts.backend.counts_resumed_tokens,
             versions=self.versions,
             model=self.model_info,
             pid=self.host_pid or os.getpid(),

@@ -20,6 +20,7 @@ class EngineFacts:
     capabilities: frozenset[str]
     """Names of capabilities that the engine has for other processes."""
     native_stops: frozenset[StopKind]
+    counts_resumed_tokens: bool
     versions: dict[str, str]
     model: ModelInfo
     pid: int | None

@@ -88,7 +88,13 @@ class Connection(RpcServer):
             return
         self._frames.limit = FRAME_LIMIT
         self._writes.put(
-            Welcome(cls.name, cls.engine_distribution, installed(cls.engine_distribution), backend.native_stops)
+            Welcome(
+                cls.name,
+                cls.engine_distribution,
+                installed(cls.engine_distribution),
+                backend.native_stops,
+                backend.counts_resumed_tokens,
+            )
         )
 
     def _target(self, call: Call) -> Backend:

@@ -48,7 +48,7 @@ class HostedBackend(Backend):
     It is bound to the event loop in which ``start`` runs. If the host dies, every pending and later call raises
     :class:`EngineDied` with the reason, the first exception in the host's log and the last lines. All its processes are
     killed.
-    ``native_stops`` is the real backend's once ``start`` has returned.
+    ``native_stops`` and ``counts_resumed_tokens`` are the real backend's once ``start`` has returned.
 
     Args:
         config: ``python`` names the environment that holds the engine; None: this one. ``timeouts`` bound the watch.
@@ -162,6 +162,7 @@ class HostedBackend(Backend):
         connection.open(open_for(self.config, self.name))
         welcome = await connection.welcome
         vars(self)["native_stops"] = welcome.native_stops
+        vars(self)["counts_resumed_tokens"] = welcome.counts_resumed_tokens
         vars(self)["engine_distribution"] = welcome.engine_distribution
         return cast(ModelInfo, await connection.call(_START, ()))
 

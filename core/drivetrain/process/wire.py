@@ -13,7 +13,7 @@ import msgspec
 from drivetrain.backend.base import StopKind
 from drivetrain.errors import WireError
 
-WIRE_VERSION: Final = 4
+WIRE_VERSION: Final = 5
 """Increases whenever a message, a method, or a type in a method's signature changes."""
 
 HANDSHAKE_LIMIT: Final = 16 * 2**20
@@ -65,6 +65,7 @@ class Welcome(_Message, frozen=True):
     engine_distribution: str
     engine_version: str
     native_stops: frozenset[StopKind]
+    counts_resumed_tokens: bool
 
 
 class Reply(_Message, frozen=True):
