@@ -365,7 +365,7 @@ parity-page: $(READY) ## keep the recordings of build/parity, and render them in
 conformance-all: $(READY) ## the suite on every backend, their parity, the suite's mutants, and whether the docs are current
 	@rm -rf build/conformance
 	@$(MAKE) --no-print-directory environment-transformers environment-echo
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target in-process in-a-host-process
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target mutants in-process in-a-host-process
 	@$(MAKE) --no-print-directory conformance BACKEND=sglang
 	@$(MAKE) --no-print-directory conformance BACKEND=vllm
 	@$(MAKE) --no-print-directory conformance-quantised
@@ -373,7 +373,7 @@ conformance-all: $(READY) ## the suite on every backend, their parity, the suite
 	@$(MAKE) --no-print-directory parity
 	@$(BIN)/drivetrain matrix --check docs/reference --kept $(RESULTS) build/conformance/*.json
 
-# The engines of these need one core each.
+# The engines of these, and of the mutants, need one core each.
 in-a-host-process:
 	@$(MAKE) --no-print-directory conformance BACKEND=transformers ISOLATION=process
 
@@ -381,7 +381,6 @@ in-process:
 	@$(MAKE) --no-print-directory conformance BACKEND=transformers
 	@$(MAKE) --no-print-directory conformance BACKEND=echo
 	@.venvs/echo/bin/python -m pytest -q $(ECHO) -k "generate or stop or errors" # the pytest class; its cases ran above
-	@$(MAKE) --no-print-directory mutants
 
 mutants: $(READY) ## spoil the transformers backend in many ways; the suite must catch each
 	@OMP_NUM_THREADS=1 $(BIN)/drivetrain conformance --mutants $(ARGS)
