@@ -241,15 +241,15 @@ MUTANTS = [
     Mutant(
         "a seed begins anew at the next engine",
         "resuming.py",
-        '"seed": params.seed is not None and params.temperature > 0,',
+        '"seed": request.seed is not None and params.temperature > 0 and not counted,',
         '"seed": False,',
-        RESUMING + "test_a_request_that_needs_the_lost_state_is_named_by_field[seed-1]",
+        RESUMING + "test_an_engine_that_does_not_count_resumed_tokens_gets_no_request_that_depends_on_them",
     ),
     Mutant(
         "all tokens are of the version that began",
         "resuming.py",
-        "if span.start == 0 and span.version == spans[-1].version:",
-        "if span.start == 0:",
+        "if spans and spans[-1].version == version:",
+        "if spans:",
         RESUMING + "test_spans_tell_the_version_of_each_engine",
     ),
 ]

@@ -221,11 +221,13 @@ async def test_a_pinned_request_goes_to_an_engine_of_its_version(model: Path) ->
         prompts = [[i] for i in range(8)]
         with spoiled(fleet.member("engine-1"), prepare_weight_update=BROKEN):
             await pushed(fleet, "one")
-        for version in ("one", "initial"):
+        for version, other in (("one", "engine-1"), ("initial", "engine-0")):
+            taken = fleet.member(other).load.taken
             output = await fleet.generate(prompts, GREEDY, weight_version=version)
             assert versions(output.completions) == {version}
             chunks = [chunk async for chunk in fleet.generate_stream(prompts, GREEDY, weight_version=version)]
             assert versions(chunk.completion for chunk in chunks if chunk.completion) == {version}
+            assert fleet.member(other).load.taken == taken, "an engine of another version was asked, and refused"
         with pytest.raises(WeightVersionGone, match=r"'never' is not served.*engine-0 serves 'one', engine-1 serves"):
             await fleet.generate(prompts, GREEDY, weight_version="never")
         with pytest.raises(InvalidRequest, match="weight_version") as caught:
