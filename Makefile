@@ -362,10 +362,10 @@ parity-page: $(READY) ## keep the recordings of build/parity, and render them in
 	@cp build/parity/*-cpu.json $(RESULTS)/parity/
 	@$(BIN)/drivetrain parity $(RESULTS)/parity/*.json --output docs/reference/parity.md
 
-conformance-all: $(READY) ## the suite on every backend, their parity, the suite's mutants, and whether the docs are current
+conformance-all: $(READY) ## the suite on every backend, their parity, and whether the docs are current
 	@rm -rf build/conformance
 	@$(MAKE) --no-print-directory environment-transformers environment-echo
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target mutants in-process in-a-host-process
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target in-process in-a-host-process
 	@$(MAKE) --no-print-directory conformance BACKEND=sglang
 	@$(MAKE) --no-print-directory conformance BACKEND=vllm
 	@$(MAKE) --no-print-directory conformance-quantised
@@ -373,7 +373,7 @@ conformance-all: $(READY) ## the suite on every backend, their parity, the suite
 	@$(MAKE) --no-print-directory parity
 	@$(BIN)/drivetrain matrix --check docs/reference --kept $(RESULTS) build/conformance/*.json
 
-# The engines of these, and of the mutants, need one core each.
+# The engines of these need one core each.
 in-a-host-process:
 	@$(MAKE) --no-print-directory conformance BACKEND=transformers ISOLATION=process
 
@@ -382,8 +382,9 @@ in-process:
 	@$(MAKE) --no-print-directory conformance BACKEND=echo
 	@.venvs/echo/bin/python -m pytest -q $(ECHO) -k "generate or stop or errors" # the pytest class; its cases ran above
 
-mutants: $(READY) ## spoil the transformers backend in many ways; the suite must catch each
+mutants: $(READY) ## wrong backends, of which the suite must catch each, and wrong fleets, of which their tests must: twenty minutes
 	@OMP_NUM_THREADS=1 $(BIN)/drivetrain conformance --mutants $(ARGS)
+	@$(PYTEST) --dist load tests/fleet/mutants.py
 
 matrix: $(READY) ## keep the reports of build/conformance, and render them into the docs
 	@mkdir -p $(RESULTS)
