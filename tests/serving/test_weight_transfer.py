@@ -261,6 +261,9 @@ async def test_skyrls_calls_in_the_wrong_order_are_refused(transfer: Group, othe
         ({}, 400, "InvalidRequest", "expected the name of a method"),
         ({"method": 7}, 400, "InvalidRequest", "method=7"),
         ({"method": "skyrl_start_weight_update", "args": 1}, 400, "InvalidRequest", "expected a list"),
+        ({"method": "skyrl_start_weight_update", "args": 0}, 400, "InvalidRequest", "expected a list"),
+        ({"method": "skyrl_start_weight_update", "args": [True, 2]}, 400, "InvalidRequest", "got [2] beside"),
+        ({"method": "skyrl_start_weight_update", "kwargs": {"layers": 1}}, 400, "InvalidRequest", "'layers'"),
         (
             {"method": "skyrl_start_weight_update", "args": [False]},
             501,

@@ -95,13 +95,19 @@ def _arguments(method: str, asked: RpcFields) -> dict[str, object]:
     """Return the method's arguments by name.
 
     Raises:
-        UnsupportedCapability: No method of that name is served.
-        InvalidRequest: The arguments are no list or no object.
+        UnsupportedCapability: no method of that name is served.
+        InvalidRequest: the arguments are no list or no object, or not those of the method.
     """
     parameters = _PARAMETERS.get(method)
     if parameters is None:
         raise UnsupportedCapability(f"method={shown(method)} is not served; expected one of {', '.join(_PARAMETERS)}")
-    args, kwargs = asked.args or [], asked.named or {}
+    args = [] if asked.args is None else asked.args
+    kwargs = {} if asked.named is None else asked.named
     if not isinstance(args, list) or not isinstance(kwargs, dict):
         raise InvalidRequest("args: expected a list; kwargs: expected an object", field="kwargs")
+    unknown = [*args[len(parameters) :], *(kwargs.keys() - set(parameters[len(args) :]))]
+    if unknown:
+        raise InvalidRequest(
+            f"{method} takes ({', '.join(parameters)}), each once; it got {shown(unknown)} beside them", field="kwargs"
+        )
     return {**dict(zip(parameters, args, strict=False)), **kwargs}
