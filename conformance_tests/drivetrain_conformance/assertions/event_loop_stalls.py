@@ -1,4 +1,4 @@
-"""Measure what an engine takes of the trainer's process: time of its event loop, and cores while nothing is asked."""
+"""Measure how long an event loop was blocked by its own thread, independent of the machine's load."""
 
 from __future__ import annotations
 
@@ -14,11 +14,6 @@ from typing import Final
 
 LONGEST: Final = 0.5
 """Seconds for which a call may block the trainer's event loop."""
-IDLE: Final = 0.05
-"""Share of a core that an engine without requests may take of the trainer's process."""
-_WINDOWS: Final = 4
-_WINDOW: Final = 0.25
-"""Seconds of one look at an idle process."""
 _TICK: Final = 0.005
 _LATE: Final = 0.1
 """A heartbeat that is later than this, in seconds, shows that the whole process stood still."""
@@ -43,22 +38,6 @@ async def check_it_runs() -> AsyncGenerator[None, None]:
             await asyncio.gather(watch, return_exceptions=True)
     worst = max(stalls, default=0.0)
     assert worst <= LONGEST, f"the event loop stood still for {worst:.2f} s; at most {LONGEST:g} s are fine"
-
-
-async def check_rests() -> None:
-    """Raise if this process computes though nothing is asked of it, as a thread does that polls without a pause.
-
-    The least busy of several windows counts. On a busy machine a polling thread gets less of a core, and looks better.
-    """
-    shares: list[float] = []
-    for _ in range(_WINDOWS):
-        began, computed = time.monotonic(), time.process_time()
-        await asyncio.sleep(_WINDOW)
-        shares.append((time.process_time() - computed) / (time.monotonic() - began))
-    least = min(shares)
-    assert least <= IDLE, (
-        f"an idle engine takes {least:.0%} of a core of the trainer's process; at most {IDLE:.0%} is fine"
-    )
 
 
 @contextmanager

@@ -11,7 +11,8 @@ from drivetrain.errors import InvalidRequest
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.sampling import SamplingParams
-from drivetrain_conformance.assertions.event_loop_stalls import check_it_runs, check_rests
+from drivetrain_conformance.assertions.event_loop_stalls import check_it_runs
+from drivetrain_conformance.assertions.idle_cpu import check_rests
 from drivetrain_conformance.assertions.memory_use import check_steady, held_by
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.harness.case import case
