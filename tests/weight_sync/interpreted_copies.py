@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import torch
 
 from drivetrain_weight_sync.copying.device_copies import ROWS, DeviceCopies, DeviceCopy, fits, window_of
-from drivetrain_weight_sync.copying.digest import COLUMNS, digests
+from drivetrain_weight_sync.copying.digest import COLUMNS, digests, finished, part_sum
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2, torch.float8_e4m3fn)
 
@@ -75,8 +76,39 @@ def cut_windows() -> None:
             assert torch.equal(held[name], part), (half, name)
 
 
+def copy_parts() -> None:
+    """Copy tensors part by part, wherever they are cut; the sums of the parts make the digest of the whole."""
+    draw = torch.Generator().manual_seed(2)
+    cuts = [0, 8, 448, 1024, 4 * COLUMNS - 2, 5000, 4 * COLUMNS * ROWS + 1000, 9 * COLUMNS * ROWS]
+    for dtype in (torch.bfloat16, torch.float32):
+        whole = torch.randn(cuts[-1], generator=draw).to(dtype)
+        arrived = torch.zeros_like(whole)
+        size = whole.element_size()
+        bounds = [cut for cut in cuts if cut * size % 8 == 0]
+        parts = {f"{a}": (a, whole[a:b].clone()) for a, b in itertools.pairwise(bounds)}
+        copies = [
+            DeviceCopy(part, arrived[begin : begin + len(part)], name, begin=begin * size)
+            for name, (begin, part) in parts.items()
+        ]
+        assert all(map(fits, copies))
+        made = DeviceCopies([*copies, DeviceCopy(whole, name="whole")], look=True)
+        for _ in range(2):
+            sums, strange = made.launch().read()
+            assert not strange
+            assert sums.pop("whole") == digests({"": whole})[""]
+            assert sums == {name: part_sum(part, begin * size) for name, (begin, part) in parts.items()}
+            assert finished(sum(sums.values()), whole) == digests({"": whole})[""]
+            assert torch.equal(arrived, whole)
+            for _, part in parts.values():
+                part.mul_(-1.5)
+            whole.mul_(-1.5)
+        parts["1024"][1][7] = torch.nan
+        assert made.launch().read()[1] == ["1024"]
+
+
 def main() -> None:
     cut_windows()
+    copy_parts()
     draw = torch.Generator().manual_seed(0)
     sizes = [4, 1020, 4 * COLUMNS, 4 * COLUMNS * ROWS, 4 * COLUMNS * ROWS + 8, 9 * COLUMNS * ROWS]
     sources = {

@@ -41,6 +41,14 @@ def test_ranks_meet_in_their_own_store_before_nccl_wants_gpus(ranks: Ranks) -> N
     assert all("NCCL needs a GPU" in reason for reason in reasons), reasons
 
 
+def test_ranks_stage_their_own_shards_where_the_engine_reads_them(ranks: Ranks) -> None:
+    found = ranks.run(trainer_ranks.push_in_parts)
+    full = "OutOfMemoryError: no room for the parts"
+    there = f"WeightSyncError: the push failed on another rank: {full}"
+    assert [errors for errors, _, _ in found] == [[there], [there], [full], [there]]
+    assert found[1][1:] == (["shards"] * 3, [])
+
+
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe"])
 def test_the_engine_answers_as_one_that_loaded_the_weights(ranks: Ranks, architecture: str) -> None:
     found, *_ = ranks.run(trainer_ranks.push_to_a_real_engine, architecture)
@@ -132,8 +140,23 @@ def test_a_sync_goes_on_after_a_push_that_was_refused(ranks: Ranks) -> None:
     assert ranks.run(trainer_ranks.push_again_after_a_refusal) == [outcomes] * SIZE
 
 
-FOLLOWER_DIES = ["before", "first shards asked for", "second shards asked for"]
-PUSHER_DIES = ["before", "first shards gathered", "second shards gathered", "prepared", "updated", "committed"]
+FOLLOWER_DIES = [
+    "before",
+    "first shards asked for",
+    "second shards asked for",
+    "asked to stage its parts",
+    "parts staged",
+]
+PUSHER_DIES = [
+    "before",
+    "first shards gathered",
+    "second shards gathered",
+    "asked to stage its parts",
+    "all parts staged",
+    "prepared",
+    "updated",
+    "committed",
+]
 
 
 @pytest.mark.parametrize("where", FOLLOWER_DIES)

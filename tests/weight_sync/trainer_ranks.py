@@ -24,12 +24,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from drivetrain.errors import DrivetrainError, EngineDied, to_wire
-from drivetrain.types.weights import WeightManifest
+from drivetrain.types.weights import ShardsSource, WeightManifest
 from drivetrain_weight_sync import WeightShard, WeightSync
 from drivetrain_weight_sync.shards.carriers import NcclCarrier, SocketCarrier
 from drivetrain_weight_sync.shards.gatherer import Gatherer
+from drivetrain_weight_sync.shards.links import PartsStaged
+from drivetrain_weight_sync.shards.parts import PartStager
 from drivetrain_weight_sync.shards.ranks import Ranks as ShardRanks
 from drivetrain_weight_sync.trainer.engine_push import EnginePush
+from drivetrain_weight_sync.transports.shared_memory import SharedMemorySender
 
 TIMEOUT_S: Final = 120
 """How long the ranks wait for each other. Nothing but a fault of drivetrain makes a test wait as long."""
@@ -153,6 +156,59 @@ def push_thrice(rank: int, strategy: str) -> tuple[list[object], list[str]]:
         return results, wrong
 
     return asyncio.run(pushes())
+
+
+def push_in_parts(rank: int) -> tuple[list[str], list[str], list[str]]:
+    """Push float32 shards of uneven sizes to an engine in bfloat16; one rank fails once, one push is staged ahead.
+
+    Return the errors, and on the rank that pushes the kinds of the sources and the tensors that arrived wrong.
+    """
+
+    async def pushes() -> tuple[list[str], list[str], list[str]]:
+        torch.manual_seed(0)
+        shapes = {"matrix": (7, 33), "vector": (5,), "scalar": (), "empty": (0, 4), "small": (1, 3), "large": (90, 8)}
+        whole = {name: torch.randn(shape) for name, shape in shapes.items()}
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        given = {n: distribute_tensor(t, mesh, [Shard(0)]) if t.dim() else t.clone() for n, t in whole.items()}
+        served = Holder({name: torch.zeros_like(tensor, dtype=torch.bfloat16) for name, tensor in whole.items()})
+        engine = InlineEngine(served) if rank == 1 else None
+        errors: list[str] = []
+        wrong: list[str] = []
+
+        def look() -> None:
+            if engine is not None:
+                wrong.extend(differing(tensors_of(served), {name: t.bfloat16() for name, t in whole.items()}))
+
+        def multiply(factor: float, *tensors: Mapping[str, torch.Tensor]) -> None:
+            for tensor in (tensor for some in tensors for tensor in some.values()):
+                (local(tensor) if hasattr(tensor, "to_local") else tensor).mul_(factor)
+
+        async with WeightSync.connect(given, engine, "shared_memory", bucket_bytes=256, cast=True) as sync:
+            for step in range(3):
+                stage = PartStager.stage
+                if (step, rank) == (1, 2):
+                    PartStager.stage = _no_memory  # type: ignore[method-assign, assignment]
+                try:
+                    await sync.push(version=f"step-{step}")
+                except (DrivetrainError, torch.OutOfMemoryError) as error:
+                    errors.append(f"{type(error).__name__}: {error}")
+                PartStager.stage = stage  # type: ignore[method-assign]
+                look()
+                if step != 0:
+                    multiply(-1.5, given, whole)
+            ahead = await sync.start_weight_transfer(version="ahead")
+            await ahead.wait()
+            await asyncio.to_thread(dist.barrier)
+            multiply(3, given)  # the trainer goes on
+            await ahead.finish()
+            look()
+        return errors, [request.source.kind for request in engine.requests] if engine else [], wrong
+
+    return asyncio.run(pushes())
+
+
+def _no_memory(*arguments: object) -> PartsStaged:
+    raise torch.OutOfMemoryError("no room for the parts")
 
 
 def push_to_a_real_engine(rank: int, architecture: str) -> tuple[list[int], list[float]] | None:
@@ -311,12 +367,16 @@ def form_a_group_without_gpus(rank: int) -> str:
 
 
 def push_while_one_dies(rank: int, victim: int, where: str) -> tuple[str, str, str]:
-    """Push twice; the victim kills itself during the second. Return the outcome and whose weights the engine holds."""
+    """Push twice; the victim kills itself during the second. Return the outcome and whose weights the engine holds.
+
+    Shards are gathered where the place says so, and left where they are otherwise.
+    """
 
     async def pushes() -> tuple[str, str, str]:
         trained, served = sharded(), Model(2)
         engine = InlineEngine(served) if rank == 0 else None
-        async with WeightSync.connect(trained, engine, "shared_memory", bucket_bytes=8192) as sync:
+        strategy = "disk" if "shards" in where else "shared_memory"
+        async with WeightSync.connect(trained, engine, strategy, bucket_bytes=8192) as sync:
             await sync.push(version="first")
             first = tensors_of(served)
             with torch.no_grad():
@@ -359,6 +419,9 @@ _PLACES: Final[dict[str, tuple[type[object], str, int]]] = {
     "second shards asked for": (SocketCarrier, "send", 1),
     "first shards gathered": (SocketCarrier, "fetch", 0),
     "second shards gathered": (SocketCarrier, "fetch", 1),
+    "asked to stage its parts": (PartStager, "stage", 0),
+    "parts staged": (SharedMemorySender, "source", 0),
+    "all parts staged": (ShardsSource, "__init__", 0),
     "prepared": (Gatherer, "staged", 0),
     "updated": (EnginePush, "update", 0),
     "committed": (Gatherer, "committed", 0),

@@ -219,7 +219,7 @@ class AttachedUpdates(WeightUpdates):
         return self.backend.owner.connections
 
     async def prepare(self, request: WeightUpdateRequest) -> None:
-        self.require_update_of_all(request.source.kind)
+        self.require_update_of_all(request.source)
         self._at_owner = None
         await self._ask("prepare_weight_update", _from_here(request))
         self._at_owner = request, self._connections()
@@ -237,7 +237,7 @@ class AttachedUpdates(WeightUpdates):
     async def update(
         self, request: WeightUpdateRequest, *, at_once: bool = False
     ) -> AsyncGenerator[WeightTransaction, None]:
-        self.require_update_of_all(request.source.kind)
+        self.require_update_of_all(request.source)
         given = None if self._has_prepared(request) else _from_here(request)
         self._at_owner = None
         transaction = AttachedTransaction(self.controller, self.backend, request)

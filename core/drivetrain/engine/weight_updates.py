@@ -24,7 +24,7 @@ from drivetrain.engine.weight_transfers import WeightTransferHandle
 from drivetrain.errors import DrivetrainError, InvalidRequest
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import PauseMode
-from drivetrain.types.weights import AbortUpdate, ReleaseSources, WeightUpdateRequest
+from drivetrain.types.weights import AbortUpdate, ReleaseSources, WeightSource, WeightUpdateRequest, transport_of
 
 logger = logging.getLogger("drivetrain.engine")
 
@@ -62,15 +62,15 @@ class WeightUpdates:
         self.controller.require(what, SOURCE_CAPABILITY[kind])
         self.controller.status.require_updatable()
 
-    def require_update_of_all(self, kind: str) -> None:
+    def require_update_of_all(self, source: WeightSource) -> None:
         """Raise unless a source of this kind can bring all weights, now."""
-        if kind == "lora":
+        if source.kind == "lora":
             raise InvalidRequest("an adapter is updated as a whole; use update_named_weights()", field="source.kind")
-        self.require_update_from(kind)
+        self.require_update_from(transport_of(source))
 
     async def prepare(self, request: WeightUpdateRequest) -> None:
         """Check an update ahead of time; see ``InferenceEngine.prepare_weight_update``."""
-        self.require_update_of_all(request.source.kind)
+        self.require_update_of_all(request.source)
         async with self.controller.owning_weights("a weight update"):
             self.controller.status.require_updatable()
             self._prepared = None
@@ -110,7 +110,7 @@ class WeightUpdates:
     ) -> AsyncGenerator[WeightTransaction, None]:
         """Run one update; see ``InferenceEngine.weight_update``."""
         controller = self.controller
-        self.require_update_of_all(request.source.kind)
+        self.require_update_of_all(request.source)
         async with controller.owning_weights("a weight update"), controller.controlling("a weight update"):
             controller.status.require_updatable()
             self._check_in_flight(request.mode)
@@ -196,7 +196,7 @@ class WeightUpdates:
     def start_transfer(self, request: WeightUpdateRequest) -> WeightTransferHandle[None]:
         """Begin to stage an update; see ``InferenceEngine.start_weight_transfer``."""
         self.controller.require("start_weight_transfer()", Capability.WEIGHT_STAGING)
-        self.require_update_of_all(request.source.kind)
+        self.require_update_of_all(request.source)
 
         return WeightTransferHandle(
             request.version,

@@ -128,6 +128,19 @@ class LoraSource(_Frozen):
     path: str = Field(description="Folder that holds the adapter.")
 
 
+class ShardsSource(_Frozen):
+    """Tensors in parts, in memory of several ranks of a trainer on the engine's host. The engine puts them together."""
+
+    kind: Literal["shards"] = "shards"
+    ranks: tuple[Annotated[SharedMemorySource | CudaIpcSource, Field(discriminator="kind")], ...] = Field(
+        min_length=1, description="Memory of each rank; it holds the rank's parts, bucket by bucket of the plan."
+    )
+    parts: tuple[bytes, ...] = Field(
+        description="For each part of each rank, in the plan's order: index of its tensor in the plan, index of its "
+        "first element in the flattened tensor, and number of elements. Little-endian int64 [parts, 3] per rank."
+    )
+
+
 class PluginSource(_Frozen):
     """Tensors delivered by a plugin's transport; see ``drivetrain_weight_sync.transports.Transport``."""
 
@@ -139,8 +152,20 @@ class PluginSource(_Frozen):
 
 
 WeightSource = (
-    InProcessSource | SharedMemorySource | DiskSource | CudaIpcSource | BroadcastSource | LoraSource | PluginSource
+    InProcessSource
+    | SharedMemorySource
+    | DiskSource
+    | CudaIpcSource
+    | BroadcastSource
+    | LoraSource
+    | ShardsSource
+    | PluginSource
 )
+
+
+def transport_of(source: WeightSource) -> str:
+    """Return how the tensors of a source travel: its kind, or that of its ranks."""
+    return source.ranks[0].kind if isinstance(source, ShardsSource) else source.kind
 
 
 class WeightUpdateRequest(_Frozen):

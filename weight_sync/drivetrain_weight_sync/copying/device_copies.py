@@ -69,6 +69,19 @@ class DeviceCopy:
     """Key of the whole source's digest in the result; None: no digest."""
     window: Window | None = None
     """The part of the source to copy; None: all of it."""
+    begin: int | None = None
+    """Byte at which the source begins in the tensor of which it is a part: the result is then its
+    :func:`~drivetrain_weight_sync.copying.digest.part_sum` there. None: the source is whole. Not with a window."""
+
+    @property
+    def words_before(self) -> int:
+        """Words in the source's first row that are not its own."""
+        return (self.begin or 0) // _WORD % COLUMNS
+
+    @property
+    def rows_before(self) -> int:
+        """Rows of the tensor that lie wholly before the source."""
+        return (self.begin or 0) // _ROW_BYTES
 
 
 def is_available() -> bool:
@@ -88,6 +101,7 @@ def fits(copy: DeviceCopy) -> bool:
         len({(tensor.dtype, tensor.device) for tensor in tensors}) == 1
         and all(tensor.is_contiguous() and tensor.data_ptr() % _WORD == 0 for tensor in tensors)
         and copy.source.nbytes % _WORD == 0
+        and (copy.begin or 0) % _WORD == 0
         and copy.source.nbytes > 0
         and (copy.destination is None or copy.destination.nbytes == _copied_nbytes(copy))
         and (copy.window is None or copy.source.nbytes < _LARGEST_WITH_WINDOW)
@@ -161,15 +175,18 @@ class _Kind(NamedTuple):
     """The tensors are copied, not only read."""
     windows: bool
     """Only a window of each is copied."""
+    shifted: bool
+    """They begin within a row of a larger tensor."""
     pairs: bool
     """Words can be read two at a time."""
 
     @classmethod
     def of(cls, copy: DeviceCopy) -> Self:
-        places = (copy.source.data_ptr(), _address(copy.destination), copy.source.nbytes)
+        places = (copy.source.data_ptr(), _address(copy.destination), copy.source.nbytes, copy.begin or 0)
         return cls(
             stores=copy.destination is not None,
             windows=copy.window is not None,
+            shifted=copy.begin is not None,
             pairs=not any(place % (2 * _WORD) for place in places),
         )
 
@@ -185,8 +202,8 @@ class DeviceCopies:
 
     def __init__(self, copies: Iterable[DeviceCopy], *, look: bool = False) -> None:
         made = list(copies)
-        digested = [(copy.name, copy.source) for copy in made if copy.name is not None]
-        self._order = [name for name, _ in digested]
+        digested = [copy for copy in made if copy.name is not None]
+        self._order = [copy.name for copy in digested if copy.name is not None]
         self.names: frozenset[str] = frozenset(self._order)
         """Names of the tensors that are digested."""
         self.device = made[0].source.device
@@ -194,16 +211,17 @@ class DeviceCopies:
         """Bytes that are copied."""
         self._look = look
         indices = np.cumsum([copy.name is not None for copy in made]) - 1
-        self._ends = np.array([finished(0, source) for _, source in digested], dtype=np.int64)
+        ends = [finished(0, copy.source) if copy.begin is None else 0 for copy in digested]
+        self._ends = np.array(ends, dtype=np.int64)
         self._tables: list[tuple[_Kind, torch.Tensor]] = []
         """The kernel's table for each kind of copy."""
         kinds = [_Kind.of(copy) for copy in made]
         for kind in dict.fromkeys(kinds):
             some = [number for number, other in enumerate(kinds) if other == kind]
-            table = _table([made[number] for number in some], indices[some], look, kind.windows)
+            table = _table([made[number] for number in some], indices[some], look, kind)
             self._tables.append((kind, torch.from_numpy(table).to(self.device)))
         # The kernel reads weights for all rows of its last item, even beyond the tensor's end.
-        most_rows = max(-(-copy.source.nbytes // _ROW_BYTES) for copy in made) + ROWS
+        most_rows = max(copy.rows_before - (-copy.source.nbytes // _ROW_BYTES) for copy in made) + 1 + ROWS
         weights = weights_on(self.device)
         self._weights = weights.a, weights.b, weights.per_row(most_rows)
         self._found = torch.zeros(2, max(len(self._order), 1), dtype=torch.int64, device=self.device)
@@ -279,6 +297,7 @@ class DeviceCopies:
             SHARED_BY=shared_by,
             LOOK=self._look,
             WINDOWS=kind.windows,
+            SHIFTED=kind.shifted,
             PAIRS=kind.pairs,
             num_warps=_WARPS,
         )
@@ -355,7 +374,14 @@ class Looks:
 
     def _batch(self, device: torch.device, copies: list[DeviceCopy]) -> tuple[Hashable, DeviceCopies]:
         key = tuple(
-            (copy.name, copy.source.dtype, copy.source.nbytes, copy.source.data_ptr(), _address(copy.destination))
+            (
+                copy.name,
+                copy.source.dtype,
+                copy.source.nbytes,
+                copy.source.data_ptr(),
+                _address(copy.destination),
+                copy.begin,
+            )
             for copy in copies
         )
         found = self._batches.get(device)
@@ -366,22 +392,24 @@ def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _table(copies: Sequence[DeviceCopy], indices: np.ndarray, look: bool, windows: bool) -> np.ndarray:
-    """Return the kernel's table, int64 ``[items, 7]``, or ``[items, 10]`` with windows.
+def _table(copies: Sequence[DeviceCopy], indices: np.ndarray, look: bool, kind: _Kind) -> np.ndarray:
+    """Return the kernel's table, int64 ``[items, 7]``, or ``[items, 8]`` of parts, or ``[items, 10]`` with windows.
 
     Columns: addresses of source and destination, number of words, first row, index of the digest (-1: none), the
     exponent bits and the bits above them in a word, and the window. With a window, the destination's address is that of
-    its beginning.
+    its beginning. A part is moved back to where its first row begins; the last column says how many words of that row
+    are not its own.
     """
     tensors = np.array(
         [
             (
-                copy.source.data_ptr(),
-                _address(copy.destination),
-                copy.source.nbytes // _WORD,
-                0,
+                copy.source.data_ptr() - _WORD * copy.words_before,
+                _address(copy.destination) - (_WORD * copy.words_before if kind.stores else 0),
+                copy.source.nbytes // _WORD + copy.words_before,
+                copy.rows_before,
                 index if copy.name is not None else -1,
                 *(_masks(copy.source.dtype) if look else (0, 0)),
+                *((copy.words_before,) if kind.shifted else ()),
                 *((copy.window.stride, copy.window.begin, copy.window.width) if copy.window is not None else ()),
             )
             for copy, index in zip(copies, indices, strict=True)
@@ -393,10 +421,12 @@ def _table(copies: Sequence[DeviceCopy], indices: np.ndarray, look: bool, window
     begins = np.cumsum(items) - items
     rows = (np.arange(len(table)) - np.repeat(begins, items)) * ROWS
     table[:, 0] += rows * _ROW_BYTES
-    if not windows:
+    if not kind.windows:
         table[:, 1] += np.where(table[:, 1] == 0, 0, rows * _ROW_BYTES)
     table[:, 2] = np.minimum(table[:, 2] - rows * COLUMNS, ROWS * COLUMNS)
-    table[:, 3] = rows
+    table[:, 3] += rows
+    if kind.shifted:
+        table[rows > 0, 7] = 0
     return table
 
 

@@ -22,16 +22,17 @@ def copy_and_fold(
     SHARED_BY: tl.constexpr,
     LOOK: tl.constexpr,
     WINDOWS: tl.constexpr,
+    SHIFTED: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
     """Copy one item of the table, and add its part of Σ c·(Σ a·x + b·(x >> 32)) to its tensor's sum.
 
     SHARED_BY programs share an item's rows, in turns. With LOOK, ``strange`` counts the programs that met a NaN or an
     infinity. With WINDOWS, of every ``stride`` words of the source only the ``width`` words from ``begin`` on are
-    stored, densely. PAIRS states that all addresses are multiples of 16 bytes and all word counts even, so that a
-    thread can read two words at once.
+    stored, densely. With SHIFTED, the first words of an item may be another part's and are passed over. PAIRS states
+    that all addresses are multiples of 16 bytes and all word counts even, so that a thread can read two words at once.
     """
-    item = table + (tl.program_id(0) // SHARED_BY) * (10 if WINDOWS else 7)
+    item = table + (tl.program_id(0) // SHARED_BY) * (10 if WINDOWS else 8 if SHIFTED else 7)
     source = tl.load(item).to(tl.pointer_type(tl.int64))
     address = tl.load(item + 1)
     destination = address.to(tl.pointer_type(tl.int64))
@@ -40,6 +41,10 @@ def copy_and_fold(
     if PAIRS:
         source, destination = tl.multiple_of(source, 16), tl.multiple_of(destination, 16)
         words, stored = tl.multiple_of(words, 2), tl.multiple_of(stored, 2)
+    if SHIFTED:
+        skipped = tl.load(item + 7)
+        if PAIRS:
+            skipped = tl.multiple_of(skipped, 2)
     first_row = tl.load(item + 3)
     index = tl.load(item + 4)
     exponents, tops = tl.load(item + 5), tl.load(item + 6)
@@ -56,13 +61,18 @@ def copy_and_fold(
     for turn in range(ROWS // SHARED_BY):
         row = turn * SHARED_BY + tl.program_id(0) % SHARED_BY
         places = row * COLUMNS + columns
-        x = tl.load(source + places, mask=places < words, other=0)
+        if SHIFTED:
+            x = tl.load(source + places, mask=(places >= skipped) & (places < words), other=0)
+        else:
+            x = tl.load(source + places, mask=places < words, other=0)
         if WINDOWS:
             position = (first_row.to(tl.int32) + row) * COLUMNS + columns
             line = position // stride
             into = position - line * stride - begin
             wanted = (into >= 0) & (into < width) & (places < stored)
             tl.store(destination + line * width + into, x, mask=wanted)
+        elif SHIFTED:
+            tl.store(destination + places, x, mask=(places >= skipped) & (places < stored))
         else:
             tl.store(destination + places, x, mask=places < stored)
         # The weights extend beyond the last row, where all words are zero.

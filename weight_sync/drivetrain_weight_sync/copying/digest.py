@@ -67,6 +67,30 @@ def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     return {name: found[name] for name in tensors}
 
 
+def part_sum(tensor: torch.Tensor, begin: int) -> int:
+    """Return what a part adds to Σ c·row of the tensor in which it lies, from byte ``begin`` of its row-major bits on.
+
+    The sums of parts that cover a tensor make, with :func:`finished`, its digest, wherever it is cut: the sum is linear
+    in bits that do not overlap.
+    """
+    device = tensor.device
+    fold = _fold_on_cpu if device.type == "cpu" else fold_on_device
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    row, before = divmod(begin, _ROW_BYTES)
+    weights, total = weights_on(device), torch.zeros((), dtype=torch.int64, device=device)
+    taken = 0
+    while taken < len(raw):
+        some = raw[taken : taken + _DEVICE_ROWS * _ROW_BYTES - before]
+        rows = -(-(before + len(some)) // _ROW_BYTES)
+        padded = torch.zeros(rows * _ROW_BYTES, dtype=torch.uint8, device=device)
+        padded[before : before + len(some)] = some
+        folded = torch.empty(rows, dtype=torch.int64, device=device)
+        fold(padded.view(torch.int64).view(rows, COLUMNS), weights.a, weights.b, folded)
+        total += (folded * weights.per_row(row + rows)[row:]).sum()
+        row, before, taken = row + rows, 0, taken + len(some)
+    return int(total)
+
+
 def _groups(names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
     """Cut names into groups that take a bounded amount of memory when folded together."""
     group: list[str] = []

@@ -53,6 +53,11 @@ def make_plan(specs: Iterable[TensorSpec], bucket_bytes: int = DEFAULT_BUCKET_BY
             room = bucket_bytes
         buckets[-1].extend(layer.values())
         room -= size
+    return place(buckets)
+
+
+def place(buckets: Iterable[Iterable[TensorSpec]]) -> WeightPlan:
+    """Place the tensors of each bucket one after another."""
     return WeightPlan(tuple(_place(bucket) for bucket in buckets))
 
 

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
 from drivetrain.errors import DrivetrainError, TrainerRankLost, WeightSyncError
 from drivetrain_weight_sync.shards.carriers import Carrier, NcclCarrier, SocketCarrier, gpu_of
-from drivetrain_weight_sync.shards.links import Committed, FormGroup, Link, Message, Offer, Send, Staged, failure, lost
+from drivetrain_weight_sync.shards.links import (
+    Committed,
+    FormGroup,
+    Link,
+    Message,
+    Offer,
+    Send,
+    Staged,
+    StageParts,
+    failure,
+    lost,
+)
+from drivetrain_weight_sync.shards.parts import PartStager, this_host
 from drivetrain_weight_sync.shards.pieces import Piece, own_pieces
 from drivetrain_weight_sync.shards.ranks import Ranks
 
@@ -24,6 +36,7 @@ class Contributor:
         self._offered: tuple[Piece, ...] | None = None
         """Pieces that the rank that pushes knows."""
         self._carrier: Carrier = SocketCarrier()
+        self._parts = PartStager()
         self._waiting = False
         """True if the end of a staged push was not heard."""
 
@@ -39,15 +52,11 @@ class Contributor:
             self._link, self._offered = self._ranks.reach(), None
         link = self._link
         assert link is not None
-        try:
+        with self._telling(link):
             pieces, tensors = own_pieces(pairs())
-        except BaseException as error:
-            link.say(failure(error))
-            self.close()
-            raise
         try:
             self._forget_last_push(link)
-            link.say(Offer(version, gpu_of(tensors), None if pieces == self._offered else pieces))
+            link.say(Offer(version, gpu_of(tensors), this_host(), None if pieces == self._offered else pieces))
             self._offered = pieces
             self._follow(tensors, link)
         except TrainerRankLost:
@@ -80,11 +89,25 @@ class Contributor:
         match message:
             case Send(indices):
                 self._carrier.send([tensors[index] for index in indices], link)
+            case StageParts():
+                with self._telling(link):
+                    staged = self._parts.stage(message, tensors)
+                link.say(staged)
             case FormGroup(name):
                 self._leave_group()
                 self._carrier = NcclCarrier(self._ranks, name, tensors[0].device)
             case _:
                 raise WeightSyncError(f"the rank that pushes sent {type(message).__name__} out of turn")
+
+    @contextmanager
+    def _telling(self, link: Link) -> Iterator[None]:
+        """Tell the rank that pushes of an error, and leave it."""
+        try:
+            yield
+        except BaseException as error:
+            link.say(failure(error))
+            self.close()
+            raise
 
     def finish(self) -> dict[str, Any]:
         """Wait for the end of the push; return its result.
@@ -106,6 +129,7 @@ class Contributor:
         if link is not None:
             link.close()
         self._leave_group()
+        self._parts.close()
 
     def _leave_group(self) -> None:
         self._carrier.close()

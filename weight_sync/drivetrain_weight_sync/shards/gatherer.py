@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 from asyncio import CancelledError
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any, Final
@@ -19,7 +19,7 @@ import torch
 from drivetrain.errors import DeadlineExceeded, DrivetrainError, InvalidRequest, WeightSyncError
 from drivetrain.types.weights import Bucket
 from drivetrain_weight_sync.shards.carriers import Carrier, NcclCarrier, SocketCarrier, gpu_of
-from drivetrain_weight_sync.shards.inventory import Inventory
+from drivetrain_weight_sync.shards.inventory import Inventory, Part
 from drivetrain_weight_sync.shards.links import (
     Committed,
     FormGroup,
@@ -27,9 +27,13 @@ from drivetrain_weight_sync.shards.links import (
     Link,
     Message,
     Offer,
+    PartSpec,
+    PartsStaged,
     Staged,
+    StageParts,
     failure,
 )
+from drivetrain_weight_sync.shards.parts import PartStager, this_host
 from drivetrain_weight_sync.shards.pieces import Piece, own_pieces
 from drivetrain_weight_sync.shards.ranks import Place, Ranks, new_key
 from drivetrain_weight_sync.tensors.dtypes import dtype_of
@@ -74,6 +78,16 @@ class Gatherer:
         """The connections when the group of NCCL was formed; empty without one."""
         self._tensors: list[torch.Tensor] = []
         self._rename: Rename = dict
+        self._outlines: dict[str, torch.Tensor] = {}
+        """Every tensor on the meta device, under the trainer's first name of it."""
+        self._of_outline: dict[int, str] = {}
+        """The same names, by the outlines' ``id``."""
+        self.gpus: dict[int, str] = {}
+        """UUID of the GPU that holds a rank's shards; empty if none does."""
+        self._hosts: set[str] = set()
+        self._parts = PartStager()
+        self._asked: dict[int, tuple[Link, tuple[tuple[PartSpec, ...], ...]]] = {}
+        """Parts that other ranks were last asked to stage, and over which connection."""
         self._ahead = ThreadPoolExecutor(1, "drivetrain-gathers")
         self._coming: Future[dict[str, torch.Tensor]] | None = None
 
@@ -103,12 +117,71 @@ class Gatherer:
         if offered != self._offered:
             self._inventory = Inventory(offered, self._ranks.rank, self._bucket_bytes)
             self._offered = offered
-        self._choose_carrier([offer.gpu for offer in offers.values()])
+            specs = self._inventory.specs
+            self._outlines = {n: torch.empty(s.shape, dtype=dtype_of(s), device="meta") for n, s in specs.items()}
+            self._of_outline = {id(outline): name for name, outline in self._outlines.items()}
+        self.gpus = {rank: offer.gpu for rank, offer in offers.items()} | {self._ranks.rank: gpu_of(self._tensors)}
+        self._hosts = {this_host(), *(offer.host for offer in offers.values())}
+
+    @property
+    def on_one_host(self) -> bool:
+        """True if all ranks of the push are on this host."""
+        return len(self._hosts) == 1
 
     def outline(self) -> dict[str, torch.Tensor]:
         """Return every tensor under its checkpoint name, on the meta device."""
-        specs = self._inventory.specs
-        return self._named({n: torch.empty(s.shape, dtype=dtype_of(s), device="meta") for n, s in specs.items()})
+        return self._named(self._outlines)
+
+    def parts_of(self, outline: torch.Tensor) -> Sequence[Part]:
+        """Return the parts of a tensor of :meth:`outline`; none if it is a piece of a trainer's tensor."""
+        name = self._of_outline.get(id(outline))
+        return () if name is None else self._inventory.parts[name]
+
+    def stage_parts(
+        self,
+        transport: str,
+        wanted: Mapping[int, tuple[tuple[PartSpec, ...], ...]],
+        gpu_share: float,
+        reached: Callable[[float], None],
+    ) -> dict[int, PartsStaged]:
+        """Have every rank stage parts of tensors in its own memory, all at the same time.
+
+        Args:
+            transport: ``cuda_ipc`` or ``shared_memory``.
+            wanted: For each rank that has any: parts, by bucket of the plan.
+            gpu_share: Share of a GPU's time that copies may take.
+            reached: Called with the fraction of this rank's own parts that is staged.
+
+        Raises:
+            TrainerRankLost, DeadlineExceeded: a rank is gone, or stands still.
+            DrivetrainError: the error of a rank that could not stage its parts.
+        """
+        found: dict[int, PartsStaged] = {}
+        errors: list[BaseException] = []
+        asked: list[Link] = []
+        try:
+            for rank in wanted.keys() - {self._ranks.rank}:
+                link, buckets = self._links[rank], wanted[rank]
+                known = self._asked.get(rank) == (link, buckets)
+                link.say(StageParts(transport, gpu_share, None if known else buckets))
+                asked.append(link)
+                self._asked[rank] = link, buckets
+            if self._ranks.rank in wanted:
+                own = StageParts(transport, gpu_share, wanted[self._ranks.rank])
+                found[self._ranks.rank] = self._parts.stage(own, self._tensors, reached)
+        except BaseException as error:
+            errors.append(error)
+        for link in asked:  # every answer is read, so that none is taken for one to the next push
+            try:
+                answer = link.hear()
+                assert isinstance(answer, PartsStaged)
+                found[link.rank] = answer
+            except DrivetrainError as error:
+                self._links.pop(link.rank).close()  # its rank has left, and connects again
+                errors.append(error)
+        for failed in errors:
+            raise failed
+        return found
 
     def buckets(self) -> Iterator[Mapping[str, torch.Tensor]]:
         """Yield the tensors of each bucket under their checkpoint names, gathering the next one meanwhile.
@@ -118,6 +191,7 @@ class Gatherer:
         Raises:
             TrainerRankLost, DeadlineExceeded: a rank is gone, or stands still.
         """
+        self._choose_carrier()
         buckets = self._inventory.buckets
         device = self._tensors[0].device if self._tensors else torch.device("cpu")
         largest = max((bucket.nbytes for bucket in buckets), default=0)
@@ -169,6 +243,7 @@ class Gatherer:
         self.failed(WeightSyncError("the WeightSync of the rank that pushes was closed"))
         self._ahead.shutdown()
         self._carrier.close()
+        self._parts.close()
         self.interrupt()
         if self._listening is not None:
             self._listening.close()
@@ -244,10 +319,10 @@ class Gatherer:
             )
         return offer
 
-    def _choose_carrier(self, others: list[str]) -> None:
+    def _choose_carrier(self) -> None:
         """Use NCCL if every rank's shards are on a GPU of its own."""
-        gpus = [*others, gpu_of(self._tensors)]
-        on_gpus = bool(others) and all(gpus) and len(set(gpus)) == len(gpus)
+        gpus = [*self.gpus.values()]
+        on_gpus = len(gpus) > 1 and all(gpus) and len(set(gpus)) == len(gpus)
         if on_gpus == bool(self._grouped) and self._grouped in ({}, self._links):
             return
         self._carrier.close()

@@ -22,6 +22,11 @@ class Part:
     """Index among that rank's pieces."""
     piece: Piece
 
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.piece.extent)
+
 
 class Inventory:
     """The parts of every tensor, each from one rank.

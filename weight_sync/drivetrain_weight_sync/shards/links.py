@@ -33,6 +33,8 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
     version: str
     gpu: str
     """UUID of the GPU that holds every shard; empty if none does."""
+    host: str
+    """Names the host, so that ranks of one host know it."""
     pieces: tuple[Piece, ...] | None
     """None: those of the last push."""
 
@@ -53,6 +55,41 @@ class Sending(msgspec.Struct, frozen=True, tag=True):
     """The shards follow."""
 
 
+class PartSpec(msgspec.Struct, frozen=True, array_like=True):
+    """A part of a tensor, as a rank stages it in memory of its own."""
+
+    index: int
+    """Index among the rank's shards, of which it is a whole one."""
+    name: str
+    dtype: str
+    """The engine's."""
+    begin: int
+    """Byte of the tensor at which it begins, in that dtype."""
+    numel: int
+
+
+class StageParts(msgspec.Struct, frozen=True, tag=True):
+    """Stage these shards where the engine can read them, and describe them."""
+
+    transport: str
+    """``cuda_ipc`` or ``shared_memory``."""
+    gpu_share: float
+    """Share of the GPU's time that copies may take."""
+    buckets: tuple[tuple[PartSpec, ...], ...] | None
+    """None: those of the last push."""
+
+
+class PartsStaged(msgspec.Struct, frozen=True, tag=True):
+    """The shards are staged."""
+
+    source: dict[str, Any]
+    """The fields of a ``SharedMemorySource`` or ``CudaIpcSource``."""
+    sums: tuple[int, ...]
+    """``part_sum`` of each part, in order."""
+    strange: dict[str, str]
+    """Parts that hold values that are not finite, and which."""
+
+
 class Staged(msgspec.Struct, frozen=True, tag=True):
     """Every tensor is staged, and the engine has prepared the update."""
 
@@ -71,7 +108,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     fields: dict[str, Any]
 
 
-Message = Hello | Offer | FormGroup | Send | Sending | Staged | Committed | Failed
+Message = Hello | Offer | FormGroup | Send | Sending | StageParts | PartsStaged | Staged | Committed | Failed
 _encoder: Final = msgspec.msgpack.Encoder()
 _decoder: Final = msgspec.msgpack.Decoder(Message)
 

@@ -18,6 +18,7 @@ from drivetrain_weight_sync.shards.gatherer import Gatherer
 from drivetrain_weight_sync.trainer.in_memory_names import InMemoryNames
 from drivetrain_weight_sync.trainer.logprob_probe import LogprobProbe, ScoringEngine
 from drivetrain_weight_sync.trainer.result import WeightSyncResult
+from drivetrain_weight_sync.trainer.shared_parts import SharedParts
 from drivetrain_weight_sync.trainer.source import GatheredSource, Source
 from drivetrain_weight_sync.trainer.staging import Staged, Stager, stage
 from drivetrain_weight_sync.trainer.strategy import Strategy
@@ -78,6 +79,7 @@ class EnginePush:
         self._source: Source = source
         if gatherer is not None:
             self._source = GatheredSource(gatherer.buckets, InMemoryNames(engine.config), gatherer.outline)
+        self._shared = None if gatherer is None else SharedParts(gatherer, strategy)
         self._agreed: tuple[WeightManifest, WeightPlan] | None = None
         self._prepared = False
         """True from the moment the engine is told of a source until the update begins."""
@@ -95,9 +97,15 @@ class EnginePush:
             sender, options = self._sender, self._options
 
             def put() -> WeightSource:
-                stage(
-                    self._source, sender, manifest, plan, staged, self._stager, cast=options.cast, gpu_share=gpu_share
-                )
+                given, cast = self._source, options.cast
+                if self._shared is not None:
+                    gpus = self._engine.gpus
+                    shared = self._shared.stage(
+                        given, manifest, plan, staged, engines=gpus, cast=cast, gpu_share=gpu_share
+                    )
+                    if shared is not None:
+                        return shared
+                stage(given, sender, manifest, plan, staged, self._stager, cast=cast, gpu_share=gpu_share)
                 return sender.source()
 
             def stop() -> None:

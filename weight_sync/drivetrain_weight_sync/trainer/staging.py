@@ -103,21 +103,38 @@ def stage(
         InvalidWeights: tensors hold NaN or infinity.
     """
     if not source.held:
-        staged.nbytes = _nbytes(plan)
+        staged.nbytes = nbytes_of_plan(plan)
         outline = source.outline(manifest)
         if outline is not None:
-            _Checks(manifest, staged, cast, stager, None).require_fit(outline)
+            require_fit(outline, manifest, cast=cast)
         _Streamed(manifest, staged, cast, stager, None).run(source, sender, plan)
         return
     pace = None if gpu_share >= 1 else Pace(gpu_share, lambda fraction: staged.reached(int(fraction * staged.nbytes)))
     with staged.checking():
         pairs = source.pairs(manifest)
     if not stager.put_again(pairs, sender, manifest, plan, staged, pace):
-        staged.nbytes = _nbytes(plan)
+        staged.nbytes = nbytes_of_plan(plan)
         _Held(manifest, staged, cast, stager, pace).run(pairs, sender, plan)
 
 
-def _nbytes(plan: WeightPlan) -> int:
+def require_fit(outline: Mapping[str, torch.Tensor], manifest: WeightManifest, *, cast: bool) -> None:
+    """Raise WeightPlanMismatch unless tensors of these names, dtypes and shapes can be pushed."""
+    _Checks(manifest, Staged(), cast, Stager(), None).require_fit(outline)
+
+
+def require_finite(bad: Mapping[str, str]) -> None:
+    """Raise InvalidWeights if there are tensors with values that are not finite; ``bad`` tells which, by name."""
+    if bad:
+        named = listed([f"{name} ({what})" for name, what in bad.items()])
+        raise InvalidWeights(
+            f"{len(bad)} tensors hold values that are not finite; nothing was changed: {named}. Check "
+            "the step that made them (loss scale, learning rate, gradient clipping)",
+            tensors=list(bad),
+        )
+
+
+def nbytes_of_plan(plan: WeightPlan) -> int:
+    """Return the bytes of the plan's tensors, without the gaps between them."""
     return sum(placed.nbytes for bucket in plan.buckets for placed in bucket.tensors)
 
 
@@ -197,13 +214,7 @@ class _Checks:
                 "trainer too, or load the engine with a model that does not tie them",
                 mismatched=self.differ,
             )
-        if self.bad:
-            named = listed([f"{name} ({what})" for name, what in self.bad.items()])
-            raise InvalidWeights(
-                f"{len(self.bad)} tensors hold values that are not finite; nothing was changed: {named}. Check "
-                "the step that made them (loss scale, learning rate, gradient clipping)",
-                tensors=list(self.bad),
-            )
+        require_finite(self.bad)
 
     def _casts(self, tensor: torch.Tensor, wanted: TensorSpec) -> bool:
         dtype, engines = tensor.dtype, dtype_of(wanted)

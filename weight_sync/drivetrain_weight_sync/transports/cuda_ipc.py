@@ -309,11 +309,13 @@ def can_map(trainers: torch.device | None, engines: Sequence[str]) -> bool:
     """
     if trainers is None:
         return False
-    if not engines:
-        return torch.cuda.device_count() == 1
-    there = uuid_of(trainers)
+    return can_read(engines, uuid_of(trainers)) if engines else torch.cuda.device_count() == 1
+
+
+def can_read(engines: Sequence[str], there: str) -> bool:
+    """Return whether these GPUs can all read the memory of the GPU ``there``; false if this process does not see it."""
     visible = {uuid_of(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}
-    return all(
+    return there in visible and all(
         uuid == there or (uuid in visible and torch.cuda.can_device_access_peer(visible[uuid], visible[there]))
         for uuid in engines
     )

@@ -14,12 +14,14 @@ from drivetrain_weight_sync.transports.disk import DiskReader
 from drivetrain_weight_sync.transports.in_process import InProcessReader
 from drivetrain_weight_sync.transports.plugins import find_transport
 from drivetrain_weight_sync.transports.process_groups import Groups
+from drivetrain_weight_sync.transports.shards import ShardsReader
 from drivetrain_weight_sync.transports.shared_memory import SharedMemoryReader
 
 READERS: Final[dict[str, Callable[[Groups], Reader]]] = {
     "in_process": lambda _: InProcessReader(),
     "shared_memory": lambda _: SharedMemoryReader(),
     "cuda_ipc": lambda _: CudaIpcReader(),
+    "shards": lambda _: ShardsReader(),
     "broadcast": BroadcastReader,
     "disk": lambda _: DiskReader(),
 }

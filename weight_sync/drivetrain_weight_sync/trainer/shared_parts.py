@@ -1,0 +1,162 @@
+"""Stage a sharded source without gathering it: each rank holds its own parts where the engine's ranks read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from drivetrain.types.weights import CudaIpcSource, ShardsSource, SharedMemorySource, WeightManifest, WeightPlan
+from drivetrain_weight_sync.copying.digest import finished
+from drivetrain_weight_sync.shards.gatherer import Gatherer
+from drivetrain_weight_sync.shards.links import PartSpec
+from drivetrain_weight_sync.tensors.dtypes import dtype_of
+from drivetrain_weight_sync.trainer.source import Source
+from drivetrain_weight_sync.trainer.staging import Staged, nbytes_of_plan, require_finite, require_fit
+from drivetrain_weight_sync.trainer.strategy import Strategy
+from drivetrain_weight_sync.transports.cuda_ipc import can_read
+from drivetrain_weight_sync.transports.shards import FlatPart, name_of, packed
+
+_SOURCES: Final[dict[Strategy, type[CudaIpcSource] | type[SharedMemorySource]]] = {
+    Strategy.CUDA_IPC: CudaIpcSource,
+    Strategy.SHARED_MEMORY: SharedMemorySource,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Which rank holds which part of which tensor."""
+
+    plan: WeightPlan
+    outline: Mapping[str, torch.Tensor]
+    wholes: list[torch.Tensor]
+    """The plan's tensors on the meta device."""
+    parts: dict[int, list[FlatPart]]
+    """By rank, in the plan's order."""
+    wanted: dict[int, tuple[tuple[PartSpec, ...], ...]]
+    """The same, by bucket of the plan, as a rank is asked for them."""
+
+
+class SharedParts:
+    """Stages pushes of one gatherer's ranks. Used by one thread at a time.
+
+    Args:
+        gatherer: Reaches the ranks.
+        strategy: How the engine reads memory: only ``cuda_ipc`` and ``shared_memory`` do.
+    """
+
+    def __init__(self, gatherer: Gatherer, strategy: Strategy) -> None:
+        self._gatherer = gatherer
+        self._strategy = strategy
+        self._known: _Layout | None = None
+
+    def stage(
+        self,
+        source: Source,
+        manifest: WeightManifest,
+        plan: WeightPlan,
+        staged: Staged,
+        *,
+        engines: Sequence[str],
+        cast: bool,
+        gpu_share: float,
+    ) -> ShardsSource | None:
+        """Have every rank stage its parts, and fill ``staged``; None if the source must be gathered instead.
+
+        It must if the ranks or the engine are on several hosts or on GPUs that cannot read each other's memory, if the
+        trainer cuts a tensor across its rows, or if the checkpoint cuts tensors of the trainer, as stacked experts.
+
+        Args:
+            source: The gathered source, of which only the outline is read.
+            manifest: The engine's.
+            plan: The plan.
+            staged: Progress and result.
+            engines: UUIDs of the engine's GPUs.
+            cast: As for ``WeightSync.connect``.
+            gpu_share: Share of a GPU's time that copies may take.
+
+        Raises:
+            WeightPlanMismatch, InvalidWeights: as :func:`~drivetrain_weight_sync.trainer.staging.stage` does.
+            TrainerRankLost, DeadlineExceeded: a rank is gone, or stands still.
+        """
+        with staged.checking():
+            if not self._reachable(engines):
+                return None
+            outline = source.outline(manifest)
+            assert outline is not None
+            require_fit(outline, manifest, cast=cast)
+            layout = self._layout(outline, manifest, plan)
+            if layout is None:
+                return None
+        with staged.staging():
+            staged.nbytes = nbytes_of_plan(plan)
+            found = self._gatherer.stage_parts(
+                self._strategy.value,
+                layout.wanted,
+                gpu_share,
+                lambda fraction: staged.reached(int(fraction * staged.nbytes)),
+            )
+            specs = plan.tensors
+            sums = [0] * len(specs)
+            bad: dict[str, str] = {}
+            for rank, parts in layout.parts.items():
+                for part, value in zip(parts, found[rank].sums, strict=True):
+                    sums[part.tensor] += value
+                    strange = found[rank].strange.get(name_of(specs[part.tensor], part))
+                    bad |= {specs[part.tensor].name: strange} if strange else {}
+            require_finite(bad)
+            for spec, whole, value in zip(specs, layout.wholes, sums, strict=True):
+                staged.digests[spec.name] = finished(value, whole)
+            staged.reached(staged.nbytes)
+        kind = _SOURCES[self._strategy]
+        return ShardsSource(
+            ranks=tuple(kind.model_validate(found[rank].source) for rank in layout.parts),
+            parts=tuple(packed(parts) for parts in layout.parts.values()),
+        )
+
+    def _reachable(self, engines: Sequence[str]) -> bool:
+        """Return whether the engine can read the memory of every rank."""
+        if self._strategy not in _SOURCES or not self._gatherer.on_one_host:
+            return False
+        if self._strategy is Strategy.SHARED_MEMORY:
+            return True
+        return bool(engines) and all(can_read(engines, gpu) for gpu in self._gatherer.gpus.values())
+
+    def _layout(
+        self, outline: Mapping[str, torch.Tensor], manifest: WeightManifest, plan: WeightPlan
+    ) -> _Layout | None:
+        known = self._known
+        if known is not None and known.plan == plan and _same(known.outline, outline):
+            return known
+        tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in outline.items():
+            if tensors.setdefault(manifest.aliases.get(name, name), tensor) is not tensor:
+                return None  # tied in the engine and not in the trainer: their values are compared
+        parts: dict[int, list[FlatPart]] = {}
+        wanted: dict[int, list[list[PartSpec]]] = {}
+        index = 0
+        for number, bucket in enumerate(plan.buckets):
+            for spec in (placed.spec for placed in bucket.tensors):
+                held = self._gatherer.parts_of(tensors[spec.name])
+                begins = [part.piece.first_element for part in held]
+                if not held or None in begins:
+                    return None
+                for part, begin in zip(held, begins, strict=True):
+                    assert begin is not None
+                    flat = FlatPart(index, begin, part.numel)
+                    asked = PartSpec(
+                        part.index, name_of(spec, flat), spec.dtype, begin * dtype_of(spec).itemsize, flat.numel
+                    )
+                    parts.setdefault(part.rank, []).append(flat)
+                    wanted.setdefault(part.rank, [[] for _ in plan.buckets])[number].append(asked)
+                index += 1
+        frozen = {rank: tuple(map(tuple, buckets)) for rank, buckets in wanted.items()}
+        wholes = [torch.empty(spec.shape, dtype=dtype_of(spec), device="meta") for spec in plan.tensors]
+        self._known = _Layout(plan, outline, wholes, parts, frozen)
+        return self._known
+
+
+def _same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(tensor is other[name] for name, tensor in one.items())
