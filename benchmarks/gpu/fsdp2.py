@@ -11,7 +11,8 @@ compared. In milliseconds, medians:
 - push: from ``push()`` to its return on rank 0; of that gathering, checks and staging, and the update.
 - first push: the same, including the forming of groups and the recording of the loader.
 
-``peak`` is the most memory that torch allocated on GPU 0 during the pushes beyond the shards, in GB.
+``peak`` is the most memory that torch allocated on GPU 0 during the pushes beyond the shards, in GB; ``in use`` is how
+much more of that GPU's memory was in use after them than before the first, by any process.
 """
 
 from __future__ import annotations
@@ -113,10 +114,11 @@ async def on_rank(args: argparse.Namespace, folder: Path, rank: int) -> dict[str
         expected = state[name].full_tensor()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+        before, free = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)[0]
         strategy = args.strategy if engine is not None else "auto"
         async with WeightSync.connect(model, engine, strategy) as sync:
             figures |= await pushes(sync, args.pushes)
+            in_use = free - torch.cuda.mem_get_info(device)[0]
         if engine is None:
             return {}
         read = await engine.get_weights_by_name(name)
@@ -127,6 +129,7 @@ async def on_rank(args: argparse.Namespace, folder: Path, rank: int) -> dict[str
             "tensor_parallel_size": engine.config.tensor_parallel_size,
             "versions": engine.versions,
             "gb": sum(tensor.nbytes for tensor in state.values()) / 1e9,
+            "in_use_gb": in_use / 1e9,
             "peak_gb": (torch.cuda.max_memory_allocated(device) - before) / 1e9,
             "tensor_equal": read.data == expected.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes(),
             "ms": figures,

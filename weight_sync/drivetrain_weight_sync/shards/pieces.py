@@ -49,7 +49,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def first_element(self) -> int | None:
-        """Index of the shard's first element in the flattened tensor; None if its elements do not lie together there."""
+        """Index of the shard's first element in the flattened tensor; None if its elements are apart there."""
         begin, cut = 0, False
         for size, offset, extent in zip(self.shape, self.offset, self.extent, strict=True):
             if cut and (offset, extent) != (0, size):
