@@ -8,6 +8,7 @@ Two ranks hold a bfloat16 model at random, sharded by ``fully_shard``; rank 0 pu
 compared. In milliseconds, medians:
 
 - full gather: ``full_tensor()`` of every parameter on both ranks, one at a time, each dropped at once.
+- copy of a rank's shards: of as many bytes as a rank holds, from GPU 0 to GPU 1, by torch in one call.
 - push: from ``push()`` to its return on rank 0; of that gathering, checks and staging, and the update.
 - first push: the same, including the forming of groups and the recording of the loader.
 
@@ -73,6 +74,19 @@ def full_gather_ms(model: nn.Module) -> float:
     return 1e3 * statistics.median(taken[1:])
 
 
+def copy_ms(nbytes: int) -> float:
+    """Return how long a copy from one GPU to the other takes."""
+    source, target = (torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{gpu}") for gpu in range(RANKS))
+    taken = []
+    for _ in range(REPEATS):
+        begun = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize(1)
+        torch.cuda.synchronize(0)
+        taken.append(time.perf_counter() - begun)
+    return 1e3 * statistics.median(taken[1:])
+
+
 def engine_of(args: argparse.Namespace, folder: Path) -> InferenceEngine:
     if args.backend == "transformers":  # which loads weights, and makes none
         config = AutoConfig.from_pretrained(folder)
@@ -110,6 +124,10 @@ async def on_rank(args: argparse.Namespace, folder: Path, rank: int) -> dict[str
         model = sharded_model(folder, device)
         figures = {"full gather": full_gather_ms(model)}
         state = model.state_dict()
+        if rank == 0:
+            figures["copy of a rank's shards"] = copy_ms(sum(t.to_local().nbytes for t in state.values()))
+            torch.cuda.empty_cache()
+        torch.distributed.barrier()
         name = "model.layers.1.mlp.down_proj.weight"
         expected = state[name].full_tensor()
         torch.cuda.empty_cache()

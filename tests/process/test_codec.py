@@ -27,6 +27,7 @@ from drivetrain import (
     ModelInfo,
     PauseMode,
     SamplingParams,
+    ShardsSource,
     SharedMemorySource,
     TensorData,
     TensorSpec,
@@ -117,6 +118,18 @@ UPDATES = [
     WeightUpdateRequest(
         version="v3",
         source=CudaIpcSource(name="a", gpus=("GPU-0",), segments=b"\0\x80\xff", places=b"\xff" * 16),
+        plan=PLAN,
+        digests={},
+    ),
+    WeightUpdateRequest(
+        version="v3",
+        source=ShardsSource(
+            ranks=(
+                SharedMemorySource(path="/proc/1/fd/3", nbytes=512, bucket_offsets=(0, 512)),
+                CudaIpcSource(name="a", gpus=("GPU-0",), segments=b"\0\x80\xff", places=b"\xff" * 16),
+            ),
+            parts=(b"\0" * 24, b"\xff" * 24),
+        ),
         plan=PLAN,
         digests={},
     ),
