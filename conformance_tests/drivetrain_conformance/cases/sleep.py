@@ -18,6 +18,7 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import Completion, FinishReason
 from drivetrain.types.sampling import LogprobsMode, SamplingParams
+from drivetrain_conformance.assertions.event_loop_stalls import check_it_runs
 from drivetrain_conformance.assertions.memory_use import check_steady, held_bytes, parameter_bytes
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_prefix, check_same
@@ -178,23 +179,27 @@ async def weights_can_change_while_the_cache_sleeps(bench: Bench) -> None:
 
 @case(Capability.SLEEP_WEIGHTS, Capability.SLEEP_KV_CACHE, Capability.WEIGHTS_DISK)
 async def a_training_step(bench: Bench) -> None:
-    """Generate, sleep, wake the weights, update them, wake the cache, generate: twice, each time with new weights."""
+    """Generate, sleep, wake the weights, update them, wake the cache, generate: twice, each time with new weights.
+
+    Nothing of that blocks the trainer's event loop.
+    """
     engine = bench.engine
     await _can_sleep(bench, WEIGHTS, KV_CACHE, update=True)
     own, prompts = engine.get_weight_version(), bench.prompts(3)
     answers = [await bench.greedy(prompts)]
-    for seed in (1, 2):
-        folder = bench.other_weights(seed)
-        await engine.sleep_all()
-        assert engine.status.asleep >= {WEIGHTS, KV_CACHE}
-        await engine.wake_up([WEIGHTS])
-        await engine.load_weights_from_disk(str(folder), f"step-{seed}")
-        assert engine.state is EngineState.ASLEEP
-        await engine.wake_up_all()
-        _check_awake(engine)
-        answers.append(await bench.greedy(prompts))
-        _check_labels(bench, answers[-1], f"step-{seed}")
-        assert [c.token_ids for c in answers[-1]] != [c.token_ids for c in answers[-2]]
+    folders = {seed: bench.other_weights(seed) for seed in (1, 2)}
+    async with check_it_runs():
+        for seed, folder in folders.items():
+            await engine.sleep_all()
+            assert engine.status.asleep >= {WEIGHTS, KV_CACHE}
+            await engine.wake_up([WEIGHTS])
+            await engine.load_weights_from_disk(str(folder), f"step-{seed}")
+            assert engine.state is EngineState.ASLEEP
+            await engine.wake_up_all()
+            _check_awake(engine)
+            answers.append(await bench.greedy(prompts))
+            _check_labels(bench, answers[-1], f"step-{seed}")
+            assert [c.token_ids for c in answers[-1]] != [c.token_ids for c in answers[-2]]
     await engine.load_weights_from_disk(str(bench.model), own)
     check_same(bench, await bench.greedy(prompts), answers[0])
 

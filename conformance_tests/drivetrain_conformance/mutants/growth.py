@@ -224,6 +224,33 @@ class opens_checkpoints_in_the_event_loop(SoundBackend):
         return await super().receive_weights(message)
 
 
+@mutant("weight_sync/going_back_to_earlier_weights_gives_their_answers", says="the event loop stood still")
+class takes_each_step_of_an_update_in_the_event_loop(SoundBackend):
+    """Each step of an update blocks the event loop for a short time."""
+
+    async def receive_weights(self, message: WeightMessage) -> WeightReply:
+        time.sleep(0.06)  # noqa: ASYNC251 - the mutant's fault
+        return await super().receive_weights(message)
+
+
+@mutant("sleep/a_training_step", says="the event loop stood still")
+class wakes_in_the_event_loop(SoundBackend):
+    """Each wake-up blocks the event loop for a short time."""
+
+    async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
+        time.sleep(0.2)  # noqa: ASYNC251 - the mutant's fault
+        await super().wake_up(tags)
+
+
+@mutant("growth/requests_do_not_hold_the_event_loop", says="the event loop stood still")
+class begins_requests_in_the_event_loop(SoundBackend):
+    """Each request blocks the event loop for a short time."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        time.sleep(0.1)  # noqa: ASYNC251 - the mutant's fault
+        return await super().generate(request)
+
+
 @mutant("lora/a_name_may_come_back_as_another_adapter", says="the event loop stood still")
 class reads_adapters_in_the_event_loop(SoundBackend):
     """The event loop is blocked while an adapter's files are read."""
