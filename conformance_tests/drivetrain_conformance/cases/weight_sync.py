@@ -383,6 +383,11 @@ async def _push_tied(bench: Bench, engine: InferenceEngine, folder: Path) -> Non
         await _push(engine, tensors_of(folder), "back")
         await _push(engine, source, NEW)
         check_made_by(bench, await bench.greedy(bench.prompts(3, engine=engine), engine=engine), other, engine)
+        await check_holds(engine, tensors_of(other))
+    if engine.supports(Capability.WEIGHTS_DISK):
+        for path in (folder, other):
+            await engine.load_weights_from_disk(str(path), path.name)
+            check_made_by(bench, await bench.greedy(bench.prompts(3, engine=engine), engine=engine), path, engine)
     stats, manifest = await engine.stats(), await engine.weight_manifest()
     sizes = {spec.name: nbytes_of(spec) for spec in manifest.tensors}
     tied, once = sum(sizes[name] for name in set(manifest.aliases.values())), sum(sizes.values())
