@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Final
 
 LONGEST: Final = 0.5
-"""Seconds for which a call may block the trainer's event loop."""
+"""Seconds for which a call may block the trainer's event loop, at once or in all."""
+_SHORTEST: Final = 0.02
+"""Shorter stalls, in seconds, do not add up: threads that compute hold each other up for some milliseconds."""
 _TICK: Final = 0.005
 _LATE: Final = 0.1
 """A heartbeat that is later than this, in seconds, shows that the whole process stood still."""
@@ -21,7 +23,7 @@ _LATE: Final = 0.1
 
 @asynccontextmanager
 async def check_it_runs() -> AsyncGenerator[None, None]:
-    """Raise at the end of the block if one callback blocked the running loop for more than :data:`LONGEST` seconds.
+    """Raise at the end of the block if callbacks blocked the running loop for more than :data:`LONGEST` seconds in all.
 
     The time counts for which the loop's thread computed, or waited for something else than a core. Time during which it
     was runnable but not scheduled by the kernel does not count, nor does time during which no thread ran at all.
@@ -36,8 +38,11 @@ async def check_it_runs() -> AsyncGenerator[None, None]:
         finally:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
-    worst = max(stalls, default=0.0)
-    assert worst <= LONGEST, f"the event loop stood still for {worst:.2f} s; at most {LONGEST:g} s are fine"
+    longer = [stall for stall in stalls if stall > _SHORTEST]
+    assert sum(longer) <= LONGEST, (
+        f"the event loop stood still for {sum(longer):.2f} s, up to {max(longer):.2f} s at once; at most {LONGEST:g} s "
+        "in all are fine"
+    )
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Compare an engine's rounding errors with those that its dtype explains."""
+"""Check that an engine holds its weights, and computes, in the dtype that was asked for."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Final
 import numpy as np
 
 from drivetrain.engine.engine import InferenceEngine
+from drivetrain.errors import UnsupportedCapability
 from drivetrain.types.capability import Capability
 from drivetrain.types.sampling import LogprobsMode, SamplingParams
 from drivetrain_conformance.harness.testbench import Bench, NoOracle
@@ -21,6 +22,21 @@ An engine that keeps decoded keys and values in 8 bits comes to 2.
 _PROMPTS: Final = 4
 _TOKENS: Final = 60
 """Tokens of each answer; most of what a token looks at was decoded, too."""
+
+
+_FLOATS: Final = frozenset({"float16", "bfloat16", "float32"})
+"""Others are those of quantised weights."""
+
+
+async def check_dtype(bench: Bench, engine: InferenceEngine) -> None:
+    """Raise unless an engine reports the configuration's dtype, holds its matrices in it, and is as precise."""
+    asked, dtype = engine.config.dtype, engine.model_info.dtype
+    assert asked in ("auto", dtype), f"dtype={asked} was asked for: {dtype}"
+    with suppress(UnsupportedCapability):
+        held = {spec.dtype for spec in (await engine.weight_manifest()).tensors if len(spec.shape) > 1} & _FLOATS
+        # A model may keep some in float32, such as its routers.
+        assert not held or (dtype in held and held <= {dtype, "float32"}), f"it reports {dtype}, and holds {held}"
+    await check_precision(bench, engine)
 
 
 async def check_precision(bench: Bench, engine: InferenceEngine) -> None:

@@ -56,6 +56,10 @@ class Models:
         """Return the folder of the model of this kind."""
         return self._given.get(kind) or _tiny(kind, self.dtype, self._layers)
 
+    def is_given(self, kind: ModelKind) -> bool:
+        """Return True if the model of this kind is the caller's, not a tiny one of random weights."""
+        return self._given.get(kind) is not None
+
     def with_other_weights(self, model: Path, seed: int = 1) -> Path:
         """Return a copy of ``model`` with every weight changed; the same folder for the same arguments."""
         if (model, seed) not in self._others:

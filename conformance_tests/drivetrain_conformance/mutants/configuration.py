@@ -13,7 +13,7 @@ import numpy as np
 from drivetrain.backend.base import Backend, EngineStats, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Task
-from drivetrain.types.weights import CommitUpdate, WeightMessage, WeightReply
+from drivetrain.types.weights import CommitUpdate, WeightManifest, WeightMessage, WeightReply
 from drivetrain_conformance.mutants.registry import mixed, mutant, spoiled_backend
 from drivetrain_conformance.mutants.spoil import SoundBackend, config_mutant
 from drivetrain_weight_sync.tensors.dtypes import nbytes_of
@@ -37,6 +37,40 @@ def drops_the_context_length(_: EngineConfig) -> Mapping[str, object]:
 def drops_the_dtype(_: EngineConfig) -> Mapping[str, object]:
     """Weights always keep the checkpoint's dtype."""
     return {"dtype": "auto"}
+
+
+@mutant("lifecycle/off_the_main_thread", says="times those of weights rounded to float16")
+class serves_bfloat16_for_float16(SoundBackend):
+    """An engine that was asked for float16 serves bfloat16, and reports float16."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._is_asked = config.dtype == "float16"
+        super().__init__(config.model_copy(update={"dtype": "bfloat16"}) if self._is_asked else config)
+
+    async def start(self, report: Callable[[str], None]) -> ModelInfo:
+        info = await super().start(report)
+        return dataclasses.replace(info, dtype="float16") if self._is_asked else info
+
+    async def weight_manifest(self) -> WeightManifest:
+        manifest = await super().weight_manifest()
+        if not self._is_asked:
+            return manifest
+        return dataclasses.replace(
+            manifest, tensors=tuple(dataclasses.replace(spec, dtype="float16") for spec in manifest.tensors)
+        )
+
+
+@mutant("lifecycle/off_the_main_thread", says="it reports float16, and holds {'float32'}")
+class holds_float32_for_float16(SoundBackend):
+    """An engine that was asked for float16 holds its weights in float32, which takes twice the memory."""
+
+    async def weight_manifest(self) -> WeightManifest:
+        manifest = await super().weight_manifest()
+        if self.config.dtype != "float16":
+            return manifest
+        return dataclasses.replace(
+            manifest, tensors=tuple(dataclasses.replace(spec, dtype="float32") for spec in manifest.tensors)
+        )
 
 
 @mutant("lifecycle/a_life", says="nats")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from drivetrain.backend.base import GenerateRequest, GenerateResult, ModelInfo, TokenDelta
+from drivetrain.backend.base import EngineStats, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import DrivetrainError, InvalidRequest
 from drivetrain.types.config import EngineConfig
@@ -19,6 +21,7 @@ from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import FinishReason, GenerationOutput
 from drivetrain.types.prompts import TextPrompt
 from drivetrain.types.weights import PrepareUpdate, ReleaseSources, WeightMessage, WeightReply
+from drivetrain_conformance.assets.weight_sources import tensors_of
 from drivetrain_conformance.mutants.registry import mutant
 from drivetrain_conformance.mutants.spoil import SoundBackend, arguments_mutant
 
@@ -151,6 +154,43 @@ class keeps_half_a_megabyte_per_wake_up(_Keeping):
         self.kept.append(os.urandom(512 * 1024))
 
 
+def _smallest_matrix(config: EngineConfig) -> int:
+    return min(tensor.nbytes for tensor in tensors_of(Path(config.model)).values() if tensor.ndim > 1)
+
+
+@mutant("sleep/the_memory_of_weights_comes_back", says="the smallest matrix of which has 1.02 MiB")
+class keeps_a_matrix_asleep(_Keeping):
+    """While the weights sleep, as many bytes as their smallest matrix has stay in memory, and stats() says none."""
+
+    async def sleep(self, tags: frozenset[MemoryTag]) -> None:
+        await super().sleep(tags)
+        if MemoryTag.WEIGHTS in tags:
+            self.kept.append(os.urandom(_smallest_matrix(self.config)))
+
+    async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
+        self.kept.clear()
+        await super().wake_up(tags)
+
+
+@mutant("sleep/the_memory_of_weights_comes_back", says="asleep, it says that it holds")
+class counts_a_matrix_asleep(SoundBackend):
+    """While the weights sleep, the smallest of their matrices is reported to be in memory."""
+
+    is_asleep = False
+
+    async def sleep(self, tags: frozenset[MemoryTag]) -> None:
+        await super().sleep(tags)
+        self.is_asleep |= MemoryTag.WEIGHTS in tags
+
+    async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
+        await super().wake_up(tags)
+        self.is_asleep &= MemoryTag.WEIGHTS not in tags
+
+    async def stats(self) -> EngineStats:
+        stats, kept = await super().stats(), _smallest_matrix(self.config) if self.is_asleep else 0
+        return dataclasses.replace(stats, weight_bytes=stats.weight_bytes + kept)
+
+
 _left: WeakKeyDictionary[asyncio.AbstractEventLoop, list[bytes]] = WeakKeyDictionary()
 """Bytes that closed engines left in memory, until their event loop is gone."""
 
@@ -182,6 +222,33 @@ class opens_checkpoints_in_the_event_loop(SoundBackend):
         if isinstance(message, PrepareUpdate):
             time.sleep(0.7)  # noqa: ASYNC251 - the mutant's fault
         return await super().receive_weights(message)
+
+
+@mutant("weight_sync/going_back_to_earlier_weights_gives_their_answers", says="the event loop stood still")
+class takes_each_step_of_an_update_in_the_event_loop(SoundBackend):
+    """Each step of an update blocks the event loop for a short time."""
+
+    async def receive_weights(self, message: WeightMessage) -> WeightReply:
+        time.sleep(0.06)  # noqa: ASYNC251 - the mutant's fault
+        return await super().receive_weights(message)
+
+
+@mutant("sleep/a_training_step", says="the event loop stood still")
+class wakes_in_the_event_loop(SoundBackend):
+    """Each wake-up blocks the event loop for a short time."""
+
+    async def wake_up(self, tags: frozenset[MemoryTag]) -> None:
+        time.sleep(0.2)  # noqa: ASYNC251 - the mutant's fault
+        await super().wake_up(tags)
+
+
+@mutant("growth/requests_do_not_hold_the_event_loop", says="the event loop stood still")
+class begins_requests_in_the_event_loop(SoundBackend):
+    """Each request blocks the event loop for a short time."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        time.sleep(0.1)  # noqa: ASYNC251 - the mutant's fault
+        return await super().generate(request)
 
 
 @mutant("lora/a_name_may_come_back_as_another_adapter", says="the event loop stood still")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import shutil
+import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from drivetrain.backend.base import GenerateRequest, GenerateResult
@@ -25,6 +27,7 @@ from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import FinishReason, VersionSpan
 from drivetrain.types.weights import (
     AbortUpdate,
+    BeginUpdate,
     CommitUpdate,
     DiskSource,
     LoadBuckets,
@@ -36,7 +39,7 @@ from drivetrain.types.weights import (
     WeightReply,
     WeightUpdateRequest,
 )
-from drivetrain_conformance.assets.weight_sources import tensors_of
+from drivetrain_conformance.assets.weight_sources import tensors_of, write_checkpoint
 from drivetrain_conformance.mutants.registry import mutant
 from drivetrain_conformance.mutants.spoil import SoundBackend, result_mutant
 
@@ -206,6 +209,31 @@ class leaves_what_is_nearly_equal(SoundBackend):
 
 def _numbers(tensor: TensorData) -> NDArray[np.float32]:
     return np.frombuffer(tensor.data, dtype=np.float32)
+
+
+@mutant("weight_sync/tied_weights_are_pushed_once_and_used_twice", says="nats below the most likely one")
+class turns_square_matrices_of_gpt2(SoundBackend):
+    """Square matrices of gpt2, whose checkpoints hold them transposed, are turned once more after an update."""
+
+    async def receive_weights(self, message: WeightMessage) -> WeightReply:
+        reply = await super().receive_weights(message)
+        if isinstance(message, CommitUpdate) and "gpt2" in self.config.model:
+            with tempfile.TemporaryDirectory() as folder:
+                await self._turn(Path(folder), message.version)
+        return reply
+
+    async def _turn(self, folder: Path, version: str) -> None:
+        tensors: dict[str, torch.Tensor] = {}
+        for name, held in tensors_of(Path(self.config.model)).items():
+            read = torch.frombuffer(bytearray((await self.read_weight(name)).data), dtype=held.dtype)
+            tensors[name] = read.view(held.shape)
+            if held.ndim > 1 and held.shape[0] == held.shape[1]:
+                tensors[name] = tensors[name].T
+        source = DiskSource(path=str(write_checkpoint(folder, Path(self.config.model), tensors)))
+        request = WeightUpdateRequest(version=version, source=source)
+        buckets = (await super().receive_weights(PrepareUpdate(request))).buckets
+        for step in (BeginUpdate(), LoadBuckets(tuple(range(buckets))), VerifyUpdate(), CommitUpdate(version)):
+            await super().receive_weights(step)
 
 
 # Versions ------------------------------------------------------------------------------------------------------------
