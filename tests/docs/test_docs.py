@@ -5,13 +5,12 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import drivetrain
+import warm_python
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -52,16 +51,8 @@ def anchors_of(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if program_of(page)], ids=name)
 def test_the_code_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", RUNNER, str(page)],
-        input=program_of(page),
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        timeout=240,
-        check=False,
-    )
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    done = warm_python.run("-c", RUNNER, str(page), text=program_of(page), cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     shown = "".join(OUTPUT.findall(page.read_text(encoding="utf-8")))
     if shown:

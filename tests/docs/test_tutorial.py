@@ -6,12 +6,13 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+import warm_python
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/tutorial/write-a-backend.md"
@@ -63,16 +64,8 @@ def run(site: Path) -> Run:
     paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
 
     def run(*arguments: str, text: str | None = None, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, *arguments],
-            input=text,
-            capture_output=True,
-            text=True,
-            cwd=site.parent,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"},
-            timeout=timeout,
-            check=False,
-        )
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+        return warm_python.run(*arguments, text=text, env=environment, cwd=site.parent, timeout=timeout)
 
     return run
 
