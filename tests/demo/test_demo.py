@@ -47,6 +47,7 @@ def document(demo: Demo, *arguments: str, code: int = 0) -> dict[str, Any]:
     return printed
 
 
+@pytest.mark.usefixtures("forked_hosts")
 @pytest.mark.parametrize("isolation", ["inline", "process"])
 def test_each_rollout_comes_from_the_weights_just_pushed(demo: Demo, tmp_path: Path, isolation: str) -> None:
     shown = document(demo, "--steps", "3", "--isolation", isolation, *SMALL)

@@ -5,17 +5,19 @@ A new interpreter imports them for several seconds, and most tests of a program 
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import functools
 import importlib
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import ModuleType
@@ -112,7 +114,7 @@ def run(
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
-            os.kill(process.pid, 9)
+            os.kill(process.pid, signal.SIGKILL)
             process.wait()
             raise
         finally:
@@ -124,6 +126,67 @@ def run(
 def _whole(stream: IO[bytes]) -> str:
     stream.seek(0)
     return stream.read().decode()
+
+
+class Program:
+    """A running program, with what tests use of ``asyncio.subprocess.Process``."""
+
+    def __init__(self, process: ForkedHost, stdout: asyncio.StreamReader, stderr: asyncio.StreamReader) -> None:
+        self.stdout = stdout
+        self.stderr = stderr
+        self.pid = process.pid
+        self._process = process
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit code; None while the program runs."""
+        return self._process.poll()
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal."""
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill the program."""
+        self.send_signal(signal.SIGKILL)
+
+    async def wait(self) -> int:
+        """Wait until the program ends; return its exit code."""
+        return await asyncio.to_thread(self._process.wait)
+
+    async def communicate(self) -> tuple[bytes, bytes]:
+        """Wait until the program ends; return the rest of its output."""
+        out, err = await asyncio.gather(self.stdout.read(), self.stderr.read())
+        await self.wait()
+        return out, err
+
+
+@asynccontextmanager
+async def running(*arguments: str, env: Mapping[str, str] | None = None) -> AsyncIterator[Program]:
+    """Run a program in the block; kill it at the end, if it still runs, even if it is stopped."""
+    async with AsyncExitStack() as stack:
+        (stdout, out), (stderr, err) = [await _pipe(stack) for _ in range(2)]
+        process = start(arguments, {1: out, 2: err}, env=env)
+        for ours in (process.stdout, out, err):
+            ours.close()
+        program = Program(process, stdout, stderr)
+        try:
+            yield program
+        finally:
+            if program.returncode is None:
+                program.kill()
+            await program.wait()
+
+
+async def _pipe(stack: AsyncExitStack) -> tuple[asyncio.StreamReader, IO[bytes]]:
+    """Make a pipe; return its two ends, of which the first is closed with ``stack``."""
+    read, write = os.pipe()
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read, "rb")
+    )
+    stack.callback(transport.close)
+    return reader, os.fdopen(write, "wb")
 
 
 # In the server -------------------------------------------------------------------------------------------------------
