@@ -14,6 +14,8 @@ import warm_python
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+CLUSTERS = [ROOT / "docs/how-to/ray.md"]
+"""Pages that start a Ray cluster."""
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OUTPUT = re.compile(r'^```text title="output"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 FENCED = re.compile(r"^(```|~~~).*?^\1\s*$", re.MULTILINE | re.DOTALL)
@@ -49,7 +51,14 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if program_of(page)], ids=name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=name(page), marks=[pytest.mark.slow] if page in CLUSTERS else [])
+        for page in PAGES
+        if program_of(page)
+    ],
+)
 def test_the_code_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     done = warm_python.run("-c", RUNNER, str(page), text=program_of(page), cwd=tmp_path, env=environment)

@@ -96,7 +96,6 @@ def test_the_echo_is_as_short_as_the_page_says() -> None:
     assert sum(len(list(filter(str.strip, path.read_text().splitlines()))) for path in sources) <= 150
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("right", "wrong", "case"), mistakes(), ids=[case for *_, case in mistakes()])
 def test_a_mistake_of_the_table_is_found(run: Run, site: Path, right: str, wrong: str, case: str) -> None:
     engine = site / "drivetrain_echo/engine.py"
