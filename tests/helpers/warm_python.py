@@ -53,14 +53,14 @@ class _Server(ForkServer):
 
 
 @functools.cache
-def _server() -> _Server:
-    """Start the server that all tests of this process share."""
+def server() -> ForkServer:
+    """Start the server that all tests of this process share; at the next call, return it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", _PYTHONPATH)  # a test may have changed it
         patch.setenv("OMP_NUM_THREADS", "1")  # threads of the imports would be lost at a fork
-        server = _Server("transformers", program="python")
-    atexit.register(server.close)
-    return server.__enter__()
+        started = _Server("transformers", program="python")
+    atexit.register(started.close)
+    return started.__enter__()
 
 
 def start(
@@ -81,7 +81,7 @@ def start(
     given = [f"{number}={{{index}}}" for index, number in enumerate(streams)]
     literal = [one.replace("{", "{{").replace("}", "}}") for one in (str(cwd or Path.cwd()), *arguments)]
     fds = [stream.fileno() for stream in streams.values()]
-    return _server().start([*given, _END, *literal], os.environ if env is None else env, fds)
+    return server().start([*given, _END, *literal], os.environ if env is None else env, fds)
 
 
 @contextmanager
@@ -89,7 +89,7 @@ def forked_hosts() -> Iterator[None]:
     """Fork the host processes of engines, instead of spawning them."""
 
     def launch(arguments: Sequence[str], environment: Mapping[str, str], fds: Sequence[int]) -> ForkedHost:
-        return _server().start([_END, os.sep, "-m", "drivetrain.process", *arguments], environment, fds)
+        return server().start([_END, os.sep, "-m", "drivetrain.process", *arguments], environment, fds)
 
     with hosts_launched_by(launch):
         yield
