@@ -73,7 +73,7 @@ SCHEMATHESIS ?= schemathesis==4.32.5
 SCHEMATHESIS_READY := .venvs/schemathesis/.ready-$(shell echo '$(SCHEMATHESIS)' | sha256sum | cut -c1-16)
 CASES ?= 5
 
-.PHONY: help setup demo serve-demo test test-unit test-fast test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-resume test-trainer-half test-trainers train-skyrl faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint site docs bench clean test-skyrl-client test-openrlhf test-trl demo-trl test-verl demo-verl
+.PHONY: help setup demo serve-demo test test-unit test-slow test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-resume test-trainer-half test-trainers train-skyrl faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-quantised on-engines on-transformers parity parity-page mutants matrix lint lint-mypy lint-pyright lint-contracts site docs bench clean test-skyrl-client test-openrlhf test-trl demo-trl test-verl demo-verl
 .PHONY: environments environment-transformers environment-echo environment-trainer environment-trainers environment-sglang environment-sglang-server environment-vllm environment-vllm-server environment-openrlhf environment-trl environment-verl
 
 help: ## show this list
@@ -105,7 +105,10 @@ $(HTTP_TRAINER_READY): $(READY) | pyproject.toml
 	@.venvs/http-trainer/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' '$(NEWEST_TRANSFORMERS)' httpx
 	@rm -f .venvs/http-trainer/.ready-* && touch $@
 
-test: environments test-unit conformance-all ## run all tests, and the conformance suite on every backend
+test: environments test-unit conformance-all ## run all tests but the slow ones, and the conformance suite on every backend
+
+# Two targets at once, each of about one core; what they say is not mixed.
+BESIDE = --jobs=2 --output-sync=target
 
 # Called first, so that an install that cannot end does not come after half an hour of tests.
 environments: $(READY) ## make every environment that `make test` needs: 20 GB at their peak
@@ -118,11 +121,11 @@ ROOM_FOR = free=$$(df -Pk . | awk 'NR == 2 { print int($$4 / 1000000 * 1.024) }'
 # One process per core, of one thread each; a file's tests share its engines. One process: ARGS="-n 0".
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-test-unit: $(READY) ## run the project's own tests
-	@$(PYTEST) $(ARGS)
-
-test-fast: $(READY) ## run the tests but the slow ones
+test-unit: $(READY) ## run the project's own tests but the slow ones
 	@$(PYTEST) -m "not slow" $(ARGS)
+
+test-slow: $(READY) ## Ray clusters, processes that die, cut networks, growth, mutants of servers: run it when you change what these are about
+	@$(PYTEST) -m slow $(ARGS)
 
 # Theirs and ours in turn: the server of vLLM answers first, then `drivetrain serve` on transformers.
 test-vllm-routes: environment-vllm ## the same requests to a real vLLM server and to drivetrain serve
@@ -365,26 +368,28 @@ parity-page: $(READY) ## keep the recordings of build/parity, and render them in
 conformance-all: $(READY) ## the suite on every backend, their parity, and whether the docs are current
 	@rm -rf build/conformance
 	@$(MAKE) --no-print-directory environment-transformers environment-echo
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target in-process in-a-host-process
+	@$(MAKE) --no-print-directory environment-sglang environment-vllm
+	@$(MAKE) --no-print-directory $(BESIDE) on-engines on-transformers
+	@$(MAKE) --no-print-directory parity
+	@$(BIN)/drivetrain matrix --check docs/reference --kept $(RESULTS) build/conformance/*.json
+
+# One of these engines at a time: each takes gigabytes.
+on-engines:
 	@$(MAKE) --no-print-directory conformance BACKEND=sglang
 	@$(MAKE) --no-print-directory conformance BACKEND=vllm
 	@$(MAKE) --no-print-directory conformance-quantised
 	@OMP_NUM_THREADS=1 .venvs/sglang/bin/drivetrain demo --backend sglang --steps 3 --no-plot # its host is no forked one
-	@$(MAKE) --no-print-directory parity
-	@$(BIN)/drivetrain matrix --check docs/reference --kept $(RESULTS) build/conformance/*.json
 
-# The engines of these need one core each.
-in-a-host-process:
-	@$(MAKE) --no-print-directory conformance BACKEND=transformers ISOLATION=process
-
-in-process:
+on-transformers:
 	@$(MAKE) --no-print-directory conformance BACKEND=transformers
+	@$(MAKE) --no-print-directory conformance BACKEND=transformers ISOLATION=process
 	@$(MAKE) --no-print-directory conformance BACKEND=echo
 	@.venvs/echo/bin/python -m pytest -q $(ECHO) -k "generate or stop or errors" # the pytest class; its cases ran above
 
-mutants: $(READY) ## wrong backends, of which the suite must catch each, and wrong fleets, of which their tests must: twenty minutes
+mutants: $(READY) ## wrong backends and servers, of which the suite must catch each, and wrong fleets, of which their tests must: half an hour
 	@OMP_NUM_THREADS=1 $(BIN)/drivetrain conformance --mutants $(ARGS)
 	@$(PYTEST) --dist load tests/fleet/mutants.py
+	@$(PYTEST) --dist load -m slow tests/conformance/test_routes.py
 
 matrix: $(READY) ## keep the reports of build/conformance, and render them into the docs
 	@mkdir -p $(RESULTS)
@@ -395,11 +400,17 @@ lint: $(READY) ## ruff, spelling and prose, mypy, pyright, the import contracts 
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/codespell
-	@$(BIN)/python -m pytest -q -p no:cacheprovider tests/docs/test_prose.py
+	@$(MAKE) --no-print-directory $(BESIDE) lint-mypy lint-pyright lint-contracts site
+
+lint-mypy:
 	@$(BIN)/mypy
+
+lint-pyright:
 	@$(BIN)/pyright
+
+lint-contracts:
+	@$(BIN)/python -m pytest -q -p no:cacheprovider tests/docs/test_prose.py
 	@$(BIN)/lint-imports
-	@$(MAKE) --no-print-directory site
 
 site: $(READY) ## build the documentation site into build/site; fails on a dead link or an unknown name
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

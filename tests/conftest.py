@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+import warm_python
 
 
 def pytest_configure() -> None:
@@ -14,3 +18,10 @@ def pytest_configure() -> None:
     # A shell starts background jobs with SIGINT ignored. Programs that the tests start and interrupt inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module")
+def forked_hosts() -> Iterator[None]:
+    """Engines' host processes are forked, as those of the conformance suite: spawned ones import for seconds."""
+    with warm_python.forked_hosts():
+        yield

@@ -5,24 +5,18 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+import warm_python
 
 CASE = "generate/at_most_max_new_tokens"
 
 
 def drivetrain(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "drivetrain", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-        cwd=cwd,
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "160"},
-    )
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "160"}
+    return warm_python.run("-m", "drivetrain", *map(str, arguments), cwd=cwd, env=environment)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import math
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import torch
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+import warm_python
 from drivetrain import InferenceEngine, create_engine
 from drivetrain.errors import InvalidConfig
 from drivetrain.testing import tiny_model
@@ -399,7 +399,6 @@ async def run(url: str, ids: Collection[str] | None = None, **options: Any) -> l
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dialect", [Dialect.VLLM, Dialect.SGLANG])
 async def test_our_server_passes(engine: InferenceEngine, material: Material, dialect: Dialect) -> None:
     async with serving(engine, dialect) as url:
@@ -422,6 +421,7 @@ async def test_each_case_has_a_server_that_it_catches() -> None:
     assert MUTANTS.keys() == {case.id for case in route_cases()}
 
 
+@pytest.mark.slow  # `make mutants` runs these as well
 @pytest.mark.parametrize("name", MUTANTS)
 async def test_a_wrong_server_is_caught(engine: InferenceEngine, material: Material, name: str) -> None:
     dialect, wrong = MUTANTS[name]
@@ -500,11 +500,8 @@ async def test_the_command_reports_and_exits_as_the_suite_does(engine: Inference
     file = tmp_path / "report.json"
 
     async def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-        line = [sys.executable, "-m", "drivetrain", "conformance", *arguments]
         wide = os.environ | {"COLUMNS": "160"}
-        return await asyncio.to_thread(
-            subprocess.run, line, capture_output=True, text=True, check=False, timeout=200, env=wide
-        )
+        return await asyncio.to_thread(warm_python.run, "-m", "drivetrain", "conformance", *arguments, env=wide)
 
     chosen = ("--case", "openai/choices_are_numbered", "--report", str(file))
     async with serving(engine, Dialect.VLLM) as url:

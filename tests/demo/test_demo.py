@@ -47,6 +47,7 @@ def document(demo: Demo, *arguments: str, code: int = 0) -> dict[str, Any]:
     return printed
 
 
+@pytest.mark.usefixtures("forked_hosts")
 @pytest.mark.parametrize("isolation", ["inline", "process"])
 def test_each_rollout_comes_from_the_weights_just_pushed(demo: Demo, tmp_path: Path, isolation: str) -> None:
     shown = document(demo, "--steps", "3", "--isolation", isolation, *SMALL)
@@ -73,7 +74,6 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(demo: Demo) -
     assert rewards(2) != first
 
 
-@pytest.mark.slow
 def test_the_reward_rises(demo: Demo) -> None:
     shown = document(demo, "--steps", "30", "--no-plot")
     assert shown["reward_last"] - shown["reward_first"] > 0.2
@@ -192,7 +192,6 @@ def test_a_wrong_prompts_file_is_refused_before_an_engine_is_made(demo: Demo, tm
     assert "starting" not in err
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("isolation", ["inline", "process"])
 def test_an_interrupt_ends_the_engine_too(isolation: str) -> None:
     command = [sys.executable, "-m", "drivetrain", "demo", "--isolation", isolation, "--no-plot", *SMALL]

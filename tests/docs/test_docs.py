@@ -5,16 +5,17 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import drivetrain
+import warm_python
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+CLUSTERS = [ROOT / "docs/how-to/ray.md"]
+"""Pages that start a Ray cluster."""
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OUTPUT = re.compile(r'^```text title="output"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 FENCED = re.compile(r"^(```|~~~).*?^\1\s*$", re.MULTILINE | re.DOTALL)
@@ -50,18 +51,17 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if program_of(page)], ids=name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=name(page), marks=[pytest.mark.slow] if page in CLUSTERS else [])
+        for page in PAGES
+        if program_of(page)
+    ],
+)
 def test_the_code_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", RUNNER, str(page)],
-        input=program_of(page),
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        timeout=240,
-        check=False,
-    )
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    done = warm_python.run("-c", RUNNER, str(page), text=program_of(page), cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     shown = "".join(OUTPUT.findall(page.read_text(encoding="utf-8")))
     if shown:

@@ -6,12 +6,13 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+import warm_python
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/tutorial/write-a-backend.md"
@@ -63,16 +64,8 @@ def run(site: Path) -> Run:
     paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
 
     def run(*arguments: str, text: str | None = None, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, *arguments],
-            input=text,
-            capture_output=True,
-            text=True,
-            cwd=site.parent,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"},
-            timeout=timeout,
-            check=False,
-        )
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+        return warm_python.run(*arguments, text=text, env=environment, cwd=site.parent, timeout=timeout)
 
     return run
 
@@ -103,7 +96,6 @@ def test_the_echo_is_as_short_as_the_page_says() -> None:
     assert sum(len(list(filter(str.strip, path.read_text().splitlines()))) for path in sources) <= 150
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("right", "wrong", "case"), mistakes(), ids=[case for *_, case in mistakes()])
 def test_a_mistake_of_the_table_is_found(run: Run, site: Path, right: str, wrong: str, case: str) -> None:
     engine = site / "drivetrain_echo/engine.py"

@@ -22,6 +22,8 @@ ABOUT_ONE_ENGINE: Mapping[str, str] = {
 }
 """Cases that hold for one engine only, and why."""
 
+GROWTH = ("leave_nothing_behind", "hold_no_more_memory")
+"""Ends of the names of cases that measure the growth of memory over many requests, pushes and sleeps."""
 ON_TWO_GPUS = "weight_sync/a_broadcast_between_gpus_equals_a_fresh_load"
 """The only claimed case of a fleet that needs hardware; elsewhere it is skipped."""
 RETRACTED = "pause/retract_freezes_requests_in_flight"
@@ -51,13 +53,14 @@ def cases() -> list[Case]:
     return [case for case in all_cases() if case.id not in left_out and not case.id.startswith("faults/")]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", cases(), ids=[case.id for case in cases()])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.id, marks=[pytest.mark.slow] if case.id.endswith(GROWTH) else []) for case in cases()],
+)
 def test_a_fleet_is_an_engine(case: Case, runner: Runner) -> None:
     check(runner, case)
 
 
-@pytest.mark.slow
 def test_retracted_requests_go_on_as_if_never_paused() -> None:
     with Runner(FleetSuite(), profile=PROFILES["smoke"], seed=OTHER_SEED) as runner:
         check(runner, next(case for case in all_cases() if case.id == RETRACTED))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import subprocess
-import sys
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import warm_python
 from drivetrain import (
     Capability,
     Completion,
@@ -552,7 +551,7 @@ def test_what_a_killed_fleet_kept_goes_with_the_next_adapter(tmp_path: Path) -> 
     (tmp_path / "mine" / "adapter_config.json").write_text("{}")
     program = "import os, sys; from drivetrain_fleet.kept_adapters import KeptAdapters\n"
     program += "KeptAdapters().keep('a', sys.argv[1]); os.kill(os.getpid(), 9)"
-    killed = subprocess.run([sys.executable, "-c", program, str(tmp_path / "mine")], timeout=120, check=False)
+    killed = warm_python.run("-c", program, str(tmp_path / "mine"))
     assert killed.returncode == -9
     (orphan,) = (path for path in tmp_path.iterdir() if path.name != "mine")
     first, second = KeptAdapters(), KeptAdapters()

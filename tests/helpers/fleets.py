@@ -7,7 +7,6 @@ import base64
 import os
 import pickle
 import signal
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from drivetrain.process.shared_engine import SharedEngine
 from drivetrain_fleet import Health, InferenceEngineClient, MemberReport
 from drivetrain_fleet.backend import FleetBackend
 from drivetrain_fleet.members import Member
+from warm_python import Program, running
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, logprobs=0)
 LONG = SamplingParams(max_new_tokens=900, temperature=0.0, ignore_eos=True)
@@ -130,19 +130,10 @@ def spoiled(member: Member, **errors: BaseException) -> Iterator[Spoiled]:
 
 
 @asynccontextmanager
-async def owned_elsewhere(model: Path) -> AsyncIterator[tuple[InferenceEngine, asyncio.subprocess.Process]]:
+async def owned_elsewhere(model: Path) -> AsyncIterator[tuple[InferenceEngine, Program]]:
     """Attach to an engine that another process owns; yield it and the process."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", OWNER, str(model), stdout=asyncio.subprocess.PIPE
-    )
-    try:
-        assert process.stdout is not None
+    async with running("-c", OWNER, str(model)) as process:
         yield await attach(pickle.loads(base64.b64decode(await process.stdout.readline()))), process
-    finally:
-        if process.returncode is None:
-            process.send_signal(signal.SIGCONT)
-            process.kill()
-        await process.wait()
 
 
 def kill_host(engine: InferenceEngine, number: int = signal.SIGKILL) -> None:

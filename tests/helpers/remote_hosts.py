@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+
+from warm_python import Program, running
 
 
 class Wire:
@@ -53,27 +53,16 @@ class Wire:
 
 
 @asynccontextmanager
-async def host(*arguments: str, key: str | None = None) -> AsyncIterator[asyncio.subprocess.Process]:
+async def host(*arguments: str, key: str | None = None) -> AsyncIterator[Program]:
     """Run ``drivetrain host`` in the block."""
     environment = {name: value for name, value in os.environ.items() if name != "DRIVETRAIN_KEY"}
     environment |= {} if key is None else {"DRIVETRAIN_KEY": key}
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "drivetrain", "host", *arguments),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment,
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
+    async with running("-m", "drivetrain", "host", *arguments, env=environment) as program:
+        yield program
 
 
-async def printed(process: asyncio.subprocess.Process, name: str) -> str:
+async def printed(process: Program, name: str) -> str:
     """Read the next line of a host's output, and return what it says of ``name``."""
-    assert process.stdout is not None
     line = (await process.stdout.readline()).decode()
     assert line.startswith(f"{name}: "), line
     return line.removeprefix(f"{name}: ").strip()

@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+import warm_python
 from drivetrain import EngineConfig, GenerateRequest, LogprobsMode, SamplingParams, Timeouts
 from drivetrain.process import HostedBackend
-from drivetrain_conformance.harness.fork_server import ForkServer
 
 
 @pytest.fixture
@@ -55,16 +55,18 @@ async def make(
     plugin: Path, config_for: Callable[..., EngineConfig], hosts: str, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Callable[..., HostedBackend]]:
     """Makes hosted backends, and closes them at the end; nothing of them may be left then."""
+    if hosts == "forked":
+        warm_python.server()  # stays until the test run ends
     before = _held()
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    server = ForkServer("fake") if hosts == "forked" else nullcontext()
+    launched = warm_python.forked_hosts() if hosts == "forked" else nullcontext()
     made: list[HostedBackend] = []
 
     def build(trouble: str | None = None, python: str | None = None, **timeouts: float) -> HostedBackend:
         made.append(HostedBackend(config_for(trouble, python, **timeouts), "fake"))
         return made[-1]
 
-    with server:
+    with launched:
         yield build
         for backend in made:
             await backend.close()

@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+import warm_python
 from drivetrain_demo.settings import tiny_policy
 from engines import HANGING
 
@@ -50,7 +51,6 @@ def serving(model: Path, *more: str, **environment: str) -> Iterator[tuple[subpr
         server.wait(HANGING)
 
 
-@pytest.mark.slow
 def test_a_server_lets_requests_end_when_it_is_told_to(model: Path) -> None:
     body = {"prompt": [5], "max_tokens": 900, "ignore_eos": True, "return_token_ids": True}
     answers: list[httpx.Response] = []
@@ -103,7 +103,6 @@ def test_the_example_trains_over_http() -> None:
     assert "step 29" in done.stdout
 
 
-@pytest.mark.slow
 def test_requests_are_logged_to_stderr_as_bare_lines(model: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "drivetrain", "serve", "--model", str(model), "--port", "0"]
     with (tmp_path / "errors").open("w+") as errors:
@@ -138,8 +137,7 @@ def test_requests_are_logged_to_stderr_as_bare_lines(model: Path, tmp_path: Path
 def test_what_cannot_be_served_is_refused_before_the_engine_starts(
     model: Path, arguments: list[str], says: str
 ) -> None:
-    command = [sys.executable, "-m", "drivetrain", "serve", "--model", str(model), "--port", "0", *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=HANGING, check=False)
+    ended = warm_python.run("-m", "drivetrain", "serve", "--model", str(model), "--port", "0", *arguments)
     assert ended.returncode != 0
     assert says in ended.stderr
     assert "Traceback" not in ended.stderr

@@ -22,6 +22,11 @@ CONFIG = json.loads(os.environ.get("SKYRL_ENGINE", '{"backend": "transformers", 
 """The engine; another one is given as JSON, to run the same tests on it by hand."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def hosts(forked_hosts: None) -> None:
+    """Fork the hosts of all tests, but not that of an engine of the whole run."""
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)

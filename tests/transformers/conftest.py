@@ -15,6 +15,11 @@ from drivetrain.testing import tiny_model
 from engines import OpenEngine, require_ready_and_idle
 
 
+@pytest.fixture(scope="module", autouse=True)
+def hosts(forked_hosts: None) -> None:
+    """Fork the hosts of all tests, but not that of an engine of the whole run."""
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)

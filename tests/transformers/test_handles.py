@@ -8,7 +8,6 @@ import os
 import pickle
 import signal
 import stat
-import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -39,6 +38,7 @@ from drivetrain.engine import listener
 from drivetrain.process.wire import from_host, read
 from drivetrain_weight_sync import WeightSync
 from engines import OpenEngine, tensors_for, until
+from warm_python import Program, running
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, logprobs=0)
 LONG = SamplingParams(max_new_tokens=900, temperature=0.0, ignore_eos=True)
@@ -85,20 +85,12 @@ PREPARES = """
 
 
 @asynccontextmanager
-async def holder(handle: EngineHandle, code: str) -> AsyncIterator[asyncio.subprocess.Process]:
+async def holder(handle: EngineHandle, code: str) -> AsyncIterator[Program]:
     """Run a holder in a process of its own; entered once it has done ``code``."""
     given = base64.b64encode(pickle.dumps(handle)).decode()
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", HOLDER.replace("{code}", code), given, stdout=asyncio.subprocess.PIPE
-    )
-    try:
-        assert process.stdout is not None
+    async with running("-c", HOLDER.replace("{code}", code), given) as process:
         assert (await process.stdout.readline()).strip() == b"ready"
         yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
 
 
 @pytest.mark.parametrize("listen", [None, "127.0.0.1:0"], ids=["unix", "tcp"])
@@ -315,11 +307,7 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 async def test_an_owner_that_is_gone_fails_the_calls_of_its_holders(model: Path, kill: int) -> None:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", OWNER, str(model), stdout=asyncio.subprocess.PIPE
-    )
-    try:
-        assert process.stdout is not None
+    async with running("-c", OWNER, str(model)) as process:
         handle = pickle.loads(base64.b64decode(await process.stdout.readline()))
         async with attached(handle) as engine:
             task = asyncio.create_task(engine.generate([[1, 2], [3]], LONG))
@@ -331,10 +319,6 @@ async def test_an_owner_that_is_gone_fails_the_calls_of_its_holders(model: Path,
             await until(lambda: engine.state.value == "failed")
             with pytest.raises(EngineStateError, match="failed"):
                 await engine.generate([1], GREEDY)
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
 
 
 async def test_who_does_not_know_the_key_gets_nothing(open_engine: OpenEngine) -> None:

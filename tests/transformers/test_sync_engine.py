@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
+import warm_python
 from drivetrain import (
     DrivetrainError,
     EngineStateError,
@@ -188,7 +187,6 @@ def test_what_it_cannot_take_is_refused(engine: SyncEngine, model: str) -> None:
         sync_engine(engine.engine)
 
 
-@pytest.mark.slow
 def test_ctrl_c_ends_the_call_and_the_engine(model: str) -> None:
     script = (
         "import os, signal, sys, threading\n"
@@ -202,10 +200,7 @@ def test_ctrl_c_ends_the_call_and_the_engine(model: str) -> None:
         "    try: engine.generate([5], SamplingParams(max_new_tokens=1000, ignore_eos=True))\n"
         "    except KeyboardInterrupt: print('interrupted', engine.generate([5], {'max_new_tokens': 2}) is not None)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, model],
-        capture_output=True, text=True, timeout=HANGING * 3, check=False,
-    )  # fmt: skip
+    done = warm_python.run("-c", script, model, timeout=HANGING * 3)
     assert (done.returncode, done.stdout) == (0, "interrupted True\n"), done.stderr
 
 

@@ -34,6 +34,7 @@ from drivetrain.process.wire import Hello, frame, from_host, read
 from drivetrain_weight_sync import WeightSync
 from engines import OpenEngine, tensors_for, until
 from remote_hosts import Wire, host, printed
+from warm_python import Program
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, logprobs=0)
 LONG = SamplingParams(max_new_tokens=900, temperature=0.0, ignore_eos=True)
@@ -295,9 +296,7 @@ async def test_a_host_refuses_a_certificate_before_the_engine_starts(model: Path
 
 
 @asynccontextmanager
-async def _hosted(
-    model: Path, files: Files, key: str = KEY
-) -> AsyncIterator[tuple[int, str, asyncio.subprocess.Process]]:
+async def _hosted(model: Path, files: Files, key: str = KEY) -> AsyncIterator[tuple[int, str, Program]]:
     """Run ``drivetrain host`` over TLS; yields its port, its fingerprint and its process."""
     arguments = ["--model", str(model), "--listen", "127.0.0.1:0", "--ssl-certfile", files.certfile]
     async with asyncio.timeout(BOUND), host(*arguments, "--ssl-keyfile", files.keyfile, key=KEY) as process:

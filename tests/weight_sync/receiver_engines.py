@@ -6,19 +6,15 @@ The receiver, the transports and the model are real. The engine's state machine 
 from __future__ import annotations
 
 import asyncio
-import os
 import pickle
-import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Self
 
 import torch
 from torch import nn
 
-from drivetrain.errors import DrivetrainError, from_wire, to_wire
+from drivetrain.errors import DrivetrainError, to_wire
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Isolation, Timeouts
 from drivetrain.types.weights import (
@@ -143,73 +139,8 @@ class InlineEngine(ReceiverEngine):
         self.receiver.groups.leave(group_name)
 
 
-class HostedEngine(ReceiverEngine):
-    """A receiver in another process, whose model has the same shapes and starts with zeros."""
-
-    isolation = Isolation.PROCESS
-    capabilities = HOST_CAPABILITIES
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self._model = model
-
-    async def __aenter__(self) -> Self:
-        self.process = await asyncio.to_thread(self._launch)
-        await asyncio.to_thread(self._call, "model", self._model)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        await asyncio.to_thread(self.process.wait, 30)
-
-    def _launch(self) -> subprocess.Popen[bytes]:
-        root = Path(__file__).parents[2]
-        environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(root), *sys.path]), OMP_NUM_THREADS="1")
-        return subprocess.Popen(
-            [sys.executable, "-m", "tests.weight_sync.receiver_engines"],
-            cwd=root,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-
-    async def receive(self, message: WeightMessage) -> WeightReply:
-        reply = await asyncio.to_thread(self._call, "handle", message)
-        assert isinstance(reply, WeightReply)
-        return reply
-
-    async def weight_manifest(self) -> WeightManifest:
-        manifest = await asyncio.to_thread(self._call, "manifest", None)
-        assert isinstance(manifest, WeightManifest)
-        return manifest
-
-    async def init_weight_update_communicator(self, spec: CommunicatorSpec) -> None:
-        await asyncio.to_thread(self._call, "join", spec)
-
-    async def destroy_weight_update_communicator(self, group_name: str) -> None:
-        await asyncio.to_thread(self._call, "leave", group_name)
-
-    async def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Return the tensors of the other process's model."""
-        held: object = await asyncio.to_thread(self._call, "tensors", None)
-        assert isinstance(held, dict)
-        return held
-
-    def _call(self, what: str, argument: object) -> object:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        pickle.dump((what, argument), self.process.stdin)
-        self.process.stdin.flush()
-        kind, value = pickle.load(self.process.stdout)
-        if kind == "error":
-            raise from_wire(*value)
-        result: object = value
-        return result
-
-
 def serve() -> None:
-    """Answer the calls of a :class:`HostedEngine` on stdin until it is closed."""
+    """Answer the calls of a ``HostedEngine`` on stdin until it is closed."""
     torch.set_num_threads(1)
     model = nn.Module()
     receiver = Receiver(ModuleTarget(model))

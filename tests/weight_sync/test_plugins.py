@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.weight_sync.hosted_engine import HostedEngine
 from tests.weight_sync.models import Model, differing, tensors_of
-from tests.weight_sync.receiver_engines import HostedEngine, InlineEngine
+from tests.weight_sync.receiver_engines import InlineEngine
 
 from drivetrain.errors import InvalidRequest, UnsupportedCapability, WeightSyncError
 from drivetrain.types.capability import Capability

@@ -17,10 +17,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.weight_sync.hosted_engine import HostedEngine
 from tests.weight_sync.models import Model, differing, tensors_of
-from tests.weight_sync.receiver_engines import HostedEngine, InlineEngine
+from tests.weight_sync.receiver_engines import InlineEngine
 from torch import nn
 
+import warm_python
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import (
     InvalidRequest,
@@ -566,15 +568,15 @@ os.kill(os.getpid(), signal.SIGKILL if len(sys.argv) == 2 else signal.SIGSTOP)
 def test_what_a_killed_sender_left_on_disk_goes_with_the_next_push(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(root), *sys.path]))
-    command = [sys.executable, "-c", _A_SENDER_THAT_IS_KILLED, str(tmp_path)]
+    program = ["-c", _A_SENDER_THAT_IS_KILLED, str(tmp_path)]
 
     async def push() -> None:
         async with WeightSync.connect(Model(1), InlineEngine(Model(2)), "disk", directory=tmp_path) as sync:
             await sync.push(version="v")
 
-    assert subprocess.run(command, env=environment, check=False).returncode == -signal.SIGKILL
+    assert warm_python.run(*program, env=environment).returncode == -signal.SIGKILL
     (orphan,) = files_in(tmp_path)
-    with subprocess.Popen([*command, "frozen"], env=environment) as frozen:
+    with subprocess.Popen([sys.executable, *program, "frozen"], env=environment) as frozen:
         os.waitid(os.P_PID, frozen.pid, os.WSTOPPED)
         assert not orphan.exists()
         (kept,) = files_in(tmp_path)

@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Final, Self
+from typing import ClassVar, Final, Self
 
 from drivetrain.errors import EngineStartError
 from drivetrain.process.host_launcher import hosts_launched_by
@@ -43,12 +43,16 @@ class ForkServer:
         EngineStartError: The server does not start, or its imports start threads, which a fork would lose.
     """
 
+    script: ClassVar[str] = __file__
+    """File that the server runs; it calls :func:`serve_forks`."""
+
     def __init__(self, backend: str, python: str | None = None, program: str = "host") -> None:
         self._python = python or sys.executable
         self._program = program
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # As a script: the suite need not be importable where the engine is, and costs no import there.
-        arguments = [self._python, "-u", "-P", "-X", "faulthandler", __file__, str(theirs.fileno()), backend, program]
+        arguments = [self._python, "-u", "-P", "-X", "faulthandler", self.script]
+        arguments += [str(theirs.fileno()), backend, program]
         try:
             self._process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),))
         except OSError as error:
