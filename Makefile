@@ -396,7 +396,7 @@ mutants: $(READY) ## wrong backends, of which the suite must catch each, and wro
 matrix: $(READY) ## keep the reports of build/conformance, and render them into the docs
 	@mkdir -p $(RESULTS)
 	@cp build/conformance/*.json $(RESULTS)/
-	@$(BIN)/drivetrain matrix $(RESULTS)/*.json --output docs/reference
+	@$(BIN)/drivetrain matrix $(RESULTS)/*.json $(RESULTS)/routes/*.json --output docs/reference
 
 lint: $(READY) ## ruff, spelling and prose, mypy, pyright, the import contracts and the documentation site
 	@$(BIN)/ruff check .
