@@ -73,7 +73,7 @@ SCHEMATHESIS ?= schemathesis==4.32.5
 SCHEMATHESIS_READY := .venvs/schemathesis/.ready-$(shell echo '$(SCHEMATHESIS)' | sha256sum | cut -c1-16)
 CASES ?= 5
 
-.PHONY: help setup demo serve-demo test test-unit test-slow test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-resume test-trainer-half test-trainers train-skyrl faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-quantised on-engines on-transformers parity parity-page mutants matrix lint lint-mypy lint-pyright lint-contracts site docs bench clean test-skyrl-client test-openrlhf test-trl demo-trl test-verl demo-verl
+.PHONY: help setup demo serve-demo test test-unit test-slow test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-resume test-trainer-half test-trainers train-skyrl faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-quantised on-engines on-transformers parity parity-page mutants matrix lint lint-mypy lint-pyright lint-contracts site docs bench clean test-skyrl-client test-openrlhf test-trl demo-trl test-trl-teacher test-verl demo-verl
 .PHONY: environments environment-transformers environment-echo environment-trainer environment-trainers environment-sglang environment-sglang-server environment-vllm environment-vllm-server environment-openrlhf environment-trl environment-verl
 
 help: ## show this list
@@ -216,6 +216,12 @@ test-trainers: environment-trainers ## unmodified clients and trainers from the 
 		-c /dev/null --rootdir tests/trainers --confcutdir tests/trainers -p no:cacheprovider tests/trainers/*_sdk.py \
 		tests/trainers/langchain_agent.py tests/trainers/verifiers_rollouts.py $(ARGS)
 
+# Its sender of weights needs a GPU and vLLM; its loop of rollouts needs neither.
+test-trl-teacher: $(READY) $(TRL_READY) ## TRL's own distillation loop with drivetrain serve as its student and its teacher
+	@.venvs/trl/bin/python -m pip install --quiet --disable-pip-version-check aiohttp
+	@PROJECT_PYTHON=$(abspath $(BIN)/python) PYTHONPATH=tests/helpers $(IN_TRL) -m pytest -q -c /dev/null \
+		--rootdir tests/trainers --confcutdir tests/trainers -p no:cacheprovider tests/trainers/trl_distillation.py $(ARGS)
+
 test-skyrl-client: $(READY) $(SKYRL_CLIENT_READY) ## SkyRL's own client of inference servers against drivetrain serve
 	@PROJECT_PYTHON=$(abspath $(BIN)/python) PYTHONPATH=tests/helpers OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venvs/skyrl-client/bin/python \
 		-m pytest -q -c /dev/null --rootdir tests/trainers --confcutdir tests/trainers -p no:cacheprovider tests/trainers/skyrl_client.py $(ARGS)
@@ -257,7 +263,8 @@ demo-trl: environment-trl $(addprefix environment-,$(filter-out transformers trl
 
 test-trl: environment-trl $(addprefix environment-,$(filter-out transformers,$(BACKENDS))) ## TRL's GRPOTrainer on each of BACKENDS: reward, versions, logprobs, adapters, refusals
 	@PYTHONPATH=tests/helpers BACKENDS="$(BACKENDS)" VLLM_WORKER_MULTIPROC_METHOD=fork $(IN_TRL) -m pytest -q -c /dev/null \
-		--rootdir tests/trainers --noconftest -p no:cacheprovider tests/trainers/trl_*.py $(ARGS)
+		--rootdir tests/trainers --noconftest -p no:cacheprovider tests/trainers/trl_settings.py tests/trainers/trl_tools.py \
+		tests/trainers/trl_training.py $(ARGS)
 
 IN_TRL = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRL_EXPERIMENTAL_SILENCE=1 .venvs/trl/bin/python -W ignore
 
@@ -394,7 +401,7 @@ mutants: $(READY) ## wrong backends and servers, of which the suite must catch e
 matrix: $(READY) ## keep the reports of build/conformance, and render them into the docs
 	@mkdir -p $(RESULTS)
 	@cp build/conformance/*.json $(RESULTS)/
-	@$(BIN)/drivetrain matrix $(RESULTS)/*.json --output docs/reference
+	@$(BIN)/drivetrain matrix $(RESULTS)/*.json $(RESULTS)/routes/*.json --output docs/reference
 
 lint: $(READY) ## ruff, spelling and prose, mypy, pyright, the import contracts and the documentation site
 	@$(BIN)/ruff check .

@@ -33,9 +33,11 @@ if TYPE_CHECKING:
 _NEEDED = ("hypothesis", "pytest", "scipy", "torch", "transformers")
 _NEEDED_FOR_ROUTES = ("httpx",)
 _NEEDED_FOR_MATERIAL = ("safetensors", "torch", "transformers")
-_OF_ROUTES: Final = frozenset(("url", "dialect", "api_key", "control_key", "timeout"))
+_OF_ROUTES: Final = frozenset(("url", "dialect", "api_key", "control_key", "timeout", "name"))
 _OF_BOTH: Final = frozenset(("model", "group", "case", "report", "require_complete", "show", "json"))
 """Arguments of the command that mean the same for backends and for routes."""
+_ROUTES: Final = "routes"
+"""Folder of kept reports of routes, beside those of backends."""
 SetFields = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="FIELD=VALUE", help="A field of every engine's configuration, as YAML; repeatable."),
@@ -131,6 +133,10 @@ def conformance(
     timeout: Annotated[
         float, typer.Option(min=1, max=86400, metavar="SECONDS", help="With --url: deadline of each request.")
     ] = 60.0,
+    name: Annotated[
+        str,
+        typer.Option(help="With --url: name of the server in the report.", show_default="its address"),
+    ] = "",
     show: Annotated[bool, typer.Option("--list", help="List the cases and what they need; run nothing.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the report, or the list, on stdout.")] = False,
 ) -> None:
@@ -156,7 +162,9 @@ def conformance(
             raise InvalidConfig("--dialect says which routes --url has; give --url, or --list", field="--url")
         keys = api_key, control_key
         with _material(model) as material:
-            made_of_routes = asyncio.run(_run_routes(url, dialect, keys, timeout, group, case, report, material))
+            made_of_routes = asyncio.run(
+                _run_routes(url, dialect, keys, timeout, group, case, report, name or url, material)
+            )
         passed = _tell(made_of_routes, as_json=json, require_complete=require_complete)
     elif given := _given(context, lambda name: name in _OF_ROUTES):
         raise InvalidConfig(
@@ -185,7 +193,8 @@ def conformance(
 def matrix(
     reports: Annotated[list[Path] | None, typer.Argument(help="Reports of 'drivetrain conformance'.")] = None,
     output: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write can-i-use-it.md and matrix.svg there.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Write can-i-use-it.md and matrix.svg there; routes.md of runs with --url."),
     ] = None,
     check: Annotated[
         Path | None,
@@ -201,9 +210,6 @@ def matrix(
     ] = None,
 ) -> None:
     """Put reports side by side: which backend was seen to do what."""
-    from drivetrain_conformance.reports.matrix import render_markdown
-    from drivetrain_conformance.reports.report import read_report
-
     if check is not None:
         stale = _stale(check, kept or check, reports or [])
         for line in stale:
@@ -214,12 +220,14 @@ def matrix(
         return
     if not reports:
         raise InvalidConfig("give at least one report, or --check", field="REPORTS")
-    read = [read_report(path) for path in reports]
+    pages = _rendered(reports)
     if output is None:
-        out.print(Text(render_markdown(read)), soft_wrap=True)
+        for name, rendered in pages.items():
+            if name.endswith(".md"):
+                out.print(Text(rendered), soft_wrap=True)
         return
     output.mkdir(parents=True, exist_ok=True)
-    for name, rendered in _rendered(read).items():
+    for name, rendered in pages.items():
         (output / name).write_text(rendered, encoding="utf-8")
         out.print(f"wrote {output / name}", soft_wrap=True)
 
@@ -471,6 +479,7 @@ async def _run_routes(
     groups: list[str] | None,
     ids: list[str] | None,
     file: Path | None,
+    name: str,
     material: Material | None,
 ) -> RouteReport:
     from drivetrain_conformance.routes.case import choose
@@ -489,8 +498,8 @@ async def _run_routes(
                 _tell_case(entry.case, entry.verdict, entry.seconds, entry.message)
                 entries.append(entry)
                 if file is not None:
-                    write_route_report(route_report(url, target, entries), file)
-        return route_report(url, target, entries)
+                    write_route_report(route_report(url, target, entries, name), file)
+        return route_report(url, target, entries, name)
 
 
 def _list_routes(dialect: Dialect | None, *, as_json: bool) -> None:
@@ -555,11 +564,17 @@ def _list(cases: list[Case], *, as_json: bool) -> None:
     out.print(f"{len(cases)} cases")
 
 
-def _rendered(reports: Sequence[Report]) -> dict[str, str]:
-    """The page and the picture, by the names of their files."""
+def _rendered(paths: Sequence[Path]) -> dict[str, str]:
+    """The pages and the picture of reports, by the names of their files."""
     from drivetrain_conformance.reports.matrix import render_markdown, render_svg
+    from drivetrain_conformance.reports.report import read_report
+    from drivetrain_conformance.routes.page import render_routes
+    from drivetrain_conformance.routes.run import is_route_report, read_route_report
 
-    return {"can-i-use-it.md": render_markdown(reports), "matrix.svg": render_svg(reports)}
+    routes = [path for path in paths if is_route_report(path)]
+    reports = [read_report(path) for path in paths if path not in routes]
+    pages = {"can-i-use-it.md": render_markdown(reports), "matrix.svg": render_svg(reports)} if reports else {}
+    return pages | ({"routes.md": render_routes([read_route_report(path) for path in routes])} if routes else {})
 
 
 def _stale(pages: Path, folder: Path, fresh: Sequence[Path]) -> list[str]:
@@ -567,14 +582,15 @@ def _stale(pages: Path, folder: Path, fresh: Sequence[Path]) -> list[str]:
     from drivetrain_conformance.reports.matrix import differences
     from drivetrain_conformance.reports.report import read_report
 
-    kept = {path.stem: read_report(path) for path in sorted(folder.glob("*.json"))}
+    paths = sorted(folder.glob("*.json"))
+    kept = {path.stem: read_report(path) for path in paths}
     if not kept:
         raise InvalidConfig(f"{folder} holds no reports", field="--kept")
     found: list[str] = []
-    for name, rendered in _rendered(list(kept.values())).items():
+    for name, rendered in _rendered([*paths, *sorted(folder.glob(f"{_ROUTES}/*.json"))]).items():
         file = pages / name
         if not file.is_file() or file.read_text(encoding="utf-8") != rendered:
-            remedy = f"drivetrain matrix {folder}/*.json --output {pages}"
+            remedy = f"drivetrain matrix {folder}/*.json {folder}/{_ROUTES}/*.json --output {pages}"
             found.append(f"{file} differs from what the reports in {folder} give; run: {remedy}")
     for path in fresh:
         if path.stem not in kept:

@@ -61,6 +61,13 @@ class ServedEngine:
         """Return whether requests know the model itself by this name."""
         return name in self._accepted
 
+    def prompt_logprobs(self, count: object) -> dict[str, object]:
+        """Return sampling parameters that ask for a prompt's logprobs, with ranks if the engine gives them."""
+        return {
+            "prompt_logprobs": count,
+            "return_prompt_ranks": self.engine.supports(Capability.PROMPT_RANKS),
+        }
+
     async def generate(
         self,
         prompts: Sequence[Prompt],

@@ -228,6 +228,9 @@ VLLM: Final[Mapping[str, Around]] = {
     "vllm_tokens/prompt_logprobs_begin_with_the_prompts_token": Wrong(
         COMPLETIONS, turned("choices", 0, "prompt_logprobs", "*")
     ),
+    "vllm_tokens/prompt_logprobs_have_ranks": Wrong(
+        COMPLETIONS, put(None, "choices", 0, "prompt_logprobs", 1, "*", "rank")
+    ),
     "vllm_tokens/a_length_ends_in_length": Wrong(COMPLETIONS, put("stop", "choices", "*", "finish_reason")),
     "vllm_tokens/a_stop_token_is_among_the_ids": Wrong(COMPLETIONS, put(None, "choices", "*", "stop_reason")),
     "vllm_tokens/every_field_may_be_null": Wrong(COMPLETIONS, status=400),

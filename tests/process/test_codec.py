@@ -102,6 +102,7 @@ RESULT = GenerateResult(
     top_logprobs=[[(1, -0.1), (2, -3.0)], []],
     prompt_logprobs=[None, -1.0],
     prompt_top_logprobs=[None, [(4, -1.0)]],
+    prompt_ranks=[None, 2],
     cached_tokens=3,
     hidden_states=[[0.5, 1e-9]],
     routed_experts=[[[1, 2], [3, 4]]],

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 PROMPTS = [[5, 6, 7, 8], [90, 91]]
 GREEDY = {"temperature": 0, "max_tokens": 8}
+SCORED = SamplingParams(temperature=0, max_new_tokens=8, prompt_logprobs=1, return_prompt_ranks=True)
 
 
 async def answer(client: httpx.AsyncClient, path: str, **body: object) -> Any:
@@ -144,16 +145,18 @@ async def test_masks_and_grammars_hold(client: httpx.AsyncClient) -> None:
 
 async def test_a_prompts_logprobs_name_its_tokens(client: httpx.AsyncClient, engine: InferenceEngine) -> None:
     body = await answer(client, "/v1/completions", prompt=PROMPTS[0], **GREEDY, prompt_logprobs=1)
-    (expected,) = (
-        await engine.generate([PROMPTS[0]], SamplingParams(temperature=0, max_new_tokens=8, prompt_logprobs=1))
-    ).completions
+    (expected,) = (await engine.generate([PROMPTS[0]], SCORED)).completions
     assert expected.prompt_logprobs is not None
+    assert expected.prompt_ranks is not None
     first, *others = body["choices"][0]["prompt_logprobs"]
     assert first is None
-    for entries, token_id, logprob in zip(others, PROMPTS[0][1:], expected.prompt_logprobs[1:], strict=True):
+    scores = zip(expected.prompt_logprobs[1:], expected.prompt_ranks[1:], strict=True)
+    for entries, token_id, (logprob, rank) in zip(others, PROMPTS[0][1:], scores, strict=True):
         assert next(iter(entries)) == str(token_id)
         assert entries[str(token_id)]["logprob"] == pytest.approx(logprob, abs=1e-4)
-        assert min(entry["rank"] for entry in entries.values() if entry["rank"]) == 1
+        assert entries[str(token_id)]["rank"] == rank
+        assert min(entry["rank"] for entry in entries.values()) == 1
+    assert max(rank or 0 for rank in expected.prompt_ranks) > 1, "every token is the most likely one"
 
 
 async def test_a_stop_string_is_the_reason(client: httpx.AsyncClient) -> None:

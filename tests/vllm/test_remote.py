@@ -293,7 +293,7 @@ def test_a_stream_is_put_together() -> None:
 
 
 def test_a_prompt_is_scored() -> None:
-    collected = translate.Served(request(new=0, prompt_logprobs=1))
+    collected = translate.Served(request(new=0, prompt_logprobs=1, return_prompt_ranks=True))
     scored = [
         None,
         {"2": {"logprob": -3.0, "rank": 9}, "8": {"logprob": -0.5, "rank": 1}},
@@ -304,6 +304,7 @@ def test_a_prompt_is_scored() -> None:
     assert (result.token_ids, result.finish_reason) == ([], FinishReason.LENGTH)
     assert result.prompt_logprobs == [None, -3.0, -0.1]
     assert result.prompt_top_logprobs == [None, [(8, -0.5)], [(3, -0.1)]]
+    assert result.prompt_ranks == [None, 9, 1]
 
 
 def test_an_abort_keeps_what_there_is_under_the_versions_that_are_known() -> None:

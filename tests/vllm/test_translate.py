@@ -201,7 +201,7 @@ async def test_images_and_videos_are_as_many_as_vllm_was_told() -> None:
 
 
 def test_chunks_become_a_result() -> None:
-    asked = request({"logprobs": 2, "prompt_logprobs": 1})
+    asked = request({"logprobs": 2, "prompt_logprobs": 1, "return_prompt_ranks": True})
     collected = translate.Collected(asked)
     prompt = flat([], [(2, -1.0, 3), (7, -0.1, 1)], [(3, -0.2, 1), (3, -0.2, 1)])
     first = output([5], logprobs=flat([(5, -2.0, 9), (6, -0.5, 1), (7, -1.0, 2)]), prompt_logprobs=prompt)
@@ -214,6 +214,7 @@ def test_chunks_become_a_result() -> None:
     assert (result.finish_reason, result.matched_stop) == (FinishReason.STOP, 9)
     assert result.prompt_logprobs == [None, -1.0, -0.2]
     assert result.prompt_top_logprobs == [None, [(7, -0.1)], [(3, -0.2)]]
+    assert result.prompt_ranks == [None, 3, 1]
     assert result.cached_tokens == 2
     assert result.weight_versions == [VersionSpan("now", 0, 3)]
 

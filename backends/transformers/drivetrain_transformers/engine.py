@@ -58,6 +58,7 @@ _ALWAYS = (
         Capability.STREAMING,
         Capability.ABORT,
         Capability.PRIORITY,
+        Capability.PROMPT_RANKS,
         Capability.SLEEP_WEIGHTS,
         Capability.SLEEP_KV_CACHE,
         Capability.WEIGHTS_IN_PROCESS,

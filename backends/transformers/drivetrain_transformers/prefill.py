@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
-from drivetrain.types.outputs import TopLogprobs
 from drivetrain_sampling import top_logprobs
 from drivetrain_transformers.model import LoadedModel
 from drivetrain_transformers.prefix_cache import PrefixCache
@@ -101,11 +100,8 @@ class Prefill:
         for sequence, row in zip(group, rows, strict=True):
             if not sequence.generated:
                 sequence.cached_tokens = prefix
-            wanted = sequence.request.params.prompt_logprobs
-            if wanted is not None and sequence.prompt_logprobs is None:
-                sequence.prompt_logprobs, sequence.prompt_top_logprobs = _of_prompt(
-                    logits[row], sequence.request.prompt_token_ids, len(sequence.token_ids), wanted
-                )
+            if sequence.request.params.prompt_logprobs is not None and sequence.prompt_logprobs is None:
+                _score_prompt(sequence, logits[row])
         index = torch.tensor(rows, device=logits.device)
         return Prefilled(past, rows, logits[:, -1].index_select(0, index))
 
@@ -121,13 +117,20 @@ class Prefill:
         return past
 
 
-def _of_prompt(
-    logits: torch.Tensor, prompt: list[int], tokens: int, count: int
-) -> tuple[list[float | None], list[TopLogprobs | None] | None]:
-    """Return logprobs of a prompt's tokens, the first being None, from logits of shape (padded tokens, vocabulary)."""
-    first = logits.shape[0] - tokens
+def _score_prompt(sequence: Sequence, logits: torch.Tensor) -> None:
+    """Set logprobs and ranks of the prompt's tokens, the first being None.
+
+    Args:
+        sequence: A sequence whose params ask for them.
+        logits: Shape (padded tokens, vocabulary).
+    """
+    prompt, params = sequence.request.prompt_token_ids, sequence.request.params
+    first = logits.shape[0] - len(sequence.token_ids)
     logprobs = logits[first : first + len(prompt) - 1].float().log_softmax(-1)
     given = torch.tensor(prompt[1:], dtype=torch.long, device=logits.device)
-    own = logprobs.gather(-1, given[:, None])[:, 0].tolist()
-    top = [None, *(top_logprobs(row, count) for row in logprobs)] if count else None
-    return [None, *own], top
+    own = logprobs.gather(-1, given[:, None])
+    sequence.prompt_logprobs = [None, *own[:, 0].tolist()]
+    if count := params.prompt_logprobs:
+        sequence.prompt_top_logprobs = [None, *(top_logprobs(row, count) for row in logprobs)]
+    if params.return_prompt_ranks:
+        sequence.prompt_ranks = [None, *(logprobs >= own).sum(-1).tolist()]

@@ -30,6 +30,7 @@ class Sequence:
     top_logprobs: list[TopLogprobs] | None = None
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[TopLogprobs | None] | None = None
+    prompt_ranks: list[int | None] | None = None
     spans: list[VersionSpan] = field(default_factory=list)
     cached_tokens: int = 0
     released: ReleasedText | None = None
@@ -95,6 +96,7 @@ class Sequence:
             top_logprobs=(self.top_logprobs or []) if params.logprobs else None,
             prompt_logprobs=self.prompt_logprobs,
             prompt_top_logprobs=self.prompt_top_logprobs,
+            prompt_ranks=self.prompt_ranks,
             cached_tokens=self.cached_tokens,
             matched_text=self.matcher.outcome() if self.matcher is not None else None,
         )

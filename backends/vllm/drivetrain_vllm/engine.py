@@ -106,7 +106,7 @@ class VLLMBackend(WorkerBackend[Collected]):
     @classmethod
     def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
         """Return the capabilities of vLLM with the in-engine plugin."""
-        claimed = set(super().capabilities(config))
+        claimed = set(super().capabilities(config)) | {Capability.PROMPT_RANKS}
         if config.engine_kwargs.get("quantization") is not None:
             claimed -= _OF_PLAIN_WEIGHTS
         if device_type_of(config) != "cpu":

@@ -30,6 +30,7 @@ _ALWAYS: Final = frozenset(
         Capability.STREAMING,
         Capability.ABORT,
         Capability.PROMPT_LOGPROBS,
+        Capability.PROMPT_RANKS,
         Capability.SCORE_TOKENS,
         Capability.STOP_TOKEN_IDS,
         Capability.IGNORE_EOS,

@@ -408,6 +408,12 @@ class Collected(CollectedSample):
                 if prompt and params.prompt_logprobs
                 else None
             ),
+            prompt_ranks=(
+                # The prompt's own token comes first at each position.
+                [None, *(int(prompt.ranks[prompt.start_indices[index]]) for index in range(1, len(prompt_ids)))]
+                if prompt and params.return_prompt_ranks
+                else None
+            ),
             cached_tokens=self._last.num_cached_tokens or 0,
             routed_experts=self._experts(count) if params.return_routed_experts else None,
         )
@@ -549,6 +555,11 @@ class Served(CollectedSample):
             prompt_top_logprobs=(
                 [None, *(_likeliest(_entries(of), params.prompt_logprobs) for of in prompt)]
                 if prompt is not None and params.prompt_logprobs
+                else None
+            ),
+            prompt_ranks=(
+                [None, *(int(of[str(token)]["rank"]) for of, token in zip(prompt, prompt_ids[1:], strict=True))]
+                if prompt is not None and params.return_prompt_ranks
                 else None
             ),
             cached_tokens=self._cached,

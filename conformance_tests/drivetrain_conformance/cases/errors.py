@@ -64,6 +64,7 @@ WRONG_PARAMS: Final[Mapping[str, Sequence[object]]] = {
         [{"kind": "temperature_schedule", "start": 1.0, "end": 1.0, "steps": 2**31}],
         None,
     ),
+    "return_prompt_ranks": _NO_FLAG,
     "return_hidden_states": _NO_FLAG,
     "return_routed_experts": _NO_FLAG,
 }
@@ -104,6 +105,7 @@ VALID_PARAMS: Final[Mapping[str, Sequence[Fields]]] = {
         {"logit_processors": [{"kind": "disallowed_tokens", "token_ids": [5]}]},
         {"logit_processors": [{"kind": "temperature_schedule", "start": 1.0, "end": 0.5, "steps": 2}]},
     ),
+    "return_prompt_ranks": ({"prompt_logprobs": 0, "return_prompt_ranks": True},),
     "return_hidden_states": ({"return_hidden_states": True},),
     "return_routed_experts": ({"return_routed_experts": True},),
 }
@@ -234,6 +236,7 @@ async def params_that_contradict_each_other_are_refused(bench: Bench) -> None:
         ({"max_new_tokens": 0, "n": 2}, ("max_new_tokens=0", "n=2")),
         ({"include_stop_str_in_output": True}, ("include_stop_str_in_output", "stop")),
         ({"logprobs_mode": "raw"}, ("logprobs_mode", "logprobs=0")),
+        ({"return_prompt_ranks": True}, ("return_prompt_ranks", "prompt_logprobs=0")),
     ]
     async with _unharmed(bench):
         for params, names in pairs:

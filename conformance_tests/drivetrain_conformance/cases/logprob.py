@@ -15,7 +15,7 @@ from drivetrain_conformance.assertions.common_checks import ending_prompt
 from drivetrain_conformance.assertions.same_answers import check_prefix, check_same
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench
-from drivetrain_conformance.references.oracle import Logits, log_softmax
+from drivetrain_conformance.references.oracle import Logits, log_softmax, possible_ranks
 from drivetrain_conformance.references.reference_sampling import steps, with_effective_filters
 
 _TEMPERATURES: Final = (0.0, 0.5, 1.0, 1.7, 0.03)
@@ -196,6 +196,7 @@ async def nothing_is_returned_unasked(bench: Bench) -> None:
     assert completion.top_logprobs is None
     assert completion.prompt_logprobs is None
     assert completion.prompt_top_logprobs is None
+    assert completion.prompt_ranks is None
 
 
 # Alignment --------------------------------------------------------------------------------------------------------
@@ -383,6 +384,37 @@ async def prompt_logprobs_name_the_likely_tokens(bench: Bench) -> None:
         for found, row in zip(top[1:], rows, strict=False):
             assert found is not None
             _assert_top(found, row, 3, bench.tolerance())
+
+
+@case(Capability.PROMPT_RANKS, Capability.PROMPT_LOGPROBS)
+async def prompt_ranks_count_the_tokens_that_are_as_likely(bench: Bench) -> None:
+    """With return_prompt_ranks each prompt token but the first has its rank, which is 1 for the most likely token.
+
+    The prompts are cached and end with greedy tokens, whose ranks are 1. A request that asks for no ranks gets none,
+    also beside requests that do.
+    """
+    prompts = bench.prompts(3, length=20)
+    scored = [one.prompt_token_ids + one.token_ids for one in await bench.greedy(prompts)]
+    asked = [
+        SamplingParams(temperature=temperature, max_new_tokens=2, prompt_logprobs=count, return_prompt_ranks=True)
+        for temperature, count in ((0.0, 0), (0.5, 2), (1.0, 0))
+    ]
+    unasked = SamplingParams(max_new_tokens=2, prompt_logprobs=1)
+    *ranked, plain = (await bench.engine.generate([*scored, prompts[0]], [*asked, unasked])).completions
+    assert plain.prompt_ranks is None
+    for completion in ranked:
+        _assert_prompt_logprobs(bench, completion)
+        prompt, ranks = completion.prompt_token_ids, completion.prompt_ranks
+        assert ranks is not None, "it has no ranks"
+        assert len(ranks) == len(prompt)
+        assert ranks[0] is None, "the first token of a prompt follows nothing, so it has no rank"
+        rows = log_softmax(bench.oracle().logits(prompt))
+        for at, (rank, token, row) in enumerate(zip(ranks[1:], prompt[1:], rows[:-1], strict=True), start=1):
+            assert rank is not None, f"prompt token {at} has no rank"
+            expected = possible_ranks(row, token, bench.tolerance())
+            assert rank in expected, (
+                f"prompt token {at} has rank {rank}; the reference says {expected.start} to {expected.stop - 1}"
+            )
 
 
 @case(Capability.PROMPT_LOGPROBS)

@@ -23,7 +23,7 @@ from drivetrain.types.sampling import (
 from drivetrain_conformance.harness.testbench import Bench, NoOracle
 from drivetrain_conformance.model.replay import Live, proceed, settle
 from drivetrain_conformance.model.strategies import EBNF_AS_REGEX, Batch
-from drivetrain_conformance.references.oracle import Logits, log_softmax
+from drivetrain_conformance.references.oracle import Logits, log_softmax, possible_ranks
 from drivetrain_conformance.references.reference_sampling import Step, steps
 from drivetrain_conformance.references.reference_stops import Ending, expected_ending
 
@@ -85,10 +85,14 @@ def _check_prompt(bench: Bench, prompt: Prompt, params: SamplingParams, completi
     if params.prompt_logprobs is None or (unread and completion.prompt_logprobs is None):
         assert completion.prompt_logprobs is None
         assert completion.prompt_top_logprobs is None
+        assert completion.prompt_ranks is None
         return
     assert completion.prompt_logprobs is not None
     assert len(completion.prompt_logprobs) == len(ids)
     assert [value is None for value in completion.prompt_logprobs] == [True] + [False] * (len(ids) - 1)
+    assert (completion.prompt_ranks is not None) is params.return_prompt_ranks
+    if completion.prompt_ranks is not None:
+        assert [rank is None for rank in completion.prompt_ranks] == [True] + [False] * (len(ids) - 1)
     if params.prompt_logprobs:
         assert completion.prompt_top_logprobs is not None
         assert len(completion.prompt_top_logprobs) == len(ids)
@@ -234,6 +238,12 @@ def _check_against_oracle(bench: Bench, params: SamplingParams, completion: Comp
         if value is not None:
             expected = prompt_rows[at - 1][prompt[at]]
             assert abs(value - expected) <= slack, f"prompt token {at} has logprob {value:.5f}, not {expected:.5f}"
+    for at, rank in enumerate(completion.prompt_ranks or ()):
+        if rank is not None:
+            ranks = possible_ranks(prompt_rows[at - 1], prompt[at], slack)
+            assert rank in ranks, (
+                f"prompt token {at} has rank {rank}; the reference says {ranks.start} to {ranks.stop - 1}"
+            )
     for at, top in enumerate(completion.prompt_top_logprobs or ()):
         if top is not None:
             _check_likeliest(top, prompt_rows[at - 1], slack, f"prompt token {at}")

@@ -130,7 +130,8 @@ def sampling_params(
         chosen: bool = draw(st.sampled_from(odds))
         return chosen and always(field, values, *needed)
 
-    maybe("prompt_logprobs", st.integers(0, 3), Capability.PROMPT_LOGPROBS)
+    if maybe("prompt_logprobs", st.integers(0, 3), Capability.PROMPT_LOGPROBS):
+        maybe("return_prompt_ranks", st.just(True), Capability.PROMPT_RANKS)
     if Capability.SCORE_TOKENS in capabilities and draw(st.integers(0, 15)) == 15:
         return SamplingParams.model_validate({**fields, "max_new_tokens": 0})
     fields["max_new_tokens"] = most = draw(st.integers(1, max_tokens) | st.just(max_tokens))

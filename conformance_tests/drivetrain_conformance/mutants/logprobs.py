@@ -115,6 +115,30 @@ def shifts_prompt_logprobs(request: GenerateRequest, result: GenerateResult) -> 
     return dataclasses.replace(result, prompt_logprobs=[None, *logprobs[2:], logprobs[1]])
 
 
+@result_mutant("logprob/prompt_ranks_count_the_tokens_that_are_as_likely", says="prompt token 1 has rank")
+def counts_ranks_from_zero(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
+    """The most likely token has rank 0."""
+    ranks = [None if rank is None else rank - 1 for rank in result.prompt_ranks or ()]
+    return dataclasses.replace(result, prompt_ranks=ranks or None)
+
+
+@result_mutant("logprob/prompt_ranks_count_the_tokens_that_are_as_likely", says="prompt token 1 has rank")
+def ranks_within_the_prompt(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
+    """Ranks count the prompt's own tokens, not the vocabulary's."""
+    ranks = [rank for rank in result.prompt_ranks or () if rank is not None]
+    if not ranks:
+        return result
+    return dataclasses.replace(result, prompt_ranks=[None, *(1 + sorted(ranks).index(rank) for rank in ranks)])
+
+
+@result_mutant("logprob/prompt_ranks_count_the_tokens_that_are_as_likely", says="plain.prompt_ranks is None")
+def gives_ranks_unasked(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
+    """Ranks come with every prompt's logprobs."""
+    if result.prompt_logprobs is None or result.prompt_ranks is not None:
+        return result
+    return dataclasses.replace(result, prompt_ranks=[None] + [1] * (len(request.prompt_token_ids) - 1))
+
+
 @mutant("logprob/a_cached_prefix_changes_no_prompt_logprob", says="prompt token 1 has no logprob")
 class loses_cached_prompt_logprobs(SoundBackend):
     """Prompt tokens found in the cache have no logprobs."""

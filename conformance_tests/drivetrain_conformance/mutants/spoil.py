@@ -262,6 +262,7 @@ def joined(first: GenerateResult, rest: GenerateResult) -> GenerateResult:
         top_logprobs=None if rest.top_logprobs is None else [*(first.top_logprobs or ()), *rest.top_logprobs],
         prompt_logprobs=first.prompt_logprobs,
         prompt_top_logprobs=first.prompt_top_logprobs,
+        prompt_ranks=first.prompt_ranks,
         cached_tokens=first.cached_tokens,
     )
 

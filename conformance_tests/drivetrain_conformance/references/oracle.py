@@ -241,3 +241,15 @@ def log_softmax(logits: Logits) -> Logits:
     """Return logprobs along the last axis."""
     shifted = logits - logits.max(axis=-1, keepdims=True)
     return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))
+
+
+def possible_ranks(row: Logits, token: int, tolerance: float) -> range:
+    """Return the ranks that a token may have: the number of tokens that are at least as likely, itself included.
+
+    Args:
+        row: Logprobs, of shape (vocabulary,).
+        token: The token id.
+        tolerance: How far each logprob may be from the engine's, in nats.
+    """
+    others = np.delete(row, token) - row[token]
+    return range(1 + int((others > 2 * tolerance).sum()), 2 + int((others >= -2 * tolerance).sum()))

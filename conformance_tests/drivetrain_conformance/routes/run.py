@@ -13,6 +13,7 @@ from typing import Final
 import httpx
 import msgspec
 
+from drivetrain.errors import InvalidConfig
 from drivetrain_conformance.harness.verdict import Judgement, Verdict, describe
 from drivetrain_conformance.routes.case import RouteCase
 from drivetrain_conformance.routes.target import CannotRun, RouteRefused, Target
@@ -42,11 +43,13 @@ class RouteReport:
     date: str
     seconds: float
     cases: list[RouteEntry]
+    name: str = ""
+    """Name of the server on pages."""
 
     @property
     def title(self) -> str:
-        """Address and dialect."""
-        return f"{self.url}, {self.dialect}"
+        """Name or address, and dialect."""
+        return f"{self.name or self.url}, {self.dialect}"
 
     def counts(self) -> dict[Verdict, int]:
         """How many cases ended how."""
@@ -60,6 +63,14 @@ class RouteReport:
     def not_run(self) -> list[str]:
         """Every case that could not be brought about."""
         return [f"{entry.case}: {entry.message}" for entry in self.cases if entry.verdict is Verdict.NOT_RUN]
+
+    def exceptions(self) -> list[str]:
+        """Every case that did not pass, with its verdict and the first line of its message."""
+        return [
+            f"`{entry.case}`: {entry.verdict.value.replace('_', ' ')}: `{(entry.message.splitlines() or [''])[0]}`"
+            for entry in self.cases
+            if entry.verdict is not Verdict.PASSED
+        ]
 
 
 async def run_routes(target: Target, cases: Sequence[RouteCase]) -> AsyncIterator[RouteEntry]:
@@ -82,7 +93,7 @@ async def _judged(target: Target, case: RouteCase) -> Judgement:
     return Judgement(Verdict.PASSED)
 
 
-def route_report(url: str, target: Target, entries: Sequence[RouteEntry]) -> RouteReport:
+def route_report(url: str, target: Target, entries: Sequence[RouteEntry], name: str = "") -> RouteReport:
     """Put a run into a report."""
     return RouteReport(
         format=FORMAT,
@@ -92,6 +103,7 @@ def route_report(url: str, target: Target, entries: Sequence[RouteEntry]) -> Rou
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         seconds=round(sum(entry.seconds for entry in entries), 1),
         cases=list(entries),
+        name=name,
     )
 
 
@@ -99,3 +111,27 @@ def write_route_report(report: RouteReport, path: Path) -> None:
     """Write it as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+
+
+def is_route_report(path: Path) -> bool:
+    """Return whether a file holds a report of routes, and not one of a backend."""
+    try:
+        return isinstance(found := msgspec.json.decode(path.read_bytes()), dict) and "dialect" in found
+    except (OSError, msgspec.MsgspecError):
+        return False
+
+
+def read_route_report(path: Path) -> RouteReport:
+    """Read what :func:`write_route_report` wrote.
+
+    Raises:
+        InvalidConfig: the file cannot be read, holds no report of routes, or one in another format.
+    """
+    again = f"write it again with 'drivetrain conformance --url … --report {path}'"
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=RouteReport)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise InvalidConfig(f"{path} is no report of routes: {error}; {again}") from error
+    if found.format != FORMAT:
+        raise InvalidConfig(f"{path} is a report in format {found.format}; this version reads {FORMAT}: {again}")
+    return found

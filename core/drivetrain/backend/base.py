@@ -131,6 +131,7 @@ class GenerateResult:
     top_logprobs: list[TopLogprobs] | None = None
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[TopLogprobs | None] | None = None
+    prompt_ranks: list[int | None] | None = None
     cached_tokens: int = 0
     hidden_states: list[list[float]] | None = None
     routed_experts: list[list[list[int]]] | None = None

@@ -77,6 +77,7 @@ def to_completion(sample: Sample, result: GenerateResult, tokenizer: Tokenizer) 
         top_logprobs=result.top_logprobs,
         prompt_logprobs=result.prompt_logprobs,
         prompt_top_logprobs=result.prompt_top_logprobs,
+        prompt_ranks=result.prompt_ranks,
         weight_versions=tuple(result.weight_versions),
         cached_tokens=result.cached_tokens,
         hidden_states=result.hidden_states,

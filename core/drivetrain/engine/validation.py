@@ -68,6 +68,7 @@ _NEEDS: Final[tuple[tuple[str, Callable[[SamplingParams], bool], Capability], ..
     ("seed", lambda p: p.seed is not None, Capability.SEED),
     ("logprobs", lambda p: bool(p.logprobs), Capability.TOP_LOGPROBS),
     ("prompt_logprobs", lambda p: p.prompt_logprobs is not None, Capability.PROMPT_LOGPROBS),
+    ("return_prompt_ranks", lambda p: p.return_prompt_ranks, Capability.PROMPT_RANKS),
     ("logit_processors", lambda p: bool(p.logit_processors), Capability.LOGIT_PROCESSORS),
     ("return_hidden_states", lambda p: p.return_hidden_states, Capability.HIDDEN_STATES),
     ("return_routed_experts", lambda p: p.return_routed_experts, Capability.ROUTED_EXPERTS),

@@ -31,6 +31,7 @@ class Capability(Enum):
     LOGPROBS_PROCESSED = "logprobs_processed", "Logprobs of the distribution that was sampled from can be returned."
     TOP_LOGPROBS = "top_logprobs", "The k most likely tokens at each step can be returned with their logprobs."
     PROMPT_LOGPROBS = "prompt_logprobs", "Logprobs of the prompt's own tokens can be returned."
+    PROMPT_RANKS = "prompt_ranks", "Ranks of the prompt's own tokens, by likelihood, can be returned."
     SCORE_TOKENS = "score_tokens", "Given tokens can be scored without sampling any."
     STOP_TOKEN_IDS = "stop_token_ids", "Generation can end at given token ids."
     STOP_STRINGS = "stop_strings", "Generation can end at given strings, also if they span tokens."

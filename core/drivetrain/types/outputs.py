@@ -100,6 +100,10 @@ class Completion(_TextLater):
     prompt_logprobs: list[float | None] | None = None
     """One per prompt token, raw; the first is None. None when not asked for, or aborted before the prompt was read."""
     prompt_top_logprobs: list[TopLogprobs | None] | None = None
+    prompt_ranks: list[int | None] | None = None
+    """Rank of each prompt token by raw logprob: the number of tokens that are at least as likely, itself included, so 1
+    for the most likely. Tokens of equal logprob may have each other's ranks. The first is None. None when not asked
+    for, or aborted before the prompt was read."""
     weight_versions: tuple[VersionSpan, ...] = ()
     """Weight version of each token, as spans in order and without gaps over all of ``token_ids``."""
     cached_tokens: int = 0

@@ -274,6 +274,9 @@ class SamplingParams(_Frozen):
     prompt_logprobs: Annotated[StrictInt, Field(ge=0)] | None = Field(
         default=None, description="As logprobs, for the prompt's tokens. Always raw; the first token has none."
     )
+    return_prompt_ranks: bool = Field(
+        default=False, strict=True, description="With prompt_logprobs: return the rank of each of the prompt's tokens."
+    )
     logprobs_mode: Annotated[LogprobsMode, BY_NAME] | None = Field(
         default=None, description="Distribution that the logprobs belong to; None: the engine's configured mode."
     )
@@ -360,6 +363,8 @@ class SamplingParams(_Frozen):
             raise ValueError("include_stop_str_in_output needs a stop string or a stop regex; give one or leave it out")
         if self.logprobs_mode is not None and self.logprobs is None:
             raise ValueError("logprobs_mode is given but logprobs is None, so no logprobs are returned; set logprobs=0")
+        if self.return_prompt_ranks and self.prompt_logprobs is None:
+            raise ValueError("return_prompt_ranks needs the prompt's logprobs; set prompt_logprobs=0 or leave it out")
         if self.max_new_tokens == 0 and self.n > 1:
             raise ValueError(f"max_new_tokens=0 samples nothing, so n={self.n} has no meaning; use n=1")
         if len(self.logit_processors) > 1 and self.allowed_token_ids == frozenset():

@@ -260,7 +260,7 @@ class SessionRoutes:
             )
         params = {"logprobs": 0, **call.params}
         if payload.prompt_logprobs is not None:
-            params["prompt_logprobs"] = payload.prompt_logprobs
+            params |= self._served.prompt_logprobs(payload.prompt_logprobs)
         if self._served.config.sessions.routed_experts:
             params["return_routed_experts"] = True
         ready = dataclasses.replace(

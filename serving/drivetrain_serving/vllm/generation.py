@@ -137,7 +137,10 @@ class GenerationRoutes:
 
     async def _generate(self, body: Mapping[str, object]) -> Response:
         asked, call = read_generate(body)
-        call = dataclasses.replace(call, lora=await self._served.adapter_of(asked.model))
+        params = dict(call.params)
+        if (count := params.get("prompt_logprobs")) is not None:
+            params |= self._served.prompt_logprobs(count)
+        call = dataclasses.replace(call, params=params, lora=await self._served.adapter_of(asked.model))
         responses = GenerateResponses(asked, self._served, self._texts)
         if asked.stream:
             return await self._streamed(
@@ -156,7 +159,7 @@ class GenerationRoutes:
     async def _routed(self, call: Call, asked: CompletionRequest | ChatRequest) -> Call:
         params = dict(call.params)
         if asked.prompt_logprobs is not None:
-            params["prompt_logprobs"] = asked.prompt_logprobs
+            params |= self._served.prompt_logprobs(asked.prompt_logprobs)
         lora = await self._served.adapter_of(asked.model)
         return dataclasses.replace(call, params=params, lora=lora or call.lora)
 

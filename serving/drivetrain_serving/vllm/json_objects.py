@@ -28,15 +28,18 @@ def prompt_logprobs(completion: Completion, texts: TokenTexts) -> PromptLogprobs
     if given is None:
         return None
     tops: Sequence[TopLogprobs | None] = completion.prompt_top_logprobs or [None] * len(given)
+    ranks: Sequence[int | None] = completion.prompt_ranks or [None] * len(given)
     return [
-        None if logprob is None else _ranked(token_id, logprob, top or [], texts)
-        for token_id, logprob, top in zip(completion.prompt_token_ids, given, tops, strict=True)
+        None if logprob is None else _ranked(token_id, logprob, rank, top or [], texts)
+        for token_id, logprob, rank, top in zip(completion.prompt_token_ids, given, ranks, tops, strict=True)
     ]
 
 
-def _ranked(token_id: int, logprob: float, top: TopLogprobs, texts: TokenTexts) -> dict[str, RankedLogprob]:
-    entries = {str(other): _entry(value, rank, texts(other).text) for rank, (other, value) in enumerate(top, 1)}
-    own = entries.pop(str(token_id), None) or _entry(logprob, None, texts(token_id).text)
+def _ranked(
+    token_id: int, logprob: float, rank: int | None, top: TopLogprobs, texts: TokenTexts
+) -> dict[str, RankedLogprob]:
+    entries = {str(other): _entry(value, place, texts(other).text) for place, (other, value) in enumerate(top, 1)}
+    own = entries.pop(str(token_id), None) or _entry(logprob, rank, texts(token_id).text)
     return {str(token_id): own, **entries}
 
 

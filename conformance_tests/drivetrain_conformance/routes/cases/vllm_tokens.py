@@ -117,6 +117,16 @@ async def prompt_logprobs_begin_with_the_prompts_token(target: Target) -> None:
 
 
 @route_case
+async def prompt_logprobs_have_ranks(target: Target) -> None:
+    """Each entry of ``prompt_logprobs`` has a ``rank`` from 1 on, also of an unlikely token. TRL sorts by it."""
+    answered = (await complete(target, prompt=[5, 6, 7, 8, 9, 10], prompt_logprobs=2))["choices"][0]["prompt_logprobs"]
+    for entry in answered.entries()[1:]:
+        ranks = [entry[token]["rank"].integer() for token in entry.mapping()]
+        assert {1, 2} <= set(ranks), f"{entry.path} has the ranks {ranks}; 1 and 2 are of the most likely tokens"
+        assert len(set(ranks)) == len(ranks), f"{entry.path} has a rank twice: {ranks}"
+
+
+@route_case
 async def a_length_ends_in_length(target: Target) -> None:
     """A request that reaches ``max_tokens`` ends in ``length`` with that many ids. AReaL loops on other reasons."""
     choice = (await complete(target, ignore_eos=True, return_token_ids=True))["choices"][0]
