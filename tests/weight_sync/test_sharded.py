@@ -49,9 +49,10 @@ def test_ranks_stage_their_own_shards_where_the_engine_reads_them(ranks: Ranks) 
     assert found[1][1:] == (["shards"] * 3, [])
 
 
+@pytest.mark.parametrize("strategy", ["in_process", "shared_memory"])
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe"])
-def test_the_engine_answers_as_one_that_loaded_the_weights(ranks: Ranks, architecture: str) -> None:
-    found, *_ = ranks.run(trainer_ranks.push_to_a_real_engine, architecture)
+def test_the_engine_answers_as_one_that_loaded_the_weights(ranks: Ranks, architecture: str, strategy: str) -> None:
+    found, *_ = ranks.run(trainer_ranks.push_to_a_real_engine, architecture, strategy)
     assert found == asyncio.run(_fresh_answer(architecture))
 
 

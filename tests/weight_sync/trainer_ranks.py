@@ -211,8 +211,8 @@ def _no_memory(*arguments: object) -> PartsStaged:
     raise torch.OutOfMemoryError("no room for the parts")
 
 
-def push_to_a_real_engine(rank: int, architecture: str) -> tuple[list[int], list[float]] | None:
-    """Push a transformers model, sharded, and return the engine's answer."""
+def push_to_a_real_engine(rank: int, architecture: str, strategy: str) -> tuple[list[int], list[float]] | None:
+    """Push a transformers model, sharded, and return the engine's answer; by shared memory, nothing is gathered."""
     from transformers import AutoModelForCausalLM
 
     from drivetrain import SamplingParams, create_engine
@@ -227,9 +227,15 @@ def push_to_a_real_engine(rank: int, architecture: str) -> tuple[list[int], list
             async with WeightSync.connect(trained, None) as sync:
                 await sync.push(version="step-1")
             return None
+        gathered: list[object] = []
+        gather = Gatherer._gather
+        if strategy == "shared_memory":
+            setattr(Gatherer, "_gather", lambda *arguments: gathered.append(arguments))  # noqa: B010
         async with create_engine("transformers", model=str(tiny_model(architecture))) as engine:
-            async with WeightSync.connect(trained, engine, bucket_bytes=100_000) as sync:
+            async with WeightSync.connect(trained, engine, strategy, bucket_bytes=100_000) as sync:
                 await sync.push(version="step-1")
+            setattr(Gatherer, "_gather", gather)  # noqa: B010
+            assert not gathered
             params = SamplingParams(max_new_tokens=12, temperature=0.0, logprobs=0, ignore_eos=True)
             (output,) = (await engine.generate([[5, 6, 7]], params)).completions
             return output.token_ids, output.logprobs or []

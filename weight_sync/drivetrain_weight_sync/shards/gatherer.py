@@ -37,6 +37,7 @@ from drivetrain_weight_sync.shards.parts import PartStager, this_host
 from drivetrain_weight_sync.shards.pieces import Piece, own_pieces
 from drivetrain_weight_sync.shards.ranks import Place, Ranks, new_key
 from drivetrain_weight_sync.tensors.dtypes import dtype_of
+from drivetrain_weight_sync.tensors.storages import storage_of
 from drivetrain_weight_sync.transports.base import slot
 
 _BUFFERS: Final = 2
@@ -80,8 +81,8 @@ class Gatherer:
         self._rename: Rename = dict
         self._outlines: dict[str, torch.Tensor] = {}
         """Every tensor on the meta device, under the trainer's first name of it."""
-        self._of_outline: dict[int, str] = {}
-        """The same names, by the outlines' ``id``."""
+        self._of_storage: dict[int, str] = {}
+        """The same names, by the outlines' storages."""
         self.gpus: dict[int, str] = {}
         """UUID of the GPU that holds a rank's shards; empty if none does."""
         self._hosts: set[str] = set()
@@ -119,7 +120,7 @@ class Gatherer:
             self._offered = offered
             specs = self._inventory.specs
             self._outlines = {n: torch.empty(s.shape, dtype=dtype_of(s), device="meta") for n, s in specs.items()}
-            self._of_outline = {id(outline): name for name, outline in self._outlines.items()}
+            self._of_storage = {storage_of(outline): name for name, outline in self._outlines.items()}
         self.gpus = {rank: offer.gpu for rank, offer in offers.items()} | {self._ranks.rank: gpu_of(self._tensors)}
         self._hosts = {this_host(), *(offer.host for offer in offers.values())}
 
@@ -133,9 +134,8 @@ class Gatherer:
         return self._named(self._outlines)
 
     def parts_of(self, outline: torch.Tensor) -> Sequence[Part]:
-        """Return the parts of a tensor of :meth:`outline`; none if it is a piece of a trainer's tensor."""
-        name = self._of_outline.get(id(outline))
-        return () if name is None else self._inventory.parts[name]
+        """Return the parts of the trainer's tensor of which a tensor of :meth:`outline` is all or a view."""
+        return self._inventory.parts[self._of_storage[storage_of(outline)]]
 
     def stage_parts(
         self,

@@ -59,7 +59,9 @@ class PartSpec(msgspec.Struct, frozen=True, array_like=True):
     """A part of a tensor, as a rank stages it in memory of its own."""
 
     index: int
-    """Index among the rank's shards, of which it is a whole one."""
+    """Index of the shard that holds it, among the rank's."""
+    first: int
+    """Index of its first element in the flattened shard."""
     name: str
     dtype: str
     """The engine's."""

@@ -58,7 +58,7 @@ class PartStager:
         strange: dict[str, str] = {}
         # Conversions take memory until they are staged: one bucket at a time.
         for group in [parts] if as_is else self._buckets:
-            values = {part.name: _flat(tensors[part.index], self._dtypes[part.name]) for part in group}
+            values = {part.name: _values(part, tensors[part.index], self._dtypes[part.name]) for part in group}
             sums |= self._put_at_once(group, values, slots, strange, pace)
             for part in group:
                 if part.name not in sums:
@@ -100,8 +100,8 @@ class PartStager:
             sender.close()
 
 
-def _flat(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor.to(dtype).contiguous().view(-1)
+def _values(part: PartSpec, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return shard.contiguous().view(-1)[part.first : part.first + part.numel].to(dtype)
 
 
 @cache

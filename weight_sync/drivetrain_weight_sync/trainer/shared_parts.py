@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -13,6 +13,7 @@ from drivetrain_weight_sync.copying.digest import finished
 from drivetrain_weight_sync.shards.gatherer import Gatherer
 from drivetrain_weight_sync.shards.links import PartSpec
 from drivetrain_weight_sync.tensors.dtypes import dtype_of
+from drivetrain_weight_sync.tensors.storages import place_of
 from drivetrain_weight_sync.trainer.source import Source
 from drivetrain_weight_sync.trainer.staging import Staged, nbytes_of_plan, require_finite, require_fit
 from drivetrain_weight_sync.trainer.strategy import Strategy
@@ -37,6 +38,19 @@ class _Layout:
     """By rank, in the plan's order."""
     wanted: dict[int, tuple[tuple[PartSpec, ...], ...]]
     """The same, by bucket of the plan, as a rank is asked for them."""
+
+
+class _Held(NamedTuple):
+    """Consecutive elements of a tensor of the checkpoint that lie in one shard."""
+
+    rank: int
+    shard: int
+    """Index among the rank's."""
+    first: int
+    """Index of the first element in the flattened shard."""
+    begin: int
+    """The same in the tensor."""
+    numel: int
 
 
 class SharedParts:
@@ -65,8 +79,8 @@ class SharedParts:
     ) -> ShardsSource | None:
         """Have every rank stage its parts, and fill ``staged``; None if the source must be gathered instead.
 
-        It must if the ranks or the engine are on several hosts or on GPUs that cannot read each other's memory, if the
-        trainer cuts a tensor across its rows, or if the checkpoint cuts tensors of the trainer, as stacked experts.
+        It must if the ranks or the engine are on several hosts or on GPUs that cannot read each other's memory, and if
+        a tensor of the trainer or of the checkpoint is cut so that its elements do not lie together in the other's.
 
         Args:
             source: The gathered source, of which only the outline is read.
@@ -132,31 +146,44 @@ class SharedParts:
             return known
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in outline.items():
-            if tensors.setdefault(manifest.aliases.get(name, name), tensor) is not tensor:
+            if place_of(tensors.setdefault(manifest.aliases.get(name, name), tensor)) != place_of(tensor):
                 return None  # tied in the engine and not in the trainer: their values are compared
         parts: dict[int, list[FlatPart]] = {}
         wanted: dict[int, list[list[PartSpec]]] = {}
         index = 0
         for number, bucket in enumerate(plan.buckets):
             for spec in (placed.spec for placed in bucket.tensors):
-                held = self._gatherer.parts_of(tensors[spec.name])
-                begins = [part.piece.first_element for part in held]
-                if not held or None in begins:
+                held = self._held(tensors[spec.name])
+                if held is None:
                     return None
-                for part, begin in zip(held, begins, strict=True):
-                    assert begin is not None
-                    flat = FlatPart(index, begin, part.numel)
+                for rank, shard, first, begin, numel in held:
+                    flat = FlatPart(index, begin, numel)
                     asked = PartSpec(
-                        part.index, name_of(spec, flat), spec.dtype, begin * dtype_of(spec).itemsize, flat.numel
+                        shard, first, name_of(spec, flat), spec.dtype, begin * dtype_of(spec).itemsize, numel
                     )
-                    parts.setdefault(part.rank, []).append(flat)
-                    wanted.setdefault(part.rank, [[] for _ in plan.buckets])[number].append(asked)
+                    parts.setdefault(rank, []).append(flat)
+                    wanted.setdefault(rank, [[] for _ in plan.buckets])[number].append(asked)
                 index += 1
         frozen = {rank: tuple(map(tuple, buckets)) for rank, buckets in wanted.items()}
         wholes = [torch.empty(spec.shape, dtype=dtype_of(spec), device="meta") for spec in plan.tensors]
         self._known = _Layout(plan, outline, wholes, parts, frozen)
         return self._known
 
+    def _held(self, tensor: torch.Tensor) -> list[_Held] | None:
+        """Return where the elements of a tensor of the checkpoint are; None if a part's do not lie together."""
+        if not tensor.is_contiguous():
+            return None
+        found: list[_Held] = []
+        begin = int(tensor.storage_offset())
+        for part in self._gatherer.parts_of(tensor):
+            first = part.piece.first_element
+            if first is None:
+                return None
+            low, high = max(first, begin), min(first + part.numel, begin + tensor.numel())
+            if low < high or not tensor.numel():
+                found.append(_Held(part.rank, part.index, low - first, low - begin, high - low))
+        return found
+
 
 def _same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(tensor is other[name] for name, tensor in one.items())
+    return one.keys() == other.keys() and all(place_of(tensor) == place_of(other[name]) for name, tensor in one.items())
