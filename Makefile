@@ -78,7 +78,7 @@ SCHEMATHESIS ?= schemathesis==4.32.5
 SCHEMATHESIS_READY := .venvs/schemathesis/.ready-$(shell echo '$(SCHEMATHESIS)' | sha256sum | cut -c1-16)
 CASES ?= 5
 
-.PHONY: help setup demo serve-demo test test-unit test-fast test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-resume test-trainer-half test-trainers train-skyrl faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint site docs bench clean test-skyrl-client test-openrlhf test-trl demo-trl test-gyms test-trl-teacher test-verl demo-verl
+.PHONY: help setup demo serve-demo test test-unit test-fast test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-resume test-trainer-half test-trainers train-skyrl faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-quantised in-process in-a-host-process parity parity-page mutants matrix lint site docs bench clean test-skyrl-client test-openrlhf test-trl demo-trl test-embeddings test-gyms test-trl-teacher test-verl demo-verl
 .PHONY: environments environment-transformers environment-echo environment-trainer environment-trainers environment-sglang environment-sglang-server environment-vllm environment-vllm-server environment-openrlhf environment-trl environment-verl
 
 help: ## show this list
@@ -146,6 +146,12 @@ test-gateway: environment-$(BACKEND) ## record agents over BACKEND's real engine
 	@$(ENGINE_ENV) BACKEND=$(BACKEND) PYTHONPATH=tests/helpers OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/python -m pytest -q \
 		-c /dev/null -o asyncio_default_fixture_loop_scope=module --rootdir tests/serving --noconftest \
 		-p no:cacheprovider tests/serving/gateway_on_an_engine.py $(ARGS)
+
+test-embeddings: environment-$(BACKEND) ## /v1/embeddings of BACKEND, vllm or sglang, beside what transformers computes
+	@$(ENVIRONMENT)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[serve]' openai pytest-asyncio
+	@$(ENGINE_ENV) BACKEND=$(BACKEND) PYTHONPATH=tests/helpers OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/python -m pytest -q \
+		-c /dev/null -o asyncio_default_fixture_loop_scope=module --rootdir tests/serving --noconftest \
+		-p no:cacheprovider tests/serving/embeddings_on_an_engine.py $(ARGS)
 
 # schemathesis pins packages of its own.
 test-openapi: $(READY) $(SCHEMATHESIS_READY) ## requests by chance from our OpenAPI document: no 500, and only documented statuses and forms; CASES=5 for each route
