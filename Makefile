@@ -67,13 +67,18 @@ TRAINERS ?= openai==2.54.0 anthropic==2.14.0 langchain-openai==1.7.4 verifiers==
 VERL ?= verl==0.9.1
 VERL_PLATFORM_CPU := tests/support/verl-cpu
 VERL_READY := .venvs/verl/.ready-$(shell (cat pyproject.toml $(VERL_PLATFORM_CPU)/*; echo '$(TORCH) $(VERL)') | sha256sum | cut -c1-16)
+# NeMo-Gym's model server with the packages that it imports, of the many that it asks for, and rLLM's gateway.
+NEMO_GYM ?= nemo-gym==0.4.0
+GYMS ?= rllm-model-gateway==0.1.0 openai==2.7.2 'anthropic<=0.109.2' aiohttp hydra-core orjson 'ray[default]' itsdangerous uvloop \
+	psutil gprof2dot pydot python-multipart rich tqdm wandb yappi requests pytest
+GYMS_READY := .venvs/gyms/.ready-$(shell echo "$(NEMO_GYM) $(GYMS)" | sha256sum | cut -c1-16)
 TRAINERS_READY := .venvs/trainers/.ready-$(shell echo '$(TRAINERS)' | sha256sum | cut -c1-16)
 # Makes requests from our OpenAPI document, CASES of each route and phase.
 SCHEMATHESIS ?= schemathesis==4.32.5
 SCHEMATHESIS_READY := .venvs/schemathesis/.ready-$(shell echo '$(SCHEMATHESIS)' | sha256sum | cut -c1-16)
 CASES ?= 5
 
-.PHONY: help setup demo serve-demo test test-unit test-slow test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-resume test-trainer-half test-trainers train-skyrl faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-quantised on-engines on-transformers parity parity-page mutants matrix lint lint-mypy lint-pyright lint-contracts site docs bench clean test-skyrl-client test-openrlhf test-trl demo-trl test-trl-teacher test-verl demo-verl
+.PHONY: help setup demo serve-demo test test-unit test-slow test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-resume test-trainer-half test-trainers train-skyrl faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-quantised on-engines on-transformers parity parity-page mutants matrix lint lint-mypy lint-pyright lint-contracts site docs bench clean test-skyrl-client test-openrlhf test-trl demo-trl test-trl-teacher test-verl demo-verl test-embeddings test-gyms
 .PHONY: environments environment-transformers environment-echo environment-trainer environment-trainers environment-sglang environment-sglang-server environment-vllm environment-vllm-server environment-openrlhf environment-trl environment-verl
 
 help: ## show this list
@@ -145,6 +150,12 @@ test-gateway: environment-$(BACKEND) ## record agents over BACKEND's real engine
 		-c /dev/null -o asyncio_default_fixture_loop_scope=module --rootdir tests/serving --noconftest \
 		-p no:cacheprovider tests/serving/gateway_on_an_engine.py $(ARGS)
 
+test-embeddings: environment-$(BACKEND) ## /v1/embeddings of BACKEND, vllm or sglang, beside what transformers computes
+	@$(ENVIRONMENT)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[serve]' openai pytest-asyncio
+	@$(ENGINE_ENV) BACKEND=$(BACKEND) PYTHONPATH=tests/helpers OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/python -m pytest -q \
+		-c /dev/null -o asyncio_default_fixture_loop_scope=module --rootdir tests/serving --noconftest \
+		-p no:cacheprovider tests/serving/embeddings_on_an_engine.py $(ARGS)
+
 # schemathesis pins packages of its own.
 test-openapi: $(READY) $(SCHEMATHESIS_READY) ## requests by chance from our OpenAPI document: no 500, and only documented statuses and forms; CASES=5 for each route
 	@OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/serving/fuzz_the_document.py .venvs/schemathesis/bin/schemathesis $(CASES)
@@ -215,6 +226,19 @@ test-trainers: environment-trainers ## unmodified clients and trainers from the 
 	@PROJECT_PYTHON=$(abspath $(BIN)/python) PYTHONPATH=tests/helpers OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venvs/trainers/bin/python -m pytest -q \
 		-c /dev/null --rootdir tests/trainers --confcutdir tests/trainers -p no:cacheprovider tests/trainers/*_sdk.py \
 		tests/trainers/langchain_agent.py tests/trainers/verifiers_rollouts.py $(ARGS)
+
+test-gyms: $(READY) $(GYMS_READY) ## NeMo-Gym's model server and rLLM's gateway over drivetrain serve
+	@PROJECT_PYTHON=$(abspath $(BIN)/python) PYTHONPATH=tests/helpers OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venvs/gyms/bin/python -W ignore \
+		-m pytest -q -c /dev/null --rootdir tests/trainers --confcutdir tests/trainers -p no:cacheprovider \
+		tests/trainers/nemo_gym_model.py tests/trainers/rllm_gateway.py $(ARGS)
+
+$(GYMS_READY):
+	@[[ -n "$(SGLANG_PYTHON)" ]] || { echo "NeMo-Gym needs Python 3.12; install it, or: make SGLANG_PYTHON=/path/to/python" >&2; exit 1; }
+	@echo "setting up .venvs/gyms with $(SGLANG_PYTHON): 0.8 GB, two minutes"
+	@[[ -x .venvs/gyms/bin/python ]] || $(SGLANG_PYTHON) -m venv .venvs/gyms
+	@.venvs/gyms/bin/python -m pip install --quiet --disable-pip-version-check --no-deps '$(NEMO_GYM)'
+	@.venvs/gyms/bin/python -m pip install --quiet --disable-pip-version-check $(GYMS)
+	@rm -f .venvs/gyms/.ready-* && touch $@
 
 # Its sender of weights needs a GPU and vLLM; its loop of rollouts needs neither.
 test-trl-teacher: $(READY) $(TRL_READY) ## TRL's own distillation loop with drivetrain serve as its student and its teacher

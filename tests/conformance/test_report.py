@@ -184,3 +184,6 @@ def test_a_kept_report_is_current_only_while_verdicts_cases_and_claims_are_the_s
     ]
     less = dataclasses.replace(kept, capabilities=[CapabilityEntry("seed", False, Verdict.REFUSED, "")])
     assert differences(less, kept) == ["seed: claimed=True in the kept report, claimed=False now"]
+    first = CapabilityEntry("abort", True, Verdict.PASSED, "")
+    more = dataclasses.replace(kept, capabilities=[first, *kept.capabilities])
+    assert differences(more, kept) == ["abort: absent in the kept report, claimed=True now"]

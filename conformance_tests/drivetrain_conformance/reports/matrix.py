@@ -90,10 +90,12 @@ def differences(fresh: Report, kept: Report) -> list[str]:
         for case in sorted(now.keys() | then.keys())
         if now.get(case) is not then.get(case)
     ]
+    claimed = {entry.capability: f"claimed={entry.claimed}" for entry in fresh.capabilities}
+    was_claimed = {entry.capability: f"claimed={entry.claimed}" for entry in kept.capabilities}
     found += [
-        f"{was.capability}: claimed={was.claimed} in the kept report, claimed={entry.claimed} now"
-        for was, entry in zip(kept.capabilities, fresh.capabilities, strict=False)
-        if (was.capability, was.claimed) != (entry.capability, entry.claimed)
+        f"{name}: {was_claimed.get(name, 'absent')} in the kept report, {claimed.get(name, 'absent')} now"
+        for name in sorted(claimed.keys() | was_claimed.keys())
+        if claimed.get(name) != was_claimed.get(name)
     ]
     return found
 
