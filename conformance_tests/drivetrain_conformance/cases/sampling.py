@@ -15,10 +15,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from drivetrain.backend.base import GenerateRequest
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.types.capability import Capability
 from drivetrain.types.outputs import Completion, GenerationOutput
-from drivetrain.types.sampling import ActionMask, DisallowedTokens, SamplingParams, TemperatureSchedule
+from drivetrain.types.sampling import ActionMask, DisallowedTokens, LogprobsMode, SamplingParams, TemperatureSchedule
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, ordinary_ids
 from drivetrain_conformance.references.goodness_of_fit import FALSE_ALARM, Tally
@@ -39,6 +40,12 @@ _STREAM: Final = 20
 """Tokens of the samples whose random numbers are compared with each other."""
 _LIKELY: Final = 0.92
 """Probability of the most likely token where the others' are looked at, which ``_HOT`` makes nearly equal."""
+_SPARED: Final = 16
+"""Ids of all ordinary ones that a logit processor with many ids does not name."""
+_WAVE: Final = 640
+"""Length of a sample that is compared with itself: more than twice any period that an engine's buffers suggest."""
+_OVERLAP: Final = 40
+"""Tokens of it, at least, that are compared with later ones."""
 _SEQUENCES: Final = 256
 """Sampled sequences in a check of a token other than the first."""
 
@@ -246,7 +253,10 @@ async def later_tokens_follow_what_was_drawn(bench: Bench) -> None:
 
 @case()
 async def each_step_is_drawn_anew(bench: Bench) -> None:
-    """A token's position within its distribution does not predict the next token's position."""
+    """A token's position within its distribution does not predict the next token's position.
+
+    Nor do the draws of a long sample repeat earlier ones, with a seed or without.
+    """
     params = SamplingParams(max_new_tokens=3, n=_SEQUENCES // 2)
     drawn = (await bench.engine.generate(bench.prompt(), params)).completions
     whole = [completion for completion in drawn if len(completion.token_ids) == 3]
@@ -259,6 +269,21 @@ async def each_step_is_drawn_anew(bench: Bench) -> None:
             same_part = np.flatnonzero(_parts(after, order) == _parts(before, order)[previous])
             tally.add([last], after, {first, previous, *same_part.tolist()})
         tally.check()
+
+    if bench.claims(Capability.IGNORE_EOS):
+        await _check_draws_have_no_period(bench)
+
+
+async def _check_draws_have_no_period(bench: Bench) -> None:
+    """Check that long samples do not draw the same tokens again, where the context changes no draw."""
+    seeds: list[int | None] = [None, 5] if bench.claims(Capability.SEED) else [None]
+    length = min(_WAVE, bench.engine.model_info.context_length - 6)
+    params = [SamplingParams(max_new_tokens=length, temperature=_FLAT, seed=one, ignore_eos=True) for one in seeds]
+    for ids in _ids(await bench.engine.generate([bench.prompt()] * len(seeds), params)):
+        drawn = np.array(ids)
+        for period in range(1, length - _OVERLAP):
+            alike = float(np.mean(drawn[period:] == drawn[:-period]))
+            assert alike < 0.5, f"after {period} tokens a sample draws the same ones again, {alike:.0%} of them"
 
 
 def _by_id(probabilities: Logits) -> NDArray[np.intp]:
@@ -420,7 +445,10 @@ async def _check_takes_the_best(
 
 @case(Capability.SEED)
 async def a_seed_fixes_the_output(bench: Bench) -> None:
-    """The same seed gives the same tokens alone, in a batch, in another order, and beside and after other requests."""
+    """The same seed gives the same tokens alone, in a batch, in another order, and beside and after other requests.
+
+    Nor does it matter that another engine has made the first of them, where the backend takes over such requests.
+    """
     prompts = [bench.prompt(length) for length in (4, 7, 13, 21)]
     params = [SamplingParams(max_new_tokens=16, seed=seed) for seed in (11, 12, 2**62, 0)]
     alone = [_ids(await bench.engine.generate(prompt, one))[0] for prompt, one in zip(prompts, params, strict=True)]
@@ -433,6 +461,46 @@ async def a_seed_fixes_the_output(bench: Bench) -> None:
     after = _ids(await bench.engine.generate(prompts, params))
     for again in (together, backwards, _ids(beside), after):
         _assert_agree(bench, again, alone)
+    if bench.engine.parts.backend.counts_resumed_tokens:
+        await _check_it_resumes(bench)
+
+
+async def _check_it_resumes(bench: Bench) -> None:
+    """Check that a request whose first tokens were made by an engine that was lost goes on as it would have there.
+
+    A fleet hands such a request to another engine. Its tokens count for the seed, penalties and schedules.
+    """
+    fields: dict[str, object] = {
+        "max_new_tokens": _STREAM,
+        "seed": 23,
+        "ignore_eos": bench.claims(Capability.IGNORE_EOS),
+    }
+    for needed, name, value in (
+        (Capability.FREQUENCY_PENALTY, "frequency_penalty", 1.5),
+        (Capability.LOGIT_PROCESSORS, "logit_processors", (TemperatureSchedule(start=0.5, end=3.0, steps=_STREAM),)),
+    ):
+        if bench.claims(needed):
+            fields[name] = value
+    params = SamplingParams.model_validate(fields)
+    whole = (await bench.engine.generate(bench.prompts(3), params)).completions
+    rest = [await _resumed(bench.engine, one, params, len(one.token_ids) // 2) for one in whole]
+    _assert_agree(bench, rest, [one.token_ids[len(one.token_ids) // 2 :] for one in whole])
+
+
+async def _resumed(engine: InferenceEngine, made: Completion, params: SamplingParams, count: int) -> list[int]:
+    """Let the backend make the rest of a completion, of which ``count`` tokens were made elsewhere."""
+    assert params.max_new_tokens is not None
+    request = GenerateRequest(
+        request_id=f"resumed-{made.request_id}",
+        prompt_token_ids=[*made.prompt_token_ids, *made.token_ids[:count]],
+        params=params,
+        max_new_tokens=params.max_new_tokens - count,
+        stop_token_ids=() if params.ignore_eos else engine.model_info.eos_token_ids,
+        logprobs_mode=LogprobsMode.RAW,
+        seed=params.seed,
+        resumed_tokens=count,
+    )
+    return (await engine.parts.backend.generate(request)).token_ids
 
 
 @case(Capability.SEED)
@@ -595,6 +663,9 @@ async def an_action_mask_allows_nothing_else(bench: Bench) -> None:
     for completion in output.completions:
         assert len(completion.token_ids) == 16, "EOS is not allowed, so nothing ends before its length"
         assert set(completion.token_ids) <= set(allowed)
+    # Engines may take only a few dozen ids.
+    many = ActionMask(allowed_token_ids=tuple(_shuffled_ids(bench)[_SPARED:]))
+    await _check_takes_the_best(bench, SamplingParams(temperature=0, max_new_tokens=12, logit_processors=(many,)))
 
 
 @case(Capability.LOGIT_PROCESSORS)
@@ -608,6 +679,13 @@ async def disallowed_tokens_are_never_drawn(bench: Bench) -> None:
     greedy = SamplingParams(max_new_tokens=12, temperature=0, logit_processors=(processor,))
     for completion in await _check_takes_the_best(bench, greedy, [free[0].prompt_token_ids]):
         assert set(completion.token_ids).isdisjoint(disallowed)
+    many = DisallowedTokens(token_ids=tuple(_shuffled_ids(bench)[_SPARED:]))
+    await _check_takes_the_best(bench, SamplingParams(temperature=0, max_new_tokens=12, logit_processors=(many,)))
+
+
+def _shuffled_ids(bench: Bench) -> list[int]:
+    ids = ordinary_ids(bench.engine)
+    return bench.rng.sample(ids, len(ids))
 
 
 @case(Capability.LOGIT_PROCESSORS)
@@ -617,6 +695,26 @@ async def a_temperature_schedule_moves_from_start_to_end(bench: Bench) -> None:
     await _check_first_tokens(bench, SamplingParams(max_new_tokens=1, logit_processors=(schedule,)))
     for count in (2, 5):
         await _check_later_token(bench, SamplingParams(max_new_tokens=count, logit_processors=(schedule,)))
+    if bench.claims(Capability.LOGPROBS_PROCESSED):
+        await _check_schedules_step_by_step(bench)
+
+
+async def _check_schedules_step_by_step(bench: Bench) -> None:
+    """Check the temperature of each token by its logprob: draws alone do not tell a step from the next one."""
+    for start, end, count in ((0.5, 4.0, 6), (3.0, 0.7, 11), (0.8, 2.0, 2), (1.5, 0.5, 1)):
+        schedule = TemperatureSchedule(start=start, end=end, steps=count)
+        params = SamplingParams(
+            max_new_tokens=16, logprobs=0, logprobs_mode=LogprobsMode.PROCESSED, logit_processors=(schedule,)
+        )
+        for completion in (await bench.engine.generate(bench.prompts(2), params)).completions:
+            assert completion.logprobs is not None
+            rows = steps(completion, bench.output_logits(completion), params, bench.tolerance())
+            for at, (row, token) in enumerate(zip(rows, completion.token_ids, strict=True)):
+                off = abs(completion.logprobs[at] - float(row.processed[token]))
+                assert off <= _slack(bench, params), (
+                    f"with a temperature from {start} to {end} in {count} steps, the logprob of token {at} is "
+                    f"{off:.3g} nats off"
+                )
 
 
 @case(Capability.LOGIT_PROCESSORS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from hypothesis import HealthCheck, given, seed, settings
@@ -34,6 +34,10 @@ _FORCE: Final = 100.0
 _NEVER: Final = "never-[0-9]{9}"
 _BACKTRACKS: Final = r"(?s:.|[\s\S])+\Z."
 """A regex that backtracks through all 2**n ways to match a text of n characters, and never matches."""
+_LONG: Final = 200
+"""Characters of a match: engines may look at the end of a text only."""
+_MANY: Final = 20
+"""Stops beside the one that matches: engines may take a few only."""
 _KEEP: Final = {"include_stop_str_in_output": st.booleans()}
 
 Fields = Mapping[str, object]
@@ -122,6 +126,7 @@ async def a_stop_string_ends_generation_at_its_first_match(bench: Bench) -> None
         assert completion.finish_reason is FinishReason.STOP
         assert (completion.matched_stop,) == params.stop
         assert params.stop[0] not in completion.text
+    await _check_long_match(bench, "stop", lambda letter: letter * _LONG)
 
 
 @case(Capability.STOP_STRINGS)
@@ -242,6 +247,21 @@ async def a_stop_regex_ends_generation_at_the_first_text_that_has_a_match(bench:
     for completion, params in await _check(bench, asked):
         assert completion.finish_reason is FinishReason.STOP
         assert completion.matched_stop == params.stop_regex[-1]
+    await _check_long_match(bench, "stop_regex", lambda letter: f"{letter}{{{_LONG}}}")
+
+
+async def _check_long_match(bench: Bench, field: str, stop_of: Callable[[str], str]) -> None:
+    """Check that a long text ends at a match as long as most of it, alone and as the last of many stops."""
+    if not bench.claims(Capability.LOGIT_BIAS):
+        return
+    (letter,) = letter_ids(bench.engine, 1)
+    stop = stop_of(bench.engine.decode([letter]))
+    asked: Fields = {"logit_bias": {letter: _FORCE}, "max_new_tokens": _LONG + 24, "temperature": 0}
+    never = [f"never-{number}" for number in range(_MANY)]
+    params = [{**asked, field: stops, "include_stop_str_in_output": True} for stops in ([stop], [*never, stop])]
+    for completion in (await bench.engine.generate([bench.prompt()] * len(params), params)).completions:
+        assert completion.matched_stop == stop, f"{stop!r} did not end a text of {len(completion.text)} characters"
+        assert len(completion.token_ids) == _LONG
 
 
 @case(Capability.STOP_REGEX)

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 from drivetrain.backend.base import GenerateRequest, GenerateResult
+from drivetrain.text.tokenizer import Tokenizer
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import MemoryTag, PauseMode
-from drivetrain.types.outputs import FinishReason, VersionSpan
-from drivetrain.types.sampling import DisallowedTokens, LogitProcessor, LogprobsMode, TemperatureSchedule
+from drivetrain.types.outputs import FinishReason, MatchedText, VersionSpan
+from drivetrain.types.sampling import ActionMask, DisallowedTokens, LogitProcessor, LogprobsMode, TemperatureSchedule
 from drivetrain_conformance.mutants.registry import backend_mutants, mutant
 from drivetrain_conformance.mutants.spoil import (
     KnowingEos,
     KnowingRequests,
     SoundBackend,
     after,
+    cut,
     joined,
     params_mutant,
     request_mutant,
@@ -139,6 +142,27 @@ def runs_a_schedule_past_its_end(request: GenerateRequest) -> Mapping[str, objec
     return {"logit_processors": tuple(map(prolonged, request.params.logit_processors))}
 
 
+@params_mutant("sampling/a_temperature_schedule_moves_from_start_to_end", says="the logprob of token 1 is")
+def ends_a_schedule_one_token_late(request: GenerateRequest) -> Mapping[str, object]:
+    """A temperature schedule takes one token more than its steps."""
+
+    def longer(processor: LogitProcessor) -> LogitProcessor:
+        if not isinstance(processor, TemperatureSchedule):
+            return processor
+        return processor.model_copy(update={"steps": processor.steps + 1})
+
+    return {"logit_processors": tuple(map(longer, request.params.logit_processors))}
+
+
+# With another engine -------------------------------------------------------------------------------------------------
+
+
+@request_mutant("sampling/a_seed_fixes_the_output", says="outputs differ")
+def takes_what_it_resumes_for_the_prompt(request: GenerateRequest) -> GenerateRequest:
+    """Tokens that an engine which was lost has made do not count for the seed, penalties and schedules."""
+    return dataclasses.replace(request, resumed_tokens=0)
+
+
 # With a stream -------------------------------------------------------------------------------------------------------
 
 
@@ -241,6 +265,70 @@ def takes_seeds_as_floats(request: GenerateRequest) -> GenerateRequest:
 def passes_on_a_few_biases(request: GenerateRequest) -> Mapping[str, object]:
     """Only the first 32 tokens of a logit_bias are passed on."""
     return {"logit_bias": dict([*request.params.logit_bias.items()][:32])}
+
+
+@params_mutant("sampling/disallowed_tokens_are_never_drawn", says="below the best after penalties and bias")
+def disallows_a_few_tokens(request: GenerateRequest) -> Mapping[str, object]:
+    """Only the first 64 disallowed tokens are left out."""
+
+    def shorter(processor: LogitProcessor) -> LogitProcessor:
+        if not isinstance(processor, DisallowedTokens):
+            return processor
+        return processor.model_copy(update={"token_ids": processor.token_ids[:64]})
+
+    return {"logit_processors": tuple(map(shorter, request.params.logit_processors))}
+
+
+@params_mutant("sampling/an_action_mask_allows_nothing_else", says="below the best after penalties and bias")
+def allows_a_few_tokens(request: GenerateRequest) -> Mapping[str, object]:
+    """Only the first 64 tokens of an action mask may be drawn."""
+
+    def shorter(processor: LogitProcessor) -> LogitProcessor:
+        if not isinstance(processor, ActionMask):
+            return processor
+        return processor.model_copy(update={"allowed_token_ids": processor.allowed_token_ids[:64]})
+
+    return {"logit_processors": tuple(map(shorter, request.params.logit_processors))}
+
+
+@params_mutant("stop/a_stop_regex_ends_generation_at_the_first_text_that_has_a_match", says="did not end a text of")
+def passes_on_a_few_stop_regexes(request: GenerateRequest) -> Mapping[str, object]:
+    """Only the first 8 stop regexes end a completion."""
+    return {"stop_regex": request.params.stop_regex[:8]}
+
+
+@params_mutant("stop/a_stop_string_ends_generation_at_its_first_match", says="did not end a text of")
+def passes_on_short_stop_strings(request: GenerateRequest) -> Mapping[str, object]:
+    """Stop strings of more than 128 characters end nothing."""
+    return {"stop": tuple(stop for stop in request.params.stop if len(stop) <= 128)}
+
+
+@mutant("stop/a_stop_regex_ends_generation_at_the_first_text_that_has_a_match", says="did not end a text of")
+class looks_for_regexes_in_the_last_characters(SoundBackend):
+    """A stop regex is looked for in the last 64 characters of the text."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        patterns = request.params.stop_regex
+        if not patterns or request.params.stop:
+            return await super().generate(request)
+        params = request.params.model_copy(update={"stop_regex": (), "include_stop_str_in_output": False})
+        free = await super().generate(dataclasses.replace(request, params=params))
+        decode = partial(Tokenizer.load(self.config), skip_special_tokens=params.skip_special_tokens)
+        for count in range(max(1, params.min_new_tokens), len(free.token_ids) + 1):
+            seen = decode(free.token_ids[:count])[-64:]
+            if any(re.search(pattern, seen) for pattern in patterns):
+                return dataclasses.replace(cut(free, count), matched_stop=None)
+        whole = MatchedText(decode(free.token_ids), len(free.token_ids))
+        return free if free.matched_stop is not None else dataclasses.replace(free, matched_text=whole)
+
+
+@result_mutant("sampling/each_step_is_drawn_anew", says="a sample draws the same ones again")
+def draws_the_same_again(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
+    """At a high temperature the random numbers of a sample repeat after 128 tokens."""
+    ids = result.token_ids
+    if request.params.temperature < 100:
+        return result
+    return dataclasses.replace(result, token_ids=[ids[at % 128] for at in range(len(ids))])
 
 
 @params_mutant("errors/more_alternatives_than_tokens_are_refused", says="logprobs=200 alternatives were asked for")
