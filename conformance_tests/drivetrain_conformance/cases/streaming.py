@@ -83,6 +83,28 @@ async def a_stream_equals_generate(bench: Bench) -> None:
         if one.token_ids == other.token_ids:
             assert Ending.of(one) == Ending.of(other)
         assert one.prompt_token_ids == other.prompt_token_ids
+    await _check_fields_are_alike(bench)
+
+
+async def _check_fields_are_alike(bench: Bench) -> None:
+    """Check that a streamed completion has what a whole one has beside its tokens: cached tokens, scores, versions."""
+    prompts = bench.prompts(2, min(200, bench.engine.model_info.context_length // 2))
+    greedy = SamplingParams(temperature=0, max_new_tokens=4)
+    await bench.engine.generate(prompts, greedy)  # fills the prefix cache
+    score = 1 if bench.claims(Capability.PROMPT_LOGPROBS) else None
+    for params in (greedy, greedy.model_copy(update={"prompt_logprobs": score})):
+        whole = (await bench.engine.generate(prompts, params)).completions
+        heard = await _listen(bench, prompts, params)
+        streamed = [heard[index, 0].completion for index in range(len(prompts))]
+        check_same(bench, streamed, whole)
+        for one, other in zip(streamed, whole, strict=True):
+            assert one.cached_tokens == other.cached_tokens, (
+                f"a streamed prompt has {one.cached_tokens} cached tokens, and {other.cached_tokens} without a stream"
+            )
+            assert [span.version for span in one.weight_versions] == [span.version for span in other.weight_versions]
+            scores = zip(one.prompt_logprobs or [], other.prompt_logprobs or [], strict=True)
+            off = max((abs((own or 0.0) - (value or 0.0)) for own, value in scores), default=0.0)
+            assert off <= 2 * bench.tolerance(), f"a streamed prompt's logprobs are {off:.3g} nats off"
 
 
 @case(Capability.STREAMING)

@@ -42,6 +42,25 @@ async def repeats_a_delta(deltas: _Deltas) -> _Deltas:
         yield delta
 
 
+@deltas_mutant("streaming/a_stream_equals_generate", says="cached tokens, and")
+async def streams_without_the_cached_tokens(deltas: _Deltas) -> _Deltas:
+    """A streamed completion says that none of its prompt was cached."""
+    async for delta in deltas:
+        result = delta.result and dataclasses.replace(delta.result, cached_tokens=0)
+        yield dataclasses.replace(delta, result=result)
+
+
+@deltas_mutant("streaming/a_stream_equals_generate", says="a streamed prompt's logprobs are")
+async def streams_without_scores(deltas: _Deltas) -> _Deltas:
+    """Prompt logprobs of a streamed completion are all 0."""
+    async for delta in deltas:
+        result = delta.result
+        if result is not None and result.prompt_logprobs is not None:
+            scores: list[float | None] = [None, *[0.0] * (len(result.prompt_logprobs) - 1)]
+            result = dataclasses.replace(result, prompt_logprobs=scores)
+        yield dataclasses.replace(delta, result=result)
+
+
 @deltas_mutant("streaming/tokens_come_while_others_are_generated", says="the first chunk came when all was generated")
 async def streams_all_at_the_end(deltas: _Deltas) -> _Deltas:
     """A stream is silent until generation has ended."""
