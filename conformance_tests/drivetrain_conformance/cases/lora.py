@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ ROOM: Final = 128 * 1024
 """Bytes by which memory may grow with an adapter that is loaded and unloaded: allocator overhead."""
 _LOADS: Final = 19
 """Adapters loaded one after another: more than the slots, up to 16, by which an engine may know them."""
+_LONG_NAME: Final = "the-policy-of-a-run-whose-adapters-have-names-that-differ-only-in-their-last-character"
 _GREEDY: Final = SamplingParams(max_new_tokens=12, temperature=0)
 
 
@@ -145,20 +147,21 @@ async def requests_in_flight_use_different_adapters(bench: Bench) -> None:
     NonFiniteLogits; requests beside and after it are unaffected.
     """
     prompts = bench.prompts(2)
-    made = {"a": _make(bench, seed=1), "b": _make(bench, seed=2, rank=8), "c": _make(bench, seed=3)}
-    names = ("a", None, "b", "c", "a", None)
+    one, two, three = (f"{_LONG_NAME}-{end}" for end in ("a", "A", "b"))
+    made = {one: _make(bench, seed=1), two: _make(bench, seed=2, rank=8), three: _make(bench, seed=3)}
+    names = (one, None, two, three, one, None)
     async with _loaded(bench, **made):
         alone = [await _answers(bench, prompts, name) for name in names]
         together = await asyncio.gather(*(_answers(bench, prompts, name) for name in names))
-    for name, one, other in zip(names, alone, together, strict=True):
-        chosen = made[name] if name else None
-        _assert_made_by(bench, one, chosen)
-        _assert_made_by(bench, other, chosen)
+    for name, *answers in zip(names, alone, together, strict=True):
+        for completions in answers:
+            _assert_made_by(bench, completions, made[name] if name else None)
     base, *adapted = [[one.token_ids for one in together[names.index(name)]] for name in (None, *made)]
-    assert all(one != other for one, other in combinations(adapted, 2)), "two adapters answer alike"
+    assert all(first != second for first, second in combinations(adapted, 2)), "two adapters answer alike"
     assert base not in adapted, "an adapter answers as the base does"
-    folder = change_adapter(made["a"].adapter, bench.folder("adapter"), _diverge)
+    folder = change_adapter(made[one].adapter, bench.folder("adapter"), _diverge)
     diverged = _Made(Adapter(folder, {}), bench.model)
+    made["a"] = made[one]
     async with _loaded(bench, a=made["a"], diverged=diverged):
         users = ("diverged", None, "a", "diverged", "a")
         ends = await asyncio.gather(*(_answers(bench, prompts, name) for name in users), return_exceptions=True)
@@ -425,6 +428,7 @@ async def a_name_may_come_back_as_another_adapter(bench: Bench) -> None:
     _assert_made_by(bench, first, made)
     _assert_made_by(bench, second, other)
     assert [one.token_ids for one in first] != [one.token_ids for one in second], "the first adapter is still served"
+    await _check_a_folder_is_read_again(bench, prompts, made, other)
     await _check_many_loads(bench, prompts[1], (made, other, _make(bench, seed=3)))
 
     async def held_after_some() -> dict[str, int]:
@@ -437,6 +441,18 @@ async def a_name_may_come_back_as_another_adapter(bench: Bench) -> None:
     await held_after_some()  # the first ones fill caches
     room = {"bytes of memory": 4 * ROOM, "threads": 1, "descriptors": 1}
     await check_steady(held_after_some, room, "four adapters that were loaded and unloaded")
+
+
+async def _check_a_folder_is_read_again(bench: Bench, prompts: Sequence[list[int]], *adapters: _Made) -> None:
+    """Check that a folder to which a trainer writes one adapter after another is served as it is when it is loaded."""
+    latest = bench.folder("latest")
+    for one in adapters:
+        for file in one.adapter.path.iterdir():
+            shutil.copyfile(file, latest / file.name)
+        await bench.engine.load_lora_adapter("a", str(latest))
+        answers = await _answers(bench, prompts, "a")
+        await bench.engine.unload_lora_adapter("a")
+        _assert_made_by(bench, answers, one)
 
 
 async def _check_many_loads(bench: Bench, prompt: list[int], adapters: Sequence[_Made]) -> None:
@@ -467,7 +483,10 @@ async def no_more_adapters_than_the_limit(bench: Bench) -> None:
 
 @case(Capability.LORA, config=_CONFIG)
 async def no_larger_rank_than_the_limit(bench: Bench) -> None:
-    """An adapter whose rank is above max_lora_rank is refused, naming the limit, and takes no slot."""
+    """An adapter whose rank is above max_lora_rank is refused, naming the limit, and takes no slot.
+
+    Nor does it stay in memory.
+    """
     large, prompts = make_adapter(bench.model, bench.folder("adapter"), seed=1, rank=16), bench.prompts(2)
     pattern = {"rank_pattern": {"v_proj": 16}}
     partly = make_adapter(bench.model, bench.folder("adapter"), seed=1, settings=pattern)
@@ -478,6 +497,16 @@ async def no_larger_rank_than_the_limit(bench: Bench) -> None:
     async with _loaded(bench, **made):
         for name, one in made.items():
             _assert_made_by(bench, await _answers(bench, prompts, name), one)
+    wide = make_adapter(bench.model, bench.folder("adapter"), seed=1, rank=256)
+
+    async def held_after_some() -> dict[str, int]:
+        for _ in range(4):
+            with refused(InvalidRequest, naming="max_lora_rank"):
+                await bench.engine.load_lora_adapter("wide", str(wide.path))
+        return await held_by(bench.engine)
+
+    await held_after_some()  # the first ones fill caches
+    await check_steady(held_after_some, {"bytes of memory": 4 * ROOM}, "four adapters that were refused")
 
 
 def _without(tensors: dict[str, torch.Tensor], part: str, most: int) -> None:

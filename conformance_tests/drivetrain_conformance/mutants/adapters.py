@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -67,6 +68,48 @@ class holds_two_adapters_at_once(SoundBackend):
             self._using.remove(request.lora)
 
 
+class _ByShortName(SoundBackend):
+    """Knows adapters by a part of their names: a request gets the first that was loaded of those that share it."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._loaded: list[str] = []
+
+    def short(self, name: str) -> str:
+        """Return the part of the name that counts."""
+        return name
+
+    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
+        await super().load_lora_adapter(lora_name, lora_path, pinned)
+        self._loaded.append(lora_name)
+
+    async def unload_lora_adapter(self, lora_name: str) -> None:
+        await super().unload_lora_adapter(lora_name)
+        self._loaded.remove(lora_name)
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        if request.lora is not None:
+            alike = (name for name in self._loaded if self.short(name) == self.short(request.lora or ""))
+            request = dataclasses.replace(request, lora=next(alike))
+        return await super().generate(request)
+
+
+@mutant("lora/requests_in_flight_use_different_adapters", says="nats below the most likely one")
+class knows_adapters_by_the_beginning_of_their_names(_ByShortName):
+    """Adapters whose names begin with the same 16 characters are taken for one."""
+
+    def short(self, name: str) -> str:
+        return name[:16]
+
+
+@mutant("lora/requests_in_flight_use_different_adapters", says="nats below the most likely one")
+class knows_adapters_in_lower_case(_ByShortName):
+    """Adapters whose names differ in case are taken for one."""
+
+    def short(self, name: str) -> str:
+        return name.lower()
+
+
 @mutant("lora/requests_in_flight_use_different_adapters", says="gave NaN or infinite logits")
 class fails_the_whole_batch(SoundBackend):
     """NaN logits of one request end all requests of the same step with its error."""
@@ -113,6 +156,21 @@ class updates_without_the_adapter(SoundBackend):
             return first
         self._ended.discard(request.request_id)
         return joined(first, await super().generate(dataclasses.replace(after(request, first), lora=None)))
+
+
+@mutant("lora/a_name_may_come_back_as_another_adapter", says="nats below")
+class reads_an_adapters_folder_once(SoundBackend):
+    """A folder that was loaded before is served as it was then."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._copies: dict[str, tempfile.TemporaryDirectory[str]] = {}
+
+    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
+        if lora_path not in self._copies:
+            self._copies[lora_path] = tempfile.TemporaryDirectory()
+            shutil.copytree(lora_path, self._copies[lora_path].name, dirs_exist_ok=True)
+        await super().load_lora_adapter(lora_name, self._copies[lora_path].name, pinned)
 
 
 @mutant("lora/a_name_may_come_back_as_another_adapter", says="nats below")
