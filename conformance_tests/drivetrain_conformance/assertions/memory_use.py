@@ -120,7 +120,7 @@ def steady_growth(held: Sequence[int], room: int) -> float:
 
 
 async def held_by(engine: InferenceEngine) -> dict[str, int]:
-    """Measure the memory, threads and descriptors of an engine's processes, and this event loop's tasks, once idle."""
+    """Measure an idle engine's memory, threads and descriptors, and the tasks and timers of this event loop."""
     await until_idle(engine)
     return {
         "bytes of memory": held_bytes(engine),
@@ -128,7 +128,14 @@ async def held_by(engine: InferenceEngine) -> dict[str, int]:
         "threads": threads_of(engine),
         "descriptors": descriptors_of(engine),
         "tasks": len(asyncio.all_tasks()),
+        "timers": _timers(),
     }
+
+
+def _timers() -> int:
+    """Return how many calls the event loop will make later; each holds its arguments. 0 if the loop hides them."""
+    scheduled: Sequence[asyncio.TimerHandle] = getattr(asyncio.get_running_loop(), "_scheduled", ())
+    return sum(not timer.cancelled() for timer in scheduled)
 
 
 def parameter_bytes(engine: InferenceEngine) -> int:

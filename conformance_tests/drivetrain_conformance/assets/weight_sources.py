@@ -19,9 +19,18 @@ from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import DrivetrainError, InvalidWeights, WeightPlanMismatch
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Isolation
-from drivetrain.types.weights import CommunicatorSpec, PlacedTensor, WeightManifest, WeightPlan, WeightUpdateRequest
+from drivetrain.types.weights import (
+    CommunicatorSpec,
+    PlacedTensor,
+    SharedMemorySource,
+    WeightManifest,
+    WeightPlan,
+    WeightUpdateRequest,
+)
 from drivetrain_conformance.assets.served_models import Models, copy_model
 from drivetrain_weight_sync import WeightInput
+from drivetrain_weight_sync.copying.digest import digest
+from drivetrain_weight_sync.tensors.dtypes import dtype_of
 from drivetrain_weight_sync.transports.updatable_engine import UpdateUnderWay
 
 Tensors = dict[str, torch.Tensor]
@@ -218,6 +227,25 @@ def with_another_digest(request: WeightUpdateRequest, name: str) -> WeightUpdate
     """Return the request with a digest that does not match the named tensor."""
     digests = dict(request.digests or {})
     return request.model_copy(update={"digests": {**digests, name: digests[name] ^ 1}})
+
+
+def with_value(request: WeightUpdateRequest, name: str, tensor: torch.Tensor, value: float) -> WeightUpdateRequest:
+    """Write ``value`` into one element of a tensor in shared memory, and return the request with its digest."""
+    source = request.source
+    assert isinstance(source, SharedMemorySource)
+    assert request.plan is not None
+    index, placed = next(
+        (index, placed)
+        for index, bucket in enumerate(request.plan.buckets)
+        for placed in bucket.tensors
+        if placed.spec.name == name
+    )
+    changed = tensor.to(dtype_of(placed.spec), copy=True)
+    changed.view(-1)[0] = value
+    with open(source.path, "r+b") as arena:
+        arena.seek(source.bucket_offsets[index] + placed.offset)
+        arena.write(raw_bytes(changed))
+    return request.model_copy(update={"digests": {**(request.digests or {}), name: digest(changed)}})
 
 
 class Between:

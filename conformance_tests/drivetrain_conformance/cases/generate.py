@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import DeadlineExceeded, EngineStartError, InvalidConfig, InvalidRequest
@@ -455,20 +457,25 @@ async def a_timeout_is_a_typed_error_and_the_engine_serves_on(bench: Bench) -> N
 
 @case(Capability.PRIORITY, config={"max_num_seqs": 1})
 async def higher_priority_starts_sooner(bench: Bench) -> None:
-    """Waiting requests start and end in the order of their priority, highest first."""
+    """Waiting requests start and end in the order of their priority, highest first.
+
+    A retraction meanwhile ends none of them.
+    """
     engine = bench.engine
     ended, streamed = list[int](), list[int]()  # compared one by one: a stream's end is noticed a few turns later
+    lengths: dict[int, int] = {}
     priorities = (-2, 0, 1, 6, -1, 3)  # in no order that a queue without some of them would keep
 
     async def ask(priority: int) -> None:
         params = SamplingParams(max_new_tokens=32, ignore_eos=bench.claims(Capability.IGNORE_EOS))
         if priority % 2 and bench.claims(Capability.STREAMING):
-            async for _ in engine.generate_stream([bench.prompt()], params, priority=priority):
-                pass
+            chunks = [chunk async for chunk in engine.generate_stream([bench.prompt()], params, priority=priority)]
             streamed.append(priority)
+            lengths[priority] = sum(len(chunk.token_ids) for chunk in chunks)
         else:
-            await engine.generate([bench.prompt()], params, priority=priority)
+            (completion,) = (await engine.generate([bench.prompt()], params, priority=priority)).completions
             ended.append(priority)
+            lengths[priority] = len(completion.token_ids)
 
     async def block() -> GenerationOutput:
         output = await engine.generate([bench.prompt()], bench.long(250), priority=7)
@@ -495,6 +502,7 @@ async def higher_priority_starts_sooner(bench: Bench) -> None:
     assert ended, "none of the requests ended within 60 s"
     assert ended.pop(0) == 7, "the request that was retracted ran after others of lower priority"
     assert sorted(ended + streamed) == sorted(priorities)
+    assert all(lengths.values()), f"requests that waited their turn ended without a token: {lengths}"
     assert ended == sorted(ended, reverse=True)
     assert streamed == sorted(streamed, reverse=True)
 
@@ -607,7 +615,8 @@ async def _check_capped_logits(bench: Bench) -> None:
 async def every_file_that_names_an_end_is_heeded(bench: Bench) -> None:
     """If config.json, generation_config.json and the tokenizer each name another EOS, each of them ends a sample.
 
-    The engine ignores the sampling fields of generation_config.json: a request's params are the only source.
+    The engine ignores the sampling fields of generation_config.json: a request's params are the only source. With
+    dtype="auto" the weights keep the dtype that the folder has.
     """
     folder = bench.folder("ends") / "model"
     shutil.copytree(bench.model, folder, copy_function=shutil.copyfile)
@@ -619,7 +628,10 @@ async def every_file_that_names_an_end_is_heeded(bench: Bench) -> None:
     _change(config, eos_token_id=specials[0]["id"])
     _change(generation, eos_token_id=specials[1]["id"], do_sample=True, temperature=0.01, top_k=1)
     _change(tokenizer, eos_token=specials[2]["content"])
+    dtype = _in_another_dtype(folder)
     async with bench.open(model=folder) as engine:
+        if engine.config.dtype == "auto":
+            assert engine.model_info.dtype == dtype, f"a checkpoint in {dtype} is served in {engine.model_info.dtype}"
         ends = [token["id"] for token in specials[:3]]
         assert set(ends) <= set(engine.model_info.eos_token_ids), f"of the ends {ends} only some are known"
         sampled = await engine.generate(bench.prompt(engine=engine), SamplingParams(max_new_tokens=6, n=8))
@@ -631,6 +643,18 @@ async def every_file_that_names_an_end_is_heeded(bench: Bench) -> None:
         params = [SamplingParams(temperature=0, max_new_tokens=4, logit_bias={end: _FORCE}) for end in ends]
         completions = (await engine.generate([bench.prompt(engine=engine)] * 3, params)).completions
         assert [one.matched_stop for one in completions] == ends, f"{[one.token_ids for one in completions]}"
+
+
+def _in_another_dtype(folder: Path) -> str:
+    """Cast a model folder's weights to another dtype, and return it."""
+    config = json.loads((folder / "config.json").read_text())
+    other = "float32" if "bfloat16" in (config.get("dtype"), config.get("torch_dtype")) else "bfloat16"
+    for file in folder.glob("*.safetensors"):
+        tensors = {name: tensor.to(getattr(torch, other)) for name, tensor in load_file(file).items()}
+        file.unlink()  # it may be read-only
+        save_file(tensors, file, metadata={"format": "pt"})
+    _change(folder / "config.json", dtype=other, torch_dtype=other)
+    return other
 
 
 @case(Capability.READ_WEIGHTS)

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from drivetrain.backend.base import EngineStats
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.engine.states import EngineState
+from drivetrain.engine.weight_transfers import WeightTransferHandle
 from drivetrain.errors import (
     DeadlineExceeded,
     EngineError,
@@ -39,6 +40,8 @@ from drivetrain.types.config import Isolation
 from drivetrain.types.modes import MemoryTag
 from drivetrain.types.outputs import Completion, FinishReason, VersionSpan
 from drivetrain.types.sampling import SamplingParams
+from drivetrain.types.weights import DiskSource, WeightUpdateRequest
+from drivetrain_conformance.assertions.event_loop_stalls import check_it_runs
 from drivetrain_conformance.assertions.leftovers import Holdings, check_nothing_left, temporary_folder
 from drivetrain_conformance.assertions.memory_use import held_by_this_process, parameter_bytes
 from drivetrain_conformance.assertions.precision import check_dtype
@@ -55,6 +58,10 @@ BOUND: Final = 60.0
 """Timeout, in seconds, of each wait except the start of an engine."""
 QUICK: Final = 5.0
 """Seconds within which an engine may start although its deadline passed: the event loop had no time to look."""
+_TRIES: Final = 10
+"""Times that requests are asked until enough was seen of them: on a busy machine they may end unseen."""
+_STEPS: Final = 4
+"""Steps over which prompts must be seen to begin: more than it takes if they merely arrive one after another."""
 _LASTING: Final = 60
 """Length of a request beside which others wait for their turn."""
 SHORT: Final = SamplingParams(max_new_tokens=4, temperature=0)
@@ -67,8 +74,8 @@ SHORT: Final = SamplingParams(max_new_tokens=4, temperature=0)
 async def a_life(bench: Bench) -> None:
     """From creation to teardown an engine reports its state correctly, and refuses calls that the state rules out.
 
-    Meanwhile it obeys its configuration: dtype, context length, concurrent requests with and without an adapter,
-    tokenizer and first version. Without trust_remote_code, code beside the model is not run.
+    Meanwhile it obeys its configuration: dtype, context length, prompt tokens of a step, concurrent requests with and
+    without an adapter, tokenizer and first version. Without trust_remote_code, code beside the model is not run.
     """
     stages: list[tuple[str, str]] = []
     threads: set[int] = set()
@@ -102,6 +109,7 @@ async def a_life(bench: Bench) -> None:
         await check_dtype(bench, engine)
         await _check_context_length(bench, engine)
         await _check_long_prompt(bench, engine)
+        await _check_prompts_of_a_step(bench, engine)
         await _check_stop_string(bench, engine)
         await _check_requests_at_once(bench, engine)
         if engine.supports(Capability.LORA):
@@ -194,6 +202,55 @@ def _with_another_tokenizer(bench: Bench) -> Path:
     return folder
 
 
+async def _check_prompts_of_a_step(bench: Bench, engine: InferenceEngine) -> None:
+    """Check that prompts of more tokens than max_num_batched_tokens begin over many steps, not all in one.
+
+    A look at the engine may miss steps, so the prompts are asked again until enough steps were seen.
+    """
+    most, rows = engine.config.max_num_batched_tokens, engine.config.max_num_seqs
+    if most is None or rows is None:
+        return
+    steps: list[int] = []
+    while len(steps) < _TRIES:
+        steps.append(await _steps_to_begin(engine, bench.prompts(rows, most - 4, engine)))
+        if steps[-1] >= _STEPS:
+            return
+    raise AssertionError(
+        f"{rows} prompts of {most - 4} tokens were seen to begin in {steps} steps, in as many trials; "
+        f"max_num_batched_tokens={most} allows one prompt in each step"
+    )
+
+
+async def _steps_to_begin(engine: InferenceEngine, prompts: Sequence[list[int]]) -> int:
+    """Return in how many steps the prompts were seen to begin, by the engine's stats or by the tokens that come.
+
+    Some engines make no further tokens before all prompts have begun; others make one of each meanwhile.
+    """
+    params = SamplingParams(max_new_tokens=_LASTING, temperature=0, ignore_eos=engine.supports(Capability.IGNORE_EOS))
+    lead = 0
+
+    async def ask() -> None:
+        nonlocal lead
+        if not engine.supports(Capability.STREAMING):
+            await engine.generate(list(prompts), params)
+            return
+        made: Counter[int] = Counter()
+        async with aclosing(engine.generate_stream(list(prompts), params)) as chunks:
+            async for chunk in chunks:
+                made[chunk.prompt_index] += max(1, len(chunk.token_ids))
+                if len(made) == len(prompts):
+                    lead = max(made.values())
+                    return
+
+    asking = asyncio.create_task(ask())
+    running: set[int] = set()
+    while not asking.done():
+        running.add((await engine.stats()).running)
+        await asyncio.sleep(0)
+    await asking
+    return max(lead, len(running - {0, len(prompts)}))
+
+
 async def _check_stop_string(bench: Bench, engine: InferenceEngine) -> None:
     """Check that a stop string is looked for in the text of the configuration's tokenizer, not the model's."""
     prompt, ids = bench.prompt(engine=engine), ordinary_ids(engine)
@@ -277,8 +334,9 @@ async def _most_seen_running(engine: InferenceEngine, prompts: Sequence[list[int
     params = SamplingParams(
         max_new_tokens=4 * _LASTING, temperature=0, ignore_eos=engine.supports(Capability.IGNORE_EOS)
     )
-    most = 0
-    for _ in range(3):
+    most = tries = 0
+    while most < len(prompts) and tries < _TRIES:
+        tries += 1
         asking = asyncio.create_task(engine.generate(list(prompts), params, lora=lora))
         try:
             while not asking.done() and most < len(prompts):
@@ -479,6 +537,8 @@ async def two_in_a_row_leave_nothing(bench: Bench) -> None:
             prompts.extend(() if prompts else bench.prompts(3, engine=engine))
             answers.append(await bench.greedy(prompts, engine=engine))
             draws.append((await engine.generate(prompts, SamplingParams(max_new_tokens=12))).completions)
+            if engine.supports(Capability.SAVE_SHARDED):
+                await engine.save_sharded_model(str(bench.folder("saved")))
 
     bystander = await asyncio.create_subprocess_exec(sys.executable, "-c", "import time; time.sleep(600)")
     try:
@@ -591,12 +651,17 @@ async def a_model_saved_to_a_url_loads_again(bench: Bench) -> None:
 
 @case(Capability.SAVE_SHARDED, Capability.WEIGHTS_DISK)
 async def what_is_saved_is_what_is_served(bench: Bench) -> None:
-    """After an update the new weights are saved, not those loaded at the start; saving disturbs nothing."""
+    """After an update the new weights are saved, not those loaded at the start; saving disturbs nothing.
+
+    It does not block the trainer's event loop.
+    """
     engine = bench.engine
     own, prompts = engine.get_weight_version(), bench.prompts(3)
     first, folder = bench.folder("saved"), bench.folder("saved") / "made" / "on the way"
     before = await bench.greedy(prompts)
-    await engine.save_sharded_model(str(first))
+    async with check_it_runs():
+        for path in (first, bench.folder("saved")):  # twice, so that short stalls add up
+            await engine.save_sharded_model(str(path))
     await _check_saved(engine, first, bench.model)
     await engine.load_weights_from_disk(str(bench.other_weights()), "others")
     others = await bench.greedy(prompts)
@@ -680,15 +745,18 @@ async def weights_that_are_lost_are_not_saved(bench: Bench) -> None:
 
 @case(Capability.SAVE_SHARDED, Capability.STREAMING, model=ModelKind.LARGE)
 async def requests_run_on_during_a_save(bench: Bench) -> None:
-    """Tokens keep coming while weights are saved, and are the same."""
-    engine, prompt = bench.engine, bench.prompt()
+    """Tokens keep coming while weights are saved, and are the same.
+
+    They keep coming while an update from the saved folder is staged, too.
+    """
+    engine, prompt, folder = bench.engine, bench.prompt(), bench.folder("saved")
     params = bench.long(50)
     (whole,) = (await engine.generate([prompt], params)).completions
     saving: asyncio.Task[None] | None = None
     during, last = 0, None
     async for chunk in engine.generate_stream([prompt], params):
         if saving is None:
-            saving = asyncio.create_task(engine.save_sharded_model(str(bench.folder("saved"))))
+            saving = asyncio.create_task(engine.save_sharded_model(str(folder)))
         during += not saving.done()
         last = chunk.completion
     assert saving is not None
@@ -696,6 +764,37 @@ async def requests_run_on_during_a_save(bench: Bench) -> None:
     assert during >= 5, f"{during} chunks came during the save"
     assert last is not None
     check_same(bench, [last], [whole])
+    if bench.claims(Capability.WEIGHT_STAGING) and bench.claims(Capability.WEIGHTS_DISK):
+        await _check_requests_run_on_during_staging(bench, folder)
+
+
+async def _check_requests_run_on_during_staging(bench: Bench, folder: Path) -> None:
+    """Check that tokens come while an update from a large folder is staged, which is tried until enough were seen."""
+    during: list[int] = []
+    while len(during) < _TRIES:
+        during.append(await _tokens_during_staging(bench, folder))
+        if during[-1] >= 3:  # one step may be under way when staging begins
+            return
+    raise AssertionError(f"{during} tokens came while an update was staged, in as many trials")
+
+
+async def _tokens_during_staging(bench: Bench, folder: Path) -> int:
+    """Stage an update while a stream runs, and count the tokens that come meanwhile."""
+    update = WeightUpdateRequest(version="staged", source=DiskSource(path=str(folder)))
+    staging: WeightTransferHandle[None] | None = None
+    during = 0
+    async with aclosing(bench.engine.generate_stream([bench.prompt()], bench.long())) as chunks:
+        async for chunk in chunks:
+            if staging is None:
+                staging = await bench.engine.start_weight_transfer(update)
+            elif staging.staged:
+                break
+            else:
+                during += len(chunk.token_ids)
+    assert staging is not None
+    await staging.wait()
+    await staging.cancel()
+    return during
 
 
 @case(Capability.SAVE_SHARDED, Capability.WEIGHTS_DISK)

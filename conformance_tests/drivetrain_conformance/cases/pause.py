@@ -464,18 +464,24 @@ async def a_pause_keeps_the_prefix_cache(bench: Bench) -> None:
 
 @case(Capability.PAUSE_IN_PLACE, Capability.PREFIX_CACHE)
 async def a_reset_of_the_prefix_cache_spares_frozen_requests(bench: Bench) -> None:
-    """Resetting the prefix cache changes no token of requests that are frozen in place."""
-    engine = bench.engine
+    """Resetting the prefix cache changes no token of requests that are frozen in place.
+
+    Prefixes of other requests are discarded beside them.
+    """
+    engine, ended = bench.engine, bench.prompt(300)
     await _can_pause(engine, PauseMode.IN_PLACE)
     await engine.reset_prefix_cache()
+    await bench.greedy([ended])
     prompts, params = bench.prompts(3, 40), bench.long(TOKENS, prompt_length=40)
     whole = await engine.generate(prompts, params)
     async with bench.in_flight(prompts, params) as task:
         await engine.pause_generation(PauseMode.IN_PLACE)
         await engine.reset_prefix_cache()
         await engine.continue_generation()
+        (again,) = await bench.greedy([ended])
         resumed = await _result(task)
     check_same(bench, resumed.completions, whole.completions)
+    assert again.cached_tokens == 0, f"after the reset {again.cached_tokens} tokens of an earlier prompt were found"
 
 
 @case(Capability.PAUSE_RETRACT, Capability.LOGPROBS_RAW)

@@ -93,6 +93,7 @@ from drivetrain_conformance.assets.weight_sources import (
     raw_bytes,
     tensors_of,
     with_another_digest,
+    with_value,
     without_tensor,
     write_checkpoint,
 )
@@ -1239,16 +1240,23 @@ async def a_retracted_request_leaves_no_stale_prefix(bench: Bench) -> None:
 
 
 async def _prefix_of_a_request_in_flight(bench: Bench, mode: PauseMode) -> tuple[Completion, Completion]:
-    """Update in ``mode`` while a request with a long prompt runs; once it has ended, ask for its prompt twice."""
+    """Update in ``mode`` while a request with a long prompt runs; once it has ended, ask for its prompt twice.
+
+    Check that the prefix of a request that had ended before is not found either.
+    """
     engine = bench.engine
     await same_weights_again(bench)
     await engine.reset_prefix_cache()
-    prompt = bench.prompt(LONG_PROMPT)
+    prompt, ended = bench.prompt(LONG_PROMPT), bench.prompt(LONG_PROMPT)
+    await one(bench, ended)
     async with bench.in_flight([prompt], bench.long(TOKENS, prompt_length=LONG_PROMPT)) as running:
         await engine.load_weights_from_disk(str(bench.other_weights()), NEW, mode=mode)
         assert not running.done(), "the request ended before the update, so this shows nothing"
         await running
     await until_idle(engine)
+    again = await one(bench, ended)
+    assert again.cached_tokens == 0, f"{again.cached_tokens} tokens were found that older weights had cached"
+    check_made_by(bench, [again], bench.other_weights())
     return await one(bench, prompt), await one(bench, prompt)
 
 
@@ -1334,7 +1342,10 @@ async def weights_are_validated_where_they_lie(bench: Bench) -> None:
 
 @case(Capability.READ_WEIGHTS, Capability.WEIGHTS_SHARED_MEMORY, changes_weights=True)
 async def a_tensor_of_zeros_is_reported(bench: Bench) -> None:
-    """validate_weights() names all-zero tensors without calling them wrong."""
+    """validate_weights() names all-zero tensors without calling them wrong.
+
+    It names tensors with infinity or NaN, which only a sender that does not check them can bring, and calls them wrong.
+    """
     engine, tensors = bench.engine, tensors_of(bench.other_weights())
     async with WeightSync.connect(tensors, engine, "shared_memory") as sync:
         before = set((await engine.validate_weights()).all_zero)
@@ -1344,6 +1355,24 @@ async def a_tensor_of_zeros_is_reported(bench: Bench) -> None:
     report = await engine.validate_weights()
     assert set(report.all_zero) - before == {name}
     assert report.ok
+    await _check_bad_values_are_reported(bench, name)
+
+
+async def _check_bad_values_are_reported(bench: Bench, name: str) -> None:
+    """Push infinity and NaN past the sender's own check, and look at the report."""
+    engine, tensors = bench.engine, tensors_of(bench.model)
+    for value in (math.inf, -math.inf, math.nan):
+        between = Between(engine)
+        between.change = partial(with_value, name=name, tensor=tensors[name], value=value)
+        async with WeightSync.connect(tensors, between, "shared_memory") as sync:
+            try:
+                await sync.push(version="bad")
+            except WeightSyncError:
+                return  # the engine itself refuses such values
+        report = await engine.validate_weights()
+        found = report.nan if math.isnan(value) else report.infinite
+        assert found == (name,), f"{name} holds {value}; NaN is reported in {report.nan}, infinity in {report.infinite}"
+        assert not report.ok
 
 
 @case(Capability.READ_WEIGHTS, Capability.WEIGHTS_DISK, Capability.SLEEP_WEIGHTS, changes_weights=True)

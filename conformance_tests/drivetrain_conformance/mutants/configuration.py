@@ -33,6 +33,18 @@ def drops_the_context_length(_: EngineConfig) -> Mapping[str, object]:
     return {"context_length": None}
 
 
+@config_mutant("generate/every_file_that_names_an_end_is_heeded", says="is served in float32")
+def widens_every_checkpoint(config: EngineConfig) -> Mapping[str, object]:
+    """With dtype="auto" every checkpoint is served in float32."""
+    return {"dtype": "float32" if config.dtype == "auto" else config.dtype}
+
+
+@config_mutant("lifecycle/a_life", says="max_num_batched_tokens=128 allows one prompt in each step")
+def drops_the_prompt_tokens_of_a_step(_: EngineConfig) -> Mapping[str, object]:
+    """A step computes the prompts of all requests that wait, however many tokens they have."""
+    return {"max_num_batched_tokens": None}
+
+
 @config_mutant("lifecycle/a_life", says="dtype=bfloat16 was asked for")
 def drops_the_dtype(_: EngineConfig) -> Mapping[str, object]:
     """Weights always keep the checkpoint's dtype."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import tempfile
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -26,6 +27,10 @@ from drivetrain_conformance.mutants.registry import mutant
 from drivetrain_conformance.mutants.spoil import SoundBackend, arguments_mutant
 
 _LEAVES = "growth/requests_leave_nothing_behind"
+
+
+def _contents(folder: Path) -> list[bytes]:
+    return [file.read_bytes() for file in folder.glob("*.safetensors")]
 
 
 class _Keeping(SoundBackend):
@@ -112,6 +117,54 @@ class leaves_a_task_to_each_request(SoundBackend):
         for task in self._tasks:
             task.cancel()
         await super().close()
+
+
+@mutant(_LEAVES, says="more timers")
+class leaves_a_timer_to_each_request(SoundBackend):
+    """Each request leaves a timer in the trainer's event loop, which holds the request."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._timers: list[asyncio.TimerHandle] = []
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        self._timers.append(asyncio.get_running_loop().call_later(3600, request.prompt_token_ids.count, 0))
+        return await super().generate(request)
+
+    async def close(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        await super().close()
+
+
+@mutant("lifecycle/two_in_a_row_leave_nothing", says="left behind: temporary files")
+class leaves_a_file_to_each_save(SoundBackend):
+    """Saving a model leaves a temporary folder behind."""
+
+    async def save_sharded(self, path: str) -> None:
+        tempfile.mkdtemp(prefix="save-")
+        await super().save_sharded(path)
+
+
+@mutant("lora/no_larger_rank_than_the_limit", says="more bytes of memory")
+class keeps_adapters_that_it_refused(_Keeping):
+    """An adapter that is refused stays in memory."""
+
+    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
+        try:
+            await super().load_lora_adapter(lora_name, lora_path, pinned)
+        except InvalidRequest:
+            self.kept.append(_contents(Path(lora_path)))
+            raise
+
+
+@mutant("lifecycle/what_is_saved_is_what_is_served", says="the event loop stood still")
+class saves_in_the_event_loop(SoundBackend):
+    """Saving a model blocks the event loop."""
+
+    async def save_sharded(self, path: str) -> None:
+        time.sleep(0.7)  # noqa: ASYNC251 - the mutant's fault
+        await super().save_sharded(path)
 
 
 @mutant(_LEAVES, says="more bytes of memory")

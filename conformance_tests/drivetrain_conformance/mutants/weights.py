@@ -37,11 +37,12 @@ from drivetrain.types.weights import (
     WeightManifest,
     WeightMessage,
     WeightReply,
+    WeightReport,
     WeightUpdateRequest,
 )
 from drivetrain_conformance.assets.weight_sources import tensors_of, write_checkpoint
 from drivetrain_conformance.mutants.registry import mutant
-from drivetrain_conformance.mutants.spoil import SoundBackend, result_mutant
+from drivetrain_conformance.mutants.spoil import KnowingRequests, SoundBackend, result_mutant
 
 # What is loaded ------------------------------------------------------------------------------------------------------
 
@@ -176,6 +177,42 @@ class uses_stale_prefixes(SoundBackend):
 
     async def reset_prefix_cache(self) -> None:
         pass
+
+
+@mutant("pause/a_reset_of_the_prefix_cache_spares_frozen_requests", says="tokens of an earlier prompt were found")
+class resets_prefixes_only_while_idle(KnowingRequests):
+    """Cached prefixes survive a reset while requests are in flight."""
+
+    async def reset_prefix_cache(self) -> None:
+        if not self.flying:
+            await super().reset_prefix_cache()
+
+
+@mutant("weight_sync/a_frozen_request_leaves_no_stale_prefix", says="tokens were found that older weights had cached")
+class keeps_prefixes_of_older_weights_while_requests_run(resets_prefixes_only_while_idle):
+    """An update with requests in flight leaves prefixes that the older weights cached."""
+
+
+@mutant("weight_sync/a_tensor_of_zeros_is_reported", says="NaN is reported in (), infinity in ()")
+class overlooks_infinity(SoundBackend):
+    """validate_weights() reports NaN, and no infinity."""
+
+    async def validate_weights(self) -> WeightReport:
+        return dataclasses.replace(await super().validate_weights(), infinite=())
+
+
+@mutant("lifecycle/requests_run_on_during_a_save", says="tokens came while an update was staged")
+class stands_still_while_it_prepares(SoundBackend):
+    """Requests make no token while the source of an update is opened."""
+
+    async def receive_weights(self, message: WeightMessage) -> WeightReply:
+        if not isinstance(message, PrepareUpdate):
+            return await super().receive_weights(message)
+        await super().freeze(PauseMode.IN_PLACE)
+        try:
+            return await super().receive_weights(message)
+        finally:
+            await super().unfreeze()
 
 
 @mutant("weight_sync/tensors_read_back_are_those_that_were_pushed", says="is not what was pushed")
