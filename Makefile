@@ -59,6 +59,12 @@ TRL ?= trl==1.16.0
 TRL_READY := .venvs/trl/.ready-$(shell (cat pyproject.toml; echo '$(TORCH) $(TRL)') | sha256sum | cut -c1-16)
 # The backends of `make test-trl`.
 BACKENDS ?= transformers vllm sglang
+# The trainers whose engine layers `make show-trainers-layers` calls, and what they import beside vLLM's environment.
+LAYERS ?= trl==1.16.0 verl==0.9.1 skyrl==0.3.0 openrlhf==0.11.2 areal==1.0.4
+LAYERS_IMPORT := ray==2.60.0 datasets==5.2.0 pandas pyarrow multiprocess xxhash python-dateutil pytz tzdata six omegaconf hydra-core \
+	antlr4-python3-runtime==4.9.3 tensordict pyvers orjson codetiming tenacity msgpack pylatexenc colorlog flask werkzeug itsdangerous \
+	blinker torchdata aiofiles
+LAYERS_READY := .venvs/layers/.ready-$(shell echo '$(LAYERS) $(LAYERS_IMPORT)' | sha256sum | cut -c1-16)
 # The port of `make serve-demo`.
 PORT ?= 8000
 # The clients and trainers that drive our server unmodified, in the releases of the table in the docs.
@@ -78,7 +84,7 @@ SCHEMATHESIS ?= schemathesis==4.32.5
 SCHEMATHESIS_READY := .venvs/schemathesis/.ready-$(shell echo '$(SCHEMATHESIS)' | sha256sum | cut -c1-16)
 CASES ?= 5
 
-.PHONY: help setup demo serve-demo test test-unit test-slow test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-resume test-trainer-half test-trainers train-skyrl faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-quantised on-engines on-transformers parity parity-page mutants matrix lint lint-mypy lint-pyright lint-contracts site docs bench clean test-skyrl-client test-openrlhf test-trl demo-trl test-trl-teacher test-verl demo-verl test-embeddings test-gyms
+.PHONY: help setup demo serve-demo test test-unit test-slow test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-resume test-trainer-half test-trainers train-skyrl faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-quantised on-engines on-transformers parity parity-page mutants matrix lint lint-mypy lint-pyright lint-contracts site docs bench clean test-skyrl-client test-openrlhf test-trl demo-trl test-trl-teacher test-verl demo-verl test-embeddings test-gyms show-trainers-layers
 .PHONY: environments environment-transformers environment-echo environment-trainer environment-trainers environment-sglang environment-sglang-server environment-vllm environment-vllm-server environment-openrlhf environment-trl environment-verl
 
 help: ## show this list
@@ -270,6 +276,20 @@ $(OPENRLHF_READY):
 	@echo "setting up .venvs/openrlhf: 0.6 GB, a minute"
 	@rm -rf .venvs/openrlhf
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .venvs/openrlhf $(OPENRLHF)
+	@touch $@
+
+# Their own functions, with an HTTP server or an object that records calls in the place of the engine.
+show-trainers-layers: environment-vllm $(LAYERS_READY) ## what the engine layers of five trainers do with our conformance cases: each row of the page
+	@PYTHONPATH=$(abspath .venvs/layers):$(abspath .venvs/layers)/skyrl-gym:tests/helpers OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
+		TRL_EXPERIMENTAL_SILENCE=1 CUDA_VISIBLE_DEVICES= .venvs/vllm/bin/python -W ignore -m pytest -q -c /dev/null --rootdir tests/trainers \
+		--noconftest -p no:cacheprovider tests/trainers/layers/*_layer.py tests/trainers/layers/cited_lines.py $(ARGS)
+
+# Their dependencies contradict each other, so none is resolved: vLLM's environment and this list hold what the layers import.
+$(LAYERS_READY): | $(VLLM_READY)
+	@$(call ROOM_FOR,the trainers,2)
+	@echo "setting up .venvs/layers: 0.6 GB, a minute"
+	@rm -rf .venvs/layers
+	@.venvs/vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target .venvs/layers $(LAYERS) $(LAYERS_IMPORT)
 	@touch $@
 
 environment-trainers: $(READY) $(TRAINERS_READY)
