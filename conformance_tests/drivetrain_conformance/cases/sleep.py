@@ -558,6 +558,7 @@ async def memory_is_taken_again_step_by_step(bench: Bench) -> None:
     before = await bench.greedy(prompts, 4)
     await _fill_cache(bench)
     size, cache = parameter_bytes(engine), (await engine.stats()).kv_cache_bytes
+    awake = asleep = half_awake = 0
     for _ in range(3):  # what earlier cases left in the heap may be given back within the first
         awake = held_bytes(engine)
         await engine.sleep([WEIGHTS, KV_CACHE])
