@@ -193,6 +193,9 @@ def push_in_parts(rank: int) -> tuple[list[str], list[str], list[str]]:
                 except (DrivetrainError, torch.OutOfMemoryError) as error:
                     errors.append(f"{type(error).__name__}: {error}")
                 PartStager.stage = stage  # type: ignore[method-assign]
+                if step == 1:  # the rank that failed pushes again before the others
+                    await asyncio.to_thread(dist.barrier)
+                    await asyncio.sleep(0 if rank == 2 else 0.3)
                 look()
                 if step != 0:
                     multiply(-1.5, given, whole)
@@ -427,7 +430,7 @@ _PLACES: Final[dict[str, tuple[type[object], str, int]]] = {
     "second shards gathered": (SocketCarrier, "fetch", 1),
     "asked to stage its parts": (PartStager, "stage", 0),
     "parts staged": (SharedMemorySender, "source", 0),
-    "all parts staged": (ShardsSource, "__init__", 0),
+    "all parts staged": (ShardsSource, "model_validate", 0),
     "prepared": (Gatherer, "staged", 0),
     "updated": (EnginePush, "update", 0),
     "committed": (Gatherer, "committed", 0),

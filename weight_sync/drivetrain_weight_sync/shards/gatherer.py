@@ -68,6 +68,10 @@ class Gatherer:
         """Ranks whose offers for this push were read."""
         self._owing: set[int] = set()
         """Ranks that were told of a push's failure before their offers for it were read."""
+        self._left: set[int] = set()
+        """Ranks that told this one of an error of their own in this push, and left."""
+        self._late: set[int] = set()
+        """Ranks for which the last push's failure was left in the store."""
         self._interrupted = threading.Event()
         self._pieces: dict[int, tuple[Piece, ...]] = {}
         """Pieces that each other rank offered last."""
@@ -109,7 +113,9 @@ class Gatherer:
         self._interrupted.clear()
         self._taking_part.clear()
         self._listen()
-        self._ranks.tell_late_ranks(None)
+        self._left.clear()
+        self._ranks.forget_late_ranks(self._late)
+        self._late.clear()
         self._waiting = True
         offers = self._offers(version)
         self._rename = rename
@@ -177,7 +183,7 @@ class Gatherer:
                 assert isinstance(answer, PartsStaged)
                 found[link.rank] = answer
             except DrivetrainError as error:
-                self._links.pop(link.rank).close()  # its rank has left, and connects again
+                self._drop(link)
                 errors.append(error)
         for failed in errors:
             raise failed
@@ -226,9 +232,9 @@ class Gatherer:
         self._tensors = []
         self._tell(failure(error))
         self._owing |= self._links.keys() - self._taking_part
-        if len(self._links) < self._ranks.size - 1:
-            with suppress(DrivetrainError):  # without the store no rank can come
-                self._ranks.tell_late_ranks(error)
+        self._late = {*range(self._ranks.size)} - self._links.keys() - self._left - {self._ranks.rank}
+        with suppress(DrivetrainError):  # without the store no rank can come
+            self._ranks.tell_late_ranks(self._late, error)
 
     def interrupt(self) -> None:
         """End all waits of other threads, by leaving the other ranks."""
@@ -302,7 +308,7 @@ class Gatherer:
         try:
             offer = link.hear()
         except DrivetrainError:
-            self._links.pop(link.rank).close()
+            self._drop(link)
             raise
         assert isinstance(offer, Offer)
         if offer.pieces is not None:
@@ -318,6 +324,12 @@ class Gatherer:
                 field="version",
             )
         return offer
+
+    def _drop(self, link: Link) -> None:
+        """Close the connection to a rank that was lost, or that left with an error and connects again."""
+        if not link.broken:
+            self._left.add(link.rank)
+        self._links.pop(link.rank).close()
 
     def _choose_carrier(self) -> None:
         """Use NCCL if every rank's shards are on a GPU of its own."""

@@ -7,7 +7,7 @@ import secrets
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -130,18 +130,25 @@ class Ranks:
         link.say(Hello(place.key, self.rank))
         return link
 
-    def tell_late_ranks(self, error: BaseException | None) -> None:
-        """Leave the error of a failed push for ranks that come too late to be told; None: a new push begins."""
+    def tell_late_ranks(self, ranks: Iterable[int], error: BaseException) -> None:
+        """Leave the error of a failed push for ranks that come too late to be told; each reads it once."""
         with self._reaching():
-            if error is not None:
-                self.store.set("failed", encoded(failure(error)))
-            elif self.store.check(["failed"]):
-                self.store.delete_key("failed")
+            for rank in ranks:
+                self.store.set(f"failed for {rank}", encoded(failure(error)))
+
+    def forget_late_ranks(self, ranks: Iterable[int]) -> None:
+        """Take back what these ranks did not read: a new push begins."""
+        with self._reaching():
+            for rank in ranks:
+                self.store.delete_key(f"failed for {rank}")
 
     def require_none_failed(self) -> None:
         """Raise the error of a failed push to which this rank comes too late."""
+        key = f"failed for {self.rank}"
         with self._reaching():
-            left = self.store.get("failed") if self.store.check(["failed"]) else None
+            left = self.store.get(key) if self.store.check([key]) else None
+            if left is not None:
+                self.store.delete_key(key)
         if left is not None:
             raise decoded_failure(left)
 
