@@ -125,9 +125,8 @@ UPDATES = [
     WeightUpdateRequest(
         version="v3",
         source=ShardsSource(
-            ranks=(
-                SharedMemorySource(path="/proc/1/fd/3", nbytes=512, bucket_offsets=(0, 512)),
-                CudaIpcSource(name="a", gpus=("GPU-0",), segments=b"\0\x80\xff", places=b"\xff" * 16),
+            ranks=tuple(
+                CudaIpcSource(name=name, gpus=("GPU-0",), segments=b"\0\x80\xff", places=b"\xff" * 16) for name in "ab"
             ),
             parts=(b"\0" * 24, b"\xff" * 24),
         ),

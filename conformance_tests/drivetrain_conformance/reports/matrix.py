@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from drivetrain.types.capability import Capability
+from drivetrain_conformance.assets.page_templates import rendered
 from drivetrain_conformance.harness.verdict import WORST_FIRST, Verdict
 from drivetrain_conformance.reports.report import Report
 
@@ -122,17 +121,7 @@ def _shown(verdict: Verdict | None) -> str:
 
 
 def _render(template: str, reports: Sequence[Report]) -> str:
-    environment = Environment(
-        loader=PackageLoader("drivetrain_conformance", "templates"),
-        autoescape=template.endswith(".svg.j2"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    return environment.get_template(template).render(
-        reports=reports, backends=backends(reports), sections=sections(reports), marks=list(Mark)
-    )
+    return rendered(template, reports=reports, backends=backends(reports), sections=sections(reports), marks=list(Mark))
 
 
 def _row(capability: Capability, reports: Sequence[Report]) -> Row:

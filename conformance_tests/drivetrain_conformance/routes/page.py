@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from drivetrain.errors import InvalidConfig
+from drivetrain_conformance.assets.page_templates import rendered
 from drivetrain_conformance.harness.verdict import Verdict
 from drivetrain_conformance.routes.dialect import Dialect
 from drivetrain_conformance.routes.run import RouteEntry, RouteReport
@@ -19,8 +18,6 @@ _WORDS: Final = {
     Verdict.FAILED: "**no**",
     Verdict.NOT_RUN: "not run",
 }
-
-
 _TITLES: Final = {Dialect.OPENAI: "OpenAI", Dialect.VLLM: "vLLM", Dialect.SGLANG: "SGLang"}
 
 
@@ -63,16 +60,8 @@ def render_routes(reports: Sequence[RouteReport]) -> str:
     Raises:
         InvalidConfig: two reports of a dialect have the same name.
     """
-    environment = Environment(
-        loader=PackageLoader("drivetrain_conformance", "templates"),
-        autoescape=False,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
     tables = [_table(dialect, [one for one in reports if one.dialect == dialect.value]) for dialect in Dialect]
-    return environment.get_template("routes.md.j2").render(tables=[table for table in tables if table.reports])
+    return rendered("routes.md.j2", tables=[table for table in tables if table.reports])
 
 
 def _table(dialect: Dialect, reports: list[RouteReport]) -> DialectTable:

@@ -132,8 +132,9 @@ class ShardsSource(_Frozen):
     """Tensors in parts, in memory of several ranks of a trainer on the engine's host. The engine puts them together."""
 
     kind: Literal["shards"] = "shards"
-    ranks: tuple[Annotated[SharedMemorySource | CudaIpcSource, Field(discriminator="kind")], ...] = Field(
-        min_length=1, description="Memory of each rank; it holds the rank's parts, bucket by bucket of the plan."
+    ranks: tuple[SharedMemorySource, ...] | tuple[CudaIpcSource, ...] = Field(
+        min_length=1,
+        description="Memory of each rank, of one kind; it holds the rank's parts, bucket by bucket of the plan.",
     )
     parts: tuple[bytes, ...] = Field(
         description="For each part of each rank, in the plan's order: index of its tensor in the plan, index of its "

@@ -53,11 +53,12 @@ class PartStager:
         slots = sender.slots()
         parts = [part for bucket in self._buckets for part in bucket]
         as_is = all(tensors[part.index].dtype == self._dtypes[part.name] for part in parts)
-        pace = None if wanted.gpu_share >= 1 else Pace(wanted.gpu_share, reached)
         sums: dict[str, int] = {}
         strange: dict[str, str] = {}
         # Conversions take memory until they are staged: one bucket at a time.
-        for group in [parts] if as_is else self._buckets:
+        groups = [parts] if as_is else self._buckets
+        for number, group in enumerate(groups):
+            pace = _pace(wanted.gpu_share, reached, number, len(groups))
             values = {part.name: _values(part, tensors[part.index], self._dtypes[part.name]) for part in group}
             sums |= self._put_at_once(group, values, slots, strange, pace)
             for part in group:
@@ -98,6 +99,11 @@ class PartStager:
         senders, self._senders = self._senders, {}
         for sender in senders.values():
             sender.close()
+
+
+def _pace(share: float, reached: Callable[[float], None], number: int, groups: int) -> Pace | None:
+    """Return the pace of one of several groups, which reports the fraction of all."""
+    return None if share >= 1 else Pace(share, lambda fraction: reached((number + fraction) / groups))
 
 
 def _values(part: PartSpec, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -16,12 +16,12 @@ from safetensors.torch import save_file
 
 from drivetrain.checks.extras import from_extra
 from drivetrain.checks.safe_repr import shown
-from drivetrain.errors import InvalidRequest, InvalidWeights, WeightSyncError
+from drivetrain.errors import InvalidRequest, WeightSyncError
 from drivetrain.types.arguments import checked
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.weights import LoraSource, WeightUpdateRequest
 from drivetrain_weight_sync.tensors.finite import non_finite
-from drivetrain_weight_sync.tensors.names import listed
+from drivetrain_weight_sync.trainer.staging import require_finite
 from drivetrain_weight_sync.transports.push_folder import PushFolder
 
 if TYPE_CHECKING:
@@ -154,14 +154,7 @@ class LoraSync:
 
         # By default peft also writes the base embedding if the adapter targets it.
         state = get_peft_model_state_dict(self._model, adapter_name=self._adapter, save_embedding_layers=False)
-        bad = non_finite(state)
-        if bad:
-            named = listed([f"{name} ({what})" for name, what in bad.items()])
-            raise InvalidWeights(
-                f"{len(bad)} tensors of the adapter hold values that are not finite; nothing was changed: {named}. "
-                "Check the step that made them (loss scale, learning rate, gradient clipping)",
-                tensors=list(bad),
-            )
+        require_finite(non_finite(state), "tensors of the adapter")
         tensors = {name: tensor.to("cpu").contiguous() for name, tensor in state.items()}
         config = self._model.peft_config[self._adapter]
         with folder.writing():

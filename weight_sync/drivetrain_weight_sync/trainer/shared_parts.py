@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from drivetrain.types.weights import CudaIpcSource, ShardsSource, SharedMemorySource, WeightManifest, WeightPlan
+from drivetrain.types.weights import ShardsSource, WeightManifest, WeightPlan
 from drivetrain_weight_sync.copying.digest import finished
 from drivetrain_weight_sync.shards.gatherer import Gatherer
 from drivetrain_weight_sync.shards.links import PartSpec
@@ -20,10 +20,7 @@ from drivetrain_weight_sync.trainer.strategy import Strategy
 from drivetrain_weight_sync.transports.cuda_ipc import can_read
 from drivetrain_weight_sync.transports.shards import FlatPart, name_of, packed
 
-_SOURCES: Final[dict[Strategy, type[CudaIpcSource] | type[SharedMemorySource]]] = {
-    Strategy.CUDA_IPC: CudaIpcSource,
-    Strategy.SHARED_MEMORY: SharedMemorySource,
-}
+_READ_IN_PLACE: Final = frozenset({Strategy.CUDA_IPC, Strategy.SHARED_MEMORY})
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +121,12 @@ class SharedParts:
             for spec, whole, value in zip(specs, layout.wholes, sums, strict=True):
                 staged.digests[spec.name] = finished(value, whole)
             staged.reached(staged.nbytes)
-        kind = _SOURCES[self._strategy]
-        return ShardsSource(
-            ranks=tuple(kind.model_validate(found[rank].source) for rank in layout.parts),
-            parts=tuple(packed(parts) for parts in layout.parts.values()),
-        )
+        ranks = [found[rank].source for rank in layout.parts]
+        return ShardsSource.model_validate({"ranks": ranks, "parts": [*map(packed, layout.parts.values())]})
 
     def _reachable(self, engines: Sequence[str]) -> bool:
         """Return whether the engine can read the memory of every rank."""
-        if self._strategy not in _SOURCES or not self._gatherer.on_one_host:
+        if self._strategy not in _READ_IN_PLACE or not self._gatherer.on_one_host:
             return False
         if self._strategy is Strategy.SHARED_MEMORY:
             return True

@@ -122,12 +122,12 @@ def require_fit(outline: Mapping[str, torch.Tensor], manifest: WeightManifest, *
     _Checks(manifest, Staged(), cast, Stager(), None).require_fit(outline)
 
 
-def require_finite(bad: Mapping[str, str]) -> None:
-    """Raise InvalidWeights if there are tensors with values that are not finite; ``bad`` tells which, by name."""
+def require_finite(bad: Mapping[str, str], what: str = "tensors") -> None:
+    """Raise InvalidWeights if there are tensors with values that are not finite; ``bad`` says which, by name."""
     if bad:
         named = listed([f"{name} ({what})" for name, what in bad.items()])
         raise InvalidWeights(
-            f"{len(bad)} tensors hold values that are not finite; nothing was changed: {named}. Check "
+            f"{len(bad)} {what} hold values that are not finite; nothing was changed: {named}. Check "
             "the step that made them (loss scale, learning rate, gradient clipping)",
             tensors=list(bad),
         )

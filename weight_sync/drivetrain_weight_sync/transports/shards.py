@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final, NamedTuple, Self
 
 import numpy as np
 import torch
 
 from drivetrain.errors import InvalidRequest
-from drivetrain.types.weights import (
-    CudaIpcSource,
-    ShardsSource,
-    SharedMemorySource,
-    TensorSpec,
-    WeightManifest,
-    WeightPlan,
-    WeightUpdateRequest,
-)
+from drivetrain.types.weights import ShardsSource, TensorSpec, WeightManifest, WeightPlan, WeightUpdateRequest
 from drivetrain_weight_sync.copying.device_copies import DeviceCopies, DeviceCopy, fits, reaches
 from drivetrain_weight_sync.copying.plan import place
 from drivetrain_weight_sync.tensors.dtypes import dtype_of
@@ -26,8 +19,10 @@ from drivetrain_weight_sync.transports.base import Opened, Reader, slot
 from drivetrain_weight_sync.transports.cuda_ipc import CudaIpcReader
 from drivetrain_weight_sync.transports.shared_memory import SharedMemoryReader
 
-_READERS: Final = {"cuda_ipc": CudaIpcReader, "shared_memory": SharedMemoryReader}
-RankSource = SharedMemorySource | CudaIpcSource
+_READERS: Final[dict[str, type[CudaIpcReader] | type[SharedMemoryReader]]] = {
+    "cuda_ipc": CudaIpcReader,
+    "shared_memory": SharedMemoryReader,
+}
 
 
 class FlatPart(NamedTuple):
@@ -57,17 +52,23 @@ def unpacked(data: bytes) -> list[FlatPart]:
 
 
 def plan_of_parts(plan: WeightPlan, parts: Iterable[FlatPart]) -> WeightPlan:
-    """Place the parts in buckets of one rank, as many as the plan has; each part is a tensor of one dimension.
+    """Place a rank's parts in as many buckets as the plan has; each part is a tensor of one dimension.
 
-    Both ends call this, so that only the parts travel.
+    The rank places them alike, so that only the parts travel.
     """
     specs = plan.tensors
-    buckets: list[list[TensorSpec]] = [[] for _ in plan.buckets]
+    return place(
+        [TensorSpec(name_of(specs[part.tensor], part), specs[part.tensor].dtype, (part.numel,)) for part in bucket]
+        for bucket in _in_buckets(plan, parts)
+    )
+
+
+def _in_buckets(plan: WeightPlan, parts: Iterable[FlatPart]) -> list[list[FlatPart]]:
+    buckets: list[list[FlatPart]] = [[] for _ in plan.buckets]
     bucket_of = [index for index, bucket in enumerate(plan.buckets) for _ in bucket.tensors]
     for part in parts:
-        spec = specs[part.tensor]
-        buckets[bucket_of[part.tensor]].append(TensorSpec(name_of(spec, part), spec.dtype, (part.numel,)))
-    return place(buckets)
+        buckets[bucket_of[part.tensor]].append(part)
+    return buckets
 
 
 def name_of(spec: TensorSpec, part: FlatPart) -> str:
@@ -75,28 +76,16 @@ def name_of(spec: TensorSpec, part: FlatPart) -> str:
     return f"{spec.name}[{part.begin}:{part.begin + part.numel}]"
 
 
+@dataclass(frozen=True, slots=True)
 class _Rank:
-    """One rank's memory, mapped."""
+    """The parts of a plan that one rank holds."""
 
-    def __init__(self, plan: WeightPlan, parts: Sequence[FlatPart], reader: Reader) -> None:
-        self.plan = plan_of_parts(plan, parts)
-        self.reader = reader
-        self._parts: list[list[FlatPart]] = [[] for _ in plan.buckets]
-        bucket_of = [index for index, bucket in enumerate(plan.buckets) for _ in bucket.tensors]
-        for part in parts:
-            self._parts[bucket_of[part.tensor]].append(part)
+    plan: WeightPlan
+    buckets: list[list[FlatPart]]
 
     @classmethod
-    def of(cls, plan: WeightPlan, parts: Sequence[FlatPart], source: RankSource, earlier: Self | None) -> Self:
-        kind = _READERS[source.kind]
-        kept = earlier is not None and type(earlier.reader) is kind
-        return cls(plan, parts, earlier.reader if earlier is not None and kept else kind())
-
-    def bring(self, index: int) -> Iterator[tuple[FlatPart, torch.Tensor]]:
-        """Yield the parts of a bucket."""
-        for part, (_, tensor) in zip(self._parts[index], self.reader.tensors(index), strict=True):
-            assert isinstance(tensor, torch.Tensor)
-            yield part, tensor
+    def of(cls, plan: WeightPlan, parts: Sequence[FlatPart]) -> Self:
+        return cls(plan_of_parts(plan, parts), _in_buckets(plan, parts))
 
 
 class ShardsReader(Reader):
@@ -106,6 +95,8 @@ class ShardsReader(Reader):
     """
 
     def __init__(self) -> None:
+        self._readers: list[CudaIpcReader | SharedMemoryReader] = []
+        """One for the memory of each rank."""
         self._ranks: list[_Rank] = []
         self._known: tuple[WeightPlan, tuple[bytes, ...]] | None = None
         """Plan and parts of ``_ranks``."""
@@ -125,24 +116,21 @@ class ShardsReader(Reader):
         if (plan, source.parts) != self._known:
             parts = [unpacked(data) for data in source.parts]
             _require_whole(plan, parts, len(source.ranks))
-            earlier: list[_Rank | None] = [*self._ranks, *[None] * len(parts)]
-            self._ranks = [_Rank.of(plan, *given) for given in zip(parts, source.ranks, earlier, strict=False)]
-            for left in earlier[len(parts) :]:
-                if left is not None:
-                    left.reader.close()
+            self._ranks = [_Rank.of(plan, of_rank) for of_rank in parts]
             self._known, self._copies = (plan, source.parts), {}
         self._plan = plan
-        for rank, of_rank in zip(self._ranks, source.ranks, strict=True):
-            if not isinstance(rank.reader, _READERS[of_rank.kind]):
-                rank.reader.close()
-                rank.reader = _READERS[of_rank.kind]()
-            rank.reader.open(request.model_copy(update={"source": of_rank, "plan": rank.plan, "digests": {}}), manifest)
+        kinds = [_READERS[of_rank.kind] for of_rank in source.ranks]
+        if [*map(type, self._readers)] != kinds:
+            self._close_readers()
+            self._readers = [kind() for kind in kinds]
+        for reader, rank, of_rank in zip(self._readers, self._ranks, source.ranks, strict=True):
+            reader.open(request.model_copy(update={"source": of_rank, "plan": rank.plan, "digests": {}}), manifest)
         return Opened(plan, digests)
 
     @property
     def place(self) -> Hashable:
         """Addresses of the ranks' memory and of this one's, if all are on a GPU."""
-        places = [rank.reader.place for rank in self._ranks]
+        places = [reader.place for reader in self._readers]
         return None if None in places else (*places, self._memory.data_ptr())
 
     def bring(self, indices: Sequence[int]) -> Iterator[Sequence[int]]:
@@ -152,7 +140,11 @@ class ShardsReader(Reader):
             yield [index]
 
     def _put_together(self, index: int) -> None:
-        parts = [part for rank in self._ranks for part in rank.bring(index)]
+        parts = [
+            (part, tensor)
+            for reader, rank in zip(self._readers, self._ranks, strict=True)
+            for part, (_, tensor) in zip(rank.buckets[index], reader.tensors(index), strict=True)
+        ]
         bucket, specs = self._plan.buckets[index], self._plan.tensors
         device = parts[0][1].device if parts else torch.device("cpu")
         largest = max(bucket.nbytes for bucket in self._plan.buckets)
@@ -198,10 +190,14 @@ class ShardsReader(Reader):
     def close(self) -> None:
         """Unmap the memory, and free this rank's own."""
         self._bucket, self._copies, self._known = {}, {}, None
-        for rank in self._ranks:
-            rank.reader.close()
+        self._close_readers()
         self._ranks = []
         self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def _close_readers(self) -> None:
+        readers, self._readers = self._readers, []
+        for reader in readers:
+            reader.close()
 
 
 def _copy_each(copies: Iterable[DeviceCopy]) -> None:
