@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+import httpx
 import pytest
 import pytest_asyncio
 import torch
@@ -32,11 +33,11 @@ from drivetrain_conformance.routes.dialect import Dialect
 from drivetrain_conformance.routes.material import Material, made_of
 from drivetrain_conformance.routes.run import RouteEntry, run_routes
 from drivetrain_conformance.routes.sampled import Sampled
-from drivetrain_conformance.routes.target import connected
+from drivetrain_conformance.routes.target import Stream, connected
 from drivetrain_serving import Server, ServerConfig
 from drivetrain_serving import server as server_module
 from drivetrain_serving.app import create_app
-from engines import require_ready_and_idle
+from engines import HANGING, require_ready_and_idle
 
 Json = Any
 WITHOUT_A_GPU: Final = {
@@ -400,6 +401,14 @@ async def run(url: str, ids: Collection[str] | None = None, **options: Any) -> l
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_a_streamed_text_may_hold_line_ends_of_unicode() -> None:
+    text = "a\x85b\u2028c\u2029d"
+    events = f'data: {{"text":"{text}"}}\r\n\r\ndata: [DONE]\n\n'.encode()
+    stream = Stream(httpx.Response(200, content=events), COMPLETIONS, asyncio.get_running_loop().time() + HANGING)
+    assert [event.mapping() for event in await stream.rest()] == [{"text": text}]
+    assert stream.is_done
 
 
 @pytest.mark.parametrize("dialect", [Dialect.VLLM, Dialect.SGLANG])

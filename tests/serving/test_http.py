@@ -17,7 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from drivetrain import EngineDied, InferenceEngine, InvalidConfig
 from drivetrain_serving import Server, ServerConfig
-from drivetrain_serving.http.answers import event_stream
+from drivetrain_serving.http.answers import EventStream, NamedEventStream, event_stream
 from drivetrain_serving.vllm.errors import body_of
 from engines import HANGING
 
@@ -177,6 +177,14 @@ async def test_an_error_in_a_stream_is_its_last_event() -> None:
         body_of(EngineDied("it ended")),
     ]
     assert sent[3] == b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("kind", [EventStream, NamedEventStream])
+def test_an_event_is_one_line_of_data_for_clients_that_read_lines_as_text(kind: type[EventStream]) -> None:
+    text = "".join(map(chr, range(0x3000)))
+    *_, data = kind.encoded({"text": text}).decode().removesuffix("\n\n").split("\n")
+    assert data.splitlines() == [data]
+    assert json.loads(data.removeprefix("data: ")) == {"text": text}
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/completions", 405), ("GET", "/nowhere", 404)])

@@ -38,7 +38,7 @@ class Stream:
     """Events of one streamed answer."""
 
     def __init__(self, response: httpx.Response, asked: str, deadline: float) -> None:
-        self._lines = response.aiter_lines()
+        self._lines = _lines(response)
         self._asked = asked
         self._deadline = deadline
         self.is_done = False
@@ -66,6 +66,17 @@ class Stream:
         while (event := await self.next()) is not None:
             events.append(event)
         return events
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[str]:
+    """Yield an answer's lines; unlike httpx's own, they end at line feeds alone, not at U+2028 or U+0085 in a text."""
+    rest = b""
+    async for part in response.aiter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            yield line.decode().removesuffix("\r")
+    if rest:
+        yield rest.decode()
 
 
 async def _until(lines: AsyncIterator[str], deadline: float, asked: str) -> AsyncIterator[str]:

@@ -16,6 +16,9 @@ from drivetrain_serving.http.bodies import disconnected
 
 _ENCODER = msgspec.json.Encoder()
 DONE = b"data: [DONE]\n\n"
+_LINE_ENDS = tuple((character.encode(), f"\\u{ord(character):04x}".encode()) for character in "\x85\u2028\u2029")
+"""Line ends of Unicode and their JSON escapes. A stream may hold them, but clients that read lines as text, such as
+httpx's ``iter_lines``, end a line there. JSON escapes the other ones itself."""
 
 
 def json_answer(body: object, status: int = 200) -> Response:
@@ -42,7 +45,10 @@ class EventStream(Response):
     @staticmethod
     def encoded(piece: object) -> bytes:
         """Return an event's bytes."""
-        return b"data: " + _ENCODER.encode(piece) + b"\n\n"
+        data = _ENCODER.encode(piece)
+        for line_end, escape in _LINE_ENDS:
+            data = data.replace(line_end, escape)
+        return b"data: " + data + b"\n\n"
 
     def __init__(
         self,
