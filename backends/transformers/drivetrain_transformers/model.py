@@ -31,6 +31,8 @@ from drivetrain_weight_sync.transports.device_memory import uuid_of
 
 _TOLERATED = 0.1
 """Largest change of the logits by rounding, as a share of their norm; wrong positions change them by more."""
+_UNORDERED = 0.01
+"""Likewise for the same pass twice, on devices that add in any order."""
 _CACHE_NAMES = ("past_key_values", "cache", "cache_params")
 """Names of ``forward``'s parameter for the cache, by model and release."""
 _MOST_STEPS = 64
@@ -50,7 +52,7 @@ class LoadedModel:
         layers = DynamicCache(config=module.config).layers
         self.is_recurrent = any(map(is_recurrent, layers))
         """True if layers keep recurrent states, beside or instead of keys and values."""
-        self._attends = any(isinstance(layer, CacheLayerMixin) for layer in layers)
+        self._attends = not self.is_recurrent or any(isinstance(layer, CacheLayerMixin) for layer in layers)
         self._continues = True
         """True if several tokens can be run at once after a cached prefix."""
         takes = inspect.signature(module.forward).parameters
@@ -149,7 +151,7 @@ class LoadedModel:
                     f"{name} counts padding as tokens, so that rows of different lengths cannot share a batch; the "
                     "transformers backend does not serve such models, use another backend"
                 )
-        if not torch.equal(first, again):
+        if _distance(first, again) > _UNORDERED:
             raise EngineStartError(
                 f"the ids of padding change the logits of {name}, so that rows of different lengths cannot share a "
                 "batch; the transformers backend does not serve such models, use another backend"
