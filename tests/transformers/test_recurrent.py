@@ -103,7 +103,7 @@ async def test_requests_sleep_and_wake_with_their_tokens(engine: InferenceEngine
 
 async def test_cycles_of_sleep_change_no_answer(engine: InferenceEngine, model: Path) -> None:
     params = SHORT.model_copy(update={"max_new_tokens": 3, "temperature": 0.0})
-    first = (await engine.generate(PROMPTS, params)).completions
+    first = again = (await engine.generate(PROMPTS, params)).completions
     for _ in range(20):
         await engine.sleep([MemoryTag.KV_CACHE])
         await engine.wake_up()
