@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
@@ -21,6 +23,7 @@ from drivetrain.types.config import EngineConfig
 from drivetrain_transformers.kv_cache import RunningCache, keys_and_values
 from drivetrain_transformers.longrope import choose_factors_by_row
 from drivetrain_transformers.lora import Adapters
+from drivetrain_transformers.recurrent_states import empty_cache, is_recurrent
 from drivetrain_transformers.translate import context_length, device_of, load_arguments
 from drivetrain_weight_sync.receiver.checkpoint_comparison import refuse_incomplete
 from drivetrain_weight_sync.receiver.cpu_sleep import trim_heap
@@ -28,6 +31,12 @@ from drivetrain_weight_sync.transports.device_memory import uuid_of
 
 _TOLERATED = 0.1
 """Largest change of the logits by rounding, as a share of their norm; wrong positions change them by more."""
+_UNORDERED = 0.01
+"""Likewise for the same pass twice, on devices that add in any order."""
+_CACHE_NAMES = ("past_key_values", "cache", "cache_params")
+"""Names of ``forward``'s parameter for the cache, by model and release."""
+_MOST_STEPS = 64
+"""Most tokens run one by one after a cached prefix, by models that cannot run several after one."""
 
 
 class LoadedModel:
@@ -40,7 +49,14 @@ class LoadedModel:
         self.adapters: Adapters | None = None
         self.short_length: int | None = None
         """Longest sequence that uses longrope's short factors; None unless longer ones are served too."""
+        layers = DynamicCache(config=module.config).layers
+        self.is_recurrent = any(map(is_recurrent, layers))
+        """True if layers keep recurrent states, beside or instead of keys and values."""
+        self._attends = not self.is_recurrent or any(isinstance(layer, CacheLayerMixin) for layer in layers)
+        self._continues = True
+        """True if several tokens can be run at once after a cached prefix."""
         takes = inspect.signature(module.forward).parameters
+        self._cache_name = next((name for name in _CACHE_NAMES if name in takes), _CACHE_NAMES[0])
         self._positions = "position_ids" in takes
         self._keeps_logits = "logits_to_keep" in takes
 
@@ -72,7 +88,7 @@ class LoadedModel:
             module.to(device_of(config))  # type: ignore[arg-type]  # transformers wraps `to` without its `self`
         module.eval()
         module.requires_grad_(False)
-        _refuse_recurrent_state(module)
+        _refuse_other_state(module)
         _own_storages(module)
         model_config = module.config.get_text_config(decoder=True)
         length = context_length(model_config, config)
@@ -91,64 +107,128 @@ class LoadedModel:
         if short is not None and short < length:
             choose_factors_by_row(module, short)
             model.short_length = short
-        model._check_positions()
+        model._check_batching()
         if config.enable_lora:
             model.adapters = Adapters(module, largest_rank=config.max_lora_rank)
         return model
 
+    def empty_cache(self) -> DynamicCache:
+        """Return a cache of no tokens for a forward pass."""
+        return empty_cache(self.module.config) if self.is_recurrent else DynamicCache()
+
+    def continues_from(self, length: int, tokens: int) -> bool:
+        """Return whether a sequence of ``tokens`` ids should begin with the cache of its first ``length``."""
+        return self._continues or tokens - length <= _MOST_STEPS
+
     @torch.inference_mode()
-    def _check_positions(self) -> None:
-        """For a model without ``position_ids``, check that padding beside a longer row leaves a row's logits unchanged.
+    def _check_batching(self) -> None:
+        """Check that padding beside a longer row leaves a row's logits unchanged, where a model could count it.
+
+        Those are models without ``position_ids`` and recurrent ones.
 
         Raises:
-            EngineStartError: the model does not derive positions from the mask, so padding would change its output.
+            EngineStartError: padding would change the model's output.
         """
-        if self._positions:
+        if self._positions and not self.is_recurrent:
             return
-        rows = [[5, 7, 11], [13, 17, 19, 23, 29, 31, 37]]
-        nobody: list[str | None] = [None, None]
-        cache, past = RunningCache(), DynamicCache()
+        rows = [[5, 7, 11], [13, 17, 19, 23, 29, 31, 37] * 4]
+        name = type(self.module).__name__
         try:
             alone = [self.module(input_ids=torch.tensor([row], device=self.device)).logits[0, -2:] for row in rows]
-            before = self.prefill([row[:-1] for row in rows], nobody, past, 0, all_positions=False)
-            cache.admit(past, [0, 1], [len(row) - 1 for row in rows])
-            cache.open_column()
-            after = self.decode([row[-1] for row in rows], nobody, cache)
-        except (IndexError, AttributeError, NotImplementedError, TypeError, ValueError) as error:
+            first, decoded = self._prefilled_and_decoded(rows, pad=0)
+            again, _ = self._prefilled_and_decoded(rows, pad=1)
+            if self.is_recurrent:
+                self._continues = self._continues_in_one_pass(rows[1], alone[1][-1])
+        except (IndexError, AttributeError, NotImplementedError, TypeError, ValueError, RuntimeError) as error:
             raise EngineStartError(
-                f"{type(self.module).__name__} cannot run rows of different lengths in one batch, as the transformers "
-                f"backend does: {type(error).__name__}: {error}"
+                f"{name} cannot run rows of different lengths in one batch, as the transformers backend does: "
+                f"{type(error).__name__}: {error}"
             ) from error
         for row, wanted in enumerate(alone):
-            got = torch.stack([before[row, -1], after[row]])
-            one, other = ((logits.float() - logits.float().mean(-1, keepdim=True)) for logits in (got, wanted))
-            if (one - other).norm() > _TOLERATED * other.norm():
+            got = torch.stack([first[row], decoded[row]])
+            if _distance(got, wanted) > _TOLERATED:
                 raise EngineStartError(
-                    f"{type(self.module).__name__} takes no position_ids and counts padding as tokens, so that rows of "
-                    "different lengths cannot share a batch; the transformers backend does not serve such models, use "
-                    "another backend"
+                    f"{name} counts padding as tokens, so that rows of different lengths cannot share a batch; the "
+                    "transformers backend does not serve such models, use another backend"
                 )
+        if _distance(first, again) > _UNORDERED:
+            raise EngineStartError(
+                f"the ids of padding change the logits of {name}, so that rows of different lengths cannot share a "
+                "batch; the transformers backend does not serve such models, use another backend"
+            )
+
+    def _prefilled_and_decoded(self, rows: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run all ids but the last in one padded pass and the last in a step; return both logits of (rows, ids)."""
+        nobody: list[str | None] = [None] * len(rows)
+        cache, past = RunningCache(), self.empty_cache()
+        before = self.prefill([row[:-1] for row in rows], nobody, past, 0, all_positions=False, pad=pad)[:, -1].clone()
+        cache.admit(past, list(range(len(rows))), [len(row) - 1 for row in rows])
+        cache.open_column()
+        return before, self.decode([row[-1] for row in rows], nobody, cache)
+
+    def _continues_in_one_pass(self, row: list[int], wanted: torch.Tensor) -> bool:
+        """Return whether the second half of a row, run in one pass, gives the logits of single steps."""
+        half, errors = len(row) // 2, []
+        for self._continues in (False, True):
+            past = self.empty_cache()
+            self.prefill([row[:half]], [None], past, 0, all_positions=False)
+            try:
+                last = self.prefill([row[half:]], [None], past, half, all_positions=False)[0, -1]
+            except RuntimeError:  # shapes that do not fit
+                return False
+            errors.append(_distance(last, wanted))
+        steps, together = errors
+        return together <= 3 * steps + 1e-3
 
     @torch.inference_mode()
     def prefill(
-        self, ids: list[list[int]], adapters: list[str | None], past: Cache, prefix: int, *, all_positions: bool
+        self,
+        ids: list[list[int]],
+        adapters: list[str | None],
+        past: Cache,
+        prefix: int,
+        *,
+        all_positions: bool,
+        before_last: Callable[[], None] | None = None,
+        pad: int = 0,
     ) -> torch.Tensor:
         """Run token ids whose first ``prefix`` tokens are in ``past``, and append them to it, left-padded.
+
+        Args:
+            ids: Ids of each row after its prefix.
+            adapters: Adapter of each row.
+            past: The cache.
+            prefix: Tokens of each row in ``past``.
+            all_positions: True to return the logits of all positions.
+            before_last: Called when ``past`` holds all of each row but its last token; rows then need two ids or more.
+            pad: Id to pad with.
 
         Returns:
             Logits of shape (rows, padded tokens or 1, vocabulary), the last position being each row's last token.
         """
         longest = max(map(len, ids))
-        tokens = torch.zeros(len(ids), longest, dtype=torch.long)
+        tokens = torch.full((len(ids), longest), pad, dtype=torch.long)
         mask = torch.ones(len(ids), prefix + longest, dtype=torch.long)
         for row, own in enumerate(ids):
             tokens[row, longest - len(own) :] = torch.tensor(own)
             mask[row, prefix : prefix + longest - len(own)] = 0
         positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, prefix:]
-        logits = self._forward(tokens, mask, positions, past, adapters, last_only=not all_positions)
+        ends = list(range(1, longest + 1)) if prefix and not self._continues else [longest]
+        if before_last is not None and longest > 1:
+            ends = sorted({longest - 1, *ends})
+        logits: list[torch.Tensor] = []
+        for start, end in itertools.pairwise([0, *ends]):
+            if before_last is not None and end == longest:
+                before_last()
+            seen, window = mask[:, : prefix + end], slice(start, end)
+            logits.append(
+                self._forward(
+                    tokens[:, window], seen, positions[:, window], past, adapters, last_only=not all_positions
+                )
+            )
         if not bool(mask.all()):
             _zero_padding(past, mask)
-        return logits
+        return torch.cat(logits, dim=1) if all_positions else logits[-1]
 
     @torch.inference_mode()
     def decode(self, last_ids: list[int], adapters: list[str | None], cache: RunningCache) -> torch.Tensor:
@@ -167,10 +247,12 @@ class LoadedModel:
         *,
         last_only: bool,
     ) -> torch.Tensor:
+        if not self._attends:
+            mask = mask[:, -tokens.shape[1] :]  # a recurrent layer looks at the new tokens alone
         arguments: dict[str, object] = {
             "input_ids": tokens.to(self.device),
             "attention_mask": mask.to(self.device),
-            "past_key_values": cache,
+            self._cache_name: cache,
             "use_cache": True,
         }
         if self._positions:
@@ -198,20 +280,28 @@ class LoadedModel:
             trim_heap()
 
 
-def _refuse_recurrent_state(module: PreTrainedModel) -> None:
-    """Refuse models whose state is not keys and values per token: only those can be moved between batches."""
-    cache = DynamicCache(config=module.config)
-    odd = {type(layer).__name__ for layer in cache.layers if type(layer).__mro__ and not _is_plain(layer)}
-    if odd or getattr(module, "_is_stateful", False):
+def _refuse_other_state(module: PreTrainedModel) -> None:
+    """Refuse models whose state cannot be moved between batches row by row."""
+    layers = DynamicCache(config=module.config).layers
+    odd = {type(layer).__name__ for layer in layers if not _is_movable(layer)}
+    if odd or (getattr(module, "_is_stateful", False) and not any(map(is_recurrent, layers))):
         raise EngineStartError(
-            f"{type(module).__name__} keeps recurrent or indexed state ({', '.join(sorted(odd)) or 'stateful'}), which "
-            "the transformers backend cannot batch yet; use another backend for this model"
+            f"{type(module).__name__} keeps state ({', '.join(sorted(odd)) or 'stateful'}) that the transformers "
+            f"backend cannot batch with transformers {transformers.__version__}; use another backend for this model"
         )
 
 
-def _is_plain(layer: object) -> bool:
+def _is_movable(layer: object) -> bool:
     names = {cls.__name__ for cls in type(layer).__mro__}
-    return isinstance(layer, CacheLayerMixin) and not names & {"LinearAttentionCacheLayerMixin", "DynamicIndexedLayer"}
+    if "LinearAttentionCacheLayerMixin" in names:
+        return is_recurrent(layer)
+    return "DynamicIndexedLayer" not in names
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the distance of logits, as a share of the second's norm."""
+    one, other = (logits.float() - logits.float().mean(-1, keepdim=True) for logits in (one, other))
+    return float((one - other).norm() / other.norm())
 
 
 def _own_storages(module: PreTrainedModel) -> None:

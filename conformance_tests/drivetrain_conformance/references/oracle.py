@@ -118,7 +118,7 @@ class TransformersOracle:
         assert isinstance(earlier, TransformersOracle), (
             f"the cache of a {type(earlier).__name__} cannot be gone on from"
         )
-        cache = DynamicCache()
+        cache = DynamicCache(config=self._model.config)
         earlier.logits_with(token_ids[:cached], past_key_values=cache, use_cache=True)
         return self.logits_with(token_ids[cached:], past_key_values=cache, use_cache=True)
 
