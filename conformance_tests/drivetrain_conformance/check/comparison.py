@@ -75,7 +75,7 @@ class Comparison:
 
     @property
     def against(self) -> str:
-        """The tolerance in words: 1 in 100 tokens may exceed it, none by more than twice."""
+        """The tolerance in words: 1 in 100 tokens may be off by up to twice as much."""
         return f"{self.tolerance:g} nats" if self.plain is None else f"{ROUGHEST:g} times plain ones"
 
 
