@@ -21,7 +21,7 @@ from drivetrain.backend.base import (
     ModelInfo,
     ReadMedium,
 )
-from drivetrain.backend.toolkit.model_folder import check_model_folder
+from drivetrain.backend.toolkit.model_folder import check_model_folder, config_levels, require_dense_for_adapters
 from drivetrain.backend.toolkit.start_errors import start_errors
 from drivetrain.backend.toolkit.translation import shortened_all
 from drivetrain.errors import (
@@ -111,6 +111,8 @@ class SGLangBackend(WorkerBackend[Collected]):
         """Refuse arguments that SGLang would not honour, and values that do not fit the model."""
         engine_arguments(config, device_type_of(config), config.dtype, config.context_length or 0)
         check_model_folder(config, "SGLang")
+        if device_type_of(config) == "cpu":
+            require_dense_for_adapters(config, config_levels(config.model), "SGLang")
 
     @classmethod
     def preload(cls) -> None:

@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar, Final, cast
 
 from drivetrain.backend.base import GenerateRequest, ModelInfo, ReadMedium
-from drivetrain.backend.toolkit.model_folder import check_model_folder
+from drivetrain.backend.toolkit.model_folder import check_model_folder, config_levels, require_dense_for_adapters
 from drivetrain.backend.toolkit.rope_config import short_rope_length
 from drivetrain.backend.toolkit.start_errors import start_errors
 from drivetrain.backend.toolkit.translation import shortened_all
@@ -121,6 +121,8 @@ class VLLMBackend(WorkerBackend[Collected]):
         engine_arguments(config, device_type_of(config), config.dtype, config.context_length or 0)
         _devices_of(config)
         check_model_folder(config, "vLLM")
+        if device_type_of(config) == "cpu":
+            require_dense_for_adapters(config, config_levels(config.model), "vLLM")
 
     @classmethod
     def preload(cls) -> None:

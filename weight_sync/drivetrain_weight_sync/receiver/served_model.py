@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.backend.base import ModelInfo
-from drivetrain.backend.toolkit.model_folder import served_context_length
+from drivetrain.backend.toolkit.model_folder import require_dense_for_adapters, served_context_length
 from drivetrain.backend.toolkit.rope_config import plain_rope
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.weights import WeightManifest
@@ -40,7 +40,8 @@ class ServedModel:
             engine: Name of the engine in errors.
 
         Raises:
-            InvalidConfig: The context is too long for the model, or experts are to be spread and it has none.
+            InvalidConfig: The context is too long for the model, experts are to be spread and it has none, or adapters
+                are enabled for a mixture of experts on a CPU.
         """
         from transformers import AutoConfig
 
@@ -49,7 +50,10 @@ class ServedModel:
         )
         text = model_config.get_text_config()
         own = getattr(text, "max_position_embeddings", None) or 2**20
-        return cls(config, model_config, device, own, served_context_length(config, text.to_dict(), own, engine))
+        fields = text.to_dict()
+        if device == "cpu":
+            require_dense_for_adapters(config, [fields], engine)
+        return cls(config, model_config, device, own, served_context_length(config, fields, own, engine))
 
     @cached_property
     def text(self) -> Any:
