@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -88,6 +88,13 @@ class ServedModel:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the model's tensors, by checkpoint name."""
         return {spec.name: spec.shape for spec in self.tensors.tensors}
+
+    @cached_property
+    def adaptable(self) -> Sequence[Mapping[str, tuple[int, ...]]]:
+        """Shapes of the weights that adapters can change, once for each way to name them."""
+        from drivetrain_weight_sync.receiver.adaptable_layers import shapes_in_language_model
+
+        return [self.shapes] if self.text is self.model_config else shapes_in_language_model(self.config)
 
     def require_weights(self) -> None:
         """Raise :class:`EngineStartError` if the model's folder lacks weights that the engine is going to load."""
