@@ -259,7 +259,7 @@ class LoadedModel:
             arguments["position_ids"] = positions.to(self.device)
         if self._keeps_logits and last_only:
             arguments["logits_to_keep"] = 1
-        with self.adapters.using(adapters) if self.adapters is not None else nullcontext():
+        with self.adapters.using(adapters, tokens.shape[1]) if self.adapters is not None else nullcontext():
             logits: torch.Tensor = self.module(**arguments).logits
         return logits
 
