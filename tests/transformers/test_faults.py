@@ -143,10 +143,10 @@ async def test_a_row_whose_step_fails_ends_alone_and_changes_no_other(
     odd = 666
 
     class Failing(Sampler):
-        def draw(self, logits: torch.Tensor) -> Drawn:
+        def draw(self, logits: torch.Tensor, raw: torch.Tensor | None = None) -> Drawn:
             if any(row.seed == odd and len(row.generated) >= steps for row in self._rows):
                 raise RuntimeError("a row that cannot be drawn from")
-            return super().draw(logits)
+            return super().draw(logits, raw)
 
     kinds: list[dict[str, object]] = [
         {"temperature": 0},
@@ -154,6 +154,7 @@ async def test_a_row_whose_step_fails_ends_alone_and_changes_no_other(
         {"repetition_penalty": 1.3, "frequency_penalty": 0.5},
         {"stop": "e", "temperature": 1.5},
         {"logit_bias": {65: 2.0}, "min_p": 0.01},
+        {"structured_output": {"kind": "regex", "regex": "[a-p]{30}"}},
     ]
     params = [SamplingParams.model_validate({"max_new_tokens": 24, "seed": 4, "logprobs": 2, **kind}) for kind in kinds]
     prompts = [f"prompt number {number}" for number in range(len(params))]

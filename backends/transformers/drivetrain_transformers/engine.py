@@ -19,7 +19,14 @@ from drivetrain.backend.base import (
     StopKind,
     TokenDelta,
 )
-from drivetrain.backend.toolkit.capability_sets import FREEZING, LOGPROBS, RECEIVED_WEIGHTS, SAMPLING, STOPS
+from drivetrain.backend.toolkit.capability_sets import (
+    FREEZING,
+    LOGPROBS,
+    RECEIVED_WEIGHTS,
+    SAMPLING,
+    STOPS,
+    STRUCTURED_OUTPUT,
+)
 from drivetrain.errors import DrivetrainError, EngineError, EngineInternalError, UnsupportedCapability
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Isolation
@@ -39,6 +46,7 @@ from drivetrain_transformers.translate import (
     SEEN_WORKING,
     check_model_folder,
     device_of,
+    has_grammars,
     load_arguments,
 )
 
@@ -95,6 +103,8 @@ class TransformersBackend(Backend):
         claimed = set(_ALWAYS)
         if config.enable_prefix_caching:
             claimed.add(Capability.PREFIX_CACHE)
+        if has_grammars():
+            claimed |= STRUCTURED_OUTPUT
         if not device_of(config).startswith("cpu"):
             claimed.add(Capability.SLEEP_KEEPS_WEIGHTS)
         if device_of(config).startswith("cuda"):
@@ -124,7 +134,10 @@ class TransformersBackend(Backend):
     def preload(cls) -> None:
         """Import torch and transformers."""
         import drivetrain_transformers.scheduler_thread
-        import drivetrain_transformers.weights  # noqa: F401
+        import drivetrain_transformers.weights
+
+        if has_grammars():
+            import drivetrain_transformers.grammars  # noqa: F401
 
     # Lifecycle ---------------------------------------------------------------------------------------------------
 
@@ -169,6 +182,7 @@ class TransformersBackend(Backend):
             runner.model.release_unused_memory()
 
         if runner is not None and weights is not None:
+            await runner.stop_compiling()
             await asyncio.get_running_loop().run_in_executor(None, stop, runner, weights)
 
     async def died(self) -> EngineError:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from drivetrain.backend.base import GenerateRequest, GenerateResult, TokenDelta
 from drivetrain.errors import DrivetrainError
 from drivetrain.text.stops import StopMatcher
 from drivetrain.types.outputs import FinishReason, ReleasedText, TopLogprobs, VersionSpan
 from drivetrain_sampling import Row
+
+if TYPE_CHECKING:
+    from drivetrain_transformers.grammars import GrammarState
 
 Sink = Callable[[GenerateResult | TokenDelta | DrivetrainError], None]
 """Receives a sequence's result or error, and its deltas if it is streamed. Called in the scheduler's thread."""
@@ -33,6 +37,8 @@ class Sequence:
     prompt_ranks: list[int | None] | None = None
     spans: list[VersionSpan] = field(default_factory=list)
     cached_tokens: int = 0
+    grammar: GrammarState | None = None
+    """State of ``structured_output``; None without it, and while it is compiled."""
     released: ReleasedText | None = None
     """Text and ids that the stream may show after the last token; None without stop strings and regexes."""
     error: DrivetrainError | None = None
@@ -67,6 +73,8 @@ class Sequence:
         if token_id in self.stop_ids:
             return FinishReason.STOP, token_id
         try:
+            if self.grammar is not None:
+                self.grammar.take(token_id)
             if self.matcher is not None:
                 if self.matcher.push(token_id) is not None:
                     return FinishReason.STOP, None
@@ -75,6 +83,8 @@ class Sequence:
         except DrivetrainError as error:
             self.error = error
             return FinishReason.ABORT, None
+        if self.grammar is not None and self.grammar.is_complete and self.row.steps >= self.row.params.min_new_tokens:
+            return FinishReason.STOP, None
         if len(generated) >= self.request.max_new_tokens:
             return FinishReason.LENGTH, None
         return None
