@@ -128,7 +128,6 @@ async def test_request_ids_must_differ(engine: InferenceEngine) -> None:
 async def test_what_is_not_claimed_is_refused_by_name_before_any_work(engine: InferenceEngine) -> None:
     image = {"token_ids": (1,), "media": ({"url": "http://x/y.png"},)}
     calls: list[tuple[Capability, Any]] = [
-        (Capability.HIDDEN_STATES, lambda: engine.generate("x", {"return_hidden_states": True})),
         (Capability.ROUTED_EXPERTS, lambda: engine.generate("x", {"return_routed_experts": True})),
         (Capability.IMAGES, lambda: engine.generate(TokenPrompt.model_validate(image))),
         (Capability.EMBED, lambda: engine.encode("x")),

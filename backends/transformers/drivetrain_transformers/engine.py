@@ -65,6 +65,7 @@ _ALWAYS = (
     | {
         Capability.STREAMING,
         Capability.ABORT,
+        Capability.HIDDEN_STATES,
         Capability.PRIORITY,
         Capability.PROMPT_RANKS,
         Capability.SLEEP_WEIGHTS,

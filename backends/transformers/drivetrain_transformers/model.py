@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from drivetrain.backend.base import ModelInfo
 from drivetrain.backend.toolkit.progress_bars import no_progress_bars
 from drivetrain.backend.toolkit.rope_config import short_rope_length
 from drivetrain.backend.toolkit.translation import eos_token_ids
-from drivetrain.errors import EngineStartError
+from drivetrain.errors import EngineInternalError, EngineStartError
 from drivetrain.types.config import EngineConfig
 from drivetrain_transformers.kv_cache import RunningCache, keys_and_values
 from drivetrain_transformers.longrope import choose_factors_by_row
@@ -28,6 +29,15 @@ from drivetrain_weight_sync.transports.device_memory import uuid_of
 
 _TOLERATED = 0.1
 """Largest change of the logits by rounding, as a share of their norm; wrong positions change them by more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Results of one forward pass."""
+
+    logits: torch.Tensor
+    states: torch.Tensor | None = None
+    """Each row's last token in the last layer, after the final norm: what the head is given; (rows, hidden size)."""
 
 
 class LoadedModel:
@@ -110,10 +120,10 @@ class LoadedModel:
         cache, past = RunningCache(), DynamicCache()
         try:
             alone = [self.module(input_ids=torch.tensor([row], device=self.device)).logits[0, -2:] for row in rows]
-            before = self.prefill([row[:-1] for row in rows], nobody, past, 0, all_positions=False)
+            before = self.prefill([row[:-1] for row in rows], nobody, past, 0, all_positions=False).logits
             cache.admit(past, [0, 1], [len(row) - 1 for row in rows])
             cache.open_column()
-            after = self.decode([row[-1] for row in rows], nobody, cache)
+            after = self.decode([row[-1] for row in rows], nobody, cache).logits
         except (IndexError, AttributeError, NotImplementedError, TypeError, ValueError) as error:
             raise EngineStartError(
                 f"{type(self.module).__name__} cannot run rows of different lengths in one batch, as the transformers "
@@ -131,12 +141,20 @@ class LoadedModel:
 
     @torch.inference_mode()
     def prefill(
-        self, ids: list[list[int]], adapters: list[str | None], past: Cache, prefix: int, *, all_positions: bool
-    ) -> torch.Tensor:
+        self,
+        ids: list[list[int]],
+        adapters: list[str | None],
+        past: Cache,
+        prefix: int,
+        *,
+        all_positions: bool,
+        states: bool = False,
+    ) -> Computed:
         """Run token ids whose first ``prefix`` tokens are in ``past``, and append them to it, left-padded.
 
         Returns:
             Logits of shape (rows, padded tokens or 1, vocabulary), the last position being each row's last token.
+            With ``states``, also the state of each row's last token.
         """
         longest = max(map(len, ids))
         tokens = torch.zeros(len(ids), longest, dtype=torch.long)
@@ -145,17 +163,21 @@ class LoadedModel:
             tokens[row, longest - len(own) :] = torch.tensor(own)
             mask[row, prefix : prefix + longest - len(own)] = 0
         positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, prefix:]
-        logits = self._forward(tokens, mask, positions, past, adapters, last_only=not all_positions)
+        computed = self._forward(tokens, mask, positions, past, adapters, last_only=not all_positions, states=states)
         if not bool(mask.all()):
             _zero_padding(past, mask)
-        return logits
+        return computed
 
     @torch.inference_mode()
-    def decode(self, last_ids: list[int], adapters: list[str | None], cache: RunningCache) -> torch.Tensor:
-        """Run one token of each running row; return logits of shape (rows, vocabulary)."""
+    def decode(
+        self, last_ids: list[int], adapters: list[str | None], cache: RunningCache, *, states: bool = False
+    ) -> Computed:
+        """Run one token of each running row; return logits of shape (rows, vocabulary), and states if asked for."""
         tokens = torch.tensor(last_ids, dtype=torch.long)[:, None]
         positions = torch.tensor(cache.lengths, dtype=torch.long)[:, None]
-        return self._forward(tokens, cache.attention_mask(), positions, cache, adapters, last_only=True)[:, -1]
+        mask = cache.attention_mask()
+        computed = self._forward(tokens, mask, positions, cache, adapters, last_only=True, states=states)
+        return Computed(computed.logits[:, -1], computed.states)
 
     def _forward(
         self,
@@ -166,7 +188,8 @@ class LoadedModel:
         adapters: list[str | None],
         *,
         last_only: bool,
-    ) -> torch.Tensor:
+        states: bool,
+    ) -> Computed:
         arguments: dict[str, object] = {
             "input_ids": tokens.to(self.device),
             "attention_mask": mask.to(self.device),
@@ -177,9 +200,18 @@ class LoadedModel:
             arguments["position_ids"] = positions.to(self.device)
         if self._keeps_logits and last_only:
             arguments["logits_to_keep"] = 1
-        with self.adapters.using(adapters) if self.adapters is not None else nullcontext():
+        last: list[torch.Tensor] = []
+        with ExitStack() as during:
+            if self.adapters is not None:
+                during.enter_context(self.adapters.using(adapters))
+            if states:
+                head = self.module.get_output_embeddings()
+                if head is None:
+                    raise EngineInternalError(f"{type(self.module).__name__} names no head, whose input is wanted")
+                kept = head.register_forward_pre_hook(lambda _, given: last.append(given[0][:, -1]))
+                during.callback(kept.remove)
             logits: torch.Tensor = self.module(**arguments).logits
-        return logits
+        return Computed(logits, last[0] if states else None)
 
     def cache_identity(self, adapter: str | None, tokens: int) -> int:
         """Return the prefix-cache key for a row of this length: rows with the same key may share prefixes."""

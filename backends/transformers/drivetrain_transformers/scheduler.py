@@ -264,7 +264,7 @@ class Scheduler:
         sampler = Sampler([sequence.row for sequence in joined], self.model.device)
         drawn = self._draw(sampler, prefilled.logits[to_run], joined)
         self._suspects.difference_update(group)
-        self._take(drawn, first)
+        self._take(drawn, None if prefilled.states is None else prefilled.states[to_run], first)
 
     def _retract_rows_that_grow_long(self) -> None:
         """Retract rows whose next token changes their longrope factors, which invalidates their cache."""
@@ -281,9 +281,14 @@ class Scheduler:
             sampler = self._sampler = Sampler([sequence.row for sequence in self._running], self.model.device)
         self._cache.open_column()
         last_ids = [sequence.generated[-1] for sequence in self._running]
-        logits = self.model.decode(last_ids, [sequence.request.lora for sequence in self._running], self._cache)
+        computed = self.model.decode(
+            last_ids,
+            [sequence.request.lora for sequence in self._running],
+            self._cache,
+            states=any(sequence.request.params.return_hidden_states for sequence in self._running),
+        )
         self._cache.close_column()
-        self._take(self._draw(sampler, logits, self._running), 0)
+        self._take(self._draw(sampler, computed.logits, self._running), computed.states, 0)
 
     def _draw(self, sampler: Sampler, logits: torch.Tensor, sequences: list[Sequence]) -> Drawn:
         """Draw a token for each row of ``logits``, among those that its grammar allows."""
@@ -292,8 +297,9 @@ class Scheduler:
         assert self._mask is not None, "the first grammar brings it"
         return sampler.draw(self._mask.apply(logits, [sequence.grammar for sequence in sequences]), logits)
 
-    def _take(self, drawn: Drawn, first: int) -> None:
-        """Give each row from ``first`` on its token; end the sequences that end with it."""
+    def _take(self, drawn: Drawn, states: torch.Tensor | None, first: int) -> None:
+        """Give each row from ``first`` on its token, and its state; end the sequences that end with the token."""
+        states = None if states is None else states.float().cpu()
         ended: list[tuple[int, FinishReason, int | None]] = []
         failed: list[tuple[int, int]] = []
         for offset, token_id in enumerate(drawn.token_ids):
@@ -310,6 +316,8 @@ class Scheduler:
                 if sequence.top_logprobs is None:
                     sequence.top_logprobs = []
                 sequence.top_logprobs.append(drawn.top_logprobs[offset])
+            if states is not None and sequence.request.params.return_hidden_states:
+                sequence.hidden_states.append(states[offset].tolist())
             end = sequence.take(token_id)
             if end is not None:
                 ended.append((row, *end))

@@ -35,6 +35,8 @@ class Sequence:
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[TopLogprobs | None] | None = None
     prompt_ranks: list[int | None] | None = None
+    hidden_states: list[list[float]] = field(default_factory=list)
+    """State that each id was drawn from, if the request wants them."""
     spans: list[VersionSpan] = field(default_factory=list)
     cached_tokens: int = 0
     grammar: GrammarState | None = None
@@ -108,5 +110,6 @@ class Sequence:
             prompt_top_logprobs=self.prompt_top_logprobs,
             prompt_ranks=self.prompt_ranks,
             cached_tokens=self.cached_tokens,
+            hidden_states=self.hidden_states if params.return_hidden_states else None,
             matched_text=self.matcher.outcome() if self.matcher is not None else None,
         )

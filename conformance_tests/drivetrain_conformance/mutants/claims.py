@@ -41,7 +41,22 @@ from drivetrain_conformance.mutants.spoil import (
 )
 def claims_hidden_states_and_has_none(backend: type[Backend]) -> type[Backend]:
     """It claims hidden states and returns completions without them."""
-    return claiming(backend, Capability.HIDDEN_STATES)
+
+    def change(_: GenerateRequest, result: GenerateResult) -> GenerateResult:
+        return dataclasses.replace(result, hidden_states=None)
+
+    return answering(claiming(backend, Capability.HIDDEN_STATES), change)
+
+
+@spoiled_backend(caught_by="hidden_states/states_are_those_of_the_last_layer", says="a state is off by")
+def gives_the_state_after_each_token(backend: type[Backend]) -> type[Backend]:
+    """A token's hidden state is the one that the next token is drawn from."""
+
+    def change(_: GenerateRequest, result: GenerateResult) -> GenerateResult:
+        states = result.hidden_states
+        return result if not states else dataclasses.replace(result, hidden_states=[*states[1:], states[-1]])
+
+    return answering(backend, change)
 
 
 @spoiled_backend(caught_by="structured_output/json_follows_the_schema", says="JSONDecodeError")
