@@ -130,8 +130,6 @@ async def test_what_is_not_claimed_is_refused_by_name_before_any_work(engine: In
     calls: list[tuple[Capability, Any]] = [
         (Capability.ROUTED_EXPERTS, lambda: engine.generate("x", {"return_routed_experts": True})),
         (Capability.IMAGES, lambda: engine.generate(TokenPrompt.model_validate(image))),
-        (Capability.EMBED, lambda: engine.encode("x")),
-        (Capability.REWARD_SCORE, lambda: engine.score([[1]], [[2]])),
         (Capability.HICACHE_STORAGE, lambda: engine.clear_hicache_storage()),
         (Capability.SLEEP_CUDA_GRAPH, lambda: engine.sleep([MemoryTag.CUDA_GRAPH])),
         (Capability.PROFILE, lambda: engine.start_profile("/tmp/x")),

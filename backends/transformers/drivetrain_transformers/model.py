@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from drivetrain.backend.base import ModelInfo
@@ -18,7 +24,7 @@ from drivetrain.backend.toolkit.progress_bars import no_progress_bars
 from drivetrain.backend.toolkit.rope_config import short_rope_length
 from drivetrain.backend.toolkit.translation import eos_token_ids
 from drivetrain.errors import EngineInternalError, EngineStartError
-from drivetrain.types.config import EngineConfig
+from drivetrain.types.config import EngineConfig, Task
 from drivetrain_transformers.kv_cache import RunningCache, keys_and_values
 from drivetrain_transformers.longrope import choose_factors_by_row
 from drivetrain_transformers.lora import Adapters
@@ -67,7 +73,7 @@ class LoadedModel:
             with no_progress_bars():
                 # Tensors of another shape are told by the report below, which names them.
                 arguments = {"ignore_mismatched_sizes": True, **load_arguments(config), "output_loading_info": True}
-                read: Any = AutoModelForCausalLM.from_pretrained(config.model, **arguments)
+                read: Any = _loader(config).from_pretrained(config.model, **arguments)
         except (OSError, ValueError, KeyError, ImportError, TypeError, SafetensorError) as error:
             raise EngineStartError(
                 f"transformers cannot load {config.model!r}: {type(error).__name__}: {error}"
@@ -89,7 +95,7 @@ class LoadedModel:
         info = ModelInfo(
             vocab_size=model_config.vocab_size,
             context_length=length,
-            eos_token_ids=eos_token_ids(module.generation_config, model_config, module.config),
+            eos_token_ids=eos_token_ids(getattr(module, "generation_config", None), model_config, module.config),
             dtype=str(module.dtype).removeprefix("torch."),
             architecture=type(module).__name__,
             parameters=sum(parameter.numel() for parameter in module.parameters()),
@@ -101,7 +107,8 @@ class LoadedModel:
         if short is not None and short < length:
             choose_factors_by_row(module, short)
             model.short_length = short
-        model._check_positions()
+        if config.task is Task.GENERATE:
+            model._check_positions()
         if config.enable_lora:
             model.adapters = Adapters(module, largest_rank=config.max_lora_rank)
         return model
@@ -156,13 +163,7 @@ class LoadedModel:
             Logits of shape (rows, padded tokens or 1, vocabulary), the last position being each row's last token.
             With ``states``, also the state of each row's last token.
         """
-        longest = max(map(len, ids))
-        tokens = torch.zeros(len(ids), longest, dtype=torch.long)
-        mask = torch.ones(len(ids), prefix + longest, dtype=torch.long)
-        for row, own in enumerate(ids):
-            tokens[row, longest - len(own) :] = torch.tensor(own)
-            mask[row, prefix : prefix + longest - len(own)] = 0
-        positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, prefix:]
+        tokens, mask, positions = _left_padded(ids, prefix)
         computed = self._forward(tokens, mask, positions, past, adapters, last_only=not all_positions, states=states)
         if not bool(mask.all()):
             _zero_padding(past, mask)
@@ -178,6 +179,27 @@ class LoadedModel:
         mask = cache.attention_mask()
         computed = self._forward(tokens, mask, positions, cache, adapters, last_only=True, states=states)
         return Computed(computed.logits[:, -1], computed.states)
+
+    @torch.inference_mode()
+    def states(self, ids: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run token ids without a cache or adapters.
+
+        Returns:
+            The last layer's states after the final norm, left-padded, of shape (rows, padded tokens, hidden size); and
+            the mask of shape (rows, padded tokens), 1 where a row has a token.
+        """
+        tokens, mask, positions = _left_padded(ids, 0)
+        arguments: dict[str, object] = {
+            "input_ids": tokens.to(self.device),
+            "attention_mask": mask.to(self.device),
+            "use_cache": False,
+        }
+        if self._positions:
+            arguments["position_ids"] = positions.to(self.device)
+        nobody: list[str | None] = [None] * len(ids)
+        with self.adapters.using(nobody) if self.adapters is not None else nullcontext():
+            states: torch.Tensor = self.module.base_model(**arguments)[0]
+        return states, mask.to(self.device)
 
     def _forward(
         self,
@@ -228,6 +250,31 @@ class LoadedModel:
             torch.cuda.empty_cache()
         else:
             trim_heap()
+
+
+def _loader(config: EngineConfig) -> Any:
+    """Return the class of transformers that loads the model for its task."""
+    if config.task is Task.REWARD:
+        return AutoModelForSequenceClassification
+    if config.task is Task.EMBED:
+        own = AutoConfig.from_pretrained(
+            config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+        # With its head, a model has the tensors' names of its checkpoint; some checkpoints were saved without one.
+        if not any("ForCausalLM" in name or "LMHead" in name for name in own.architectures or ()):
+            return AutoModel
+    return AutoModelForCausalLM
+
+
+def _left_padded(ids: list[list[int]], prefix: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return tokens, mask and positions of rows that follow ``prefix`` cached tokens; the mask covers those too."""
+    longest = max(map(len, ids))
+    tokens = torch.zeros(len(ids), longest, dtype=torch.long)
+    mask = torch.ones(len(ids), prefix + longest, dtype=torch.long)
+    for row, own in enumerate(ids):
+        tokens[row, longest - len(own) :] = torch.tensor(own)
+        mask[row, prefix : prefix + longest - len(own)] = 0
+    return tokens, mask, (mask.cumsum(-1) - 1).clamp_min(0)[:, prefix:]
 
 
 def _refuse_recurrent_state(module: PreTrainedModel) -> None:

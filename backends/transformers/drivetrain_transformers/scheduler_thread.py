@@ -16,9 +16,10 @@ from drivetrain.backend.base import GenerateRequest, GenerateResult, TokenDelta
 from drivetrain.checks.limits import SAMPLES_AT_ONCE
 from drivetrain.errors import DrivetrainError, EngineDied, EngineInternalError
 from drivetrain.text.tokenizer import Tokenizer
-from drivetrain.types.config import EngineConfig
+from drivetrain.types.config import EngineConfig, Task
 from drivetrain_transformers.errors import as_engine_error
 from drivetrain_transformers.model import LoadedModel
+from drivetrain_transformers.pooling import Pooler
 from drivetrain_transformers.scheduler import Scheduler
 from drivetrain_transformers.sequences import Sink
 from drivetrain_transformers.translate import (
@@ -48,9 +49,18 @@ class _Command:
 class SchedulerThread:
     """Owns the model and the scheduler, which no other thread may touch once this one has started."""
 
-    def __init__(self, model: LoadedModel, scheduler: Scheduler, grammars: Grammars | None = None) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        scheduler: Scheduler,
+        *,
+        grammars: Grammars | None = None,
+        pooler: Pooler | None = None,
+    ) -> None:
         self.model = model
         self.scheduler = scheduler
+        self.pooler = pooler
+        """Embeds or scores; None if the engine generates."""
         self._grammars = grammars
         self._compiling: set[asyncio.Task[None]] = set()
         self._frozen = False
@@ -84,7 +94,10 @@ class SchedulerThread:
             from drivetrain_transformers.grammars import Grammars
 
             grammars = Grammars(tokenizer, model.info.vocab_size, model.info.eos_token_ids)
-        return cls(model, scheduler, grammars)
+        pooler = None
+        if config.task is not Task.GENERATE:
+            pooler = Pooler(model, config, config.max_num_batched_tokens or DEFAULT_MAX_BATCHED_TOKENS)
+        return cls(model, scheduler, grammars=grammars, pooler=pooler)
 
     def start(self) -> None:
         """Start stepping."""

@@ -29,6 +29,7 @@ CONFIG_NAMES: Final[Mapping[str, str]] = {
     "enable_lora": "peft",
     "max_loras": "kept by the engine page",
     "max_lora_rank": "largest rank of a peft adapter",
+    "task": "AutoModelForCausalLM, AutoModel or AutoModelForSequenceClassification",
     "engine_kwargs": "from_pretrained(**)",
 }
 """EngineConfig fields, with the argument or component that honours each."""
