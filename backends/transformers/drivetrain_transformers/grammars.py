@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -18,6 +19,7 @@ from drivetrain.backend.toolkit.translation import eos_token_ids
 from drivetrain.errors import DeadlineExceeded, EngineInternalError, InvalidRequest
 from drivetrain.text.tokenizer import Tokenizer
 from drivetrain.types.sampling import EbnfGrammar, JsonSchema, RegexGrammar
+from drivetrain_transformers.ignored_parts import ignored_anchors, ignored_keywords
 
 Grammar = JsonSchema | RegexGrammar | EbnfGrammar
 
@@ -101,12 +103,16 @@ class Grammars:
         try:
             match grammar:
                 case JsonSchema(json_schema=schema):
+                    _refuse(ignored_keywords(json.loads(schema)))
                     compiled = self._compiler.compile_json_schema(schema)
                 case RegexGrammar(regex=expression):
+                    _refuse(ignored_anchors(expression))
                     compiled = self._compiler.compile_regex(expression)
                 case EbnfGrammar(ebnf=text):
                     compiled = self._compiler.compile_grammar(text)
-        except (RuntimeError, ValueError) as error:
+        except InvalidRequest:
+            raise
+        except (RuntimeError, TypeError, ValueError) as error:
             raise InvalidRequest(
                 f"{FIELD}: xgrammar cannot compile the {grammar.kind}: {_said(error)}", field=FIELD
             ) from error
@@ -185,6 +191,16 @@ class GrammarMask:
         octets = bits.view(torch.uint8).flatten().to(self._biases.device).int()
         bias = self._biases.index_select(0, octets).view(len(states), -1)
         return bias[:, : logits.shape[-1]].add_(logits)
+
+
+def _refuse(ignored: Iterator[str]) -> None:
+    found = next(ignored, None)
+    if found is not None:
+        raise InvalidRequest(
+            f"{FIELD}: {found} would be ignored by xgrammar, which the transformers backend uses; say it in another "
+            "way, or leave it out",
+            field=FIELD,
+        )
 
 
 def _vocabulary(tokenizer: Tokenizer, size: int, ends: Sequence[int]) -> xgrammar.TokenizerInfo:
