@@ -59,6 +59,7 @@ _ALWAYS = (
         Capability.ABORT,
         Capability.PRIORITY,
         Capability.PROMPT_RANKS,
+        Capability.SAMPLING_MASK,
         Capability.SLEEP_WEIGHTS,
         Capability.SLEEP_KV_CACHE,
         Capability.WEIGHTS_IN_PROCESS,

@@ -265,6 +265,8 @@ class Scheduler:
                 if sequence.top_logprobs is None:
                     sequence.top_logprobs = []
                 sequence.top_logprobs.append(drawn.top_logprobs[offset])
+            if offset in drawn.masks:
+                sequence.masks.append(drawn.masks[offset])
             end = sequence.take(token_id)
             if end is not None:
                 ended.append((row, *end))
@@ -388,6 +390,7 @@ def _delta(sequence: Sequence) -> TokenDelta:
         logprobs=[sequence.logprobs[-1]] if sequence.logprobs else None,
         top_logprobs=[sequence.top_logprobs[-1]] if sequence.top_logprobs else None,
         released=sequence.released,
+        sampling_mask=sequence.masks[-1] if sequence.masks else None,
     )
 
 
@@ -395,4 +398,4 @@ def _last_delta(sequence: Sequence, result: GenerateResult) -> TokenDelta:
     if result.finish_reason is FinishReason.ABORT or not sequence.generated:
         return TokenDelta([], [] if result.logprobs is not None else None, None, result)
     last = _delta(sequence)
-    return TokenDelta(last.token_ids, last.logprobs, last.top_logprobs, result)
+    return TokenDelta(last.token_ids, last.logprobs, last.top_logprobs, result, sampling_mask=last.sampling_mask)
