@@ -24,7 +24,6 @@ from drivetrain.types.sampling import (
     SamplingParams,
     TemperatureSchedule,
 )
-from drivetrain.types.sampling_mask import SamplingMask
 from drivetrain_sampling.packed_masks import pack
 
 _GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
@@ -114,8 +113,8 @@ class Drawn:
     """One for each row, if any row wants logprobs."""
     top_logprobs: dict[int, TopLogprobs] = field(default_factory=dict)
     """By row, for the rows that want them."""
-    masks: dict[int, SamplingMask] = field(default_factory=dict)
-    """By row, for the rows that want them: the ids that the token was drawn from."""
+    masks: dict[int, bytes] = field(default_factory=dict)
+    """By row, for the rows that want them: the ids that the token was drawn from, as of :meth:`Sampler.masks`."""
 
 
 class Sampler:
@@ -191,10 +190,13 @@ class Sampler:
             logprobs[self._long(certain), choice.token_ids[self._long(certain)]] = 0.0
         return logprobs
 
-    def masks(self, choice: Choice) -> dict[int, SamplingMask]:
+    def masks(self, choice: Choice) -> dict[int, bytes]:
         """Return the ids that each token was drawn from, by row, for the rows that want them.
 
         A greedy row's only id is its token. Masks of rows that failed are arbitrary.
+
+        Returns:
+            Bytes, of which :func:`drivetrain_sampling.packed_masks.joined` makes a sample's mask.
         """
         if not self._masked:
             return {}

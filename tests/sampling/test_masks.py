@@ -9,9 +9,15 @@ from hypothesis import strategies as st
 
 from drivetrain import LogprobsMode, SamplingMask, SamplingParams
 from drivetrain_sampling import Choice, Row, Sampler
-from drivetrain_sampling.packed_masks import decoded, encoded, pack
+from drivetrain_sampling.packed_masks import joined, pack
 
 CPU = torch.device("cpu")
+
+
+def mask_of(rows: list[bytes]) -> SamplingMask:
+    mask = joined(rows)
+    assert mask is not None
+    return mask
 
 
 def chosen(params: list[SamplingParams], vocabulary: int = 300) -> tuple[Choice, dict[int, SamplingMask]]:
@@ -19,7 +25,7 @@ def chosen(params: list[SamplingParams], vocabulary: int = 300) -> tuple[Choice,
     rows = [Row(one, LogprobsMode.RAW, [1, 2], [5], seed, []) for seed, one in enumerate(params)]
     sampler = Sampler(rows, CPU)
     choice = sampler.choose(logits)
-    return choice, sampler.masks(choice)
+    return choice, {row: mask_of([packed]) for row, packed in sampler.masks(choice).items()}
 
 
 @settings(deadline=None)
@@ -27,8 +33,9 @@ def chosen(params: list[SamplingParams], vocabulary: int = 300) -> tuple[Choice,
 def test_rows_of_any_density_are_packed_as_on_the_host(vocabulary: int, densities: list[float], seed: int) -> None:
     random = torch.rand(len(densities), vocabulary, generator=torch.Generator().manual_seed(seed))
     kept = random < torch.tensor(densities).reshape(-1, 1)
-    expected = [SamplingMask.of(vocabulary, [row.nonzero()[:, 0].tolist()]) for row in kept]
-    assert pack(kept) == expected
+    sets = [row.nonzero()[:, 0].tolist() for row in kept]
+    assert joined(pack(kept)) == (SamplingMask.of(vocabulary, sets) if sets else None)
+    assert [mask_of([row]) for row in pack(kept)] == [SamplingMask.of(vocabulary, [ids]) for ids in sets]
 
 
 @pytest.mark.parametrize(
@@ -64,12 +71,4 @@ def test_a_row_whose_logits_are_nan_harms_no_other() -> None:
     sampler = Sampler([Row(params, LogprobsMode.RAW, [1], [], seed) for seed in range(2)], CPU)
     drawn = sampler.draw(logits)
     assert drawn.token_ids[0] < 0
-    assert drawn.masks[1].ids(0) == sorted(logits[1].topk(4).indices.tolist())
-
-
-def test_positions_that_an_engine_carries_apart_are_put_together() -> None:
-    mask = SamplingMask.of(40, [[3], range(40), range(20)])
-    parts = [encoded(mask[at : at + 1]) or b"" for at in range(3)]
-    assert decoded(parts) == mask
-    assert decoded([]) is None
-    assert encoded(None) is None
+    assert mask_of([drawn.masks[1]]).ids(0) == sorted(logits[1].topk(4).indices.tolist())

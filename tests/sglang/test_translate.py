@@ -8,6 +8,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from drivetrain import (
     EngineConfig,
@@ -21,7 +22,7 @@ from drivetrain import (
 )
 from drivetrain.errors import EngineInternalError, EngineOutOfMemory
 from drivetrain.types.sampling_mask import SamplingMask
-from drivetrain_sampling.packed_masks import encoded
+from drivetrain_sampling.packed_masks import pack
 from drivetrain_sglang import translate
 from drivetrain_sglang.errors import as_engine_error
 
@@ -149,7 +150,7 @@ def test_masks_come_with_their_tokens() -> None:
     asked = request(SamplingParams(return_sampling_mask=True))
     assert "custom_params" in translate.sampling_params(asked), "SGLang's own sampler keeps no mask"
     mask = SamplingMask.of(300, [[4, 8], range(300), [9]])
-    parts = [encoded(mask[at : at + 1]) for at in range(3)]
+    parts = pack(torch.from_numpy(mask.to_numpy()))
     collected = translate.Collected(asked)
     collected.add({"output_ids": [4, 5], "meta_info": {translate.MASK: parts[:2]}})
     assert collected.added_mask == mask[:2]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from drivetrain import (
     Capability,
@@ -31,7 +32,7 @@ from drivetrain.errors import (
 )
 from drivetrain.types.sampling_mask import SamplingMask
 from drivetrain_sampling import NO_TOKEN, NOT_FINITE
-from drivetrain_sampling.packed_masks import encoded
+from drivetrain_sampling.packed_masks import pack
 from drivetrain_vllm import translate
 from drivetrain_vllm.engine import VLLMBackend
 from drivetrain_vllm.errors import as_engine_error
@@ -258,7 +259,7 @@ def test_without_a_token_there_are_no_experts() -> None:
 def test_masks_come_with_their_tokens(given: Any) -> None:
     """They come as arrays where our hook runs, and as lists of bytes where it does not."""
     mask = SamplingMask.of(300, [[4, 8], range(300), [9]])
-    parts = [np.frombuffer(encoded(mask[at : at + 1]) or b"", dtype=np.uint8) for at in range(3)]
+    parts = [np.frombuffer(one, dtype=np.uint8) for one in pack(torch.from_numpy(mask.to_numpy()))]
     lists = [part if given is np.uint8 else part.tolist() for part in parts]
     collected = translate.Collected(request({"return_sampling_mask": True, "return_routed_experts": True}))
     assert not translate.drawn_by_vllm(collected.request), "vLLM's own sampler keeps no mask of one request"

@@ -30,7 +30,7 @@ from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.outputs import FinishReason, TopLogprobs
 from drivetrain.types.sampling import EbnfGrammar, JsonSchema, LogprobsMode, RegexGrammar
 from drivetrain_sampling.encoded_params import encode_params
-from drivetrain_sampling.packed_masks import decoded
+from drivetrain_sampling.packed_masks import joined
 
 CONFIG_NAMES: Final[Mapping[str, str]] = {
     "revision": "revision",
@@ -409,7 +409,7 @@ class Collected(CollectedSample):
                 top = top[: len(ids)]
         if self.params.return_hidden_states:
             self._hidden += _hidden_states(meta.get("hidden_states") or ())
-        mask = decoded((meta.get(MASK) or ())[: len(ids)]) if self.params.return_sampling_mask else None
+        mask = joined((meta.get(MASK) or ())[: len(ids)]) if self.params.return_sampling_mask else None
         return self.extend(ids, logprobs, top, mask)
 
     @property

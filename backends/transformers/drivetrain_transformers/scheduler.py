@@ -17,6 +17,7 @@ from drivetrain.text.stops import StopMatcher
 from drivetrain.text.tokenizer import Tokenizer
 from drivetrain.types.outputs import FinishReason
 from drivetrain_sampling import NO_TOKEN, Drawn, Row, Sampler
+from drivetrain_sampling.packed_masks import joined
 from drivetrain_transformers.errors import as_engine_error
 from drivetrain_transformers.kv_cache import RunningCache
 from drivetrain_transformers.model import LoadedModel
@@ -390,7 +391,7 @@ def _delta(sequence: Sequence) -> TokenDelta:
         logprobs=[sequence.logprobs[-1]] if sequence.logprobs else None,
         top_logprobs=[sequence.top_logprobs[-1]] if sequence.top_logprobs else None,
         released=sequence.released,
-        sampling_mask=sequence.masks[-1] if sequence.masks else None,
+        sampling_mask=joined(sequence.masks[-1:]),
     )
 
 

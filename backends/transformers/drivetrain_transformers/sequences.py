@@ -9,8 +9,8 @@ from drivetrain.backend.base import GenerateRequest, GenerateResult, TokenDelta
 from drivetrain.errors import DrivetrainError
 from drivetrain.text.stops import StopMatcher
 from drivetrain.types.outputs import FinishReason, ReleasedText, TopLogprobs, VersionSpan
-from drivetrain.types.sampling_mask import SamplingMask
 from drivetrain_sampling import Row
+from drivetrain_sampling.packed_masks import joined
 
 Sink = Callable[[GenerateResult | TokenDelta | DrivetrainError], None]
 """Receives a sequence's result or error, and its deltas if it is streamed. Called in the scheduler's thread."""
@@ -29,8 +29,8 @@ class Sequence:
     stop_ids: frozenset[int]
     logprobs: list[float] | None = None
     top_logprobs: list[TopLogprobs] | None = None
-    masks: list[SamplingMask] = field(default_factory=list)
-    """Ids that each token was drawn from, if they are asked for."""
+    masks: list[bytes] = field(default_factory=list)
+    """Ids that each token was drawn from, as the sampler packs them, if they are asked for."""
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[TopLogprobs | None] | None = None
     prompt_ranks: list[int | None] | None = None
@@ -102,5 +102,5 @@ class Sequence:
             prompt_ranks=self.prompt_ranks,
             cached_tokens=self.cached_tokens,
             matched_text=self.matcher.outcome() if self.matcher is not None else None,
-            sampling_mask=SamplingMask.join(self.masks[0].vocab_size, self.masks) if self.masks else None,
+            sampling_mask=joined(self.masks),
         )

@@ -25,7 +25,7 @@ from drivetrain.types.outputs import FinishReason, TopLogprobs
 from drivetrain.types.sampling import EbnfGrammar, JsonSchema, LogprobsMode, RegexGrammar
 from drivetrain_sampling import NO_TOKEN, NOT_FINITE
 from drivetrain_sampling.encoded_params import encode_params
-from drivetrain_sampling.packed_masks import decoded
+from drivetrain_sampling.packed_masks import joined
 
 BATCH_INVARIANT: Final = "VLLM_BATCH_INVARIANT"
 """Environment variable that makes all of vLLM's processes use kernels whose results do not depend on the batch."""
@@ -370,7 +370,7 @@ class Collected(CollectedSample):
                 top = [_top(positions, index, self.params.logprobs) for index in range(seen, seen + len(ids))]
         mask = None
         if self.params.return_sampling_mask and completion.sampling_mask is not None:
-            mask = decoded(map(bytes, completion.sampling_mask.token_ids[: len(ids)]))
+            mask = joined(map(bytes, completion.sampling_mask.token_ids[: len(ids)]))
         return self.extend(ids, logprobs, top, mask)
 
     @property

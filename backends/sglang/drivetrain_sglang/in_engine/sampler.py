@@ -19,7 +19,6 @@ from drivetrain.types.sampling import LogprobsMode, SamplingParams
 from drivetrain_sampling import Row
 from drivetrain_sampling import Sampler as RowSampler
 from drivetrain_sampling.encoded_params import row_of
-from drivetrain_sampling.packed_masks import encoded
 from drivetrain_sglang.in_engine.failed_requests import note
 from drivetrain_sglang.translate import KEY, MASK
 
@@ -130,7 +129,7 @@ def register() -> None:
             batch.raw = None
             masks = sampler.masks(choice)
             if masks:
-                logits_output.customized_info = {MASK: [encoded(masks.get(row)) for row in range(len(batch.reqs))]}
+                logits_output.customized_info = {MASK: [masks.get(row) for row in range(len(batch.reqs))]}
             if return_logprob:
                 self.output_logprob_processor.compute_logprobs(
                     sampler.logprobs(choice), top_logprobs_nums, token_ids_logprobs, choice.token_ids

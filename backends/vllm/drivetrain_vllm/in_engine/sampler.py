@@ -22,7 +22,6 @@ from typing import Any, Final
 import torch
 
 from drivetrain.types.sampling import LogprobsMode, SamplingParams
-from drivetrain.types.sampling_mask import SamplingMask
 from drivetrain_sampling import Choice, Row, Sampler, drawable
 from drivetrain_sampling.encoded_params import row_of
 from drivetrain_vllm.in_engine.failed_requests import clean, tell
@@ -82,7 +81,7 @@ class Requests:
     """The model's logits of this step, kept if a grammar is about to mask them."""
     checked: tuple[list[str], torch.Tensor] | None = None
     """Requests of this step with their largest logits, which are being copied to the host."""
-    masks: dict[str, SamplingMask] = field(default_factory=dict)
+    masks: dict[str, bytes] = field(default_factory=dict)
     """For this step: the ids that each token was drawn from, for the requests that ask for them."""
 
     def note(self, scheduled: Any) -> None:
@@ -122,7 +121,7 @@ class Requests:
         checked, self.checked = self.checked, None
         return checked
 
-    def take_masks(self) -> dict[str, SamplingMask]:
+    def take_masks(self) -> dict[str, bytes]:
         """Return the step's masks, and forget them."""
         masks, self.masks = self.masks, {}
         return masks

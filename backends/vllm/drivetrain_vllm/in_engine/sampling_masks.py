@@ -2,7 +2,7 @@
 """Carries the ids that tokens were drawn from to the backend, through vLLM's own fields for sampling masks.
 
 vLLM fills these fields only for an engine that returns a mask with every token, with lists of ids. Here they hold, for
-each token whose request asks for it, the mask as :func:`drivetrain_sampling.packed_masks.encoded` encodes it.
+each token whose request asks for it, the bytes of :func:`drivetrain_sampling.packed_masks.pack`.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from drivetrain.types.sampling_mask import SamplingMask
-from drivetrain_sampling.packed_masks import encoded
 from drivetrain_vllm.translate import carries_masks
 
 
-def attach(output: Any, masks: Mapping[str, SamplingMask]) -> None:
+def attach(output: Any, masks: Mapping[str, bytes]) -> None:
     """Add masks to a step's ``ModelRunnerOutput``, by request id."""
     from vllm.v1.outputs import SamplingMaskLists
 
-    parts = [encoded(masks.get(request_id)) or b"" for request_id in output.req_ids]
+    parts = [masks.get(request_id, b"") for request_id in output.req_ids]
     offsets = np.cumsum([0, *map(len, parts)])
     output.sampling_masks = SamplingMaskLists(np.frombuffer(b"".join(parts), dtype=np.uint8), offsets)
 
