@@ -98,6 +98,7 @@ if TYPE_CHECKING:
         StructuredOutput,
         TemperatureSchedule,
     )
+    from drivetrain.types.sampling_mask import SamplingMask
     from drivetrain.types.weights import (
         BroadcastSource,
         CommunicatorSpec,
@@ -225,6 +226,7 @@ _EXPORTS = {
         "StructuredOutput",
         "TemperatureSchedule",
     ),
+    "types.sampling_mask": ("SamplingMask",),
     "types.weights": (
         "BroadcastSource",
         "CommunicatorSpec",
@@ -309,6 +311,7 @@ __all__ = [
     "PromptLike",
     "ReadMedium",
     "RegexGrammar",
+    "SamplingMask",
     "SamplingParams",
     "ShardsSource",
     "SharedMemorySource",

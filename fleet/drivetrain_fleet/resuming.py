@@ -7,6 +7,7 @@ from dataclasses import replace
 from drivetrain.backend.base import GenerateRequest, GenerateResult, TokenDelta
 from drivetrain.types.outputs import FinishReason, TopLogprobs, VersionSpan
 from drivetrain.types.sampling import SamplingParams, TemperatureSchedule
+from drivetrain.types.sampling_mask import SamplingMask
 
 
 def not_resumable(request: GenerateRequest, *, counted: bool) -> tuple[str, ...]:
@@ -53,6 +54,7 @@ class SoFar:
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._top_logprobs: list[TopLogprobs] = []
+        self._masks: list[SamplingMask] = []
         self._spans: list[VersionSpan] = []
 
     def add(self, delta: TokenDelta) -> None:
@@ -60,6 +62,8 @@ class SoFar:
         self._ids += delta.token_ids
         self._logprobs += delta.logprobs or []
         self._top_logprobs += delta.top_logprobs or []
+        if delta.sampling_mask is not None:
+            self._masks.append(delta.sampling_mask)
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -76,6 +80,8 @@ class SoFar:
             return "its engine did not stream all logprobs"
         if params.logprobs and len(self._top_logprobs) != made:
             return "its engine did not stream all top logprobs"
+        if params.return_sampling_mask and sum(map(len, self._masks)) != made:
+            return "its engine did not stream the whole sampling mask"
         _extend(self._spans, version, made)
         drawn = self.whole.resumed_tokens + made
         least = params.min_new_tokens if counted else max(params.min_new_tokens - drawn, 0)
@@ -103,6 +109,7 @@ class SoFar:
             matched_stop=self._ids[-1] if stopped else None,
             logprobs=self._logprobs[:] if wanted is not None else None,
             top_logprobs=self._top_logprobs[:] if wanted else None,
+            sampling_mask=self._mask(made),
         )
 
     def joined_delta(self, delta: TokenDelta) -> TokenDelta:
@@ -126,7 +133,16 @@ class SoFar:
             top_logprobs=None if result.top_logprobs is None else self._top_logprobs[:made] + result.top_logprobs,
             cached_tokens=min(result.cached_tokens, len(self.whole.prompt_token_ids)),
             matched_text=None,
+            sampling_mask=_joined(self._mask(made), result.sampling_mask),
         )
+
+    def _mask(self, made: int) -> SamplingMask | None:
+        """Return the mask of the first tokens; None if the request asks for none."""
+        return SamplingMask.join(self._masks[0].vocab_size, self._masks)[:made] if self._masks else None
+
+
+def _joined(first: SamplingMask | None, rest: SamplingMask | None) -> SamplingMask | None:
+    return first + rest if first is not None and rest is not None else first or rest
 
 
 def _extend(spans: list[VersionSpan], version: str, end: int) -> None:

@@ -15,7 +15,7 @@ from drivetrain_sampling.sampler import Row
 
 _FIELDS: Final = frozenset(
     {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"}
-    | {"logit_bias", "logit_processors", "min_new_tokens", "logprobs"}
+    | {"logit_bias", "logit_processors", "min_new_tokens", "logprobs", "return_sampling_mask"}
 )
 
 

@@ -24,6 +24,7 @@ from drivetrain.types.sampling import (
     SamplingParams,
     TemperatureSchedule,
 )
+from drivetrain_sampling.packed_masks import pack
 
 _GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -112,6 +113,8 @@ class Drawn:
     """One for each row, if any row wants logprobs."""
     top_logprobs: dict[int, TopLogprobs] = field(default_factory=dict)
     """By row, for the rows that want them."""
+    masks: dict[int, bytes] = field(default_factory=dict)
+    """By row, for the rows that want them: the ids that the token was drawn from, as of :meth:`Sampler.masks`."""
 
 
 class Sampler:
@@ -140,6 +143,7 @@ class Sampler:
         self._processed = [i for i, p in enumerate(params) if p.logit_processors]
         self._modes = [row.logprobs_mode if row.params.logprobs is not None else None for row in rows]
         self._top = [(i, p.logprobs) for i, p in enumerate(params) if p.logprobs]
+        self._masked = [i for i, p in enumerate(params) if p.return_sampling_mask]
 
     def draw(self, logits: torch.Tensor, raw: torch.Tensor | None = None) -> Drawn:
         """Draw one token for each row; the arguments are those of :meth:`choose`."""
@@ -149,7 +153,7 @@ class Sampler:
         if min(token_ids) < 0:
             failures = failures_of(choice.top).tolist()
             token_ids = [failure or token_id for failure, token_id in zip(failures, token_ids, strict=True)]
-        return Drawn(token_ids, *self._describe(choice))
+        return Drawn(token_ids, *self._describe(choice), self.masks(choice))
 
     def choose(self, logits: torch.Tensor, raw: torch.Tensor | None = None) -> Choice:
         """Draw one token for each row, and leave everything on the device.
@@ -181,6 +185,25 @@ class Sampler:
             logprobs[self._long(certain)] = -torch.inf
             logprobs[self._long(certain), choice.token_ids[self._long(certain)]] = 0.0
         return logprobs
+
+    def masks(self, choice: Choice) -> dict[int, bytes]:
+        """Return the ids that each token was drawn from, by row, for the rows that want them.
+
+        A greedy row's only id is its token. Masks of rows that failed are arbitrary.
+
+        Returns:
+            Bytes, of which :func:`drivetrain_sampling.packed_masks.joined` makes a sample's mask.
+        """
+        if not self._masked:
+            return {}
+        every = len(self._masked) == len(self._rows)
+        rows = slice(None) if every else self._long(self._masked)
+        kept = choice.processed[rows] > -torch.inf
+        if self._any_greedy:
+            greedy = self._greedy[rows, None]
+            kept &= ~greedy
+            kept |= greedy & (torch.arange(kept.shape[-1], device=self._device) == choice.token_ids[rows, None])
+        return dict(zip(self._masked, pack(kept), strict=True))
 
     def _is_greedy(self, row: int) -> bool:
         return self._rows[row].params.temperature == 0

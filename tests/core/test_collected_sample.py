@@ -8,6 +8,7 @@ from drivetrain.backend.base import GenerateRequest
 from drivetrain.backend.toolkit.collected_sample import CollectedSample
 from drivetrain.types.outputs import VersionSpan
 from drivetrain.types.sampling import LogprobsMode, SamplingParams
+from drivetrain.types.sampling_mask import SamplingMask
 
 
 def sample(logprobs: int | None) -> CollectedSample:
@@ -32,6 +33,16 @@ def test_logprobs_that_nobody_asked_for_are_none() -> None:
     chosen = sample(logprobs=0)
     chosen.extend([5], [-0.5], None)
     assert (chosen.logprobs, chosen.top_logprobs) == ([-0.5], None)
+
+
+def test_masks_are_joined() -> None:
+    collected = CollectedSample(GenerateRequest("one", [1], SamplingParams(), 8, (), LogprobsMode.RAW))
+    assert (collected.sampling_mask, collected.added_mask) == (None, None)
+    first, second = SamplingMask.of(9, [[5], [6, 7]]), SamplingMask.of(9, [range(9)])
+    collected.extend([5, 6], None, None, first)
+    collected.extend([7], None, None, second)
+    assert collected.added_mask == second
+    assert collected.sampling_mask == first + second
 
 
 def test_versions_are_those_that_the_engine_reports() -> None:

@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, object]] = {
         "logit_processors": [{"kind": "temperature_schedule", "start": 0.5, "end": 3, "steps": 30}],
     },
     "min_new_tokens": {"seed": 7, "min_new_tokens": 30},
+    "sampling mask": {"seed": 8, "top_p": 0.8, "return_sampling_mask": True},
 }
 
 
@@ -70,12 +71,15 @@ def test_the_rest_is_what_the_unbroken_request_had(
     assert len(unbroken.token_ids) > BREAK
     assert unbroken.logprobs is not None
     so_far = SoFar(request)
-    so_far.add(TokenDelta(unbroken.token_ids[:BREAK], unbroken.logprobs[:BREAK]))
+    mask = unbroken.sampling_mask
+    before = None if mask is None else mask[:BREAK]
+    so_far.add(TokenDelta(unbroken.token_ids[:BREAK], unbroken.logprobs[:BREAK], sampling_mask=before))
     assert so_far.resume(unbroken.weight_versions[0].version, counted=True) == ""
     joined = so_far.joined(answer(so_far.request))
     assert joined.token_ids == unbroken.token_ids
     assert joined.finish_reason is unbroken.finish_reason
     assert joined.weight_versions == unbroken.weight_versions
+    assert joined.sampling_mask == unbroken.sampling_mask
     assert joined.logprobs == pytest.approx(unbroken.logprobs, abs=1e-3)
     if set(CASES[name]) - {"temperature", "repetition_penalty"}:
         forgotten = answer(replace(so_far.request, resumed_tokens=0))

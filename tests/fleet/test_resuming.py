@@ -17,6 +17,7 @@ from drivetrain.process.shared_engine import SharedEngine
 from drivetrain.types.outputs import VersionSpan
 from drivetrain.types.prompts import PromptLike
 from drivetrain.types.sampling import ActionMask, LogprobsMode, RegexGrammar, TemperatureSchedule
+from drivetrain.types.sampling_mask import SamplingMask
 from drivetrain_fleet.members import Member
 from drivetrain_fleet.resuming import SoFar, not_resumable
 from drivetrain_weight_sync import WeightSync
@@ -105,6 +106,8 @@ def resumable(unbroken: Completion) -> dict[str, SamplingParams]:
         "early stop held back": drawn(stop=(early, late), min_new_tokens=BREAK + 2),
         "spanning regex": drawn(stop_regex=(f"{spanning[:2]}.{spanning[3]}",)),
         "processed logprobs": drawn(logprobs_mode="processed", top_k=4, frequency_penalty=0.5),
+        "sampling mask": drawn(top_p=0.8, return_sampling_mask=True),
+        "sampling mask, stopped": drawn(top_k=9, return_sampling_mask=True, stop=(spanning,)),
     }
 
 
@@ -158,7 +161,8 @@ async def test_requests_are_answered_as_if_no_engine_was_lost(model: Path) -> No
         assert ids == completion.token_ids, name
         assert text == completion.text, name
         assert (name, completion.text) == (name, unbroken.text)
-        for field in ("token_ids", "finish_reason", "matched_stop", "weight_versions", "prompt_token_ids"):
+        fields = ("token_ids", "finish_reason", "matched_stop", "weight_versions", "prompt_token_ids", "sampling_mask")
+        for field in fields:
             assert (name, field, getattr(completion, field)) == (name, field, getattr(unbroken, field))
         assert completion.logprobs == pytest.approx(unbroken.logprobs, abs=1e-4), name
         assert completion.top_logprobs is not None
@@ -252,6 +256,21 @@ def test_a_sample_that_lacks_only_its_result_has_ended() -> None:
     ended = so_far.ended()
     assert ended is not None
     assert (ended.finish_reason, ended.matched_stop, ended.token_ids) == (FinishReason.STOP, 7, [5, 7])
+
+
+def test_masks_of_both_engines_are_joined() -> None:
+    first, rest = SamplingMask.of(9, [[5], [6, 7], [5]]), SamplingMask.of(9, [range(9)])
+    so_far = SoFar(request(return_sampling_mask=True))
+    so_far.add(TokenDelta([5, 6], sampling_mask=first[:2]))
+    so_far.add(TokenDelta([5], sampling_mask=first[2:]))
+    assert so_far.resume("a", counted=True) == ""
+    result = GenerateResult([8], FinishReason.LENGTH, [VersionSpan("a", 0, 1)], sampling_mask=rest)
+    assert so_far.joined(result).sampling_mask == first + rest
+    aborted = GenerateResult([], FinishReason.ABORT, [])
+    assert so_far.joined(aborted).sampling_mask == first
+    lacking = SoFar(request(return_sampling_mask=True))
+    lacking.add(TokenDelta([5, 6], sampling_mask=first[:1]))
+    assert "sampling mask" in lacking.resume("a", counted=True)
 
 
 def test_an_engine_that_does_not_count_resumed_tokens_gets_no_request_that_depends_on_them() -> None:

@@ -45,6 +45,7 @@ from drivetrain.process import HostedBackend
 from drivetrain.process.codec import forget_params
 from drivetrain.process.rpc_methods import METHODS
 from drivetrain.types.sampling import ActionMask, TemperatureSchedule
+from drivetrain.types.sampling_mask import SamplingMask
 from drivetrain.types.weights import (
     AbortUpdate,
     ApplyUpdate,
@@ -106,6 +107,7 @@ RESULT = GenerateResult(
     cached_tokens=3,
     hidden_states=[[0.5, 1e-9]],
     routed_experts=[[[1, 2], [3, 4]]],
+    sampling_mask=SamplingMask.of(40, [range(40), range(1, 20)]),
 )
 UPDATES = [
     WeightUpdateRequest(version="v2", source=InProcessSource(key="k"), plan=PLAN, digests={SPEC.name: 2**64 - 1}),
@@ -187,7 +189,7 @@ RESULTS: dict[str, object] = {
     "start": ModelInfo(256, 4096, (0, 1), "float32", "Fake", 10**10, "cpu"),
     "stats": EngineStats(1, 2, 3, 4),
     "generate": RESULT,
-    "stream": TokenDelta([1], [-0.5], [[(1, -0.5)]], RESULT),
+    "stream": TokenDelta([1], [-0.5], [[(1, -0.5)]], RESULT, sampling_mask=SamplingMask.of(9, [[1, 3]])),
     "read_media": [ReadMedium(3, 5, b"\0\xff", follows=2), ReadMedium(4, 1)],
     "weight_manifest": WeightManifest((SPEC,), {"a": "b"}),
     "receive_weights": WeightReply(3, 2**40, keeps_plan=True),

@@ -8,6 +8,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from drivetrain import (
     EngineConfig,
@@ -20,6 +21,8 @@ from drivetrain import (
     VersionSpan,
 )
 from drivetrain.errors import EngineInternalError, EngineOutOfMemory
+from drivetrain.types.sampling_mask import SamplingMask
+from drivetrain_sampling.packed_masks import pack
 from drivetrain_sglang import translate
 from drivetrain_sglang.errors import as_engine_error
 
@@ -141,6 +144,21 @@ def test_experts_are_those_of_the_output_tokens() -> None:
     meta = {"finish_reason": {"type": "length"}, "routed_experts": base64.b64encode(every.tobytes()).decode()}
     collected.add({"output_ids": [4, 5], "meta_info": meta})
     assert collected.result("v").routed_experts == every[-2:].tolist()
+
+
+def test_masks_come_with_their_tokens() -> None:
+    asked = request(SamplingParams(return_sampling_mask=True))
+    assert "custom_params" in translate.sampling_params(asked), "SGLang's own sampler keeps no mask"
+    mask = SamplingMask.of(300, [[4, 8], range(300), [9]])
+    parts = pack(torch.from_numpy(mask.to_numpy()))
+    collected = translate.Collected(asked)
+    collected.add({"output_ids": [4, 5], "meta_info": {translate.MASK: parts[:2]}})
+    assert collected.added_mask == mask[:2]
+    collected.add({"output_ids": [9], "meta_info": {translate.MASK: parts[2:], "finish_reason": {"type": "length"}}})
+    assert collected.result("v").sampling_mask == mask
+    aborted = translate.Collected(asked)
+    aborted.add({"meta_info": {"finish_reason": {"type": "abort", "message": "x"}}})
+    assert aborted.result("v").sampling_mask is None
 
 
 def test_sglangs_limits_are_above_ours() -> None:

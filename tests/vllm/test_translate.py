@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from drivetrain import (
     Capability,
@@ -29,7 +30,9 @@ from drivetrain.errors import (
     NonFiniteLogits,
     NoTokenAllowed,
 )
+from drivetrain.types.sampling_mask import SamplingMask
 from drivetrain_sampling import NO_TOKEN, NOT_FINITE
+from drivetrain_sampling.packed_masks import pack
 from drivetrain_vllm import translate
 from drivetrain_vllm.engine import VLLMBackend
 from drivetrain_vllm.errors import as_engine_error
@@ -75,7 +78,7 @@ def output(ids: list[int], reason: str | None = None, **more: Any) -> Any:
         stop_reason=more.pop("stop_reason", None),
         logprobs=more.pop("logprobs", None),
     )
-    for name in ("weight_versions", "routed_experts"):
+    for name in ("weight_versions", "routed_experts", "sampling_mask"):
         if name in more:
             setattr(completion, name, more.pop(name))
     fields = {"prompt_logprobs": None, "num_cached_tokens": 0, **more}
@@ -257,6 +260,22 @@ def test_without_a_token_there_are_no_experts() -> None:
     collected = translate.Collected(request({"return_routed_experts": True}), expert_layers=[0])
     collected.add(output([], "abort", routed_experts=None))
     assert collected.result("v").routed_experts == []
+
+
+@pytest.mark.parametrize("given", [np.uint8, int])
+def test_masks_come_with_their_tokens(given: Any) -> None:
+    """They come as arrays where our hook runs, and as lists of bytes where it does not."""
+    mask = SamplingMask.of(300, [[4, 8], range(300), [9]])
+    parts = [np.frombuffer(one, dtype=np.uint8) for one in pack(torch.from_numpy(mask.to_numpy()))]
+    lists = [part if given is np.uint8 else part.tolist() for part in parts]
+    collected = translate.Collected(request({"return_sampling_mask": True, "return_routed_experts": True}))
+    assert not translate.drawn_by_vllm(collected.request), "vLLM's own sampler keeps no mask of one request"
+    collected.add(output([4, 5], sampling_mask=SimpleNamespace(token_ids=lists[:2])))
+    assert collected.added_mask == mask[:2]
+    every = np.zeros((3, 1, 1), dtype=np.uint8)
+    last = output([9], "length", sampling_mask=SimpleNamespace(token_ids=lists[2:]), routed_experts=every)
+    assert collected.add(last)[0] == [9], "with masks, chunks are not cumulative"
+    assert collected.result("v").sampling_mask == mask
 
 
 def test_versions_are_vllms_own_where_it_has_them() -> None:

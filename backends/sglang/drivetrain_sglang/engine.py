@@ -47,6 +47,7 @@ from drivetrain_sglang.translate import (
     SEEN_WORKING,
     Collected,
     RowFailure,
+    carries_masks,
     engine_arguments,
     fitting,
     labels_tokens,
@@ -98,6 +99,8 @@ class SGLangBackend(WorkerBackend[Collected]):
     def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
         """Return the capabilities of SGLang with the in-engine plugin."""
         claimed = set(super().capabilities(config))
+        if carries_masks():
+            claimed.add(Capability.SAMPLING_MASK)
         if config.engine_kwargs.get("enable_return_hidden_states"):
             claimed.add(Capability.HIDDEN_STATES)
         if device_type_of(config) != "cpu":

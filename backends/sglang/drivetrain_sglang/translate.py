@@ -16,6 +16,7 @@ import numpy as np
 
 from drivetrain.backend.base import GenerateRequest, GenerateResult
 from drivetrain.backend.toolkit.collected_sample import Added, CollectedSample
+from drivetrain.backend.toolkit.engine_versions import source_mentions
 from drivetrain.backend.toolkit.translation import (
     is_plain,
     no_token_allowed,
@@ -29,6 +30,7 @@ from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.outputs import FinishReason, TopLogprobs
 from drivetrain.types.sampling import EbnfGrammar, JsonSchema, LogprobsMode, RegexGrammar
 from drivetrain_sampling.encoded_params import encode_params
+from drivetrain_sampling.packed_masks import joined
 
 CONFIG_NAMES: Final[Mapping[str, str]] = {
     "revision": "revision",
@@ -76,6 +78,9 @@ detected by feature: :func:`labels_tokens`, and ``drivetrain_sglang.in_engine``.
 KEY: Final = "drivetrain"
 """Key of ``custom_params`` under which a request carries its sampling parameters."""
 
+MASK: Final = "drivetrain_mask"
+"""Key of ``customized_info``, and then of ``meta_info``, for the ids that each token was drawn from."""
+
 ROOM: Final = 8
 """Tokens by which SGLang's limits exceed ours: it would truncate a request that fits exactly by one token."""
 
@@ -104,6 +109,11 @@ _ON_A_CPU: Final[Mapping[str, object]] = {
     "max_total_tokens": CPU_POOL,
     "lora_backend": "torch_native",
 }
+
+
+def carries_masks() -> bool:
+    """Return whether the installed SGLang brings what a sampler adds to a token to its client, without importing it."""
+    return source_mentions("sglang", "srt/managers/tokenizer_manager.py", "customized_info_accumulated")
 
 
 def labels_tokens() -> bool:
@@ -399,7 +409,8 @@ class Collected(CollectedSample):
                 top = top[: len(ids)]
         if self.params.return_hidden_states:
             self._hidden += _hidden_states(meta.get("hidden_states") or ())
-        return self.extend(ids, logprobs, top)
+        mask = joined((meta.get(MASK) or ())[: len(ids)]) if self.params.return_sampling_mask else None
+        return self.extend(ids, logprobs, top, mask)
 
     @property
     def ended(self) -> bool:
@@ -439,6 +450,7 @@ class Collected(CollectedSample):
             cached_tokens=meta.get("cached_tokens") or 0,
             hidden_states=self._hidden[:count] if params.return_hidden_states else None,
             routed_experts=self._experts(count) if params.return_routed_experts else None,
+            sampling_mask=self.sampling_mask,
         )
 
     def _reported(self) -> list[tuple[str, float]] | None:

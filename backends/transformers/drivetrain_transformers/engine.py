@@ -73,6 +73,7 @@ _ALWAYS = (
         Capability.PRIORITY,
         Capability.PROMPT_RANKS,
         Capability.REWARD_SCORE,
+        Capability.SAMPLING_MASK,
         Capability.SLEEP_WEIGHTS,
         Capability.SLEEP_KV_CACHE,
         Capability.WEIGHTS_IN_PROCESS,

@@ -20,6 +20,7 @@ from drivetrain.text.stops import StopMatcher
 from drivetrain.text.tokenizer import Tokenizer
 from drivetrain.types.outputs import FinishReason
 from drivetrain_sampling import NO_TOKEN, Drawn, Row, Sampler
+from drivetrain_sampling.packed_masks import joined
 from drivetrain_transformers.errors import as_engine_error
 from drivetrain_transformers.kv_cache import RunningCache
 from drivetrain_transformers.model import LoadedModel
@@ -318,6 +319,8 @@ class Scheduler:
                 sequence.top_logprobs.append(drawn.top_logprobs[offset])
             if states is not None and sequence.request.params.return_hidden_states:
                 sequence.hidden_states.append(states[offset].tolist())
+            if offset in drawn.masks:
+                sequence.masks.append(drawn.masks[offset])
             end = sequence.take(token_id)
             if end is not None:
                 ended.append((row, *end))
@@ -441,6 +444,7 @@ def _delta(sequence: Sequence) -> TokenDelta:
         logprobs=[sequence.logprobs[-1]] if sequence.logprobs else None,
         top_logprobs=[sequence.top_logprobs[-1]] if sequence.top_logprobs else None,
         released=sequence.released,
+        sampling_mask=joined(sequence.masks[-1:]),
     )
 
 
@@ -448,4 +452,4 @@ def _last_delta(sequence: Sequence, result: GenerateResult) -> TokenDelta:
     if result.finish_reason is FinishReason.ABORT or not sequence.generated:
         return TokenDelta([], [] if result.logprobs is not None else None, None, result)
     last = _delta(sequence)
-    return TokenDelta(last.token_ids, last.logprobs, last.top_logprobs, result)
+    return TokenDelta(last.token_ids, last.logprobs, last.top_logprobs, result, sampling_mask=last.sampling_mask)

@@ -11,6 +11,7 @@ from drivetrain.errors import DrivetrainError
 from drivetrain.text.stops import StopMatcher
 from drivetrain.types.outputs import FinishReason, ReleasedText, TopLogprobs, VersionSpan
 from drivetrain_sampling import Row
+from drivetrain_sampling.packed_masks import joined
 
 if TYPE_CHECKING:
     from drivetrain_transformers.grammars import GrammarState
@@ -32,6 +33,8 @@ class Sequence:
     stop_ids: frozenset[int]
     logprobs: list[float] | None = None
     top_logprobs: list[TopLogprobs] | None = None
+    masks: list[bytes] = field(default_factory=list)
+    """Ids that each token was drawn from, as the sampler packs them, if they are asked for."""
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[TopLogprobs | None] | None = None
     prompt_ranks: list[int | None] | None = None
@@ -112,4 +115,5 @@ class Sequence:
             cached_tokens=self.cached_tokens,
             hidden_states=self.hidden_states if params.return_hidden_states else None,
             matched_text=self.matcher.outcome() if self.matcher is not None else None,
+            sampling_mask=joined(self.masks),
         )

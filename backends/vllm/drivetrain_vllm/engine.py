@@ -46,6 +46,7 @@ from drivetrain_vllm.translate import (
     ROUTED_EXPERTS,
     SEEN_WORKING,
     Collected,
+    carries_masks,
     engine_arguments,
     room_of,
     sampling_params,
@@ -107,6 +108,8 @@ class VLLMBackend(WorkerBackend[Collected]):
     def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
         """Return the capabilities of vLLM with the in-engine plugin."""
         claimed = set(super().capabilities(config)) | {Capability.PROMPT_RANKS}
+        if carries_masks():
+            claimed.add(Capability.SAMPLING_MASK)
         if config.engine_kwargs.get("quantization") is not None:
             claimed -= _OF_PLAIN_WEIGHTS
         if device_type_of(config) != "cpu":

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from drivetrain.backend.base import GenerateRequest, GenerateResult
 from drivetrain.backend.toolkit.collected_sample import Added, CollectedSample
+from drivetrain.backend.toolkit.engine_versions import source_mentions
 from drivetrain.backend.toolkit.translation import (
     is_plain,
     no_token_allowed,
@@ -24,6 +25,7 @@ from drivetrain.types.outputs import FinishReason, TopLogprobs
 from drivetrain.types.sampling import EbnfGrammar, JsonSchema, LogprobsMode, RegexGrammar
 from drivetrain_sampling import NO_TOKEN, NOT_FINITE
 from drivetrain_sampling.encoded_params import encode_params
+from drivetrain_sampling.packed_masks import joined
 
 BATCH_INVARIANT: Final = "VLLM_BATCH_INVARIANT"
 """Environment variable that makes all of vLLM's processes use kernels whose results do not depend on the batch."""
@@ -63,6 +65,7 @@ WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "mm_processor_device": ENGINE_PREPARES,
     "mm_device_do_normalize": ENGINE_PREPARES,
     "video_pruning_rate": ENGINE_PREPARES,
+    "return_sampling_mask": "ask for masks request by request, with SamplingParams(return_sampling_mask=True)",
 }
 """VLLM's arguments that have no effect here, and the reason."""
 
@@ -105,6 +108,11 @@ _ON_A_CPU: Final[Mapping[str, object]] = {
 }
 _TEMPERATURES: Final = (0.01, 2.0)
 """Lowest and highest temperature that vLLM honours, besides zero: it raises lower ones, and refuses higher ones."""
+
+
+def carries_masks() -> bool:
+    """Return whether the installed vLLM has fields for sampling masks, without importing it."""
+    return source_mentions("vllm", "v1/outputs.py", "class SamplingMaskLists")
 
 
 def engine_arguments(
@@ -257,7 +265,7 @@ def sampling_params(request: GenerateRequest, *, stream: bool, deterministic: bo
         "skip_clone": True,
     }
     if params.return_routed_experts:
-        if stream:
+        if stream and not params.return_sampling_mask:
             # Some releases lose experts when they join chunks that were not read yet, so each chunk holds everything.
             native["output_kind"] = RequestOutputKind.CUMULATIVE
         if hasattr(SamplingParams, "routed_experts_prompt_start"):
@@ -362,8 +370,7 @@ class Collected(CollectedSample):
         if output.prompt_logprobs:
             self._prompt = output.prompt_logprobs
         completion = output.outputs[0]
-        # With experts, chunks are cumulative.
-        seen = len(self.token_ids) if self.params.return_routed_experts else 0
+        seen = len(self.token_ids) if self._is_cumulative else 0
         ids = list(completion.token_ids[seen:]) if self.request.max_new_tokens else []
         logprobs, top = None, None
         if self.params.logprobs is not None:
@@ -371,7 +378,15 @@ class Collected(CollectedSample):
             logprobs = [_of(positions, index, token) for index, token in enumerate(ids, seen)]
             if self.params.logprobs:
                 top = [_top(positions, index, self.params.logprobs) for index in range(seen, seen + len(ids))]
-        return self.extend(ids, logprobs, top)
+        mask = None
+        if self.params.return_sampling_mask and completion.sampling_mask is not None:
+            mask = joined(map(bytes, completion.sampling_mask.token_ids[: len(ids)]))
+        return self.extend(ids, logprobs, top, mask)
+
+    @property
+    def _is_cumulative(self) -> bool:
+        """True if each chunk holds everything, as :func:`sampling_params` asks for."""
+        return self.params.return_routed_experts and not self.params.return_sampling_mask
 
     @property
     def ended(self) -> bool:
@@ -426,6 +441,7 @@ class Collected(CollectedSample):
             ),
             cached_tokens=self._last.num_cached_tokens or 0,
             routed_experts=self._experts(count) if params.return_routed_experts else None,
+            sampling_mask=self.sampling_mask,
         )
 
     def _experts(self, count: int) -> list[list[list[int]]]:

@@ -15,6 +15,7 @@ GROUPS: Final = (
     "logprob",
     "streaming",
     "sampling",
+    "sampling_mask",
     "structured_output",
     "abort",
     "pause",

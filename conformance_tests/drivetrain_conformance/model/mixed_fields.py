@@ -24,6 +24,7 @@ from drivetrain_conformance.harness.testbench import Bench, NoOracle
 from drivetrain_conformance.model.replay import Live, proceed, settle
 from drivetrain_conformance.model.strategies import EBNF_AS_REGEX, Batch
 from drivetrain_conformance.references.oracle import Logits, log_softmax, possible_ranks
+from drivetrain_conformance.references.reference_masks import check_mask
 from drivetrain_conformance.references.reference_sampling import Step, steps
 from drivetrain_conformance.references.reference_stops import Ending, expected_ending
 
@@ -218,6 +219,7 @@ def _check_extras(bench: Bench, params: SamplingParams, completion: Completion) 
     for asked, rows in (
         (params.return_hidden_states, completion.hidden_states),
         (params.return_routed_experts, completion.routed_experts),
+        (params.return_sampling_mask, completion.sampling_mask),
     ):
         assert (rows is not None) is asked
         assert rows is None or len(rows) == count
@@ -256,6 +258,8 @@ def _check_against_oracle(bench: Bench, params: SamplingParams, completion: Comp
             assert short <= slack, f"token {at} ({token}) is {short:.3g} nats below the most likely"
         elif known:
             assert step.possibly[token], f"token {at} ({token}) cannot be drawn by {params}"
+        if known and completion.sampling_mask is not None:
+            check_mask(completion.sampling_mask, at, step, token, params)
         mode = completion.logprobs_mode
         if completion.logprobs is None or mode is None or (mode is LogprobsMode.PROCESSED and not known):
             continue

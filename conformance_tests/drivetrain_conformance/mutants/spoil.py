@@ -18,6 +18,7 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.outputs import Completion, FinishReason, GenerationOutput, VersionSpan
+from drivetrain.types.sampling_mask import SamplingMask
 from drivetrain_conformance.mutants.registry import backend_mutants, engine_mutants, mixed
 
 ChangeRequest = Callable[[GenerateRequest], GenerateRequest]
@@ -199,6 +200,7 @@ def cut(result: GenerateResult, count: int) -> GenerateResult:
         logprobs=None if result.logprobs is None else result.logprobs[:count],
         top_logprobs=None if result.top_logprobs is None else result.top_logprobs[:count],
         matched_text=None,
+        sampling_mask=None if result.sampling_mask is None else result.sampling_mask[:count],
     )
 
 
@@ -264,7 +266,12 @@ def joined(first: GenerateResult, rest: GenerateResult) -> GenerateResult:
         prompt_top_logprobs=first.prompt_top_logprobs,
         prompt_ranks=first.prompt_ranks,
         cached_tokens=first.cached_tokens,
+        sampling_mask=_joined(first.sampling_mask, rest.sampling_mask),
     )
+
+
+def _joined(first: SamplingMask | None, rest: SamplingMask | None) -> SamplingMask | None:
+    return first + rest if first is not None and rest is not None else first or rest
 
 
 def resubmitting(

@@ -25,6 +25,7 @@ from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import FinishReason, MatchedText, ReleasedText, TopLogprobs, VersionSpan
 from drivetrain.types.prompts import MediaInput
 from drivetrain.types.sampling import LogprobsMode, SamplingParams
+from drivetrain.types.sampling_mask import SamplingMask
 from drivetrain.types.weights import (
     ApplyUpdate,
     BeginUpdate,
@@ -138,6 +139,8 @@ class GenerateResult:
     matched_text: MatchedText | None = None
     """The text, if the backend already matched every id with ``drivetrain.text.stops.StopMatcher``; None lets
     ``InferenceEngine`` match the ids."""
+    sampling_mask: SamplingMask | None = None
+    """Ids that each token was drawn from. May be None if there are no tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +154,8 @@ class TokenDelta:
     released: ReleasedText | None = None
     """Text and ids that may be shown, if the backend matches every id with ``drivetrain.text.stops.StopMatcher``.
     If it is None, ``InferenceEngine`` matches the ids."""
+    sampling_mask: SamplingMask | None = None
+    """Ids that each of ``token_ids`` was drawn from."""
 
 
 class StopKind(Enum):

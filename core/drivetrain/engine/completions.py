@@ -16,6 +16,7 @@ from drivetrain.text.stops import StopMatcher
 from drivetrain.text.tokenizer import Tokenizer
 from drivetrain.types.outputs import Completion, FinishReason, MatchedText, VersionSpan, make_text_later
 from drivetrain.types.sampling import SamplingParams
+from drivetrain.types.sampling_mask import SamplingMask
 
 
 def aborted_before_start(sample: Sample) -> GenerateResult:
@@ -82,12 +83,19 @@ def to_completion(sample: Sample, result: GenerateResult, tokenizer: Tokenizer) 
         cached_tokens=result.cached_tokens,
         hidden_states=result.hidden_states,
         routed_experts=result.routed_experts,
+        sampling_mask=_mask_of(sample, result),
     )
     if not later:
         return completion
     return make_text_later(
         completion, functools.partial(tokenizer, later, skip_special_tokens=params.skip_special_tokens)
     )
+
+
+def _mask_of(sample: Sample, result: GenerateResult) -> SamplingMask | None:
+    if not sample.request.params.return_sampling_mask:
+        return None
+    return result.sampling_mask or SamplingMask(sample.samples.vocab_size)
 
 
 def check_pinned(request: GenerateRequest, result: GenerateResult) -> None:
@@ -131,6 +139,7 @@ def _cut(result: GenerateResult, count: int) -> GenerateResult:
         top_logprobs=result.top_logprobs[:count] if result.top_logprobs is not None else None,
         hidden_states=result.hidden_states[:count] if result.hidden_states is not None else None,
         routed_experts=result.routed_experts[:count] if result.routed_experts is not None else None,
+        sampling_mask=result.sampling_mask[:count] if result.sampling_mask is not None else None,
     )
 
 
@@ -163,6 +172,8 @@ def _check_aligned(request: GenerateRequest, result: GenerateResult) -> None:
         raise EngineInternalError(
             f"request {request.request_id}: the engine returned {count} ids and {got} top logprobs"
         )
+    if request.params.return_sampling_mask:
+        _check_mask(request, result)
     found = result.matched_text
     if found is not None and not 0 <= found.token_count <= count:
         raise EngineInternalError(
@@ -175,3 +186,17 @@ def _check_aligned(request: GenerateRequest, result: GenerateResult) -> None:
         at = span.end
     if at != count and result.weight_versions:
         raise EngineInternalError(f"request {request.request_id}: version spans cover {at} of {count} tokens")
+
+
+def _check_mask(request: GenerateRequest, result: GenerateResult) -> None:
+    mask, count = result.sampling_mask, len(result.token_ids)
+    try:
+        positions = 0 if mask is None else len(mask)
+    except ValueError as error:
+        raise EngineInternalError(
+            f"request {request.request_id}: the engine returned a sampling mask that cannot be read: {error}"
+        ) from error
+    if positions != count:
+        raise EngineInternalError(
+            f"request {request.request_id}: the engine returned {count} ids and a sampling mask of {positions}"
+        )

@@ -28,6 +28,7 @@ from drivetrain.errors import (
 )
 from drivetrain.text.tokenizer import Tokenizer
 from drivetrain.types.outputs import CompletionChunk, FinishReason, TopLogprobs
+from drivetrain.types.sampling_mask import SamplingMask
 
 _T = TypeVar("_T")
 
@@ -346,6 +347,7 @@ class RequestsInFlight:
         ids: list[int] = []
         logprobs: list[float] = []
         top_logprobs: list[TopLogprobs] = []
+        mask: SamplingMask | None = None
         async with aclosing(self._watched(sample)) as deltas:
             async for delta, text in deltas:
                 if delta.result is not None:
@@ -354,6 +356,8 @@ class RequestsInFlight:
                 ids += delta.token_ids
                 logprobs += delta.logprobs or []
                 top_logprobs += delta.top_logprobs or []
+                if delta.sampling_mask is not None:
+                    mask = delta.sampling_mask if mask is None else mask + delta.sampling_mask
                 released = delta.released
                 if released is None:
                     if ids and ids[-1] in sample.request.stop_token_ids:
@@ -370,7 +374,9 @@ class RequestsInFlight:
                         text=released.text,
                         logprobs=logprobs[shown_ids:ids_to] if params.logprobs is not None else None,
                         top_logprobs=top_logprobs[shown_ids:ids_to] if params.logprobs else None,
+                        sampling_mask=mask and mask[: ids_to - shown_ids],
                     )
+                    mask = mask and mask[ids_to - shown_ids :]
                     shown_text, shown_ids = shown_text + len(released.text), ids_to
         raise _ended_without_result(sample)
 
@@ -458,4 +464,5 @@ def _last_chunk(
         logprobs=completion.logprobs[shown_ids:] if completion.logprobs is not None else None,
         top_logprobs=completion.top_logprobs[shown_ids:] if completion.top_logprobs is not None else None,
         completion=completion,
+        sampling_mask=completion.sampling_mask[shown_ids:] if completion.sampling_mask is not None else None,
     )

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.types.sampling import LogprobsMode
+from drivetrain.types.sampling_mask import SamplingMask
 
 
 class FinishReason(Enum):
@@ -114,6 +115,8 @@ class Completion(_TextLater):
     routed_experts: list[list[list[int]]] | None = None
     """Experts chosen in the forward pass that sampled each token, shape (tokens, MoE layers, experts per token); None
     when not asked for."""
+    sampling_mask: SamplingMask | None = None
+    """Ids that each token was drawn from, one position per token; None when not asked for."""
 
     @property
     def weight_version(self) -> str | None:
@@ -142,6 +145,8 @@ class CompletionChunk:
     top_logprobs: list[TopLogprobs] | None = None
     completion: Completion | None = None
     """The whole completion with its finish reason, on its last chunk only."""
+    sampling_mask: SamplingMask | None = None
+    """Ids that each of ``token_ids`` was drawn from; None when not asked for."""
 
     @property
     def finish_reason(self) -> FinishReason | None:

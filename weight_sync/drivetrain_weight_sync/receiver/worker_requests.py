@@ -17,6 +17,7 @@ from drivetrain.process.worker_connection import WorkerConnection, WorkerListene
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.prompts import MediaInput
 from drivetrain.types.sampling import LogprobsMode, SamplingParams
+from drivetrain.types.sampling_mask import SamplingMask
 from drivetrain_weight_sync.receiver.request_arrivals import request_id
 
 _ABORT_AGAIN_S: Final = 0.1
@@ -32,6 +33,9 @@ class InFlight(Protocol):
 
 class Sample(InFlight, Protocol):
     """A sample that is put together from the engine's outputs; see ``CollectedSample`` of the toolkit."""
+
+    added_mask: SamplingMask | None
+    """Ids that the tokens of the last :meth:`add` were drawn from; None: not asked for."""
 
     @property
     def ended(self) -> bool:
@@ -139,7 +143,8 @@ class WorkerRequests(Backend, Generic[S]):
             async for output in outputs:
                 ids, logprobs, top = sample.add(output)
                 if ids or sample.ended:
-                    yield TokenDelta(ids, logprobs, top, sample.result(self.version) if sample.ended else None)
+                    result = sample.result(self.version) if sample.ended else None
+                    yield TokenDelta(ids, logprobs, top, result, sampling_mask=sample.added_mask)
 
     async def warm_up(self, media: Iterable[tuple[list[int], tuple[MediaInput, ...]]] = ()) -> None:
         """Generate a little: the first request is slow, and one aborted during that time would end without a token.

@@ -20,7 +20,7 @@ from drivetrain_sampling import Row
 from drivetrain_sampling import Sampler as RowSampler
 from drivetrain_sampling.encoded_params import row_of
 from drivetrain_sglang.in_engine.failed_requests import note
-from drivetrain_sglang.translate import KEY
+from drivetrain_sglang.translate import KEY, MASK
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -127,6 +127,9 @@ def register() -> None:
             choice = sampler.choose(logits, batch.raw)
             note(logits_output, choice.top)
             batch.raw = None
+            masks = sampler.masks(choice)
+            if masks:
+                logits_output.customized_info = {MASK: [masks.get(row) for row in range(len(batch.reqs))]}
             if return_logprob:
                 self.output_logprob_processor.compute_logprobs(
                     sampler.logprobs(choice), top_logprobs_nums, token_ids_logprobs, choice.token_ids

@@ -29,9 +29,10 @@ def activate() -> None:
     """Register the sampler and the other hooks, in engines that drivetrain started."""
     if SOCKET_VARIABLE not in os.environ:
         return
-    from drivetrain_vllm.in_engine import failed_requests, sampler, scheduler_calls, weight_layouts
+    from drivetrain_vllm.in_engine import failed_requests, sampler, sampling_masks, scheduler_calls, weight_layouts
 
     sampler.register()
     failed_requests.register()
+    sampling_masks.register()
     scheduler_calls.register()
     weight_layouts.register()

@@ -25,6 +25,7 @@ from drivetrain.types.sampling import LogprobsMode, SamplingParams
 from drivetrain_sampling import Choice, Row, Sampler, drawable
 from drivetrain_sampling.encoded_params import row_of
 from drivetrain_vllm.in_engine.failed_requests import clean, tell
+from drivetrain_vllm.in_engine.sampling_masks import attach
 from drivetrain_vllm.translate import KEY, SECOND_RUNNER, STOPS
 
 _STATE: Final = "_drivetrain_sampling"
@@ -80,6 +81,8 @@ class Requests:
     """The model's logits of this step, kept if a grammar is about to mask them."""
     checked: tuple[list[str], torch.Tensor] | None = None
     """Requests of this step with their largest logits, which are being copied to the host."""
+    masks: dict[str, bytes] = field(default_factory=dict)
+    """For this step: the ids that each token was drawn from, for the requests that ask for them."""
 
     def note(self, scheduled: Any) -> None:
         """Update the requests from a scheduler's output."""
@@ -118,6 +121,11 @@ class Requests:
         checked, self.checked = self.checked, None
         return checked
 
+    def take_masks(self) -> dict[str, bytes]:
+        """Return the step's masks, and forget them."""
+        masks, self.masks = self.masks, {}
+        return masks
+
     def are_ours(self, request_ids: Iterable[str]) -> bool:
         """Return whether any of these requests must not be sampled by vLLM."""
         return bool(self._ours) and not self._ours.isdisjoint(request_ids)
@@ -135,6 +143,7 @@ class Requests:
             self._sampler = Sampler(rows, logits.device)
         choice = self._sampler.choose(logits, self.raw)
         logprobs = self._sampler.logprobs(choice)
+        self.masks = {request_ids[row]: mask for row, mask in self._sampler.masks(choice).items()}
         all_drew = True
         for row, token_id, length in zip(rows, choice.token_ids.tolist(), self.lengths, strict=True):
             if length == len(row.prompt_token_ids) + len(row.generated):
@@ -221,7 +230,7 @@ def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Report failed requests in a step's output, as soon as it has arrived."""
+    """Report failed requests and sampling masks in a step's output, as soon as it has arrived."""
 
     @wraps(original)
     def sample_tokens(runner: Any, grammar_output: Any) -> Any:
@@ -229,18 +238,24 @@ def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
         if requests is None:
             return original(runner, grammar_output)
         requests.take_checked()  # left over from a warm-up run
-        output, checked = original(runner, grammar_output), requests.take_checked()
+        output, checked, masks = original(runner, grammar_output), requests.take_checked(), requests.take_masks()
         if checked is None:
             return output
         request_ids, top = checked
-        if not hasattr(output, "get_output"):
+
+        def add(output: Any) -> None:
             tell(output, request_ids, top)
+            if masks:
+                attach(output, masks)
+
+        if not hasattr(output, "get_output"):
+            add(output)
             return output
         arrived: Callable[[], Any] = output.get_output
 
         def get_output() -> Any:
             told = arrived()
-            tell(told, request_ids, top)
+            add(told)
             return told
 
         output.get_output = get_output

@@ -1,8 +1,10 @@
-"""Engine versions: parsing, and a warning about untested ones."""
+"""Engine versions: parsing, a warning about untested ones, and features found in an engine's source."""
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
+from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
@@ -37,4 +39,17 @@ def warn_if_unseen(engine: str, installed: str, seen: tuple[str, str] | None) ->
         )
 
 
-__all__ = ["release", "warn_if_unseen"]
+def source_mentions(package: str, path: str, words: str) -> bool:
+    """Return whether a file of an installed package contains ``words``, without importing the package.
+
+    Args:
+        package: Top-level package of the engine, such as ``"vllm"``.
+        path: File within the package, such as ``"v1/outputs.py"``.
+        words: Text that shows a feature.
+    """
+    found = importlib.util.find_spec(package)
+    files = (Path(root) / path for root in (found.submodule_search_locations if found is not None else None) or ())
+    return any(file.is_file() and words in file.read_text(encoding="utf-8") for file in files)
+
+
+__all__ = ["release", "source_mentions", "warn_if_unseen"]

@@ -163,7 +163,7 @@ def is_plain(request: GenerateRequest, native: LogprobsMode) -> bool:
         or (params.min_new_tokens and request.stop_token_ids)
     )
     limits = (params.top_k > 0) + (params.top_p < 1) + (params.min_p > 0)
-    if adjusted or limits > 1 or request.seed is not None:
+    if adjusted or limits > 1 or request.seed is not None or params.return_sampling_mask:
         return False
     if params.logprobs is None:
         return True
