@@ -19,7 +19,11 @@ from engines import OpenEngine
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 ARCHITECTURES = ["qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt",
-                 "bloom", "qwen2_moe", "qwen3_moe", "mixtral"]  # fmt: skip
+                 "bloom", "qwen2_moe", "qwen3_moe", "mixtral", "qwen3_next", "granitemoehybrid", "falcon_h1",
+                 "nemotron_h", "lfm2", "mamba2"]  # fmt: skip
+
+TOLERANCES = {"nemotron_h": 5e-3, "qwen3_next": 1e-3}
+"""Nats. In float32, transformers' own single steps differ from its pass over all tokens by up to 1.8e-3 and 3e-4."""
 
 
 def assert_logprobs(completion: Completion, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
@@ -51,12 +55,15 @@ async def test_requests_that_join_and_leave_a_running_batch_get_the_models_own_l
             return (await engine.generate([prompt], params)).completions
 
         seeds = itertools.count()
-        rounds = [await asyncio.gather(*map(ask, prompts, seeds)) for _ in range(2)]
+        first = await asyncio.gather(*map(ask, prompts, seeds))
+        turns = [[*prompt, *group[0].token_ids, 7] for prompt, group in zip(prompts, first, strict=True)]
+        rounds = [first, await asyncio.gather(*map(ask, prompts[:4] + turns, seeds))]
     reference = oracle.load(folder)
     completions = [completion for answers in rounds for group in answers for completion in group]
-    assert sum(completion.cached_tokens for completion in completions) > 0, "the second round should reuse prefixes"
+    assert sum(completion.cached_tokens for completion in completions) > 0, "the turns should reuse prefixes"
     for completion in completions:
-        assert_logprobs(completion, oracle.logprobs_of(reference, completion, 0.7))
+        expected = oracle.logprobs_of(reference, completion, 0.7)
+        assert_logprobs(completion, expected, TOLERANCES.get(architecture, 1e-4))
 
 
 async def test_greedy_takes_the_most_likely_token_each_time(engine: InferenceEngine, model: Path) -> None:

@@ -8,24 +8,46 @@ of transformers handles, so nothing here depends on the architecture.
     row 0     . . . a b c d e f
     row 1     . g h i j k l m n        a step writes column `end` and increments it
     row 2     o p q r s t u v w
+
+Recurrent states have no columns: a step replaces a row's state in place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
+from drivetrain_transformers.recurrent_states import RecurrentLayer, Slot, States, is_recurrent, put_states, states_of
+
 _HEADROOM = 128
+
+
+@dataclass(frozen=True, slots=True)
+class RowCache:
+    """The cache of one row's first tokens."""
+
+    pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    """Keys and values of each attention layer, of shape (1, heads, tokens, head size)."""
+    states: States
+    """Recurrent states after the last of the tokens, of shape (1, …)."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held, in bytes."""
+        return sum(keys.nbytes + values.nbytes for keys, values in self.pairs) + sum(
+            state.nbytes for state in self.states.values()
+        )
 
 
 class _Window(DynamicLayer):
     """One layer's keys and values between ``start`` and ``end``; an update writes the next column."""
 
     def __init__(self, owner: RunningCache, index: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it without annotations
+        DynamicLayer.__init__(self)
         self._owner = owner
         self._index = index
         self.is_initialized = True
@@ -42,13 +64,25 @@ class _Window(DynamicLayer):
         return self._owner.width + query_length, 0
 
 
+class _WindowAndStates(_Window, RecurrentLayer):  # type: ignore[misc]  # its base is found at run time
+    """A layer with attention and recurrent states side by side."""
+
+    def __init__(self, owner: RunningCache, index: int, number_of_states: int) -> None:
+        _Window.__init__(self, owner, index)
+        RecurrentLayer.__init__(self, number_of_states=number_of_states)
+
+
 class RunningCache(Cache):
-    """Keys and values of every running row. All buffers have shape (rows, heads, columns, head size)."""
+    """Keys, values and recurrent states of every running row.
+
+    Buffers of keys and values have shape (rows, heads, columns, head size), those of states (rows, …).
+    """
 
     def __init__(self) -> None:
         super().__init__(layers=[])
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
+        self._states: dict[Slot, torch.Tensor] = {}
         self._mask = torch.zeros(0, 0, dtype=torch.long)
         self._start = 0
         self._end = 0
@@ -68,7 +102,7 @@ class RunningCache(Cache):
     @property
     def nbytes(self) -> int:
         """Memory held, in bytes."""
-        return sum(buffer.nbytes for buffer in (*self._keys, *self._values))
+        return sum(buffer.nbytes for buffer in (*self._keys, *self._values, *self._states.values()))
 
     def attention_mask(self) -> torch.Tensor:
         """Return the mask of columns in use and the next one, shape (rows, width + 1); 1 where a row has a token."""
@@ -76,24 +110,28 @@ class RunningCache(Cache):
 
     def admit(self, prefilled: Cache, source_rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Append rows from a prefilled, left-padded cache: row ``source_rows[i]``, its last ``lengths[i]`` tokens."""
-        incoming = keys_and_values(prefilled)
+        incoming, states = keys_and_values(prefilled), states_of(prefilled)
         longest, first, count = max(lengths), self.rows, len(lengths)
-        columns = incoming[0][0].shape[-2]
-        if not self._keys or not self._fits(first + count, longest):
-            self._lay_out(incoming, first + count, max(self.width, longest))
+        if not self.layers:
+            self.layers = _layers(self, prefilled)
+        if not self._fits(first + count, longest):
+            self._lay_out(incoming, states, first + count, max(self.width, longest))
         if not self.lengths:
             self._start = self._end = longest
-        whole = list(source_rows) == list(range(incoming[0][0].shape[0]))
-        index = None if whole else torch.tensor(list(source_rows), device=incoming[0][0].device)
+        index = torch.tensor(list(source_rows), device=self._mask.device)
+        whole = list(source_rows) == list(range(_rows(prefilled)))
         for own, theirs in zip((*self._keys, *self._values), _flat(incoming), strict=True):
-            rows = theirs if index is None else theirs.index_select(0, index)
-            own[first : first + count, :, self._end - longest : self._end] = rows[:, :, columns - longest :]
+            rows = theirs if whole else theirs.index_select(0, index)
+            own[first : first + count, :, self._end - longest : self._end] = rows[:, :, rows.shape[-2] - longest :]
+        for slot, state in states.items():
+            self._states[slot][first : first + count] = state if whole else state.index_select(0, index)
         for offset, length in enumerate(lengths):
             row = self._mask[first + offset]
             row.zero_()
             row[self._end - length : self._end] = 1
         self.lengths.extend(lengths)
         self._start = self._end - max(self.lengths)
+        self._show_states()
 
     def release(self, row: int) -> int:
         """Drop a row; the last row takes its place. Return the former index of that last row."""
@@ -102,30 +140,36 @@ class RunningCache(Cache):
             span = slice(self._end - self.lengths[last], self._end)
             for buffer in (*self._keys, *self._values):
                 buffer[row, :, span] = buffer[last, :, span]
+            for state in self._states.values():
+                state[row] = state[last]
             self._mask[row] = self._mask[last]
         self.lengths[row] = self.lengths[last]
         self.lengths.pop()
         self._start = self._end - max(self.lengths) if self.lengths else self._end
+        self._show_states()
         return last
 
     def erase(self, row: int) -> None:
         """Zero a row before it is released: attention multiplies masked values by 0, and NaN times 0 is NaN."""
-        for buffer in (*self._keys, *self._values):
+        for buffer in (*self._keys, *self._values, *self._states.values()):
             buffer[row].zero_()
 
-    def read(self, row: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Copy the first ``length`` tokens of a row: keys and values per layer, shape (1, heads, length, head size)."""
+    def read(self, row: int, length: int) -> RowCache:
+        """Copy what is held of the first ``length`` tokens of a row; with recurrent states, of all its tokens."""
+        assert not self._states or length == self.lengths[row], "recurrent states cannot be cut back"
         begin = self._end - self.lengths[row]
         span = slice(begin, begin + length)
-        return [
+        pairs = [
             (keys[row : row + 1, :, span].clone(), values[row : row + 1, :, span].clone())
             for keys, values in zip(self._keys, self._values, strict=True)
         ]
+        return RowCache(pairs, {slot: state[row : row + 1].clone() for slot, state in self._states.items()})
 
     def open_column(self) -> None:
         """Make room for one more token in every row, before a step."""
         if self._end >= self._mask.shape[1]:
-            self._lay_out(list(zip(self._keys, self._values, strict=True)), self.rows, self.width)
+            own = list(zip(self._keys, self._values, strict=True))
+            self._lay_out(own, self._states, self.rows, self.width)
         self._mask[: self.rows, self._end] = 1
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,7 +191,7 @@ class RunningCache(Cache):
         self.lengths = []
         self._start = self._end = 0
         if free:
-            self._keys, self._values, self.layers = [], [], []
+            self._keys, self._values, self._states, self.layers = [], [], {}, []
             self._mask = torch.zeros(0, 0, dtype=torch.long)
 
     def _fits(self, rows: int, longest: int) -> bool:
@@ -155,7 +199,11 @@ class RunningCache(Cache):
         end = self._end if self.lengths else longest
         return rows <= capacity_rows and longest <= end < capacity_columns
 
-    def _lay_out(self, like: list[tuple[torch.Tensor, torch.Tensor]], rows: int, width: int) -> None:
+    def _show_states(self) -> None:
+        """Give the layers the states of the rows in use."""
+        put_states(self.layers, {slot: state[: self.rows] for slot, state in self._states.items()})
+
+    def _lay_out(self, like: list[tuple[torch.Tensor, torch.Tensor]], states: States, rows: int, width: int) -> None:
         """Move to buffers for ``rows`` rows, with the newest token in column ``width`` and room beyond it."""
         capacity = self._mask.shape[0] if rows <= self._mask.shape[0] else max(rows, 2 * self._mask.shape[0])
         columns = width + max(_HEADROOM, width // 2)
@@ -173,22 +221,62 @@ class RunningCache(Cache):
                 grown.append(fresh)
             return grown
 
-        mask = torch.zeros(capacity, columns, dtype=torch.long, device=like[0][0].device)
+        device = _flat(like)[0].device if like else next(iter(states.values())).device
+        mask = torch.zeros(capacity, columns, dtype=torch.long, device=device)
         if used:
             mask[:used, new] = self._mask[:used, old]
         self._keys = moved(self._keys, [keys for keys, _ in like])
         self._values = moved(self._values, [values for _, values in like])
+        for slot, model in states.items():
+            fresh = model.new_zeros(capacity, *model.shape[1:])
+            if used:
+                fresh[:used] = self._states[slot][:used]
+            self._states[slot] = fresh
         self._mask = mask
         self._start, self._end = new.start, new.stop
-        if len(self.layers) != len(like):
-            self.layers = [_Window(self, index) for index in range(len(like))]
+        self._show_states()
+
+
+def _layers(owner: RunningCache, prefilled: Cache) -> list[Any]:
+    """Return layers of the running batch for those of a prefilled cache."""
+    layers: list[Any] = []
+    attention = 0
+    layer: Any
+    for layer in prefilled.layers:
+        if not isinstance(layer, CacheLayerMixin):
+            # A layer without keys and values: recurrent, or one that keeps nothing.
+            layers.append(RecurrentLayer(number_of_states=layer.number_of_states) if is_recurrent(layer) else layer)
+            continue
+        states = getattr(layer, "number_of_states", 0)
+        if is_recurrent(layer):
+            layers.append(_WindowAndStates(owner, attention, states))
+        else:
+            layers.append(_Window(owner, attention))
+        attention += 1
+    return layers
+
+
+def _rows(cache: Cache) -> int:
+    """Return the number of rows of a filled cache."""
+    pairs = keys_and_values(cache)
+    return pairs[0][0].shape[0] if pairs else next(iter(states_of(cache).values())).shape[0]
+
+
+def row_cache(cache: Cache, row: int, length: int) -> RowCache:
+    """Copy what a left-padded cache holds of a row's ``length`` tokens, its last columns."""
+    pairs = [
+        (keys[row : row + 1, :, -length:].clone(), values[row : row + 1, :, -length:].clone())
+        for keys, values in keys_and_values(cache)
+    ]
+    return RowCache(pairs, {slot: state[row : row + 1].clone() for slot, state in states_of(cache).items()})
 
 
 def keys_and_values(cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return keys and values of each layer of a filled cache; shape (rows, heads, columns, head size)."""
+    """Return keys and values of each attention layer of a filled cache; shape (rows, heads, columns, head size)."""
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     for layer in cache.layers:
-        assert isinstance(layer, CacheLayerMixin)
+        if not isinstance(layer, CacheLayerMixin):
+            continue
         assert layer.keys is not None
         assert layer.values is not None
         pairs.append((layer.keys, layer.values))

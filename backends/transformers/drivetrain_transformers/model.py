@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -28,6 +30,7 @@ from drivetrain.types.config import EngineConfig, Task
 from drivetrain_transformers.kv_cache import RunningCache, keys_and_values
 from drivetrain_transformers.longrope import choose_factors_by_row
 from drivetrain_transformers.lora import Adapters
+from drivetrain_transformers.recurrent_states import empty_cache, is_recurrent
 from drivetrain_transformers.translate import context_length, device_of, load_arguments
 from drivetrain_weight_sync.receiver.checkpoint_comparison import refuse_incomplete
 from drivetrain_weight_sync.receiver.cpu_sleep import trim_heap
@@ -35,6 +38,12 @@ from drivetrain_weight_sync.transports.device_memory import uuid_of
 
 _TOLERATED = 0.1
 """Largest change of the logits by rounding, as a share of their norm; wrong positions change them by more."""
+_UNORDERED = 0.01
+"""Likewise for the same pass twice, on devices that add in any order."""
+_CACHE_NAMES = ("past_key_values", "cache", "cache_params")
+"""Names of ``forward``'s parameter for the cache, by model and release."""
+_MOST_STEPS = 64
+"""Most tokens run one by one after a cached prefix, by models that cannot run several after one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +65,14 @@ class LoadedModel:
         self.adapters: Adapters | None = None
         self.short_length: int | None = None
         """Longest sequence that uses longrope's short factors; None unless longer ones are served too."""
+        layers = DynamicCache(config=module.config).layers
+        self.is_recurrent = any(map(is_recurrent, layers))
+        """True if layers keep recurrent states, beside or instead of keys and values."""
+        self._attends = not self.is_recurrent or any(isinstance(layer, CacheLayerMixin) for layer in layers)
+        self._continues = True
+        """True if several tokens can be run at once after a cached prefix."""
         takes = inspect.signature(module.forward).parameters
+        self._cache_name = next((name for name in _CACHE_NAMES if name in takes), _CACHE_NAMES[0])
         self._positions = "position_ids" in takes
         self._keeps_logits = "logits_to_keep" in takes
 
@@ -88,7 +104,7 @@ class LoadedModel:
             module.to(device_of(config))  # type: ignore[arg-type]  # transformers wraps `to` without its `self`
         module.eval()
         module.requires_grad_(False)
-        _refuse_recurrent_state(module)
+        _refuse_other_state(module)
         _own_storages(module)
         model_config = module.config.get_text_config(decoder=True)
         length = context_length(model_config, config)
@@ -108,43 +124,79 @@ class LoadedModel:
             choose_factors_by_row(module, short)
             model.short_length = short
         if config.task is Task.GENERATE:
-            model._check_positions()
+            model._check_batching()
         if config.enable_lora:
             model.adapters = Adapters(module, largest_rank=config.max_lora_rank)
         return model
 
+    def empty_cache(self) -> DynamicCache:
+        """Return a cache of no tokens for a forward pass."""
+        return empty_cache(self.module.config) if self.is_recurrent else DynamicCache()
+
+    def continues_from(self, length: int, tokens: int) -> bool:
+        """Return whether a sequence of ``tokens`` ids should begin with the cache of its first ``length``."""
+        return self._continues or tokens - length <= _MOST_STEPS
+
     @torch.inference_mode()
-    def _check_positions(self) -> None:
-        """For a model without ``position_ids``, check that padding beside a longer row leaves a row's logits unchanged.
+    def _check_batching(self) -> None:
+        """Check that padding beside a longer row leaves a row's logits unchanged, where a model could count it.
+
+        Those are models without ``position_ids`` and recurrent ones.
 
         Raises:
-            EngineStartError: the model does not derive positions from the mask, so padding would change its output.
+            EngineStartError: padding would change the model's output.
         """
-        if self._positions:
+        if self._positions and not self.is_recurrent:
             return
-        rows = [[5, 7, 11], [13, 17, 19, 23, 29, 31, 37]]
-        nobody: list[str | None] = [None, None]
-        cache, past = RunningCache(), DynamicCache()
+        rows = [[5, 7, 11], [13, 17, 19, 23, 29, 31, 37] * 4]
+        name = type(self.module).__name__
         try:
             alone = [self.module(input_ids=torch.tensor([row], device=self.device)).logits[0, -2:] for row in rows]
-            before = self.prefill([row[:-1] for row in rows], nobody, past, 0, all_positions=False).logits
-            cache.admit(past, [0, 1], [len(row) - 1 for row in rows])
-            cache.open_column()
-            after = self.decode([row[-1] for row in rows], nobody, cache).logits
-        except (IndexError, AttributeError, NotImplementedError, TypeError, ValueError) as error:
+            first, decoded = self._prefilled_and_decoded(rows, pad=0)
+            again, _ = self._prefilled_and_decoded(rows, pad=1)
+            if self.is_recurrent:
+                self._continues = self._continues_in_one_pass(rows[1], alone[1][-1])
+        except (IndexError, AttributeError, NotImplementedError, TypeError, ValueError, RuntimeError) as error:
             raise EngineStartError(
-                f"{type(self.module).__name__} cannot run rows of different lengths in one batch, as the transformers "
-                f"backend does: {type(error).__name__}: {error}"
+                f"{name} cannot run rows of different lengths in one batch, as the transformers backend does: "
+                f"{type(error).__name__}: {error}"
             ) from error
         for row, wanted in enumerate(alone):
-            got = torch.stack([before[row, -1], after[row]])
-            one, other = ((logits.float() - logits.float().mean(-1, keepdim=True)) for logits in (got, wanted))
-            if (one - other).norm() > _TOLERATED * other.norm():
+            got = torch.stack([first[row], decoded[row]])
+            if _distance(got, wanted) > _TOLERATED:
                 raise EngineStartError(
-                    f"{type(self.module).__name__} takes no position_ids and counts padding as tokens, so that rows of "
-                    "different lengths cannot share a batch; the transformers backend does not serve such models, use "
-                    "another backend"
+                    f"{name} counts padding as tokens, so that rows of different lengths cannot share a batch; the "
+                    "transformers backend does not serve such models, use another backend"
                 )
+        if _distance(first, again) > _UNORDERED:
+            raise EngineStartError(
+                f"the ids of padding change the logits of {name}, so that rows of different lengths cannot share a "
+                "batch; the transformers backend does not serve such models, use another backend"
+            )
+
+    def _prefilled_and_decoded(self, rows: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run all ids but the last in one padded pass and the last in a step; return both logits of (rows, ids)."""
+        nobody: list[str | None] = [None] * len(rows)
+        cache, past = RunningCache(), self.empty_cache()
+        before = self.prefill([row[:-1] for row in rows], nobody, past, 0, all_positions=False, pad=pad).logits
+        before = before[:, -1].clone()
+        cache.admit(past, list(range(len(rows))), [len(row) - 1 for row in rows])
+        cache.open_column()
+        return before, self.decode([row[-1] for row in rows], nobody, cache).logits
+
+    def _continues_in_one_pass(self, row: list[int], wanted: torch.Tensor) -> bool:
+        """Return whether the second half of a row, run in one pass, gives the logits of single steps."""
+        half, errors = len(row) // 2, []
+        for self._continues in (False, True):
+            past = self.empty_cache()
+            self.prefill([row[:half]], [None], past, 0, all_positions=False)
+            try:
+                last = self.prefill([row[half:]], [None], past, half, all_positions=False).logits[0, -1]
+            except RuntimeError:  # shapes that do not fit
+                return False
+            errors.append(_distance(last, wanted))
+        steps, together = errors
+        return together <= 3 * steps + 1e-3
 
     @torch.inference_mode()
     def prefill(
@@ -156,18 +208,50 @@ class LoadedModel:
         *,
         all_positions: bool,
         states: bool = False,
+        before_last: Callable[[], None] | None = None,
+        pad: int = 0,
     ) -> Computed:
         """Run token ids whose first ``prefix`` tokens are in ``past``, and append them to it, left-padded.
 
+        Args:
+            ids: Ids of each row after its prefix.
+            adapters: Adapter of each row.
+            past: The cache.
+            prefix: Tokens of each row in ``past``.
+            all_positions: True to return the logits of all positions.
+            before_last: Called when ``past`` holds all of each row but its last token; rows then need two ids or more.
+            pad: Id to pad with.
+            states: True to return the state of each row's last token too.
+
         Returns:
             Logits of shape (rows, padded tokens or 1, vocabulary), the last position being each row's last token.
-            With ``states``, also the state of each row's last token.
         """
-        tokens, mask, positions = _left_padded(ids, prefix)
-        computed = self._forward(tokens, mask, positions, past, adapters, last_only=not all_positions, states=states)
+        tokens, mask, positions = _left_padded(ids, prefix, pad)
+        longest = tokens.shape[1]
+        ends = list(range(1, longest + 1)) if prefix and not self._continues else [longest]
+        if before_last is not None and longest > 1:
+            ends = sorted({longest - 1, *ends})
+        parts: list[Computed] = []
+        for start, end in itertools.pairwise([0, *ends]):
+            if before_last is not None and end == longest:
+                before_last()
+            seen, window = mask[:, : prefix + end], slice(start, end)
+            parts.append(
+                self._forward(
+                    tokens[:, window],
+                    seen,
+                    positions[:, window],
+                    past,
+                    adapters,
+                    last_only=not all_positions,
+                    states=states and end == longest,
+                )
+            )
         if not bool(mask.all()):
             _zero_padding(past, mask)
-        return computed
+        if not all_positions:
+            return parts[-1]
+        return Computed(torch.cat([part.logits for part in parts], dim=1), parts[-1].states)
 
     @torch.inference_mode()
     def decode(
@@ -181,14 +265,14 @@ class LoadedModel:
         return Computed(computed.logits[:, -1], computed.states)
 
     @torch.inference_mode()
-    def states(self, ids: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run token ids without a cache or adapters.
+    def states(self, ids: list[list[int]], *, pad: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run token ids, padded with ``pad``, without a cache or adapters.
 
         Returns:
             The last layer's states after the final norm, left-padded, of shape (rows, padded tokens, hidden size); and
             the mask of shape (rows, padded tokens), 1 where a row has a token.
         """
-        tokens, mask, positions = _left_padded(ids, 0)
+        tokens, mask, positions = _left_padded(ids, 0, pad)
         arguments: dict[str, object] = {
             "input_ids": tokens.to(self.device),
             "attention_mask": mask.to(self.device),
@@ -197,7 +281,7 @@ class LoadedModel:
         if self._positions:
             arguments["position_ids"] = positions.to(self.device)
         nobody: list[str | None] = [None] * len(ids)
-        with self.adapters.using(nobody) if self.adapters is not None else nullcontext():
+        with self.adapters.using(nobody, tokens.shape[1]) if self.adapters is not None else nullcontext():
             states: torch.Tensor = self.module.base_model(**arguments)[0]
         return states, mask.to(self.device)
 
@@ -212,10 +296,12 @@ class LoadedModel:
         last_only: bool,
         states: bool,
     ) -> Computed:
+        if not self._attends:
+            mask = mask[:, -tokens.shape[1] :]  # a recurrent layer looks at the new tokens alone
         arguments: dict[str, object] = {
             "input_ids": tokens.to(self.device),
             "attention_mask": mask.to(self.device),
-            "past_key_values": cache,
+            self._cache_name: cache,
             "use_cache": True,
         }
         if self._positions:
@@ -225,7 +311,7 @@ class LoadedModel:
         last: list[torch.Tensor] = []
         with ExitStack() as during:
             if self.adapters is not None:
-                during.enter_context(self.adapters.using(adapters))
+                during.enter_context(self.adapters.using(adapters, tokens.shape[1]))
             if states:
                 head = self.module.get_output_embeddings()
                 if head is None:
@@ -266,10 +352,10 @@ def _loader(config: EngineConfig) -> Any:
     return AutoModelForCausalLM
 
 
-def _left_padded(ids: list[list[int]], prefix: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _left_padded(ids: list[list[int]], prefix: int, pad: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return tokens, mask and positions of rows that follow ``prefix`` cached tokens; the mask covers those too."""
     longest = max(map(len, ids))
-    tokens = torch.zeros(len(ids), longest, dtype=torch.long)
+    tokens = torch.full((len(ids), longest), pad, dtype=torch.long)
     mask = torch.ones(len(ids), prefix + longest, dtype=torch.long)
     for row, own in enumerate(ids):
         tokens[row, longest - len(own) :] = torch.tensor(own)
@@ -277,20 +363,28 @@ def _left_padded(ids: list[list[int]], prefix: int) -> tuple[torch.Tensor, torch
     return tokens, mask, (mask.cumsum(-1) - 1).clamp_min(0)[:, prefix:]
 
 
-def _refuse_recurrent_state(module: PreTrainedModel) -> None:
-    """Refuse models whose state is not keys and values per token: only those can be moved between batches."""
-    cache = DynamicCache(config=module.config)
-    odd = {type(layer).__name__ for layer in cache.layers if type(layer).__mro__ and not _is_plain(layer)}
-    if odd or getattr(module, "_is_stateful", False):
+def _refuse_other_state(module: PreTrainedModel) -> None:
+    """Refuse models whose state cannot be moved between batches row by row."""
+    layers = DynamicCache(config=module.config).layers
+    odd = {type(layer).__name__ for layer in layers if not _is_movable(layer)}
+    if odd or (getattr(module, "_is_stateful", False) and not any(map(is_recurrent, layers))):
         raise EngineStartError(
-            f"{type(module).__name__} keeps recurrent or indexed state ({', '.join(sorted(odd)) or 'stateful'}), which "
-            "the transformers backend cannot batch yet; use another backend for this model"
+            f"{type(module).__name__} keeps state ({', '.join(sorted(odd)) or 'stateful'}) that the transformers "
+            f"backend cannot batch with transformers {transformers.__version__}; use another backend for this model"
         )
 
 
-def _is_plain(layer: object) -> bool:
+def _is_movable(layer: object) -> bool:
     names = {cls.__name__ for cls in type(layer).__mro__}
-    return isinstance(layer, CacheLayerMixin) and not names & {"LinearAttentionCacheLayerMixin", "DynamicIndexedLayer"}
+    if "LinearAttentionCacheLayerMixin" in names:
+        return is_recurrent(layer)
+    return "DynamicIndexedLayer" not in names
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the distance of logits, as a share of the second's norm."""
+    one, other = (logits.float() - logits.float().mean(-1, keepdim=True) for logits in (one, other))
+    return float((one - other).norm() / other.norm())
 
 
 def _own_storages(module: PreTrainedModel) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from drivetrain_sampling import top_logprobs
+from drivetrain_transformers.kv_cache import RowCache, row_cache
 from drivetrain_transformers.model import LoadedModel
 from drivetrain_transformers.prefix_cache import PrefixCache
+from drivetrain_transformers.recurrent_states import concatenated, put_states
 from drivetrain_transformers.sequences import Sequence
 
 
@@ -46,6 +49,9 @@ class Budget:
             # Padding between a cached prefix and the rest would leave a gap in the row.
             if self._prefix and len(ids) - self._prefix != self._longest:
                 return False
+            # A prompt is kept without its last token.
+            if self._prefill.keeps_prompts and (len(ids) == 1) != (self._longest == 1):
+                return False
         longest = max(self._longest, len(ids) - self._prefix)
         if self._unique and longest * (len(self._unique) + 1) > self._most:
             return False
@@ -61,6 +67,8 @@ class Prefill:
         self._model = model
         self._prefixes = prefixes
         self._max_tokens = max_tokens
+        self.keeps_prompts = prefixes is not None and model.is_recurrent
+        """True if the cache of each prompt is kept, because states of a longer sequence cannot be cut back to it."""
 
     def budget(self, first: Sequence) -> Budget:
         """Return a budget for a forward pass that begins with ``first``."""
@@ -70,9 +78,10 @@ class Prefill:
         """Return the number of cached tokens to use: 0 with prompt logprobs, which need every position computed."""
         if self._prefixes is None or sequence.request.params.prompt_logprobs is not None:
             return 0
-        return self._found(self._prefixes, sequence)[0]
+        length, _ = self._found(self._prefixes, sequence)
+        return length if self._model.continues_from(length, len(sequence.token_ids)) else 0
 
-    def _found(self, prefixes: PrefixCache, sequence: Sequence) -> tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]:
+    def _found(self, prefixes: PrefixCache, sequence: Sequence) -> tuple[int, RowCache | None]:
         token_ids = sequence.token_ids
         return prefixes.find(token_ids, self._model.cache_identity(sequence.request.lora, len(token_ids)))
 
@@ -92,6 +101,7 @@ class Prefill:
             sequence.request.params.prompt_logprobs is not None and sequence.prompt_logprobs is None
             for sequence in group
         )
+        keeps = self.keeps_prompts and len(unique[0].token_ids) > prefix + 1
         computed = self._model.prefill(
             [sequence.token_ids[prefix:] for sequence in unique],
             [sequence.request.lora for sequence in unique],
@@ -99,6 +109,7 @@ class Prefill:
             prefix,
             all_positions=wants_all,
             states=any(sequence.request.params.return_hidden_states for sequence in group),
+            before_last=partial(self._keep_prompts, unique, past) if keeps else None,
         )
         logits, states = computed.logits, computed.states
         for sequence, row in zip(group, rows, strict=True):
@@ -110,15 +121,26 @@ class Prefill:
         own_states = None if states is None else states.index_select(0, index)
         return Prefilled(past, rows, logits[:, -1].index_select(0, index), own_states)
 
+    def _keep_prompts(self, unique: list[Sequence], past: Cache) -> None:
+        """Keep the cache of each sequence without its last token, which a prompt that comes again computes."""
+        assert self._prefixes is not None
+        for row, sequence in enumerate(unique):
+            token_ids = sequence.token_ids[:-1]
+            made_by = self._model.cache_identity(sequence.request.lora, len(token_ids))
+            if not self._prefixes.holds(token_ids, made_by):
+                self._prefixes.insert(token_ids, row_cache(past, row, len(token_ids)), made_by)
+
     def _past(self, unique: list[Sequence], prefix: int) -> DynamicCache:
-        past = DynamicCache()
+        past = self._model.empty_cache()
         if prefix:
             assert self._prefixes is not None
-            found = [self._found(self._prefixes, sequence)[1] for sequence in unique]
-            for layer in range(len(found[0])):
-                keys = torch.cat([layers[layer][0][:, :, :prefix] for layers in found])
-                values = torch.cat([layers[layer][1][:, :, :prefix] for layers in found])
+            found = [row for sequence in unique if (row := self._found(self._prefixes, sequence)[1]) is not None]
+            attention = [number for number, layer in enumerate(past.layers) if isinstance(layer, CacheLayerMixin)]
+            for pair, layer in enumerate(attention or range(len(found[0].pairs))):
+                keys = torch.cat([row.pairs[pair][0][:, :, :prefix] for row in found])
+                values = torch.cat([row.pairs[pair][1][:, :, :prefix] for row in found])
                 past.update(keys, values, layer)
+            put_states(past.layers, concatenated([row.states for row in found]))
         return past
 
 

@@ -1,67 +1,68 @@
-"""Prefix cache: keys and values of earlier sequences, looked up by the ids that a prompt begins with."""
+"""Prefix cache: caches of earlier sequences, looked up by the ids that a prompt begins with."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
 
-import torch
+from drivetrain_transformers.kv_cache import RowCache
 
 BLOCK = 16
-"""Tokens per block; only whole blocks are matched."""
+"""Tokens per block of keys and values; only whole blocks are matched."""
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
     token_ids: list[int]
     adapter: int
-    layers: list[tuple[torch.Tensor, torch.Tensor]]
+    row: RowCache
     hashes: list[int]
     nbytes: int
 
 
 class PrefixCache:
-    """An LRU cache of whole sequences that finds the longest prefix in whole blocks."""
+    """An LRU cache of whole sequences that finds the longest prefix in whole blocks.
 
-    def __init__(self, capacity_bytes: int) -> None:
+    With ``whole`` it finds only sequences that a prompt begins with entirely, as recurrent states cannot be cut back.
+    """
+
+    def __init__(self, capacity_bytes: int, *, whole: bool = False) -> None:
         self._capacity = capacity_bytes
+        self._whole = whole
+        self.block = 1 if whole else BLOCK
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
         self._by_prefix: dict[int, _Entry] = {}
         self.nbytes = 0
 
-    def find(self, token_ids: list[int], adapter: int = 0) -> tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Return (length, keys and values per layer) of the longest cached prefix; (0, []) if there is none.
+    def find(self, token_ids: list[int], adapter: int = 0) -> tuple[int, RowCache | None]:
+        """Return (length, cache) of the longest cached prefix; (0, None) if there is none.
 
         Only entries made with the same LoRA ``adapter`` match. At least one token of ``token_ids`` is left to be
-        computed. Tensors have shape (1, heads, length, head size).
+        computed. The cache may hold more tokens than ``length``.
         """
-        best: _Entry | None = None
-        length = 0
-        for count, prefix in _prefixes(token_ids[: len(token_ids) - 1], adapter):
+        if not self._by_prefix:
+            return 0, None
+        for count, prefix in reversed(_prefixes(token_ids[: len(token_ids) - 1], adapter, self.block)):
             entry = self._by_prefix.get(prefix)
-            if entry is None or entry.adapter != adapter or entry.token_ids[:count] != token_ids[:count]:
-                break
-            best, length = entry, count
-        if best is None:
-            return 0, []
-        self._entries.move_to_end(id(best))
-        return length, [(keys[:, :, :length], values[:, :, :length]) for keys, values in best.layers]
+            if entry is not None and entry.adapter == adapter and entry.token_ids[:count] == token_ids[:count]:
+                self._entries.move_to_end(id(entry))
+                return count, entry.row
+        return 0, None
 
     def holds(self, token_ids: list[int], adapter: int = 0) -> bool:
         """Return whether every whole block of ``token_ids`` is cached already."""
-        prefixes = _prefixes(token_ids, adapter)
+        prefixes = _prefixes(token_ids, adapter, self.block)
         return bool(prefixes) and prefixes[-1][1] in self._by_prefix
 
-    def insert(self, token_ids: list[int], layers: list[tuple[torch.Tensor, torch.Tensor]], adapter: int = 0) -> None:
-        """Keep a sequence's keys and values; shape (1, heads, len(token_ids), head size) per layer."""
-        nbytes = sum(keys.nbytes + values.nbytes for keys, values in layers)
+    def insert(self, token_ids: list[int], row: RowCache, adapter: int = 0) -> None:
+        """Keep the cache of a sequence."""
+        nbytes = row.nbytes
         if nbytes > self._capacity:
             return
         while self.nbytes + nbytes > self._capacity:
             self._evict()
-        entry = _Entry(
-            list(token_ids), adapter, layers, [prefix for _, prefix in _prefixes(token_ids, adapter)], nbytes
-        )
+        hashes = [prefix for _, prefix in _prefixes(token_ids, adapter, self.block)]
+        entry = _Entry(list(token_ids), adapter, row, hashes[-1:] if self._whole else hashes, nbytes)
         self._entries[id(entry)] = entry
         self.nbytes += nbytes
         for prefix in entry.hashes:
@@ -81,11 +82,11 @@ class PrefixCache:
                 del self._by_prefix[prefix]
 
 
-def _prefixes(token_ids: list[int], adapter: int) -> list[tuple[int, int]]:
+def _prefixes(token_ids: list[int], adapter: int, block: int) -> list[tuple[int, int]]:
     """Return (length, hash) of each prefix in whole blocks; each hash includes the one before."""
     found = []
     running = adapter
-    for end in range(BLOCK, len(token_ids) + 1, BLOCK):
-        running = hash((running, tuple(token_ids[end - BLOCK : end])))
+    for end in range(block, len(token_ids) + 1, block):
+        running = hash((running, *token_ids[end - block : end]))
         found.append((end, running))
     return found

@@ -24,7 +24,7 @@ from drivetrain_transformers.errors import as_engine_error
 from drivetrain_transformers.kv_cache import RunningCache
 from drivetrain_transformers.model import LoadedModel
 from drivetrain_transformers.prefill import Prefill
-from drivetrain_transformers.prefix_cache import BLOCK, PrefixCache
+from drivetrain_transformers.prefix_cache import PrefixCache
 from drivetrain_transformers.sequences import Sequence, Sink
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Scheduler:
         self._max_rows = max_rows
         self._row_limit = max_rows
         self._cache = RunningCache()
-        self.prefixes = PrefixCache(prefix_cache_bytes)
+        self.prefixes = PrefixCache(prefix_cache_bytes, whole=model.is_recurrent)
         self._prefill = Prefill(model, self.prefixes if prefix_cache_bytes else None, max_prefill_tokens)
         self._keeps_prefixes = prefix_cache_bytes > 0
         self._waiting: list[tuple[int, int, Sequence]] = []
@@ -377,7 +377,7 @@ class Scheduler:
 
     def _keep_prefix(self, row: int, sequence: Sequence) -> None:
         tokens = self._cache.lengths[row]
-        length = tokens // BLOCK * BLOCK
+        length = tokens // self.prefixes.block * self.prefixes.block
         if not self._keeps_prefixes or length == 0 or sequence.epoch != self._epoch:
             return
         token_ids, made_by = sequence.token_ids[:length], self.model.cache_identity(sequence.request.lora, tokens)

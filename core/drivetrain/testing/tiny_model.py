@@ -64,6 +64,15 @@ _MOE: Final[dict[str, ConfigValue]] = {
     "moe_intermediate_size": 64,
 }
 _OWN_HEADS: Final[dict[str, ConfigValue]] = {"head_dim": _HEAD, "num_attention_heads": 4, "num_key_value_heads": 2}
+_PATTERNS: Final = ("layer_types", "layers_block_type")
+"""Fields that name a type for each layer. Tuples of them are repeated over the layers."""
+_FOUR_LAYERS: Final[dict[str, ConfigValue]] = {"num_hidden_layers": 4}
+_DELTA_RULE: Final[dict[str, ConfigValue]] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
 _ALTERNATING: Final[dict[str, ConfigValue]] = {
     **_GROUPED,
     **_OWN_HEADS,
@@ -88,6 +97,49 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, ConfigValue]]] = MappingProxyType
         "qwen2_moe": {**_MOE, "shared_expert_intermediate_size": 64},
         "qwen3_moe": {**_MOE, **_OWN_HEADS},
         "mixtral": {**_GROUPED, "head_dim": _HEAD, "num_local_experts": 4, "num_experts_per_tok": 2},
+        "qwen3_next": {
+            **_MOE,
+            **_FOUR_LAYERS,
+            **_DELTA_RULE,
+            "head_dim": _HEAD,
+            "shared_expert_intermediate_size": 64,
+            "layer_types": ("linear_attention", "linear_attention", "linear_attention", "full_attention"),
+        },
+        "granitemoehybrid": {
+            **_GROUPED,
+            **_FOUR_LAYERS,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 64,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 32,
+            "mamba_d_state": 16,
+            "layer_types": ("mamba", "attention", "mamba", "attention"),
+        },
+        "falcon_h1": {
+            **_GROUPED,
+            "head_dim": _HEAD,
+            "mamba_d_ssm": _WIDTH,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 32,
+            "mamba_d_state": 16,
+        },
+        "nemotron_h": {
+            **_GROUPED,
+            **_FOUR_LAYERS,
+            "head_dim": _HEAD,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 64,
+            "ssm_state_size": 16,
+            "n_groups": 1,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "moe_shared_expert_intermediate_size": 64,
+            "layers_block_type": ("mamba", "attention", "mamba", "moe"),
+        },
+        "lfm2": {**_GROUPED, **_FOUR_LAYERS, "layer_types": ("conv", "full_attention", "conv", "conv")},
+        "mamba2": {**_COMMON, "num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1},
     }
 )
 """Architecture (the ``model_type`` of transformers) → the configuration values that make it tiny."""
@@ -278,9 +330,11 @@ def _config(architecture: str, overrides: Mapping[str, ConfigValue]) -> PreTrain
         if isinstance(tiny, Mapping) and isinstance(value, Mapping):
             value = {**tiny, **value}
         values[own.get(name, name)] = value
-    pattern, layers = values.get("layer_types"), values.get("num_hidden_layers")
-    if isinstance(pattern, tuple) and isinstance(layers, int) and layers > 0:
-        values["layer_types"] = list(itertools.islice(itertools.cycle(pattern), layers))
+    layers = values.get("num_hidden_layers")
+    for name in _PATTERNS:
+        pattern = values.get(name)
+        if isinstance(pattern, tuple) and isinstance(layers, int) and layers > 0:
+            values[name] = list(itertools.islice(itertools.cycle(pattern), layers))
     try:
         return AutoConfig.for_model(architecture, **values)
     except Exception as error:  # transformers' errors have no common base class
