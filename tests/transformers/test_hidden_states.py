@@ -89,5 +89,6 @@ async def test_states_are_of_the_requests_adapter(open_engine: OpenEngine, model
     assert_states(without.completions[0], oracle.load(model))
     from peft import PeftModel
 
-    merged = PeftModel.from_pretrained(copy.deepcopy(oracle.load(model)), str(adapter)).merge_and_unload()
+    base = copy.deepcopy(oracle.load(model))  # which others use too
+    merged = PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()
     assert_states(with_it.completions[0], merged)

@@ -178,10 +178,11 @@ class LoadedModel:
         """Run all ids but the last in one padded pass and the last in a step; return both logits of (rows, ids)."""
         nobody: list[str | None] = [None] * len(rows)
         cache, past = RunningCache(), self.empty_cache()
-        before = self.prefill([row[:-1] for row in rows], nobody, past, 0, all_positions=False, pad=pad)
+        before = self.prefill([row[:-1] for row in rows], nobody, past, 0, all_positions=False, pad=pad).logits
+        before = before[:, -1].clone()
         cache.admit(past, list(range(len(rows))), [len(row) - 1 for row in rows])
         cache.open_column()
-        return before.logits[:, -1], self.decode([row[-1] for row in rows], nobody, cache).logits
+        return before, self.decode([row[-1] for row in rows], nobody, cache).logits
 
     def _continues_in_one_pass(self, row: list[int], wanted: torch.Tensor) -> bool:
         """Return whether the second half of a row, run in one pass, gives the logits of single steps."""
@@ -206,8 +207,8 @@ class LoadedModel:
         prefix: int,
         *,
         all_positions: bool,
-        before_last: Callable[[], None] | None = None,
         states: bool = False,
+        before_last: Callable[[], None] | None = None,
         pad: int = 0,
     ) -> Computed:
         """Run token ids whose first ``prefix`` tokens are in ``past``, and append them to it, left-padded.
@@ -219,24 +220,23 @@ class LoadedModel:
             prefix: Tokens of each row in ``past``.
             all_positions: True to return the logits of all positions.
             before_last: Called when ``past`` holds all of each row but its last token; rows then need two ids or more.
-            states: True to return the state of each row's last token too.
             pad: Id to pad with.
+            states: True to return the state of each row's last token too.
 
         Returns:
             Logits of shape (rows, padded tokens or 1, vocabulary), the last position being each row's last token.
-            With ``states``, also the state of each row's last token.
         """
         tokens, mask, positions = _left_padded(ids, prefix, pad)
         longest = tokens.shape[1]
         ends = list(range(1, longest + 1)) if prefix and not self._continues else [longest]
         if before_last is not None and longest > 1:
             ends = sorted({longest - 1, *ends})
-        computed: list[Computed] = []
+        parts: list[Computed] = []
         for start, end in itertools.pairwise([0, *ends]):
             if before_last is not None and end == longest:
                 before_last()
             seen, window = mask[:, : prefix + end], slice(start, end)
-            computed.append(
+            parts.append(
                 self._forward(
                     tokens[:, window],
                     seen,
@@ -244,15 +244,14 @@ class LoadedModel:
                     past,
                     adapters,
                     last_only=not all_positions,
-                    states=states,
+                    states=states and end == longest,
                 )
             )
         if not bool(mask.all()):
             _zero_padding(past, mask)
-        last = computed[-1]
-        if all_positions and len(computed) > 1:
-            return Computed(torch.cat([one.logits for one in computed], dim=1), last.states)
-        return last
+        if not all_positions:
+            return parts[-1]
+        return Computed(torch.cat([part.logits for part in parts], dim=1), parts[-1].states)
 
     @torch.inference_mode()
     def decode(
@@ -266,14 +265,14 @@ class LoadedModel:
         return Computed(computed.logits[:, -1], computed.states)
 
     @torch.inference_mode()
-    def states(self, ids: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run token ids without a cache or adapters.
+    def states(self, ids: list[list[int]], *, pad: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run token ids, padded with ``pad``, without a cache or adapters.
 
         Returns:
             The last layer's states after the final norm, left-padded, of shape (rows, padded tokens, hidden size); and
             the mask of shape (rows, padded tokens), 1 where a row has a token.
         """
-        tokens, mask, positions = _left_padded(ids, 0)
+        tokens, mask, positions = _left_padded(ids, 0, pad)
         arguments: dict[str, object] = {
             "input_ids": tokens.to(self.device),
             "attention_mask": mask.to(self.device),
@@ -353,7 +352,7 @@ def _loader(config: EngineConfig) -> Any:
     return AutoModelForCausalLM
 
 
-def _left_padded(ids: list[list[int]], prefix: int, pad: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _left_padded(ids: list[list[int]], prefix: int, pad: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return tokens, mask and positions of rows that follow ``prefix`` cached tokens; the mask covers those too."""
     longest = max(map(len, ids))
     tokens = torch.full((len(ids), longest), pad, dtype=torch.long)

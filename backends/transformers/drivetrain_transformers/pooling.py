@@ -90,8 +90,8 @@ class Pooler:
     @torch.inference_mode()
     def _check_padding(self) -> None:
         """Check that a short row beside a longer one has the vector that it has alone, without position ids."""
-        rows = [[5, 7, 11], [13, 17, 19, 23, 29, 31, 37]]
-        padded, mask = self._model.states(rows)
+        rows = [[5, 7, 11], [13, 17, 19, 23, 29, 31, 37] * 4]
+        padded, mask = self._model.states(rows, pad=1)
         for row, ids in enumerate(rows):
             alone = self._model.module.base_model(input_ids=torch.tensor([ids], device=padded.device))[0][0].float()
             beside = padded[row, mask.shape[1] - len(ids) :].float()

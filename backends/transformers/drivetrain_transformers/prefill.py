@@ -108,8 +108,8 @@ class Prefill:
             past,
             prefix,
             all_positions=wants_all,
-            before_last=partial(self._keep_prompts, unique, past) if keeps else None,
             states=any(sequence.request.params.return_hidden_states for sequence in group),
+            before_last=partial(self._keep_prompts, unique, past) if keeps else None,
         )
         logits, states = computed.logits, computed.states
         for sequence, row in zip(group, rows, strict=True):
