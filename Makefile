@@ -156,7 +156,7 @@ test-gateway: environment-$(BACKEND) ## record agents over BACKEND's real engine
 		-c /dev/null -o asyncio_default_fixture_loop_scope=module --rootdir tests/serving --noconftest \
 		-p no:cacheprovider tests/serving/gateway_on_an_engine.py $(ARGS)
 
-test-embeddings: environment-$(BACKEND) ## /v1/embeddings of BACKEND, vllm or sglang, beside what transformers computes
+test-embeddings: environment-$(BACKEND) ## /v1/embeddings of BACKEND beside what a plain forward pass computes
 	@$(ENVIRONMENT)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[serve]' openai pytest-asyncio
 	@$(ENGINE_ENV) BACKEND=$(BACKEND) PYTHONPATH=tests/helpers OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/python -m pytest -q \
 		-c /dev/null -o asyncio_default_fixture_loop_scope=module --rootdir tests/serving --noconftest \

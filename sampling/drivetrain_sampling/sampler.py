@@ -145,13 +145,9 @@ class Sampler:
         self._top = [(i, p.logprobs) for i, p in enumerate(params) if p.logprobs]
         self._masked = [i for i, p in enumerate(params) if p.return_sampling_mask]
 
-    def draw(self, logits: torch.Tensor) -> Drawn:
-        """Draw one token for each row.
-
-        Args:
-            logits: The model's logits, shape (rows, vocabulary), any float type. Not changed.
-        """
-        choice = self.choose(logits)
+    def draw(self, logits: torch.Tensor, raw: torch.Tensor | None = None) -> Drawn:
+        """Draw one token for each row; the arguments are those of :meth:`choose`."""
+        choice = self.choose(logits, raw)
         # A single copy from the device brings tokens and failures.
         token_ids = torch.where(drawable(choice.top), choice.token_ids, NOT_FINITE).tolist()
         if min(token_ids) < 0:

@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain.backend.toolkit.model_folder import check_model_folder, config_levels
+from drivetrain.backend.toolkit.model_folder import (
+    check_model_folder,
+    config_levels,
+    experts_of,
+    require_dense_for_adapters,
+)
 from drivetrain.errors import InvalidConfig
 from drivetrain.types.config import EngineConfig
 
@@ -45,3 +50,21 @@ def test_a_file_that_cannot_be_read_is_left_to_the_start(tmp_path: Path) -> None
     (tmp_path / "config.json").write_bytes(b"{")
     assert config_levels(str(tmp_path)) == []
     assert config_levels("organisation/name") == []
+
+
+@pytest.mark.parametrize("field", ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"])
+def test_adapters_of_a_mixture_are_refused_where_they_need_a_gpu(tmp_path: Path, field: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {field: 8}}))
+    levels = config_levels(str(tmp_path))
+    assert experts_of(levels) == f"{field}=8"
+    given = EngineConfig(backend="any", model=str(tmp_path))
+    require_dense_for_adapters(given, levels, "the engine")
+    with pytest.raises(InvalidConfig, match=f"{field}=8.* the engine .* only on a GPU") as caught:
+        require_dense_for_adapters(given.model_copy(update={"enable_lora": True}), levels, "the engine")
+    assert caught.value.field == "enable_lora"
+
+
+@pytest.mark.parametrize("fields", [{}, {"num_experts": 0}, {"num_experts": 1}, {"num_experts": None}])
+def test_a_model_of_one_expert_or_none_takes_adapters(fields: dict[str, object]) -> None:
+    given = EngineConfig(backend="any", model="organisation/name", enable_lora=True)
+    require_dense_for_adapters(given, [fields], "the engine")

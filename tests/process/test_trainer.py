@@ -165,6 +165,16 @@ def test_an_interrupted_trainer_leaves_no_host(trainer: Run) -> None:
     assert gone(host, within=0.1)
 
 
+def test_programs_can_be_interrupted_though_the_tests_run_in_the_background() -> None:
+    ignored = "import signal; print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN, flush=True)"
+    tests = f"{ignored}; import subprocess, sys; from tests import conftest; conftest.pytest_configure()"
+    program = f"subprocess.run([sys.executable, '-c', {ignored!r}])"
+    in_background = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, "-c", f"{tests}; {program}"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    said = subprocess.run(in_background, env=environment, capture_output=True, text=True, check=True).stdout
+    assert said.split() == ["True", "False"]
+
+
 @pytest.mark.slow
 def test_a_pause_of_trainer_and_host_together_ends_neither(trainer: Run) -> None:
     process, host = trainer("""

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import pytest_asyncio
 
-from drivetrain.errors import EngineDied, EngineStartError
-from drivetrain.process.wire import encode
+from drivetrain.errors import EngineDied, EngineStartError, WireError
+from drivetrain.process.wire import Call, End, Item, Message, Reply, encode, from_trainer, read
 from drivetrain.process.worker_calls import CallNotTaken, WorkerMethods
 from drivetrain.process.worker_connection import WorkerConnection, WorkerListener
 from drivetrain.process.worker_socket import WorkerSocket
@@ -94,6 +95,34 @@ async def test_a_call_that_was_not_taken_says_why(ends: Ends) -> None:
     theirs.reply(encode(methods.not_taken(payload, ConnectionResetError("the other rank is gone"))))
     with pytest.raises(CallNotTaken, match="ConnectionResetError: the other rank is gone"):
         await calling
+
+
+async def call_that_arrived(theirs: WorkerSocket) -> Call:
+    (payload,) = await asyncio.to_thread(lambda: theirs.receive(wait=True))
+    call = read(from_trainer, memoryview(payload))
+    assert isinstance(call, Call)
+    return call
+
+
+@pytest.mark.parametrize("answer", [lambda n: Item(n, msgspec.Raw(b"\xa1x")), End], ids=["Item", "End"])
+async def test_a_plain_call_that_is_answered_as_a_stream_fails_at_once(
+    ends: Ends, answer: Callable[[int], Message]
+) -> None:
+    ours, theirs = ends
+    calling = asyncio.ensure_future(ours.call(ECHO, ("one",)))
+    theirs.reply(encode(answer((await call_that_arrived(theirs)).id)))
+    with pytest.raises(WireError, match=r"answered echo with an (Item|End), not with a Reply"):
+        await asyncio.wait_for(calling, 5)
+    serving(theirs)
+    assert await ours.call(ECHO, ("two",)) == "owt"
+
+
+async def test_a_stream_that_is_answered_as_a_plain_call_fails_at_once(ends: Ends) -> None:
+    ours, theirs = ends
+    reading = asyncio.ensure_future(anext(ours.stream(ECHO, ("one",))))
+    theirs.reply(encode(Reply((await call_that_arrived(theirs)).id, msgspec.Raw(b"\xa1x"))))
+    with pytest.raises(WireError, match="answered the stream echo with a Reply, not with Items"):
+        await asyncio.wait_for(reading, 5)
 
 
 async def test_receive_returns_nothing_where_no_call_has_arrived(ends: Ends) -> None:

@@ -1,4 +1,4 @@
-"""``/v1/embeddings`` over a real engine: ``make test-embeddings BACKEND=vllm`` or ``sglang``.
+"""``/v1/embeddings`` over a real engine: ``make test-embeddings BACKEND=vllm``, ``sglang`` or ``transformers``.
 
 Run in the environment that holds the engine. Vectors are compared with the last hidden states of transformers.
 """

@@ -29,3 +29,12 @@ def test_a_wrong_value_is_refused(fields: dict[str, object], field: str, words: 
 def test_a_model_that_is_no_folder_is_left_to_the_start() -> None:
     config = EngineConfig(backend="sglang", model="organisation/name", device="cpu", context_length=5000)
     SGLangBackend.validate(config)
+
+
+def test_adapters_of_a_mixture_of_experts_are_refused_on_a_cpu() -> None:
+    given = {"backend": "sglang", "model": str(tiny_model("qwen3_moe")), "enable_lora": True, "dtype": "bfloat16"}
+    with pytest.raises(InvalidConfig, match=r"experts=4.* only on a GPU") as caught:
+        SGLangBackend.validate(EngineConfig.model_validate(given | {"device": "cpu"}))
+    assert caught.value.field == "enable_lora"
+    SGLangBackend.validate(EngineConfig.model_validate(given | {"device": "cuda"}))
+    SGLangBackend.validate(EngineConfig.model_validate(given | {"device": "cpu", "enable_lora": False}))

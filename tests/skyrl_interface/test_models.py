@@ -110,9 +110,9 @@ async def test_profiles_and_storage_reach_the_engine(model: Path) -> None:
 
 async def test_what_a_model_cannot_do_is_refused(skyrl: SkyRLInferenceEngine) -> None:
     assert (skyrl.supports_embeddings(), skyrl.supports_scoring()) == (False, False)
-    with pytest.raises(UnsupportedCapability, match="embed"):
+    with pytest.raises(InvalidRequest, match="task='embed'"):
         await skyrl.encode(["a"])
-    with pytest.raises(UnsupportedCapability, match="reward_score"):
+    with pytest.raises(InvalidRequest, match="task='reward'"):
         await skyrl.score([[1]], [[2]])
 
 

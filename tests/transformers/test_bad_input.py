@@ -126,15 +126,10 @@ async def test_request_ids_must_differ(engine: InferenceEngine) -> None:
 
 
 async def test_what_is_not_claimed_is_refused_by_name_before_any_work(engine: InferenceEngine) -> None:
-    grammar = {"structured_output": {"kind": "regex", "regex": "a+"}}
     image = {"token_ids": (1,), "media": ({"url": "http://x/y.png"},)}
     calls: list[tuple[Capability, Any]] = [
-        (Capability.STRUCTURED_REGEX, lambda: engine.generate("x", grammar)),
-        (Capability.HIDDEN_STATES, lambda: engine.generate("x", {"return_hidden_states": True})),
         (Capability.ROUTED_EXPERTS, lambda: engine.generate("x", {"return_routed_experts": True})),
         (Capability.IMAGES, lambda: engine.generate(TokenPrompt.model_validate(image))),
-        (Capability.EMBED, lambda: engine.encode("x")),
-        (Capability.REWARD_SCORE, lambda: engine.score([[1]], [[2]])),
         (Capability.HICACHE_STORAGE, lambda: engine.clear_hicache_storage()),
         (Capability.SLEEP_CUDA_GRAPH, lambda: engine.sleep([MemoryTag.CUDA_GRAPH])),
         (Capability.PROFILE, lambda: engine.start_profile("/tmp/x")),

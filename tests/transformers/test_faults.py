@@ -26,7 +26,7 @@ from drivetrain import (
 )
 from drivetrain_sampling import Drawn, Row, Sampler
 from drivetrain_transformers import TransformersBackend
-from drivetrain_transformers.model import LoadedModel
+from drivetrain_transformers.model import Computed, LoadedModel
 from engines import HANGING, OpenEngine, until_running
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -42,7 +42,7 @@ def limit_rows(model: LoadedModel, most: int, monkeypatch: pytest.MonkeyPatch) -
     tried: list[int] = []
     inner = model._forward
 
-    def forward(tokens: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+    def forward(tokens: torch.Tensor, *args: object, **kwargs: object) -> Computed:
         tried.append(tokens.shape[0])
         if tokens.shape[0] > most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
@@ -97,7 +97,7 @@ async def test_a_stream_out_of_memory_is_tried_again_until_a_chunk_was_shown(
         model, fits = model_of(engine), iter([False, False, True, True, *[False] * 50])
         inner = model._forward
 
-        def forward(*args: object, **kwargs: object) -> torch.Tensor:
+        def forward(*args: object, **kwargs: object) -> Computed:
             if not next(fits, True):
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
             return inner(*args, **kwargs)  # type: ignore[arg-type]
@@ -122,7 +122,7 @@ async def test_a_stream_out_of_memory_is_tried_again_until_a_chunk_was_shown(
 async def test_an_unexpected_error_ends_the_requests_in_flight_by_name_and_the_engine_serves_on(
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*args: object, **kwargs: object) -> torch.Tensor:
+    def broken(*args: object, **kwargs: object) -> Computed:
         raise RuntimeError("a kernel that nobody expected to fail")
 
     async with open_engine() as engine:
@@ -143,10 +143,10 @@ async def test_a_row_whose_step_fails_ends_alone_and_changes_no_other(
     odd = 666
 
     class Failing(Sampler):
-        def draw(self, logits: torch.Tensor) -> Drawn:
+        def draw(self, logits: torch.Tensor, raw: torch.Tensor | None = None) -> Drawn:
             if any(row.seed == odd and len(row.generated) >= steps for row in self._rows):
                 raise RuntimeError("a row that cannot be drawn from")
-            return super().draw(logits)
+            return super().draw(logits, raw)
 
     kinds: list[dict[str, object]] = [
         {"temperature": 0},
@@ -154,6 +154,7 @@ async def test_a_row_whose_step_fails_ends_alone_and_changes_no_other(
         {"repetition_penalty": 1.3, "frequency_penalty": 0.5},
         {"stop": "e", "temperature": 1.5},
         {"logit_bias": {65: 2.0}, "min_p": 0.01},
+        {"structured_output": {"kind": "regex", "regex": "[a-p]{30}"}},
     ]
     params = [SamplingParams.model_validate({"max_new_tokens": 24, "seed": 4, "logprobs": 2, **kind}) for kind in kinds]
     prompts = [f"prompt number {number}" for number in range(len(params))]

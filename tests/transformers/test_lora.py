@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import oracle
@@ -26,6 +27,8 @@ from drivetrain import (
     WeightSyncError,
     WeightUpdateRequest,
 )
+from drivetrain.testing import tiny_model
+from drivetrain_transformers.lora import _shapes
 from drivetrain_weight_sync import LoraSync, WeightSync
 from engines import OpenEngine
 
@@ -81,6 +84,44 @@ async def test_requests_in_one_batch_use_different_adapters(
                 for completion in output.completions:
                     assert_made_by(with_adapter(model, adapters.get(chosen or "")), completion)
         assert outputs[1].completions[0].cached_tokens > 0, "each adapter has its own prefixes"
+
+
+@pytest.mark.parametrize("architecture", ["opt", "qwen2_moe"])
+async def test_models_that_join_rows_for_their_mlp_take_adapters_of_it(
+    open_engine: OpenEngine, tmp_path: Path, architecture: str
+) -> None:
+    joined = tiny_model(architecture)
+    folders: dict[str | None, Path | None] = {None: None, "a": tmp_path / "a", "b": tmp_path / "b"}
+    prompts = {None: "short", "a": "a prompt that is longer than those of the others", "b": "the third one"}
+    async with open_engine(enable_lora=True, model=str(joined)) as engine:
+        for seed, (name, folder) in enumerate(folders.items()):
+            if name is not None and folder is not None:
+                torch.manual_seed(seed)
+                config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+                get_peft_model(AutoModelForCausalLM.from_pretrained(joined), config).save_pretrained(str(folder))
+                await engine.load_lora_adapter(name, str(folder))
+        asked = [engine.generate(prompts[name], PARAMS, lora=name) for name in folders]
+        for folder, output in zip(folders.values(), await asyncio.gather(*asked), strict=True):
+            for completion in output.completions:
+                assert_made_by(with_adapter(joined, folder), completion)
+        for name in ("a", "b"):
+            await engine.unload_lora_adapter(name)
+        assert_made_by(with_adapter(joined, None), (await engine.generate("x", PARAMS)).completions[0])
+
+
+async def test_a_layer_of_one_expert_is_not_adapted_per_row() -> None:
+    class Expert(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up_proj = nn.Linear(2, 2)
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList([Expert(), Expert()])
+            self.shared_expert = Expert()
+
+    assert list(_shapes(Block())) == ["shared_expert.up_proj.weight"]
 
 
 async def test_an_unloaded_adapter_is_refused_and_the_base_is_as_before(

@@ -192,6 +192,13 @@ def test_arguments_for_media_that_the_engine_never_reads_are_refused(name: str, 
     assert caught.value.field == "engine_kwargs"
 
 
+@pytest.mark.parametrize("given", [{"lora_target_modules": ["q_proj"]}, {"enable_tower_connector_lora": True}], ids=str)
+def test_arguments_that_would_serve_adapters_in_part_are_refused(given: dict[str, object]) -> None:
+    with pytest.raises(InvalidConfig, match=f"engine_kwargs holds {next(iter(given))}: vLLM drops") as caught:
+        translate.engine_arguments(config(enable_lora=True, engine_kwargs=given), "cpu", "float32", 512)
+    assert caught.value.field == "engine_kwargs"
+
+
 async def test_images_and_videos_are_as_many_as_vllm_was_told() -> None:
     backend = VLLMBackend(config())
     most = SimpleNamespace(get_limit_per_prompt={"image": 1, "video": 0}.__getitem__)

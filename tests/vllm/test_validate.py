@@ -45,3 +45,12 @@ def test_missing_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidConfig, match="needs more than the GPUs 0, 1") as caught:
         VLLMBackend.validate(config)
     assert caught.value.field == "device"
+
+
+def test_adapters_of_a_mixture_of_experts_are_refused_on_a_cpu() -> None:
+    given = {"backend": "vllm", "model": str(tiny_model("qwen3_moe")), "enable_lora": True, "dtype": "bfloat16"}
+    with pytest.raises(InvalidConfig, match=r"experts=4.* only on a GPU") as caught:
+        VLLMBackend.validate(EngineConfig.model_validate(given | {"device": "cpu"}))
+    assert caught.value.field == "enable_lora"
+    VLLMBackend.validate(EngineConfig.model_validate(given | {"device": "cuda"}))
+    VLLMBackend.validate(EngineConfig.model_validate(given | {"device": "cpu", "enable_lora": False}))

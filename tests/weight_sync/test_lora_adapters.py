@@ -13,11 +13,12 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from drivetrain import InvalidRequest, WeightSyncError, WeightUpdateRequest
+from drivetrain import EngineConfig, InvalidRequest, WeightSyncError, WeightUpdateRequest
 from drivetrain.testing import tiny_model
 from drivetrain_weight_sync import LoraSync
+from drivetrain_weight_sync.receiver.adaptable_layers import shapes_in_language_model
 from drivetrain_weight_sync.receiver.lora_adapters import LoraAdapter, read_adapter
 from drivetrain_weight_sync.receiver.plain_adapters import PlainAdapters
 
@@ -219,3 +220,35 @@ def test_each_argument_of_lora_sync_is_checked_by_name(field: str, value: object
     with pytest.raises(InvalidRequest, match=f"{field}=") as caught:
         LoraSync(**given)  # type: ignore[arg-type]
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("architecture", ["qwen2_vl", "qwen2_5_vl"])
+def test_a_vision_models_adapter_may_have_the_names_of_its_checkpoint_or_those_in_memory(
+    tmp_path: Path, architecture: str
+) -> None:
+    model = str(tiny_model(architecture))
+    stored, in_memory = shapes_in_language_model(EngineConfig(backend="any", model=model))
+    assert len(stored) == len(in_memory)
+    assert "model.layers.0.self_attn.q_proj.weight" in stored
+    assert "model.language_model.layers.0.self_attn.q_proj.weight" in in_memory
+    base = AutoModelForImageTextToText.from_pretrained(model)
+    policy = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    policy.save_pretrained(str(tmp_path / "ours"))
+    plain = PlainAdapters(8)
+    assert plain.folder_for("a", str(tmp_path / "ours"), stored, in_memory) == str(tmp_path / "ours")
+
+    tensors = load_file(tmp_path / "ours" / "adapter_model.safetensors")
+    older = {name.replace(".language_model.", "."): tensor for name, tensor in tensors.items()}
+    save_file(older, tmp_path / "ours" / "adapter_model.safetensors")
+    assert plain.folder_for("a", str(tmp_path / "ours"), stored, in_memory) == str(tmp_path / "ours")
+
+
+@pytest.mark.parametrize("targets", [r".*visual.*\.qkv", ["q_proj", "qkv"]], ids=str)
+def test_an_adapter_of_vision_layers_is_refused(tmp_path: Path, targets: str | list[str]) -> None:
+    model = str(tiny_model("qwen2_5_vl"))
+    base = AutoModelForImageTextToText.from_pretrained(model)
+    get_peft_model(base, LoraConfig(r=4, target_modules=targets)).save_pretrained(str(tmp_path))
+    with pytest.raises(InvalidRequest, match=r"no layer model\.visual\.blocks\.0\.attn\.qkv .* its language model's"):
+        PlainAdapters(8).folder_for(
+            "a", str(tmp_path), *shapes_in_language_model(EngineConfig(backend="any", model=model))
+        )

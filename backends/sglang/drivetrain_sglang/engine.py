@@ -21,7 +21,7 @@ from drivetrain.backend.base import (
     ModelInfo,
     ReadMedium,
 )
-from drivetrain.backend.toolkit.model_folder import check_model_folder
+from drivetrain.backend.toolkit.model_folder import check_model_folder, config_levels, require_dense_for_adapters
 from drivetrain.backend.toolkit.start_errors import start_errors
 from drivetrain.backend.toolkit.translation import shortened_all
 from drivetrain.errors import (
@@ -87,8 +87,8 @@ class SGLangBackend(WorkerBackend[Collected]):
         self._engine: Any = None
         self._processes: list[psutil.Process] = []
         """SGLang's own processes."""
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        """Shapes of the model's tensors, by checkpoint name."""
+        self._adaptable: Sequence[Mapping[str, tuple[int, ...]]] = ()
+        """Shapes of the weights that adapters can change, once for each way to name them."""
         self._plain = PlainAdapters(config.max_lora_rank or LORA_RANK, ADAPTED_WITH)
         self._expert_shape = (0, 0)
         """Number of MoE layers, and of experts per token."""
@@ -114,6 +114,8 @@ class SGLangBackend(WorkerBackend[Collected]):
         """Refuse arguments that SGLang would not honour, and values that do not fit the model."""
         engine_arguments(config, device_type_of(config), config.dtype, config.context_length or 0)
         check_model_folder(config, "SGLang")
+        if device_type_of(config) == "cpu":
+            require_dense_for_adapters(config, config_levels(config.model), "SGLang")
 
     @classmethod
     def preload(cls) -> None:
@@ -157,7 +159,7 @@ class SGLangBackend(WorkerBackend[Collected]):
             self._vision = VisionReader(config, model.model_config, model.context_length)
         experts = getattr(model.text, "num_experts_per_tok", None) or 0
         self._expert_shape = (int(model.text.num_hidden_layers), int(experts))
-        self._shapes = model.shapes
+        self._adaptable = model.adaptable if config.enable_lora else ()
         room = fitting(model.context_length, started.get("max_total_num_tokens", float("inf")))
         return model.info(vocab_size=served.vocab_size, dtype=served.dtype, context_length=room)
 
@@ -252,7 +254,7 @@ class SGLangBackend(WorkerBackend[Collected]):
         """Load an adapter from a peft folder."""
         from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput
 
-        folder = await asyncio.to_thread(self._plain.folder_for, lora_name, lora_path, self._shapes)
+        folder = await asyncio.to_thread(self._plain.folder_for, lora_name, lora_path, *self._adaptable)
         wanted = LoadLoRAAdapterReqInput(lora_name=lora_name, lora_path=folder, pinned=pinned)
         try:
             _require_success("lora_path", await self._manager.load_lora_adapter(wanted, None))

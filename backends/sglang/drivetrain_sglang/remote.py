@@ -71,8 +71,8 @@ class SGLangServerBackend(ServerBackend[ServerSays]):
         self._has_priorities = False
         self._own_eos: frozenset[int] = frozenset()
         """Every id at which SGLang ends a request by itself."""
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        """Shapes of the model's tensors, by checkpoint name."""
+        self._adaptable: Sequence[Mapping[str, tuple[int, ...]]] = ()
+        """Shapes of the weights that adapters can change, once for each way to name them."""
         self._plain = PlainAdapters(0, ADAPTED_WITH, writes=False)
         self._loras: dict[str, str] = {}
         """Adapter names to unique names on the server, where other clients may load adapters too."""
@@ -113,7 +113,7 @@ class SGLangServerBackend(ServerBackend[ServerSays]):
         require_short_rope(context_length, model.fields, "SGLang")
         require_plain_rope(model.fields, "rope" in str(says.server.get("json_model_override_args")), "SGLang")
         ends = {*model.eos_token_ids, *model.configured_eos, *await asyncio.to_thread(_tokenizer_ends, self.config)}
-        self._own_eos, self._shapes = frozenset(ends), model.shapes
+        self._own_eos, self._adaptable = frozenset(ends), model.adaptable
         # The server may run on another machine, which cannot read folders written here.
         self._plain = PlainAdapters(largest_rank(self.config, says), ADAPTED_WITH, writes=False)
         report("warming up")
@@ -240,7 +240,7 @@ class SGLangServerBackend(ServerBackend[ServerSays]):
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
         """Load an adapter from a peft folder, which must have the same path here and on the server."""
-        await asyncio.to_thread(self._plain.folder_for, lora_name, lora_path, self._shapes)
+        await asyncio.to_thread(self._plain.folder_for, lora_name, lora_path, *self._adaptable)
         name = f"{self.new_name()}{lora_name}"
         body = {"lora_name": name, "lora_path": lora_path, "pinned": pinned}
         try:

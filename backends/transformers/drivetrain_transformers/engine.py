@@ -7,8 +7,9 @@ import importlib.util
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
 
 from drivetrain.backend.base import (
     Backend,
@@ -19,7 +20,15 @@ from drivetrain.backend.base import (
     StopKind,
     TokenDelta,
 )
-from drivetrain.backend.toolkit.capability_sets import FREEZING, LOGPROBS, RECEIVED_WEIGHTS, SAMPLING, STOPS
+from drivetrain.backend.toolkit.capability_sets import (
+    FREEZING,
+    LOGPROBS,
+    RECEIVED_WEIGHTS,
+    SAMPLING,
+    STOPS,
+    STRUCTURED_OUTPUT,
+)
+from drivetrain.backend.toolkit.translation import shortened_all
 from drivetrain.errors import DrivetrainError, EngineError, EngineInternalError, UnsupportedCapability
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Isolation
@@ -39,11 +48,13 @@ from drivetrain_transformers.translate import (
     SEEN_WORKING,
     check_model_folder,
     device_of,
+    has_grammars,
     load_arguments,
 )
 
 if TYPE_CHECKING:
     from drivetrain_transformers.lora import Adapters
+    from drivetrain_transformers.pooling import Pooler
     from drivetrain_transformers.scheduler_thread import SchedulerThread
     from drivetrain_transformers.weights import Weights
     from drivetrain_weight_sync import ModelFiles
@@ -57,8 +68,11 @@ _ALWAYS = (
     | {
         Capability.STREAMING,
         Capability.ABORT,
+        Capability.EMBED,
+        Capability.HIDDEN_STATES,
         Capability.PRIORITY,
         Capability.PROMPT_RANKS,
+        Capability.REWARD_SCORE,
         Capability.SAMPLING_MASK,
         Capability.SLEEP_WEIGHTS,
         Capability.SLEEP_KV_CACHE,
@@ -69,8 +83,10 @@ _ALWAYS = (
 
 logger = logging.getLogger("drivetrain.transformers")
 
+T = TypeVar("T")
+
 _OPENING_S: Final = 0.02
-"""Interval at which the source of an update is polled until it is open."""
+"""Interval at which the source of an update is polled until it is open, and an update until it is loaded."""
 
 
 class TransformersBackend(Backend):
@@ -96,6 +112,8 @@ class TransformersBackend(Backend):
         claimed = set(_ALWAYS)
         if config.enable_prefix_caching:
             claimed.add(Capability.PREFIX_CACHE)
+        if has_grammars():
+            claimed |= STRUCTURED_OUTPUT
         if not device_of(config).startswith("cpu"):
             claimed.add(Capability.SLEEP_KEEPS_WEIGHTS)
         if device_of(config).startswith("cuda"):
@@ -125,7 +143,10 @@ class TransformersBackend(Backend):
     def preload(cls) -> None:
         """Import torch and transformers."""
         import drivetrain_transformers.scheduler_thread
-        import drivetrain_transformers.weights  # noqa: F401
+        import drivetrain_transformers.weights
+
+        if has_grammars():
+            import drivetrain_transformers.grammars  # noqa: F401
 
     # Lifecycle ---------------------------------------------------------------------------------------------------
 
@@ -170,6 +191,7 @@ class TransformersBackend(Backend):
             runner.model.release_unused_memory()
 
         if runner is not None and weights is not None:
+            await runner.stop_compiling()
             await asyncio.get_running_loop().run_in_executor(None, stop, runner, weights)
 
     async def died(self) -> EngineError:
@@ -338,7 +360,46 @@ class TransformersBackend(Backend):
         """Unload an adapter."""
         await self._running.call(lambda: self._adapters.unload(lora_name))
 
+    # Models that do not generate ---------------------------------------------------------------------------------
+
+    async def embed(self, prompts: list[list[int]], dimensions: int | None) -> list[list[float]]:
+        """Return one unit vector per prompt."""
+        return shortened_all(await self._pooled(prompts, self._pooler.vectors), dimensions)
+
+    async def reward_score(self, sequences: list[list[int]]) -> list[float]:
+        """Return the model's first score per sequence."""
+        return await self._pooled(sequences, self._pooler.scores)
+
+    async def _pooled(self, sequences: list[list[int]], pool: Callable[[list[list[int]]], list[T]]) -> list[T]:
+        """Run ``pool`` on all sequences with one version of the weights, however many forward passes that takes."""
+        runner, weights = self._running, self._received
+        while True:
+            found: dict[int, T] = {}
+            versions: set[int] = set()
+
+            def run(group: list[int], found: dict[int, T] = found, versions: set[int] = versions) -> bool:
+                if not weights.are_whole():
+                    return False
+                versions.add(weights.updates)
+                found.update(zip(group, pool([sequences[index] for index in group]), strict=True))
+                return True
+
+            for group in self._pooler.groups(sequences):
+                done = await runner.call(partial(run, group))
+                while not done:
+                    await asyncio.sleep(_OPENING_S)
+                    done = await runner.call(partial(run, group))
+            if len(versions) <= 1:
+                return [found[index] for index in range(len(sequences))]
+
     # ---------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _pooler(self) -> Pooler:
+        pooler = self._running.pooler
+        if pooler is None:
+            raise EngineInternalError("the engine was created to generate, and reached for embeddings or scores")
+        return pooler
 
     @property
     def _adapters(self) -> Adapters:

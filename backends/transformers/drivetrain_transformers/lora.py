@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -39,6 +39,7 @@ class Adapters:
         self._loaded: dict[str, int] = {}
         self._loads = 0
         self._rows: list[str] = []
+        self._tokens_per_row = 1
         self._hooked: set[nn.Module] = set()
         self._shapes = _shapes(module)
 
@@ -101,16 +102,23 @@ class Adapters:
         return 0 if name is None else self._loaded[name]
 
     @contextmanager
-    def using(self, names: list[str | None]) -> Iterator[None]:
+    def using(self, names: list[str | None], tokens_per_row: int) -> Iterator[None]:
         """Within the context, make row ``i`` of each forward pass use the adapter ``names[i]``."""
         self._rows = [name or NO_ADAPTER for name in names]
+        self._tokens_per_row = tokens_per_row
         yield
 
     def _hook_layers(self) -> None:
         from peft.tuners.lora import LoraLayer
 
-        def choose(layer: object, args: object, kwargs: dict[str, object]) -> tuple[object, dict[str, object]]:
-            return args, {**kwargs, "adapter_names": self._rows}
+        def choose(
+            layer: object, args: Sequence[object], kwargs: dict[str, object]
+        ) -> tuple[object, dict[str, object]]:
+            names, states = self._rows, args[0]
+            if isinstance(states, torch.Tensor) and len(states) == len(names) * self._tokens_per_row != len(names):
+                # Some models join rows for their MLP: shape (rows * tokens, width).
+                names = [name for name in names for _ in range(self._tokens_per_row)]
+            return args, {**kwargs, "adapter_names": names}
 
         for layer in self._module.modules():
             if isinstance(layer, LoraLayer) and layer not in self._hooked:
@@ -148,10 +156,15 @@ def _any_of(names: Iterable[str]) -> str:
     return f"(?<!.)(?:{'|'.join(map(re.escape, names))})"
 
 
-def _shapes(module: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Return shapes ``[outputs, inputs]`` of the weights that peft can adapt per row."""
+def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return shapes ``[outputs, inputs]`` of the weights that peft can adapt per row.
+
+    Linear layers of single experts are left out: they see the tokens that a router chose, of any row.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, layer in module.named_modules():
+        if re.search(r"(^|\.)experts\.\d+\.", name):
+            continue
         if isinstance(layer, nn.Linear | nn.Embedding):
             shapes[f"{name}.weight"] = tuple(layer.weight.shape)
         elif isinstance(layer, Conv1D):

@@ -5,21 +5,28 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from drivetrain.backend.base import ModelInfo
 from drivetrain.backend.toolkit.progress_bars import no_progress_bars
 from drivetrain.backend.toolkit.rope_config import short_rope_length
 from drivetrain.backend.toolkit.translation import eos_token_ids
-from drivetrain.errors import EngineStartError
-from drivetrain.types.config import EngineConfig
+from drivetrain.errors import EngineInternalError, EngineStartError
+from drivetrain.types.config import EngineConfig, Task
 from drivetrain_transformers.kv_cache import RunningCache, keys_and_values
 from drivetrain_transformers.longrope import choose_factors_by_row
 from drivetrain_transformers.lora import Adapters
@@ -37,6 +44,15 @@ _CACHE_NAMES = ("past_key_values", "cache", "cache_params")
 """Names of ``forward``'s parameter for the cache, by model and release."""
 _MOST_STEPS = 64
 """Most tokens run one by one after a cached prefix, by models that cannot run several after one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Results of one forward pass."""
+
+    logits: torch.Tensor
+    states: torch.Tensor | None = None
+    """Each row's last token in the last layer, after the final norm: what the head is given; (rows, hidden size)."""
 
 
 class LoadedModel:
@@ -73,7 +89,7 @@ class LoadedModel:
             with no_progress_bars():
                 # Tensors of another shape are told by the report below, which names them.
                 arguments = {"ignore_mismatched_sizes": True, **load_arguments(config), "output_loading_info": True}
-                read: Any = AutoModelForCausalLM.from_pretrained(config.model, **arguments)
+                read: Any = _loader(config).from_pretrained(config.model, **arguments)
         except (OSError, ValueError, KeyError, ImportError, TypeError, SafetensorError) as error:
             raise EngineStartError(
                 f"transformers cannot load {config.model!r}: {type(error).__name__}: {error}"
@@ -95,7 +111,7 @@ class LoadedModel:
         info = ModelInfo(
             vocab_size=model_config.vocab_size,
             context_length=length,
-            eos_token_ids=eos_token_ids(module.generation_config, model_config, module.config),
+            eos_token_ids=eos_token_ids(getattr(module, "generation_config", None), model_config, module.config),
             dtype=str(module.dtype).removeprefix("torch."),
             architecture=type(module).__name__,
             parameters=sum(parameter.numel() for parameter in module.parameters()),
@@ -107,7 +123,8 @@ class LoadedModel:
         if short is not None and short < length:
             choose_factors_by_row(module, short)
             model.short_length = short
-        model._check_batching()
+        if config.task is Task.GENERATE:
+            model._check_batching()
         if config.enable_lora:
             model.adapters = Adapters(module, largest_rank=config.max_lora_rank)
         return model
@@ -161,10 +178,11 @@ class LoadedModel:
         """Run all ids but the last in one padded pass and the last in a step; return both logits of (rows, ids)."""
         nobody: list[str | None] = [None] * len(rows)
         cache, past = RunningCache(), self.empty_cache()
-        before = self.prefill([row[:-1] for row in rows], nobody, past, 0, all_positions=False, pad=pad)[:, -1].clone()
+        before = self.prefill([row[:-1] for row in rows], nobody, past, 0, all_positions=False, pad=pad).logits
+        before = before[:, -1].clone()
         cache.admit(past, list(range(len(rows))), [len(row) - 1 for row in rows])
         cache.open_column()
-        return before, self.decode([row[-1] for row in rows], nobody, cache)
+        return before, self.decode([row[-1] for row in rows], nobody, cache).logits
 
     def _continues_in_one_pass(self, row: list[int], wanted: torch.Tensor) -> bool:
         """Return whether the second half of a row, run in one pass, gives the logits of single steps."""
@@ -173,7 +191,7 @@ class LoadedModel:
             past = self.empty_cache()
             self.prefill([row[:half]], [None], past, 0, all_positions=False)
             try:
-                last = self.prefill([row[half:]], [None], past, half, all_positions=False)[0, -1]
+                last = self.prefill([row[half:]], [None], past, half, all_positions=False).logits[0, -1]
             except RuntimeError:  # shapes that do not fit
                 return False
             errors.append(_distance(last, wanted))
@@ -189,9 +207,10 @@ class LoadedModel:
         prefix: int,
         *,
         all_positions: bool,
+        states: bool = False,
         before_last: Callable[[], None] | None = None,
         pad: int = 0,
-    ) -> torch.Tensor:
+    ) -> Computed:
         """Run token ids whose first ``prefix`` tokens are in ``past``, and append them to it, left-padded.
 
         Args:
@@ -202,40 +221,69 @@ class LoadedModel:
             all_positions: True to return the logits of all positions.
             before_last: Called when ``past`` holds all of each row but its last token; rows then need two ids or more.
             pad: Id to pad with.
+            states: True to return the state of each row's last token too.
 
         Returns:
             Logits of shape (rows, padded tokens or 1, vocabulary), the last position being each row's last token.
         """
-        longest = max(map(len, ids))
-        tokens = torch.full((len(ids), longest), pad, dtype=torch.long)
-        mask = torch.ones(len(ids), prefix + longest, dtype=torch.long)
-        for row, own in enumerate(ids):
-            tokens[row, longest - len(own) :] = torch.tensor(own)
-            mask[row, prefix : prefix + longest - len(own)] = 0
-        positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, prefix:]
+        tokens, mask, positions = _left_padded(ids, prefix, pad)
+        longest = tokens.shape[1]
         ends = list(range(1, longest + 1)) if prefix and not self._continues else [longest]
         if before_last is not None and longest > 1:
             ends = sorted({longest - 1, *ends})
-        logits: list[torch.Tensor] = []
+        parts: list[Computed] = []
         for start, end in itertools.pairwise([0, *ends]):
             if before_last is not None and end == longest:
                 before_last()
             seen, window = mask[:, : prefix + end], slice(start, end)
-            logits.append(
+            parts.append(
                 self._forward(
-                    tokens[:, window], seen, positions[:, window], past, adapters, last_only=not all_positions
+                    tokens[:, window],
+                    seen,
+                    positions[:, window],
+                    past,
+                    adapters,
+                    last_only=not all_positions,
+                    states=states and end == longest,
                 )
             )
         if not bool(mask.all()):
             _zero_padding(past, mask)
-        return torch.cat(logits, dim=1) if all_positions else logits[-1]
+        if not all_positions:
+            return parts[-1]
+        return Computed(torch.cat([part.logits for part in parts], dim=1), parts[-1].states)
 
     @torch.inference_mode()
-    def decode(self, last_ids: list[int], adapters: list[str | None], cache: RunningCache) -> torch.Tensor:
-        """Run one token of each running row; return logits of shape (rows, vocabulary)."""
+    def decode(
+        self, last_ids: list[int], adapters: list[str | None], cache: RunningCache, *, states: bool = False
+    ) -> Computed:
+        """Run one token of each running row; return logits of shape (rows, vocabulary), and states if asked for."""
         tokens = torch.tensor(last_ids, dtype=torch.long)[:, None]
         positions = torch.tensor(cache.lengths, dtype=torch.long)[:, None]
-        return self._forward(tokens, cache.attention_mask(), positions, cache, adapters, last_only=True)[:, -1]
+        mask = cache.attention_mask()
+        computed = self._forward(tokens, mask, positions, cache, adapters, last_only=True, states=states)
+        return Computed(computed.logits[:, -1], computed.states)
+
+    @torch.inference_mode()
+    def states(self, ids: list[list[int]], *, pad: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run token ids, padded with ``pad``, without a cache or adapters.
+
+        Returns:
+            The last layer's states after the final norm, left-padded, of shape (rows, padded tokens, hidden size); and
+            the mask of shape (rows, padded tokens), 1 where a row has a token.
+        """
+        tokens, mask, positions = _left_padded(ids, 0, pad)
+        arguments: dict[str, object] = {
+            "input_ids": tokens.to(self.device),
+            "attention_mask": mask.to(self.device),
+            "use_cache": False,
+        }
+        if self._positions:
+            arguments["position_ids"] = positions.to(self.device)
+        nobody: list[str | None] = [None] * len(ids)
+        with self.adapters.using(nobody, tokens.shape[1]) if self.adapters is not None else nullcontext():
+            states: torch.Tensor = self.module.base_model(**arguments)[0]
+        return states, mask.to(self.device)
 
     def _forward(
         self,
@@ -246,7 +294,8 @@ class LoadedModel:
         adapters: list[str | None],
         *,
         last_only: bool,
-    ) -> torch.Tensor:
+        states: bool,
+    ) -> Computed:
         if not self._attends:
             mask = mask[:, -tokens.shape[1] :]  # a recurrent layer looks at the new tokens alone
         arguments: dict[str, object] = {
@@ -259,9 +308,18 @@ class LoadedModel:
             arguments["position_ids"] = positions.to(self.device)
         if self._keeps_logits and last_only:
             arguments["logits_to_keep"] = 1
-        with self.adapters.using(adapters) if self.adapters is not None else nullcontext():
+        last: list[torch.Tensor] = []
+        with ExitStack() as during:
+            if self.adapters is not None:
+                during.enter_context(self.adapters.using(adapters, tokens.shape[1]))
+            if states:
+                head = self.module.get_output_embeddings()
+                if head is None:
+                    raise EngineInternalError(f"{type(self.module).__name__} names no head, whose input is wanted")
+                kept = head.register_forward_pre_hook(lambda _, given: last.append(given[0][:, -1]))
+                during.callback(kept.remove)
             logits: torch.Tensor = self.module(**arguments).logits
-        return logits
+        return Computed(logits, last[0] if states else None)
 
     def cache_identity(self, adapter: str | None, tokens: int) -> int:
         """Return the prefix-cache key for a row of this length: rows with the same key may share prefixes."""
@@ -278,6 +336,31 @@ class LoadedModel:
             torch.cuda.empty_cache()
         else:
             trim_heap()
+
+
+def _loader(config: EngineConfig) -> Any:
+    """Return the class of transformers that loads the model for its task."""
+    if config.task is Task.REWARD:
+        return AutoModelForSequenceClassification
+    if config.task is Task.EMBED:
+        own = AutoConfig.from_pretrained(
+            config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+        # With its head, a model has the tensors' names of its checkpoint; some checkpoints were saved without one.
+        if not any("ForCausalLM" in name or "LMHead" in name for name in own.architectures or ()):
+            return AutoModel
+    return AutoModelForCausalLM
+
+
+def _left_padded(ids: list[list[int]], prefix: int, pad: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return tokens, mask and positions of rows that follow ``prefix`` cached tokens; the mask covers those too."""
+    longest = max(map(len, ids))
+    tokens = torch.full((len(ids), longest), pad, dtype=torch.long)
+    mask = torch.ones(len(ids), prefix + longest, dtype=torch.long)
+    for row, own in enumerate(ids):
+        tokens[row, longest - len(own) :] = torch.tensor(own)
+        mask[row, prefix : prefix + longest - len(own)] = 0
+    return tokens, mask, (mask.cumsum(-1) - 1).clamp_min(0)[:, prefix:]
 
 
 def _refuse_other_state(module: PreTrainedModel) -> None:

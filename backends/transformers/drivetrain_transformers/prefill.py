@@ -23,6 +23,8 @@ class Prefilled:
     cache: Cache
     rows: list[int]
     logits: torch.Tensor
+    states: torch.Tensor | None
+    """Shape (sequences, hidden size), if any sequence wants hidden states."""
 
 
 class Budget:
@@ -100,21 +102,24 @@ class Prefill:
             for sequence in group
         )
         keeps = self.keeps_prompts and len(unique[0].token_ids) > prefix + 1
-        logits = self._model.prefill(
+        computed = self._model.prefill(
             [sequence.token_ids[prefix:] for sequence in unique],
             [sequence.request.lora for sequence in unique],
             past,
             prefix,
             all_positions=wants_all,
+            states=any(sequence.request.params.return_hidden_states for sequence in group),
             before_last=partial(self._keep_prompts, unique, past) if keeps else None,
         )
+        logits, states = computed.logits, computed.states
         for sequence, row in zip(group, rows, strict=True):
             if not sequence.generated:
                 sequence.cached_tokens = prefix
             if sequence.request.params.prompt_logprobs is not None and sequence.prompt_logprobs is None:
                 _score_prompt(sequence, logits[row])
         index = torch.tensor(rows, device=logits.device)
-        return Prefilled(past, rows, logits[:, -1].index_select(0, index))
+        own_states = None if states is None else states.index_select(0, index)
+        return Prefilled(past, rows, logits[:, -1].index_select(0, index), own_states)
 
     def _keep_prompts(self, unique: list[Sequence], past: Cache) -> None:
         """Keep the cache of each sequence without its last token, which a prompt that comes again computes."""

@@ -9,6 +9,9 @@ import heapq
 import itertools
 import secrets
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
 
 from drivetrain.backend.base import GenerateRequest, GenerateResult, TokenDelta
 from drivetrain.backend.toolkit.translation import no_token_allowed, non_finite_logits
@@ -24,6 +27,9 @@ from drivetrain_transformers.model import LoadedModel
 from drivetrain_transformers.prefill import Prefill
 from drivetrain_transformers.prefix_cache import PrefixCache
 from drivetrain_transformers.sequences import Sequence, Sink
+
+if TYPE_CHECKING:
+    from drivetrain_transformers.grammars import CompiledGrammar, GrammarMask
 
 
 class Scheduler:
@@ -58,7 +64,10 @@ class Scheduler:
         self._prefill = Prefill(model, self.prefixes if prefix_cache_bytes else None, max_prefill_tokens)
         self._keeps_prefixes = prefix_cache_bytes > 0
         self._waiting: list[tuple[int, int, Sequence]] = []
+        self._uncompiled: dict[str, Sequence] = {}
+        """Sequences whose grammar is being compiled, by request id."""
         self._running: list[Sequence] = []
+        self._mask: GrammarMask | None = None
         self._sampler: Sampler | None = None
         self._suspects: set[Sequence] = set()
         """Sequences of a step that failed. Each is admitted alone, to find the one that fails."""
@@ -73,7 +82,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """True if no sequence waits or runs."""
+        """True if no sequence can run: none is in the batch or the queue."""
         return not self._running and not self._waiting
 
     @property
@@ -83,8 +92,8 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Sequences in the queue."""
-        return len(self._waiting)
+        """Sequences in the queue, those whose grammar is being compiled included."""
+        return len(self._waiting) + len(self._uncompiled)
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -93,8 +102,10 @@ class Scheduler:
 
     # From outside, between steps ---------------------------------------------------------------------------------
 
-    def submit(self, request: GenerateRequest, sink: Sink, *, streamed: bool = False) -> None:
-        """Put a request into the queue."""
+    def submit(
+        self, request: GenerateRequest, sink: Sink, *, streamed: bool = False, grammar: CompiledGrammar | None = None
+    ) -> None:
+        """Put a request into the queue; one that waits for its grammar only when :meth:`take_grammar` brings it."""
         seed = request.seed if request.seed is not None else secrets.randbits(63)
         params = request.params
         sequence = Sequence(
@@ -113,11 +124,36 @@ class Scheduler:
             matcher=StopMatcher(params, self._tokenizer) if StopMatcher.needed(params) else None,
             stop_ids=frozenset(request.stop_token_ids),
         )
+        if request.params.structured_output is None:
+            self._enqueue(sequence)
+            return
+        self._uncompiled[request.request_id] = sequence
+        if grammar is not None:
+            self.take_grammar(request.request_id, grammar)
+
+    def take_grammar(self, request_id: str, grammar: CompiledGrammar | DrivetrainError) -> None:
+        """Give a request its compiled grammar, or the error that it ends with; do nothing if it ended meanwhile."""
+        from drivetrain_transformers.grammars import GrammarMask, GrammarState
+
+        sequence = self._uncompiled.pop(request_id, None)
+        if sequence is None:
+            return
+        if isinstance(grammar, DrivetrainError):
+            sequence.sink(grammar)
+            return
+        try:
+            sequence.grammar = GrammarState(grammar, sequence.row.drawn())
+        except DrivetrainError as error:
+            sequence.sink(error)
+            return
+        self._mask = self._mask or GrammarMask(self.model.device)
         self._enqueue(sequence)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End sequences with the tokens they have, whether running, waiting or frozen."""
         chosen = set(request_ids)
+        for request_id in chosen & self._uncompiled.keys():
+            self._deliver(self._uncompiled.pop(request_id), FinishReason.ABORT, None)
         for row in range(len(self._running) - 1, -1, -1):
             if self._running[row].request.request_id in chosen:
                 self._end(row, FinishReason.ABORT, None, keep_prefix=False)
@@ -156,9 +192,10 @@ class Scheduler:
 
     def fail_all(self, error: DrivetrainError) -> None:
         """End every sequence with an error."""
-        for sequence in (*self._running, *(item[2] for item in self._waiting)):
+        for sequence in (*self._running, *(item[2] for item in self._waiting), *self._uncompiled.values()):
             sequence.sink(error)
         self._waiting = []
+        self._uncompiled = {}
         self._clear_rows(free=True)
 
     # One step ----------------------------------------------------------------------------------------------------
@@ -225,9 +262,10 @@ class Scheduler:
         first = len(self._running)
         self._running.extend(joined)
         self._sampler = None
-        drawn = Sampler([sequence.row for sequence in joined], self.model.device).draw(prefilled.logits[to_run])
+        sampler = Sampler([sequence.row for sequence in joined], self.model.device)
+        drawn = self._draw(sampler, prefilled.logits[to_run], joined)
         self._suspects.difference_update(group)
-        self._take(drawn, first)
+        self._take(drawn, None if prefilled.states is None else prefilled.states[to_run], first)
 
     def _retract_rows_that_grow_long(self) -> None:
         """Retract rows whose next token changes their longrope factors, which invalidates their cache."""
@@ -244,12 +282,25 @@ class Scheduler:
             sampler = self._sampler = Sampler([sequence.row for sequence in self._running], self.model.device)
         self._cache.open_column()
         last_ids = [sequence.generated[-1] for sequence in self._running]
-        logits = self.model.decode(last_ids, [sequence.request.lora for sequence in self._running], self._cache)
+        computed = self.model.decode(
+            last_ids,
+            [sequence.request.lora for sequence in self._running],
+            self._cache,
+            states=any(sequence.request.params.return_hidden_states for sequence in self._running),
+        )
         self._cache.close_column()
-        self._take(sampler.draw(logits), 0)
+        self._take(self._draw(sampler, computed.logits, self._running), computed.states, 0)
 
-    def _take(self, drawn: Drawn, first: int) -> None:
-        """Give each row from ``first`` on its token; end the sequences that end with it."""
+    def _draw(self, sampler: Sampler, logits: torch.Tensor, sequences: list[Sequence]) -> Drawn:
+        """Draw a token for each row of ``logits``, among those that its grammar allows."""
+        if all(sequence.grammar is None for sequence in sequences):
+            return sampler.draw(logits)
+        assert self._mask is not None, "the first grammar brings it"
+        return sampler.draw(self._mask.apply(logits, [sequence.grammar for sequence in sequences]), logits)
+
+    def _take(self, drawn: Drawn, states: torch.Tensor | None, first: int) -> None:
+        """Give each row from ``first`` on its token, and its state; end the sequences that end with the token."""
+        states = None if states is None else states.float().cpu()
         ended: list[tuple[int, FinishReason, int | None]] = []
         failed: list[tuple[int, int]] = []
         for offset, token_id in enumerate(drawn.token_ids):
@@ -266,6 +317,8 @@ class Scheduler:
                 if sequence.top_logprobs is None:
                     sequence.top_logprobs = []
                 sequence.top_logprobs.append(drawn.top_logprobs[offset])
+            if states is not None and sequence.request.params.return_hidden_states:
+                sequence.hidden_states.append(states[offset].tolist())
             if offset in drawn.masks:
                 sequence.masks.append(drawn.masks[offset])
             end = sequence.take(token_id)

@@ -10,18 +10,27 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from drivetrain.backend.base import GenerateRequest, GenerateResult, TokenDelta
 from drivetrain.checks.limits import SAMPLES_AT_ONCE
 from drivetrain.errors import DrivetrainError, EngineDied, EngineInternalError
 from drivetrain.text.tokenizer import Tokenizer
-from drivetrain.types.config import EngineConfig
+from drivetrain.types.config import EngineConfig, Task
 from drivetrain_transformers.errors import as_engine_error
 from drivetrain_transformers.model import LoadedModel
+from drivetrain_transformers.pooling import Pooler
 from drivetrain_transformers.scheduler import Scheduler
 from drivetrain_transformers.sequences import Sink
-from drivetrain_transformers.translate import DEFAULT_MAX_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, PREFIX_CACHE_BYTES
+from drivetrain_transformers.translate import (
+    DEFAULT_MAX_BATCHED_TOKENS,
+    DEFAULT_MAX_NUM_SEQS,
+    PREFIX_CACHE_BYTES,
+    has_grammars,
+)
+
+if TYPE_CHECKING:
+    from drivetrain_transformers.grammars import CompiledGrammar, Grammar, Grammars
 
 T = TypeVar("T")
 
@@ -40,9 +49,20 @@ class _Command:
 class SchedulerThread:
     """Owns the model and the scheduler, which no other thread may touch once this one has started."""
 
-    def __init__(self, model: LoadedModel, scheduler: Scheduler) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        scheduler: Scheduler,
+        *,
+        grammars: Grammars | None = None,
+        pooler: Pooler | None = None,
+    ) -> None:
         self.model = model
         self.scheduler = scheduler
+        self.pooler = pooler
+        """Embeds or scores; None if the engine generates."""
+        self._grammars = grammars
+        self._compiling: set[asyncio.Task[None]] = set()
         self._frozen = False
         self._stopping = False
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
@@ -53,22 +73,31 @@ class SchedulerThread:
         self._death_watchers: list[Callable[[DrivetrainError], None]] = []
         self._undelivered: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
         self._deliveries: dict[asyncio.AbstractEventLoop, Deliveries] = {}
-        self._submitted: list[tuple[GenerateRequest, Sink, bool]] = []
+        self._submitted: list[tuple[GenerateRequest, Sink, bool, CompiledGrammar | None]] = []
         self._thread = threading.Thread(target=self._run, name="drivetrain-transformers", daemon=True)
 
     @classmethod
     def load(cls, config: EngineConfig, report: Callable[[str], None]) -> SchedulerThread:
         """Load the model that ``config`` names, and create a scheduler for it."""
         model = LoadedModel.load(config, report)
+        tokenizer = Tokenizer.load(config)
         scheduler = Scheduler(
             model,
-            Tokenizer.load(config),
+            tokenizer,
             version=config.weight_version,
             max_rows=config.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
             max_prefill_tokens=config.max_num_batched_tokens or DEFAULT_MAX_BATCHED_TOKENS,
             prefix_cache_bytes=PREFIX_CACHE_BYTES if config.enable_prefix_caching else 0,
         )
-        return cls(model, scheduler)
+        grammars = None
+        if has_grammars():
+            from drivetrain_transformers.grammars import Grammars
+
+            grammars = Grammars(tokenizer, model.info.vocab_size, model.info.eos_token_ids)
+        pooler = None
+        if config.task is not Task.GENERATE:
+            pooler = Pooler(model, config, config.max_num_batched_tokens or DEFAULT_MAX_BATCHED_TOKENS)
+        return cls(model, scheduler, grammars=grammars, pooler=pooler)
 
     def start(self) -> None:
         """Start stepping."""
@@ -97,7 +126,32 @@ class SchedulerThread:
         # a thousand requests do not wake the thread or contend for the GIL a thousand times.
         if not self._submitted:
             loop.call_soon(self._hand_over)
-        self._submitted.append((request, sink, streamed))
+        grammar = request.params.structured_output
+        compiled = self._grammars.kept(grammar) if self._grammars is not None and grammar is not None else None
+        self._submitted.append((request, sink, streamed, compiled))
+        if grammar is not None and compiled is None:
+            task = loop.create_task(self._compile(request.request_id, grammar))
+            self._compiling.add(task)
+            task.add_done_callback(self._compiling.discard)
+
+    async def _compile(self, request_id: str, grammar: Grammar) -> None:
+        """Compile a request's grammar, while the scheduler keeps the request out of its queue."""
+        outcome: CompiledGrammar | DrivetrainError
+        try:
+            if self._grammars is None:
+                raise EngineInternalError("xgrammar is not installed, and structured output was not refused")
+            outcome = await self._grammars.compiled(grammar)
+        except Exception as error:
+            outcome = as_engine_error(error)
+        self._hand_over()  # the scheduler must have the request first
+        self._put(_Command(lambda: self.scheduler.take_grammar(request_id, outcome)))
+
+    async def stop_compiling(self) -> None:
+        """Compile no more grammars; requests that wait for one are ended by :meth:`stop`."""
+        for task in self._compiling:
+            task.cancel()
+        if self._grammars is not None:
+            await self._grammars.close()
 
     def abort(self, request_ids: list[str]) -> None:
         """End requests with the tokens they have."""
@@ -134,14 +188,14 @@ class SchedulerThread:
             return
 
         def submit_all() -> None:
-            for request, sink, streamed in submitted:
+            for request, sink, streamed, grammar in submitted:
                 try:
-                    self.scheduler.submit(request, sink, streamed=streamed)
+                    self.scheduler.submit(request, sink, streamed=streamed, grammar=grammar)
                 except Exception as error:
                     sink(as_engine_error(error))
 
         def give_up(error: DrivetrainError) -> None:
-            for _, sink, _ in submitted:
+            for _, sink, _, _ in submitted:
                 sink(error)
 
         self._put(_Command(submit_all, give_up))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from drivetrain.backend.base import GenerateRequest, GenerateResult, TokenDelta
 from drivetrain.errors import DrivetrainError
@@ -11,6 +12,9 @@ from drivetrain.text.stops import StopMatcher
 from drivetrain.types.outputs import FinishReason, ReleasedText, TopLogprobs, VersionSpan
 from drivetrain_sampling import Row
 from drivetrain_sampling.packed_masks import joined
+
+if TYPE_CHECKING:
+    from drivetrain_transformers.grammars import GrammarState
 
 Sink = Callable[[GenerateResult | TokenDelta | DrivetrainError], None]
 """Receives a sequence's result or error, and its deltas if it is streamed. Called in the scheduler's thread."""
@@ -34,8 +38,12 @@ class Sequence:
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[TopLogprobs | None] | None = None
     prompt_ranks: list[int | None] | None = None
+    hidden_states: list[list[float]] = field(default_factory=list)
+    """State that each id was drawn from, if the request wants them."""
     spans: list[VersionSpan] = field(default_factory=list)
     cached_tokens: int = 0
+    grammar: GrammarState | None = None
+    """State of ``structured_output``; None without it, and while it is compiled."""
     released: ReleasedText | None = None
     """Text and ids that the stream may show after the last token; None without stop strings and regexes."""
     error: DrivetrainError | None = None
@@ -70,6 +78,8 @@ class Sequence:
         if token_id in self.stop_ids:
             return FinishReason.STOP, token_id
         try:
+            if self.grammar is not None:
+                self.grammar.take(token_id)
             if self.matcher is not None:
                 if self.matcher.push(token_id) is not None:
                     return FinishReason.STOP, None
@@ -78,6 +88,8 @@ class Sequence:
         except DrivetrainError as error:
             self.error = error
             return FinishReason.ABORT, None
+        if self.grammar is not None and self.grammar.is_complete and self.row.steps >= self.row.params.min_new_tokens:
+            return FinishReason.STOP, None
         if len(generated) >= self.request.max_new_tokens:
             return FinishReason.LENGTH, None
         return None
@@ -101,6 +113,7 @@ class Sequence:
             prompt_top_logprobs=self.prompt_top_logprobs,
             prompt_ranks=self.prompt_ranks,
             cached_tokens=self.cached_tokens,
+            hidden_states=self.hidden_states if params.return_hidden_states else None,
             matched_text=self.matcher.outcome() if self.matcher is not None else None,
             sampling_mask=joined(self.masks),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Final
@@ -28,6 +29,7 @@ CONFIG_NAMES: Final[Mapping[str, str]] = {
     "enable_lora": "peft",
     "max_loras": "kept by the engine page",
     "max_lora_rank": "largest rank of a peft adapter",
+    "task": "AutoModelForCausalLM, AutoModel or AutoModelForSequenceClassification",
     "engine_kwargs": "from_pretrained(**)",
 }
 """EngineConfig fields, with the argument or component that honours each."""
@@ -42,6 +44,11 @@ UNKNOWN_CONTEXT: Final = 2**20
 SEEN_WORKING: Final = ("5.4", "5.24")
 """Oldest and newest minor release on which the tests were run. Their differences are found by feature: whether a
 model's ``forward`` takes ``position_ids`` and ``logits_to_keep``."""
+
+
+def has_grammars() -> bool:
+    """Return whether xgrammar, which structured output needs, is installed."""
+    return importlib.util.find_spec("xgrammar") is not None
 
 
 def device_of(config: EngineConfig) -> str:

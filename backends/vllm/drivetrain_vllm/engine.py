@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar, Final, cast
 
 from drivetrain.backend.base import GenerateRequest, ModelInfo, ReadMedium
-from drivetrain.backend.toolkit.model_folder import check_model_folder
+from drivetrain.backend.toolkit.model_folder import check_model_folder, config_levels, require_dense_for_adapters
 from drivetrain.backend.toolkit.rope_config import short_rope_length
 from drivetrain.backend.toolkit.start_errors import start_errors
 from drivetrain.backend.toolkit.translation import shortened_all
@@ -93,8 +93,8 @@ class VLLMBackend(WorkerBackend[Collected]):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._engine: Any = None
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        """Shapes of the model's tensors, by checkpoint name."""
+        self._adaptable: Sequence[Mapping[str, tuple[int, ...]]] = ()
+        """Shapes of the weights that adapters can change, once for each way to name them."""
         self._expert_layers: list[int] = []
         """Layers for which vLLM records the experts, if it was told to."""
         self._adapters: dict[str, Any] = {}
@@ -124,6 +124,8 @@ class VLLMBackend(WorkerBackend[Collected]):
         engine_arguments(config, device_type_of(config), config.dtype, config.context_length or 0)
         _devices_of(config)
         check_model_folder(config, "vLLM")
+        if device_type_of(config) == "cpu":
+            require_dense_for_adapters(config, config_levels(config.model), "vLLM")
 
     @classmethod
     def preload(cls) -> None:
@@ -199,7 +201,7 @@ class VLLMBackend(WorkerBackend[Collected]):
         served = made.model_config
         if Capability.IMAGES in self.capabilities(config):
             self._vision = VisionReader(config, model.model_config, context_length)
-        self._shapes = model.shapes
+        self._adaptable = model.adaptable if config.enable_lora else ()
         return model.info(vocab_size=served.get_vocab_size(), dtype=served.dtype, context_length=context_length)
 
     async def _warm_up(self) -> None:
@@ -306,7 +308,7 @@ class VLLMBackend(WorkerBackend[Collected]):
             )
         # Numbers and names are never reused: they identify adapters and their caches in vLLM.
         number = next(self._lora_numbers)
-        folder = await asyncio.to_thread(self._plain.folder_for, lora_name, lora_path, self._shapes)
+        folder = await asyncio.to_thread(self._plain.folder_for, lora_name, lora_path, *self._adaptable)
         wanted = LoRARequest(f"{lora_name}.{number}", number, folder)
         try:
             await self._running.add_lora(wanted)

@@ -69,6 +69,9 @@ WITHOUT_EFFECT: Final[Mapping[str, str]] = {
 }
 """VLLM's arguments that have no effect here, and the reason."""
 
+ADAPTERS_IN_PART: Final = ("lora_target_modules", "enable_tower_connector_lora")
+"""VLLM's arguments that decide which layers of an adapter it serves. It drops the others without an error."""
+
 SEEN_WORKING: Final = ("0.26.0", "0.32.0")
 """Oldest and newest release on which the conformance suite was run, on a GPU and on a CPU. Their difference is detected
 by feature: whether vLLM labels tokens with weight versions."""
@@ -170,6 +173,13 @@ def engine_arguments(
     if spreads_experts(config):
         relied_on["enable_expert_parallel"] = True
     if config.enable_lora:
+        for name in ADAPTERS_IN_PART:
+            if name in config.engine_kwargs:
+                raise InvalidConfig(
+                    f"engine_kwargs holds {name}: vLLM drops an adapter's other layers without an error, so adapters "
+                    "are served whole, or refused; leave it out",
+                    field="engine_kwargs",
+                )
         relied_on |= {
             "enable_lora": True,
             "max_lora_rank": config.max_lora_rank or LORA_RANK,

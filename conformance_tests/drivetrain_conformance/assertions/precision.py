@@ -13,12 +13,8 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.sampling import LogprobsMode, SamplingParams
 from drivetrain_conformance.harness.testbench import Bench, NoOracle
 from drivetrain_conformance.references.oracle import Logits, log_softmax
+from drivetrain_conformance.references.tolerances import ROUGHEST
 
-ROUGHEST: Final = 1.4
-"""Errors of an engine that rounds to its dtype are 0.6 to 0.8 of those that rounding the weights alone makes.
-
-An engine that keeps decoded keys and values in 8 bits comes to 2.
-"""
 _PROMPTS: Final = 4
 _TOKENS: Final = 60
 """Tokens of each answer; most of what a token looks at was decoded, too."""

@@ -24,6 +24,7 @@ from drivetrain_conformance.assertions.same_answers import check_greedy, check_s
 from drivetrain_conformance.assets.weight_sources import nowhere, raw_bytes
 from drivetrain_conformance.harness.testbench import Bench
 from drivetrain_conformance.references.oracle import CacheOracle, log_softmax
+from drivetrain_conformance.references.tolerances import rounding_explains
 
 NEW: Final = "new"
 """Version of most updates."""
@@ -244,15 +245,10 @@ def check_logprobs(bench: Bench, completion: Completion, model: Path, span: Vers
     assert completion.logprobs is not None
     expected = bench.output_logprobs(completion, model=model)
     off = np.abs(np.subtract(completion.logprobs, expected))[span.start : span.end]
-    assert _are_close(bench, off), (
+    assert rounding_explains(off, bench.tolerance()), (
         f"the logprob of token {span.start + int(off.argmax())} is {off.max():.3g} nats from that of the model in "
         f"{model.name}"
     )
-
-
-def _are_close(bench: Bench, off: np.ndarray) -> bool:
-    """Return True if rounding explains these gaps: in bfloat16, about one in a hundred exceeds the tolerance."""
-    return bool(np.quantile(off, 0.99) <= bench.tolerance() and off.max() <= 2 * bench.tolerance())
 
 
 def check_kept_cache(bench: Bench, completion: Completion, old: Path, new: Path) -> None:
@@ -270,7 +266,7 @@ def check_kept_cache(bench: Bench, completion: Completion, old: Path, new: Path)
     rows = log_softmax(later.logits_on_the_cache_of(bench.oracle(old), ids, cached))[:-1]
     expected = rows[np.arange(len(rows)), completion.token_ids[end:]]
     off = np.abs(np.subtract(completion.logprobs[end:], expected))
-    assert _are_close(bench, off), (
+    assert rounding_explains(off, bench.tolerance()), (
         f"the logprob of token {end + int(off.argmax())} is {off.max():.3g} nats from that of the new weights, which "
         f"took over with token {end}, on the cache that the old ones had made"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations, cycle, islice
@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
 
-from drivetrain.errors import EngineBusy, InvalidRequest, NonFiniteLogits, TooManyAdapters
+from drivetrain.engine.engine import InferenceEngine
+from drivetrain.errors import (
+    EngineBusy,
+    InvalidConfig,
+    InvalidRequest,
+    NonFiniteLogits,
+    TooManyAdapters,
+)
 from drivetrain.types.capability import Capability
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import Completion
@@ -24,7 +31,7 @@ from drivetrain_conformance.assertions.memory_use import check_steady, descripto
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_greedy, check_same
 from drivetrain_conformance.assets.made_adapters import Adapter, change_adapter, has_layers, make_adapter, merge
-from drivetrain_conformance.assets.served_models import Models
+from drivetrain_conformance.assets.served_models import ModelKind, Models
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench
 from drivetrain_conformance.references.oracle import log_softmax
@@ -334,10 +341,10 @@ def _set(fields: Mapping[str, object], config: dict[str, object], _: object) -> 
     config.update(fields)
 
 
-async def _is_taken(bench: Bench, adapter: Adapter, naming: str) -> bool:
+async def _is_taken(engine: InferenceEngine, adapter: Adapter, naming: str) -> bool:
     """Load an adapter as ``a``; return False if it is refused with a message that contains ``naming``."""
     try:
-        await bench.engine.load_lora_adapter("a", str(adapter.path))
+        await engine.load_lora_adapter("a", str(adapter.path))
     except InvalidRequest as error:
         said = str(error)
     else:
@@ -366,12 +373,52 @@ async def every_setting_is_honoured_or_refused(bench: Bench) -> None:
         if not has_layers(bench.model, targets):
             continue
         adapter = make_adapter(bench.model, bench.folder("adapter"), seed=5, targets=targets, settings=settings)
-        if not await _is_taken(bench, adapter, name):
+        if not await _is_taken(bench.engine, adapter, name):
             continue
         answers = await _answers(bench, prompts, "a")
         await bench.engine.unload_lora_adapter("a")
         _assert_made_by(bench, answers, _Made(adapter, merge(bench.model, adapter, bench.folder("merged"))))
     check_same(bench, await bench.greedy(prompts), before)
+
+
+_OF_A_MIXTURE: Final[Sequence[Sequence[str]]] = (
+    ("q_proj", "v_proj"),
+    ("down_proj",),
+    ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+)
+"""Layers of a mixture of experts that adapters adapt: first the attention's alone, then also those of each expert."""
+
+
+@case(Capability.LORA, Capability.MOE, config=_CONFIG, own_engine=True)
+async def a_mixture_of_experts_takes_adapters_or_is_refused(bench: Bench) -> None:
+    """With enable_lora, adapters of a mixture are applied or refused by name; or the engine refuses to start with one.
+
+    The error then names ``enable_lora``: say so in ``Backend.validate``. After a refusal the base serves on.
+    """
+    async with AsyncExitStack() as stack:
+        try:
+            engine = await stack.enter_async_context(bench.open(model=bench.model_of(ModelKind.MOE)))
+        except InvalidConfig as error:
+            refusal = error
+        else:
+            await _check_adapters_of_a_mixture(bench, engine)
+            return
+    assert refusal.field == "enable_lora", f"the error names the field {refusal.field!r}: {refusal}"
+
+
+async def _check_adapters_of_a_mixture(bench: Bench, engine: InferenceEngine) -> None:
+    model, prompts = bench.model_of(ModelKind.MOE), bench.prompts(2, engine=engine)
+    before = await bench.greedy(prompts, engine=engine)
+    for targets in _OF_A_MIXTURE:
+        adapter = make_adapter(model, bench.folder("adapter"), seed=1, targets=targets)
+        if not await _is_taken(engine, adapter, "experts"):
+            assert targets is not _OF_A_MIXTURE[0], "an adapter of the attention alone is refused"
+            continue
+        merged = merge(model, adapter, bench.folder("merged"))
+        for completion in (await engine.generate(prompts, _GREEDY, lora="a")).completions:
+            check_greedy(bench, completion, engine, merged)
+        await engine.unload_lora_adapter("a")
+    check_same(bench, await bench.greedy(prompts, engine=engine), before, engine, model)
 
 
 # Names ------------------------------------------------------------------------------------------------------------

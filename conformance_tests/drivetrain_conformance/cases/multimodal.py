@@ -14,10 +14,11 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -28,12 +29,16 @@ from drivetrain.types.outputs import Completion
 from drivetrain.types.prompts import AudioInput, ChatPrompt, ImageInput, MediaInput, Message, TokenPrompt, VideoInput
 from drivetrain.types.sampling import SamplingParams
 from drivetrain_conformance.assertions.refusals import refused
+from drivetrain_conformance.assets.made_adapters import change_adapter, has_layers, make_adapter, merge
 from drivetrain_conformance.assets.served_models import ModelKind
 from drivetrain_conformance.assets.weight_sources import raw_bytes, tensors_of
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench, NoOracle, end_requests, until_running
 from drivetrain_conformance.references.oracle import Film, ImagesOracle, Logits, VideosOracle, log_softmax
 from drivetrain_conformance.references.reference_sampling import steps
+
+if TYPE_CHECKING:
+    import torch
 
 Pixel = tuple[int, int, int]
 
@@ -42,6 +47,8 @@ _NONE: Final[Mapping[str, Any]] = MappingProxyType({})
 _BOUNDS: Final = {"max_bytes": 1 << 20, "max_pixels": 1 << 16, "max_video_seconds": 10, "max_video_pixels": 1 << 18}
 _BOUNDED: Final = {"media": _BOUNDS}
 _KINDS: Final = {ImageInput: "image", VideoInput: "video", AudioInput: "audio"}
+_OF_LANGUAGE: Final = ("q_proj", "v_proj")
+"""Layers of the language model alone, by the last part of their names."""
 _GREEDY: Final = SamplingParams(max_new_tokens=16, temperature=0)
 _SEEN: Final = SamplingParams(max_new_tokens=12, temperature=0, logprobs=0)
 
@@ -204,6 +211,52 @@ async def images_are_tokens_to_penalties(bench: Bench) -> None:
     drawn_from = steps(completion, logits, params, bench.tolerance())
     for token, drawn in zip(completion.token_ids[: len(logits)], drawn_from, strict=True):
         assert drawn.scaled[token] >= drawn.scaled.max() - bench.tolerance()
+
+
+@case(
+    Capability.IMAGES,
+    Capability.LORA,
+    model=ModelKind.VISION,
+    config={**_BOUNDED, "enable_lora": True, "max_lora_rank": 8},
+)
+async def adapters_of_a_vision_model_are_applied_or_refused(bench: Bench) -> None:
+    """An adapter of a vision model is applied, whether it has the checkpoint's names or those in memory.
+
+    One of its vision layers is applied, too, or refused by name: some engines ignore it. Names in memory are those that
+    a trainer's adapter has; ``drivetrain_weight_sync.receiver.adaptable_layers`` knows both.
+    """
+    images = [_png(_pattern)]
+    prompt = _with_images(images)
+    _check_seen(bench, (await bench.engine.generate(prompt, _SEEN)).completions[0], images)
+    for targets in (_OF_LANGUAGE, ("down_proj",), ("qkv",), ("q_proj", "qkv")):
+        if not has_layers(bench.model, targets):
+            continue
+        adapter = make_adapter(bench.model, bench.folder("adapter"), seed=1, targets=targets)
+        merged = merge(bench.model, adapter, bench.folder("merged"))
+        for path in (adapter.path, change_adapter(adapter, bench.folder("adapter"), partial(_as_in_memory, bench))):
+            try:
+                await bench.engine.load_lora_adapter("a", str(path))
+            except InvalidRequest as error:
+                refusal = str(error)
+                assert targets is not _OF_LANGUAGE, f"an adapter of the language model is refused: {refusal}"
+                layers = [layer.removeprefix("model.") for layer in adapter.scales]
+                assert any(layer in refusal for layer in layers), f"the refusal names no layer: {refusal}"
+                continue
+            answers = (await bench.engine.generate(prompt, _SEEN, lora="a")).completions
+            await bench.engine.unload_lora_adapter("a")
+            _check_seen(bench, answers[0], images, merged)
+    _check_seen(bench, (await bench.engine.generate(prompt, _SEEN)).completions[0], images)
+
+
+def _as_in_memory(bench: Bench, _: object, tensors: dict[str, torch.Tensor]) -> None:
+    """Give an adapter's tensors the names of the model's layers in memory."""
+    from transformers import AutoModelForImageTextToText
+
+    layers = [name for name, _ in AutoModelForImageTextToText.from_pretrained(bench.model).named_modules()]
+    for name in list(tensors):
+        stored, _, part = name.removeprefix("base_model.model.").partition(".lora_")
+        (layer,) = (one for one in layers if one.endswith(stored.removeprefix("model.")))
+        tensors[f"base_model.model.{layer}.lora_{part}"] = tensors.pop(name)
 
 
 # No mixing -----------------------------------------------------------------------------------------------------------

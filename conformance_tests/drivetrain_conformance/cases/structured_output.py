@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 from collections.abc import Sequence
 from typing import Final
@@ -127,6 +128,22 @@ async def raw_logprobs_are_those_before_the_grammar(bench: Bench) -> None:
         assert len(completion.logprobs) == len(expected)
         worst = max(abs(one - other) for one, other in zip(completion.logprobs, expected, strict=True))
         assert worst <= bench.tolerance(), f"a logprob is {worst:.3g} nats off the model's own"
+
+
+@case(Capability.STRUCTURED_REGEX, Capability.LOGPROBS_PROCESSED, Capability.TOP_LOGPROBS)
+async def processed_logprobs_are_those_within_the_grammar(bench: Bench) -> None:
+    """Processed logprobs are those of the tokens that the grammar allows: together they have probability 1."""
+    few = RegexGrammar(regex="[01]{4}")
+    params = SamplingParams(
+        max_new_tokens=8, n=4, structured_output=few, logprobs=20, logprobs_mode=LogprobsMode.PROCESSED
+    )
+    for completion in _ended((await bench.engine.generate(bench.prompt(), params)).completions):
+        assert completion.logprobs is not None
+        assert completion.top_logprobs is not None
+        for token, own, top in zip(completion.token_ids, completion.logprobs, completion.top_logprobs, strict=True):
+            total = sum(math.exp(logprob) for _, logprob in top)
+            assert abs(total - 1) <= bench.tolerance(), f"allowed tokens have probability {total:.4g} together: {top}"
+            assert abs(dict(top)[token] - own) <= bench.tolerance()
 
 
 @case(Capability.STRUCTURED_REGEX, Capability.LOGIT_PROCESSORS, Capability.MIN_NEW_TOKENS)

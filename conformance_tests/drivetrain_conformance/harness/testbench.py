@@ -22,13 +22,12 @@ from drivetrain.types.sampling import SamplingParams
 from drivetrain_conformance.assets.served_models import ModelKind, Models
 from drivetrain_conformance.harness.run_profile import Profile
 from drivetrain_conformance.references.oracle import Logits, Oracle, RoundingOracle, log_softmax
+from drivetrain_conformance.references.tolerances import tolerance_of
 
 _T = TypeVar("_T")
 
 GREEDY_TOKENS = 12
 """Tokens that :meth:`Bench.greedy` generates by default."""
-TOLERANCE = {"float32": 5e-4, "float16": 2e-2, "bfloat16": 1.5e-1}
-"""Tolerance of logprobs, in nats, by dtype."""
 _ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """The largest relative error of one rounding, by dtype."""
 _STARTS = 10
@@ -154,7 +153,7 @@ class Bench:
 
     def tolerance(self, engine: InferenceEngine | None = None) -> float:
         """Return the allowed difference of a logprob from the oracle's, in nats, for the engine's dtype."""
-        return TOLERANCE.get((engine or self.engine).model_info.dtype, TOLERANCE["bfloat16"])
+        return tolerance_of((engine or self.engine).model_info.dtype)
 
     # Requests ----------------------------------------------------------------------------------------------------
 

@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drivetrain.backend.base import Backend, GenerateRequest, GenerateResult
+from drivetrain.backend.base import Backend, GenerateRequest, GenerateResult, ModelInfo
+from drivetrain.backend.toolkit.model_folder import config_levels, experts_of
 from drivetrain.backend.toolkit.translation import non_finite_logits
 from drivetrain.engine.adapters import Adapters
 from drivetrain.engine.engine import InferenceEngine
-from drivetrain.errors import InvalidRequest, NonFiniteLogits
+from drivetrain.errors import EngineStartError, InvalidRequest, NonFiniteLogits
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.weights import CommitUpdate, WeightMessage, WeightReply
 from drivetrain_conformance.assets.made_adapters import Adapter, change_adapter
@@ -324,6 +325,24 @@ class keeps_of_an_adapter_that_it_refused(SoundBackend):
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         return await super().generate(dataclasses.replace(request, lora=request.lora or self.left))
+
+
+@mutant("lora/a_mixture_of_experts_takes_adapters_or_is_refused", says="no kernel for experts")
+class fails_on_experts_beside_adapters(SoundBackend):
+    """With enable_lora, a mixture of experts fails in the engine while it starts, and no field is named."""
+
+    async def start(self, report: Callable[[str], None]) -> ModelInfo:
+        if self.config.enable_lora and experts_of(config_levels(self.config.model)):
+            raise EngineStartError("no kernel for experts beside adapters")
+        return await super().start(report)
+
+
+@adapter_mutant("lora/a_mixture_of_experts_takes_adapters_or_is_refused", says="nats below the most likely one")
+def leaves_out_the_experts(_: object, tensors: Tensors) -> None:
+    """An adapter that also changes a mixture's experts is applied without them."""
+    experts = [name for name in tensors if ".experts." in name]
+    for name in experts if len(experts) < len(tensors) else ():
+        del tensors[name]
 
 
 @adapter_mutant("lora/what_is_no_adapter_is_refused", says="an adapter with one lora_B missing is taken")

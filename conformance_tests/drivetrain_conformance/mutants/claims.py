@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import os
 import subprocess
 import sys
@@ -25,7 +26,14 @@ from drivetrain.types.outputs import FinishReason, GenerationOutput
 from drivetrain.types.prompts import TokenPrompt
 from drivetrain.types.sampling import SamplingParams
 from drivetrain_conformance.mutants.registry import mutant, spoiled_backend
-from drivetrain_conformance.mutants.spoil import SoundBackend, answering, arguments_mutant, claiming, config_mutant
+from drivetrain_conformance.mutants.spoil import (
+    SoundBackend,
+    answering,
+    arguments_mutant,
+    asking_for_params,
+    claiming,
+    config_mutant,
+)
 
 
 @spoiled_backend(
@@ -33,13 +41,28 @@ from drivetrain_conformance.mutants.spoil import SoundBackend, answering, argume
 )
 def claims_hidden_states_and_has_none(backend: type[Backend]) -> type[Backend]:
     """It claims hidden states and returns completions without them."""
-    return claiming(backend, Capability.HIDDEN_STATES)
+
+    def change(_: GenerateRequest, result: GenerateResult) -> GenerateResult:
+        return dataclasses.replace(result, hidden_states=None)
+
+    return answering(claiming(backend, Capability.HIDDEN_STATES), change)
+
+
+@spoiled_backend(caught_by="hidden_states/states_are_those_of_the_last_layer", says="a state is off by")
+def gives_the_state_after_each_token(backend: type[Backend]) -> type[Backend]:
+    """A token's hidden state is the one that the next token is drawn from."""
+
+    def change(_: GenerateRequest, result: GenerateResult) -> GenerateResult:
+        states = result.hidden_states
+        return result if not states else dataclasses.replace(result, hidden_states=[*states[1:], states[-1]])
+
+    return answering(backend, change)
 
 
 @spoiled_backend(caught_by="structured_output/json_follows_the_schema", says="JSONDecodeError")
 def claims_json_and_ignores_the_schema(backend: type[Backend]) -> type[Backend]:
     """It claims structured output and samples as if no schema had been given."""
-    return claiming(backend, Capability.STRUCTURED_JSON)
+    return asking_for_params(claiming(backend, Capability.STRUCTURED_JSON), lambda _: {"structured_output": None})
 
 
 @spoiled_backend(
@@ -48,7 +71,46 @@ def claims_json_and_ignores_the_schema(backend: type[Backend]) -> type[Backend]:
 )
 def lets_a_mask_overrule_the_grammar(backend: type[Backend]) -> type[Backend]:
     """Where a grammar and a mask leave no token, one that the mask allows is drawn."""
-    return claiming(backend, Capability.STRUCTURED_REGEX)
+
+    def change(request: GenerateRequest) -> dict[str, object]:
+        return {"structured_output": None} if request.params.logit_processors else {}
+
+    return asking_for_params(claiming(backend, Capability.STRUCTURED_REGEX), change)
+
+
+@spoiled_backend(
+    caught_by="structured_output/raw_logprobs_are_those_before_the_grammar", says="nats off the model's own"
+)
+def gives_raw_logprobs_after_the_grammar(backend: type[Backend]) -> type[Backend]:
+    """Where a grammar leaves a single token, its raw logprob is 0."""
+
+    def change(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
+        if request.params.structured_output is None or result.logprobs is None:
+            return result
+        # In the case's expression only the dash, one token of the model, may follow the third letter.
+        logprobs = [
+            0.0 if token == ord("-") else own for token, own in zip(result.token_ids, result.logprobs, strict=True)
+        ]
+        return dataclasses.replace(result, logprobs=logprobs)
+
+    return answering(backend, change)
+
+
+@spoiled_backend(
+    caught_by="structured_output/processed_logprobs_are_those_within_the_grammar",
+    says="allowed tokens have probability",
+)
+def gives_processed_logprobs_before_the_grammar(backend: type[Backend]) -> type[Backend]:
+    """Processed logprobs are as if the grammar allowed as many tokens again."""
+
+    def change(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
+        if request.params.structured_output is None or result.logprobs is None or result.top_logprobs is None:
+            return result
+        half = math.log(2)
+        tops = [[(token, logprob - half) for token, logprob in top] for top in result.top_logprobs]
+        return dataclasses.replace(result, logprobs=[logprob - half for logprob in result.logprobs], top_logprobs=tops)
+
+    return answering(backend, change)
 
 
 @spoiled_backend(
@@ -85,7 +147,9 @@ class claims_abort_and_refuses_it(SoundBackend):
         raise self._unsupported(Capability.ABORT)
 
 
-@mutant("structured_output/json_follows_the_schema", says="expected UnsupportedCapability for one of structured_json")
+@mutant(
+    "hidden_states/experts_have_their_shape_and_range", says="expected UnsupportedCapability for one of routed_experts"
+)
 class passes_on_what_it_does_not_claim(StartedModel):
     """Requests for what is unclaimed reach the backend, which knows nothing of them and drops them in silence."""
 

@@ -306,3 +306,38 @@ def embeds_by_the_mean(backend: type[Backend]) -> type[Backend]:
     made = mixed(backend, _Embedding)
     made.config_names = {**backend.config_names, "task": "its own"}
     return made
+
+
+@spoiled_backend(caught_by="embeddings/each_prompt_has_a_vector", says="cosines with the last tokens' states are")
+def keeps_vectors_over_an_update(backend: type[Backend]) -> type[Backend]:
+    """A prompt's vector is kept, also when the weights have changed."""
+
+    class Wrong(SoundBackend):
+        """Keeps every vector."""
+
+        def __init__(self, config: EngineConfig) -> None:
+            super().__init__(config)
+            self._vectors: dict[tuple[int, ...], list[float]] = {}
+
+        async def embed(self, prompts: list[list[int]], dimensions: int | None) -> list[list[float]]:
+            keys = [tuple(prompt) for prompt in prompts]
+            new = [key for key in dict.fromkeys(keys) if key not in self._vectors]
+            if new:
+                vectors = await super().embed([list(key) for key in new], None)
+                self._vectors |= zip(new, vectors, strict=True)
+            return [self._vectors[key][:dimensions] for key in keys]
+
+    return mixed(backend, Wrong)
+
+
+@spoiled_backend(caught_by="score/scores_are_the_models", says="off [")
+def scores_without_the_last_token(backend: type[Backend]) -> type[Backend]:
+    """A sequence's score is that of the sequence without its last token."""
+
+    class Wrong(SoundBackend):
+        """Leaves a token out."""
+
+        async def reward_score(self, sequences: list[list[int]]) -> list[float]:
+            return await super().reward_score([sequence[:-1] or sequence for sequence in sequences])
+
+    return mixed(backend, Wrong)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -118,9 +119,11 @@ class TransformersOracle:
         assert isinstance(earlier, TransformersOracle), (
             f"the cache of a {type(earlier).__name__} cannot be gone on from"
         )
-        cache = DynamicCache(config=self._model.config)
-        earlier.logits_with(token_ids[:cached], past_key_values=cache, use_cache=True)
-        return self.logits_with(token_ids[cached:], past_key_values=cache, use_cache=True)
+        takes = inspect.signature(self._model.forward).parameters
+        name = "past_key_values" if "past_key_values" in takes else "cache"  # models without attention, and newer ones
+        cache = {name: DynamicCache(config=self._model.config), "use_cache": True}
+        earlier.logits_with(token_ids[:cached], **cache)
+        return self.logits_with(token_ids[cached:], **cache)
 
     def rounded_logits(self, token_ids: Sequence[int], unit: float) -> Iterator[Logits]:
         """Yield the logits of eight perturbed copies of the model."""

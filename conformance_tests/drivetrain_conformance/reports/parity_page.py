@@ -9,7 +9,7 @@ from typing import Final
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from drivetrain.errors import InvalidConfig
-from drivetrain_conformance.harness.testbench import TOLERANCE
+from drivetrain_conformance.references.tolerances import TOLERANCE
 from drivetrain_conformance.reports.parity import Agreement, Exchange, Recording, compare
 
 REFERENCE: Final = "transformers"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from drivetrain.backend.toolkit.model_folder import config_levels
+from drivetrain.backend.toolkit.model_folder import config_levels, experts_of
 from drivetrain.checks.safe_repr import shown
 from drivetrain.engine.validation import MEDIA_CAPABILITY, MODE_CAPABILITY, require
 from drivetrain.errors import InvalidConfig
@@ -85,16 +85,6 @@ _ANYWAY: Final[Mapping[str, Callable[[EngineConfig, frozenset[Capability]], bool
 One configuration then fits all backends: ``enable_prefix_caching=False`` is fine where there is no cache."""
 
 
-def _experts(config: EngineConfig) -> str:
-    """Return the field of ``config.json`` that counts the model's experts, with its value; "" if there is none."""
-    for level in config_levels(config.model):
-        for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
-            count = level.get(name)
-            if isinstance(count, int) and count > 1:
-                return f"{name}={count}"
-    return ""
-
-
 def check_config(config: EngineConfig, config_names: Mapping[str, str], capabilities: frozenset[Capability]) -> None:
     """Raise for a configured field that the backend cannot honour; no field is ignored silently.
 
@@ -105,7 +95,7 @@ def check_config(config: EngineConfig, config_names: Mapping[str, str], capabili
     for field, is_used, capability in _CONFIG_NEEDS:
         if is_used(config):
             require(capabilities, capability, f"{field}={shown(getattr(config, field))}", config.backend)
-    if Capability.MOE not in capabilities and (experts := _experts(config)):
+    if Capability.MOE not in capabilities and (experts := experts_of(config_levels(config.model))):
         what = f"model={shown(config.model)}: a mixture of experts ({experts})"
         require(capabilities, Capability.MOE, what, config.backend)
     if "logprobs_mode" in config.model_fields_set:

@@ -10,6 +10,7 @@ from typing import Final
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from drivetrain.backend.base import ModelInfo
+from drivetrain.backend.toolkit.capability_sets import STRUCTURED_OUTPUT
 from drivetrain.checks import simple_values
 from drivetrain.checks.limits import MOST_SAMPLES_OF_A_CALL
 from drivetrain.checks.pydantic_errors import describe_validation_error
@@ -166,7 +167,8 @@ def check_params_supported(params: SamplingParams, config: EngineConfig, capabil
         require(capabilities, MODE_CAPABILITY[mode], f"logprobs in mode {mode.value!r}", config.backend)
     if params.structured_output is not None:
         capability = _GRAMMAR_CAPABILITY[type(params.structured_output)]
-        require(capabilities, capability, "sampling_params.structured_output", config.backend)
+        what = f"sampling_params.structured_output{_lacking(capability)}"
+        require(capabilities, capability, what, config.backend)
 
 
 def check_params_fit(params: SamplingParams, model: ModelInfo, special_tokens: frozenset[str]) -> None:
@@ -378,4 +380,6 @@ def check_media(prompt: Prompt, where: str, config: EngineConfig, capabilities: 
 def _lacking(capability: Capability) -> str:
     if capability is Capability.VIDEO and importlib.util.find_spec("av") is None:
         return " (PyAV, which reads it, is not installed here: pip install 'drivetrain[video]')"
+    if capability in STRUCTURED_OUTPUT and importlib.util.find_spec("xgrammar") is None:
+        return " (xgrammar, which compiles it, is not installed here: pip install 'drivetrain[transformers]')"
     return ""

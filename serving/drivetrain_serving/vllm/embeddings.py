@@ -15,11 +15,12 @@ from starlette.responses import Response
 
 from drivetrain.checks.pydantic_errors import describe_validation_error
 from drivetrain.checks.safe_repr import shown
-from drivetrain.errors import InvalidRequest
+from drivetrain.errors import InvalidRequest, UnsupportedCapability
 from drivetrain.openai.engine_calls import Call
 from drivetrain.openai.payloads import JsonPrompts, prompts_from_json
 from drivetrain.text.prompt_threads import in_prompt_thread
 from drivetrain.types.capability import Capability
+from drivetrain.types.config import Task
 from drivetrain.types.prompts import TextPrompt, TokenPrompt
 from drivetrain_serving.http.answers import json_answer
 from drivetrain_serving.http.bodies import read_json, unless_disconnected
@@ -65,6 +66,12 @@ class EmbeddingRoute:
         engine = self._served.engine
         with call.refusals():
             engine.parts.controller.require("/v1/embeddings", Capability.EMBED)
+            if engine.parts.controller.config.task is not Task.EMBED:
+                raise UnsupportedCapability(
+                    "/v1/embeddings needs an engine that was created with task='embed'; this one has "
+                    f"task={engine.parts.controller.config.task.value!r}",
+                    capability=Capability.EMBED.value,
+                )
             if await self._served.adapter_of(asked.model) is not None:
                 raise InvalidRequest(
                     f"model={shown(asked.model)} is an adapter, of which no embeddings are served; name the model "

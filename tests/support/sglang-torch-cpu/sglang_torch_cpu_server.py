@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import ClassVar, Final
 
+from drivetrain.backend.toolkit.model_folder import config_levels, require_dense_for_adapters
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain_conformance.harness.server_suite import Launch, ServerSuite, dtype_of, text_config
 from drivetrain_sglang.translate import engine_arguments
@@ -15,6 +16,7 @@ _NOT_PLAIN: Final = ("skip_tokenizer_init", "incremental_streaming_output")
 
 def launch_of(config: EngineConfig, **more: object) -> Launch:
     """Return the launch of a server with this configuration and further arguments."""
+    require_dense_for_adapters(config, config_levels(config.model), "SGLang")
     text = text_config(config.model)
     arguments = engine_arguments(config, "cpu", dtype_of(text), int(str(text["max_position_embeddings"])))
     plain = {name: value for name, value in arguments.items() if name not in _NOT_PLAIN}

@@ -140,6 +140,23 @@ def read_adapter(
     return LoraAdapter(Path(path), modules, rank, scale, _unusual(config, modules, tensors))
 
 
+def named_alike(path: str, namings: Sequence[Mapping[str, tuple[int, ...]]]) -> Mapping[str, tuple[int, ...]]:
+    """Return the shapes whose names are most like those of the adapter's layers; the first if it cannot be read.
+
+    Args:
+        path: The adapter's folder.
+        namings: Shapes of the same weights, once for each way to name them.
+    """
+    if len(namings) == 1:
+        return namings[0]
+    try:
+        names = _tensors_of(Path(path))
+    except _UNREADABLE:
+        return namings[0]
+    layers = {name.removeprefix(_PREFIX).partition(".lora_")[0] for name in names}
+    return max(namings, key=lambda shapes: sum(f"{layer}.weight" in shapes for layer in layers))
+
+
 # Fields ------------------------------------------------------------------------------------------------------------
 
 
@@ -216,7 +233,11 @@ def _parts(
         if not lora:
             _check_copy(path, name, tensor, base)
         elif f"{module}.weight" not in shapes:
-            raise _wrong(path, f"has {name}, but the model has no layer {module} to adapt")
+            raise _wrong(
+                path,
+                f"has {name}, but the model has no layer {module} that a request can adapt; name layers as the model "
+                "does (of a vision model, only its language model's), or merge the adapter and push all weights",
+            )
         elif part not in ("A", "B", "bias", "embedding_A", "embedding_B"):
             raise _wrong(path, f"has {name}, which is not a tensor of plain LoRA")
         else:

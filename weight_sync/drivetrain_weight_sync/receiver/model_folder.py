@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from drivetrain.checks.extras import from_extra
@@ -28,6 +28,8 @@ class ModelFolder:
     """Shapes of the tensors, by checkpoint name."""
     fields: Mapping[str, object]
     """Fields of the text part of the model's own configuration."""
+    adaptable: Sequence[Mapping[str, tuple[int, ...]]]
+    """Shapes of the weights that adapters can change, once for each way to name them."""
 
     @property
     def parameters(self) -> int:
@@ -44,6 +46,7 @@ def read_model_folder(config: EngineConfig) -> ModelFolder:
     with from_extra("transformers", f"reading the configuration of {config.model!r}"):
         from transformers import AutoConfig
 
+        from drivetrain_weight_sync.receiver.adaptable_layers import shapes_in_language_model
         from drivetrain_weight_sync.receiver.checkpoint_manifest import checkpoint_of, eos_of_checkpoint
 
     whole = AutoConfig.from_pretrained(
@@ -53,6 +56,7 @@ def read_model_folder(config: EngineConfig) -> ModelFolder:
     named = getattr(text, "eos_token_id", None)
     own = named if isinstance(named, list) else [named]
     checkpoint = checkpoint_of(config.model, config.revision, trust_remote_code=config.trust_remote_code)
+    shapes = {spec.name: spec.shape for spec in checkpoint.tensors}
     return ModelFolder(
         architecture=(whole.architectures or [type(whole).__name__])[0],
         vocab_size=int(text.vocab_size),
@@ -60,8 +64,9 @@ def read_model_folder(config: EngineConfig) -> ModelFolder:
         eos_token_ids=eos_of_checkpoint(config.model, config.revision, text, whole),
         configured_eos=tuple(one for one in own if one is not None),
         dtype=str(getattr(text, "dtype", None) or "auto").removeprefix("torch."),
-        shapes={spec.name: spec.shape for spec in checkpoint.tensors},
+        shapes=shapes,
         fields=text.to_dict(),
+        adaptable=[shapes] if text is whole else shapes_in_language_model(config),
     )
 
 

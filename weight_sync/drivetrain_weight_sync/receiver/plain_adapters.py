@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from drivetrain.errors import InvalidRequest
-from drivetrain_weight_sync.receiver.lora_adapters import LoraAdapter, LoraModule, read_adapter
+from drivetrain_weight_sync.receiver.lora_adapters import LoraAdapter, LoraModule, named_alike, read_adapter
 from drivetrain_weight_sync.transports.push_folder import PushFolder
 
 
@@ -38,12 +38,18 @@ class PlainAdapters:
         self._writes = writes
         self._written: dict[str, PushFolder] = {}
 
-    def folder_for(self, lora_name: str, path: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    def folder_for(self, lora_name: str, path: str, *namings: Mapping[str, tuple[int, ...]]) -> str:
         """Check the adapter at ``path``, and return the folder from which the engine is to load it.
+
+        Args:
+            lora_name: Name of the adapter.
+            path: The folder.
+            namings: Shapes of the weights that adapters can change, once for each way to name them.
 
         Raises:
             InvalidRequest: the folder holds no adapter that the engine can serve.
         """
+        shapes = named_alike(path, namings)
         adapter = read_adapter(path, self._largest_rank, shapes)
         zeros = _unadapted(adapter, shapes, self._adapted_with)
         if not zeros and not adapter.unusual:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from drivetrain.backend.base import ModelInfo
-from drivetrain.backend.toolkit.model_folder import served_context_length
+from drivetrain.backend.toolkit.model_folder import require_dense_for_adapters, served_context_length
 from drivetrain.backend.toolkit.rope_config import plain_rope
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.weights import WeightManifest
@@ -40,7 +40,8 @@ class ServedModel:
             engine: Name of the engine in errors.
 
         Raises:
-            InvalidConfig: The context is too long for the model, or experts are to be spread and it has none.
+            InvalidConfig: The context is too long for the model, experts are to be spread and it has none, or adapters
+                are enabled for a mixture of experts on a CPU.
         """
         from transformers import AutoConfig
 
@@ -49,7 +50,10 @@ class ServedModel:
         )
         text = model_config.get_text_config()
         own = getattr(text, "max_position_embeddings", None) or 2**20
-        return cls(config, model_config, device, own, served_context_length(config, text.to_dict(), own, engine))
+        fields = text.to_dict()
+        if device == "cpu":
+            require_dense_for_adapters(config, [fields], engine)
+        return cls(config, model_config, device, own, served_context_length(config, fields, own, engine))
 
     @cached_property
     def text(self) -> Any:
@@ -84,6 +88,13 @@ class ServedModel:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the model's tensors, by checkpoint name."""
         return {spec.name: spec.shape for spec in self.tensors.tensors}
+
+    @cached_property
+    def adaptable(self) -> Sequence[Mapping[str, tuple[int, ...]]]:
+        """Shapes of the weights that adapters can change, once for each way to name them."""
+        from drivetrain_weight_sync.receiver.adaptable_layers import shapes_in_language_model
+
+        return [self.shapes] if self.text is self.model_config else shapes_in_language_model(self.config)
 
     def require_weights(self) -> None:
         """Raise :class:`EngineStartError` if the model's folder lacks weights that the engine is going to load."""

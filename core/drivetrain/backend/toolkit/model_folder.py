@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
 from drivetrain.backend.toolkit.rope_config import require_short_rope
 from drivetrain.backend.toolkit.translation import context_length_of, require_experts
+from drivetrain.errors import InvalidConfig
 from drivetrain.types.config import EngineConfig
 
 _LENGTH: Final = "max_position_embeddings"
+_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Fields of ``config.json`` that count a model's experts."""
 
 
 def config_levels(model: str) -> list[Mapping[str, object]]:
@@ -27,6 +30,39 @@ def config_levels(model: str) -> list[Mapping[str, object]]:
         return []
     text = fields.get("text_config") if isinstance(fields, dict) else None
     return [level for level in (fields, text) if isinstance(level, dict)]
+
+
+def experts_of(levels: Iterable[Mapping[str, object]]) -> str:
+    """Return the field that counts the model's experts, with its value; "" if the model is dense.
+
+    Args:
+        levels: Fields of the model's ``config.json``, as :func:`config_levels` returns them.
+    """
+    for level in levels:
+        for name in _EXPERTS:
+            count = level.get(name)
+            if isinstance(count, int) and count > 1:
+                return f"{name}={count}"
+    return ""
+
+
+def require_dense_for_adapters(config: EngineConfig, levels: Iterable[Mapping[str, object]], engine: str) -> None:
+    """Raise :class:`InvalidConfig` if adapters are enabled for a mixture of experts.
+
+    For engines whose kernels for experts beside adapters need a GPU, when they run on a CPU. They would wrap the
+    experts even if no adapter changes them, and fail at the first forward pass.
+
+    Args:
+        config: The configuration.
+        levels: As for :func:`experts_of`.
+        engine: Name of the engine in errors.
+    """
+    if config.enable_lora and (experts := experts_of(levels)):
+        raise InvalidConfig(
+            f"enable_lora=True: the model is a mixture of experts ({experts}), which {engine} runs with adapters only "
+            "on a GPU; leave it out, use a GPU or the transformers backend, or merge adapters and push all weights",
+            field="enable_lora",
+        )
 
 
 def check_model_folder(config: EngineConfig, engine: str) -> None:
@@ -66,4 +102,10 @@ def served_context_length(config: EngineConfig, fields: Mapping[str, object], ow
     return length
 
 
-__all__ = ["check_model_folder", "config_levels", "served_context_length"]
+__all__ = [
+    "check_model_folder",
+    "config_levels",
+    "experts_of",
+    "require_dense_for_adapters",
+    "served_context_length",
+]
