@@ -1,0 +1,55 @@
+"""Throughput with sampling masks and without, in turns in one engine, so that a busy machine slows both.
+
+    python benchmarks/sampling_mask.py BACKEND [--model PATH] [--batch 512] [--tokens 128] [--rounds 8]
+
+Prints tokens/s of both, and the ratio of the medians. Without a model it makes a tiny one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import time
+
+from drivetrain import InferenceEngine, SamplingParams, create_engine
+from drivetrain.testing import tiny_model
+
+
+async def rate(engine: InferenceEngine, prompts: list[list[int]], params: SamplingParams) -> float:
+    """Tokens per second of one call."""
+    begun = time.perf_counter()
+    output = await engine.generate(prompts, params)
+    return sum(len(completion.token_ids) for completion in output.completions) / (time.perf_counter() - begun)
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("backend")
+    parser.add_argument("--model")
+    parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--top-k", type=int, default=50)
+    parser.add_argument("--top-p", type=float, default=0.9)
+    given = parser.parse_args()
+    plain = SamplingParams(max_new_tokens=given.tokens, ignore_eos=True, top_k=given.top_k, top_p=given.top_p)
+    kinds = {"without": plain, "with": plain.model_copy(update={"return_sampling_mask": True})}
+    prompts = [[1 + index % 200, 2, 3, 4] for index in range(given.batch)]
+    model = given.model or str(tiny_model("qwen2"))
+    rates: dict[str, list[float]] = {kind: [] for kind in kinds}
+    async with create_engine(given.backend, model=model, max_num_seqs=given.batch) as engine:
+        for params in kinds.values():
+            await rate(engine, prompts, params)
+        for turn in range(given.rounds):
+            for kind in sorted(kinds, reverse=bool(turn % 2)):
+                rates[kind].append(await rate(engine, prompts, kinds[kind]))
+    medians = {kind: statistics.median(found) for kind, found in rates.items()}
+    print(
+        f"{given.backend}, batch {given.batch}, {model}: {medians['without']:.0f} tokens/s without masks, "
+        f"{medians['with']:.0f} with: ratio {medians['with'] / medians['without']:.3f}"
+    )
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
