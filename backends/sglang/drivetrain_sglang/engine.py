@@ -24,6 +24,7 @@ from drivetrain.backend.base import (
 from drivetrain.backend.toolkit.model_folder import check_model_folder, config_levels, require_dense_for_adapters
 from drivetrain.backend.toolkit.start_errors import start_errors
 from drivetrain.backend.toolkit.translation import shortened_all
+from drivetrain.backend.toolkit.xgrammar_limits import refuse_ignored_parts
 from drivetrain.errors import (
     EngineDied,
     EngineInternalError,
@@ -196,6 +197,9 @@ class SGLangBackend(WorkerBackend[Collected]):
 
         seen: list[dict[str, Any]] = []
         try:
+            grammar = request.params.structured_output
+            if grammar is not None and self.config.engine_kwargs.get("grammar_backend") in (None, "xgrammar"):
+                refuse_ignored_parts(grammar)
             async with self.admitted(request, sample) as rid:
                 if request.media and self._vision is not None:
                     seen = image_data(await self._vision.patches(request.media))

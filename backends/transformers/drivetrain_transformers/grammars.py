@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -16,10 +15,10 @@ import xgrammar
 from xgrammar import CompiledGrammar
 
 from drivetrain.backend.toolkit.translation import eos_token_ids
+from drivetrain.backend.toolkit.xgrammar_limits import refuse_ignored_parts
 from drivetrain.errors import DeadlineExceeded, EngineInternalError, InvalidRequest
 from drivetrain.text.tokenizer import Tokenizer
 from drivetrain.types.sampling import EbnfGrammar, JsonSchema, RegexGrammar
-from drivetrain_transformers.ignored_parts import ignored_anchors, ignored_keywords
 
 Grammar = JsonSchema | RegexGrammar | EbnfGrammar
 
@@ -101,12 +100,11 @@ class Grammars:
                 vocabulary = _vocabulary(self._tokenizer, self._vocab_size, self._ends)
                 self._compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=_COMPILE_THREADS, cache_enabled=False)
         try:
+            refuse_ignored_parts(grammar)
             match grammar:
                 case JsonSchema(json_schema=schema):
-                    _refuse(ignored_keywords(json.loads(schema)))
                     compiled = self._compiler.compile_json_schema(schema)
                 case RegexGrammar(regex=expression):
-                    _refuse(ignored_anchors(expression))
                     compiled = self._compiler.compile_regex(expression)
                 case EbnfGrammar(ebnf=text):
                     compiled = self._compiler.compile_grammar(text)
@@ -191,16 +189,6 @@ class GrammarMask:
         octets = bits.view(torch.uint8).flatten().to(self._biases.device).int()
         bias = self._biases.index_select(0, octets).view(len(states), -1)
         return bias[:, : logits.shape[-1]].add_(logits)
-
-
-def _refuse(ignored: Iterator[str]) -> None:
-    found = next(ignored, None)
-    if found is not None:
-        raise InvalidRequest(
-            f"{FIELD}: {found} would be ignored by xgrammar, which the transformers backend uses; say it in another "
-            "way, or leave it out",
-            field=FIELD,
-        )
 
 
 def _vocabulary(tokenizer: Tokenizer, size: int, ends: Sequence[int]) -> xgrammar.TokenizerInfo:

@@ -20,6 +20,7 @@ from drivetrain.backend.toolkit.model_folder import check_model_folder, config_l
 from drivetrain.backend.toolkit.rope_config import short_rope_length
 from drivetrain.backend.toolkit.start_errors import start_errors
 from drivetrain.backend.toolkit.translation import shortened_all
+from drivetrain.backend.toolkit.xgrammar_limits import refuse_ignored_parts
 from drivetrain.errors import (
     EngineDied,
     EngineError,
@@ -48,6 +49,7 @@ from drivetrain_vllm.translate import (
     Collected,
     carries_masks,
     engine_arguments,
+    may_use_xgrammar,
     room_of,
     sampling_params,
     visible_devices,
@@ -236,6 +238,9 @@ class VLLMBackend(WorkerBackend[Collected]):
     async def outputs(self, request: GenerateRequest, sample: Collected, *, stream: bool) -> AsyncGenerator[Any, None]:
         """Yield vLLM's ``RequestOutput`` objects."""
         try:
+            grammar = request.params.structured_output
+            if grammar is not None and may_use_xgrammar(self.config):
+                refuse_ignored_parts(grammar)
             async with self.admitted(request, sample) as name:
                 # In vLLM a lower number is a higher priority.
                 outputs = self._running.generate(

@@ -18,6 +18,7 @@ from drivetrain.backend.toolkit.translation import (
     spreads_experts,
     with_engine_kwargs,
 )
+from drivetrain.backend.toolkit.xgrammar_limits import refuse_ignored_parts
 from drivetrain.errors import EngineInternalError, InvalidConfig, InvalidRequest
 from drivetrain.media.qwen_vision import ENGINE_BOUNDS, ENGINE_FETCHES, ENGINE_PREPARES
 from drivetrain.types.config import EngineConfig, Task
@@ -242,6 +243,13 @@ def drawn_by_vllm(request: GenerateRequest, *, deterministic: bool = False) -> b
     return not deterministic and honours_temperature and is_plain(request, LogprobsMode.RAW)
 
 
+def may_use_xgrammar(config: EngineConfig) -> bool:
+    """Return whether vLLM may compile grammars with xgrammar, as it does unless another library is configured."""
+    chosen = config.engine_kwargs.get("structured_outputs_config")
+    library = chosen.get("backend", "auto") if isinstance(chosen, Mapping) else "auto"
+    return library in ("auto", "xgrammar")
+
+
 def sampling_params(request: GenerateRequest, *, stream: bool, deterministic: bool = False) -> Any:
     """Return vLLM's ``SamplingParams`` of a request.
 
@@ -297,7 +305,7 @@ def plain_sampling_params(request: GenerateRequest) -> dict[str, object]:
     """Return vLLM's ``SamplingParams`` of a request as JSON, for a server without drivetrain's plugin.
 
     Raises:
-        InvalidRequest: vLLM would change the temperature.
+        InvalidRequest: vLLM would change the temperature, or ignore a part of the grammar.
     """
     params = request.params
     if params.temperature and not _TEMPERATURES[0] <= params.temperature <= _TEMPERATURES[1]:
@@ -326,6 +334,8 @@ def plain_sampling_params(request: GenerateRequest) -> dict[str, object]:
         native["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
     if request.seed is not None:
         native["seed"] = request.seed
+    if params.structured_output is not None:
+        refuse_ignored_parts(params.structured_output)  # the server may use xgrammar
     match params.structured_output:
         case JsonSchema(json_schema=schema):
             native["structured_outputs"] = {"json": schema}

@@ -6,8 +6,8 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import regex
 
@@ -35,6 +35,16 @@ _REGEX: Final = RegexGrammar(regex="(cat|dog)-[0-9]{3}")
 _OTHER_REGEX: Final = RegexGrammar(regex="[x-z]{5}")
 _GRAMMAR: Final = EbnfGrammar(ebnf='root ::= answer " " digit digit\nanswer ::= "yes" | "no"\ndigit ::= [0-9]\n')
 
+_RARER: Final[Sequence[tuple[dict[str, object], Callable[[Any], bool]]]] = (
+    (
+        {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2, "uniqueItems": True},
+        lambda value: value[0] != value[1],
+    ),
+    ({"$defs": {"n": {"enum": [1, 22, 333]}}, "$ref": "#/$defs/n", "minimum": 100}, lambda value: value >= 100),
+    ({"type": "string", "pattern": "^[ab]{1,8}$", "minLength": 8}, lambda value: len(value) >= 8),
+)
+"""Schemas with keywords that libraries accept and ignore, and what values of them hold."""
+
 
 @case(Capability.STRUCTURED_JSON)
 async def json_follows_the_schema(bench: Bench) -> None:
@@ -48,6 +58,8 @@ async def json_follows_the_schema(bench: Bench) -> None:
         assert value["action"] in _ACTIONS
         assert isinstance(value["sure"], bool)
         assert value["count"] in (1, 22, 333)
+    for schema, holds in _RARER:
+        await _is_held_or_refused(bench, JsonSchema(json_schema=json.dumps(schema)), holds)
 
 
 @case(Capability.STRUCTURED_REGEX)
@@ -208,6 +220,21 @@ async def a_grammar_that_does_not_compile_is_refused(bench: Bench) -> None:
             params = SamplingParams(max_new_tokens=8, structured_output=EbnfGrammar(ebnf=broken))
             await bench.engine.generate(bench.prompt(), params)
     assert (await bench.greedy([bench.prompt()]))[0].token_ids
+
+
+def _require_params_named(error: InvalidRequest) -> None:
+    assert (error.field or "").startswith("sampling_params"), f"the error names {error.field!r}"
+
+
+async def _is_held_or_refused(bench: Bench, schema: JsonSchema, holds: Callable[[Any], bool]) -> None:
+    params = SamplingParams(max_new_tokens=_room(bench), n=8, structured_output=schema)
+    try:
+        output = await bench.engine.generate(bench.prompt(), params)
+    except InvalidRequest as error:
+        _require_params_named(error)
+        return
+    wrong = [one.text for one in _ended(output.completions) if not holds(json.loads(one.text))]
+    assert not wrong, f"{wrong[0]!r} is not of the schema {schema.json_schema}"
 
 
 def _room(bench: Bench) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import math
 import os
 import subprocess
@@ -24,7 +25,7 @@ from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import FinishReason, GenerationOutput
 from drivetrain.types.prompts import TokenPrompt
-from drivetrain.types.sampling import SamplingParams
+from drivetrain.types.sampling import JsonSchema, SamplingParams
 from drivetrain_conformance.mutants.registry import mutant, spoiled_backend
 from drivetrain_conformance.mutants.spoil import (
     SoundBackend,
@@ -63,6 +64,20 @@ def gives_the_state_after_each_token(backend: type[Backend]) -> type[Backend]:
 def claims_json_and_ignores_the_schema(backend: type[Backend]) -> type[Backend]:
     """It claims structured output and samples as if no schema had been given."""
     return asking_for_params(claiming(backend, Capability.STRUCTURED_JSON), lambda _: {"structured_output": None})
+
+
+@spoiled_backend(caught_by="structured_output/json_follows_the_schema", says="is not of the schema")
+def ignores_rarer_keywords(backend: type[Backend]) -> type[Backend]:
+    """It takes schemas with keywords that its library ignores."""
+
+    def change(request: GenerateRequest) -> dict[str, object]:
+        if not isinstance(request.params.structured_output, JsonSchema):
+            return {}
+        schema = json.loads(request.params.structured_output.json_schema)
+        held = {key: value for key, value in schema.items() if key not in ("uniqueItems", "minimum", "minLength")}
+        return {"structured_output": JsonSchema(json_schema=json.dumps(held))}
+
+    return asking_for_params(backend, change)
 
 
 @spoiled_backend(

@@ -9,7 +9,7 @@ import pytest
 import xgrammar
 from pydantic import BaseModel, Field
 
-from drivetrain_transformers.ignored_parts import ignored_anchors, ignored_keywords
+from drivetrain.backend.toolkit.xgrammar_limits import ignored_anchors, ignored_keywords
 
 INTEGER = {"type": "integer"}
 A, B = {"const": 1}, {"const": 2}

@@ -1,9 +1,14 @@
-"""Parts of JSON schemas and regular expressions that xgrammar accepts and ignores; they are refused instead."""
+"""Parts of JSON schemas and regular expressions that xgrammar accepts and ignores; engines that use it refuse them."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Final, cast
+
+from drivetrain.errors import InvalidRequest
+from drivetrain.types.sampling import EbnfGrammar, JsonSchema, RegexGrammar
 
 Node = Mapping[str, object]
 
@@ -35,6 +40,32 @@ _KINDS: Final[Mapping[str, type | tuple[type, ...]]] = {
     "object": dict,
     "string": str,
 }
+
+
+def refuse_ignored_parts(grammar: JsonSchema | RegexGrammar | EbnfGrammar) -> None:
+    """Refuse a grammar of which xgrammar would ignore a part.
+
+    Raises:
+        InvalidRequest: it has such a part, which the message names.
+    """
+    match grammar:
+        case JsonSchema(json_schema=schema):
+            found = _ignored_in_schema(schema)
+        case RegexGrammar(regex=expression):
+            found = next(ignored_anchors(expression), None)
+        case EbnfGrammar():
+            found = None
+    if found is not None:
+        field = "sampling_params.structured_output"
+        raise InvalidRequest(
+            f"{field}: {found} would be ignored by xgrammar, which this engine uses; say it otherwise, or leave it out",
+            field=field,
+        )
+
+
+@lru_cache(maxsize=256)
+def _ignored_in_schema(schema: str) -> str | None:
+    return next(ignored_keywords(json.loads(schema)), None)
 
 
 def ignored_keywords(schema: object, path: str = "#") -> Iterator[str]:
