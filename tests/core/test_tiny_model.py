@@ -187,6 +187,18 @@ def test_a_cached_model_that_lost_a_file_is_written_anew(own_temporary_directory
     assert torch.equal(logits_of(folder), before)
 
 
+def test_a_folder_that_another_process_wrote_meanwhile_stays_where_it_is(
+    own_temporary_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_model(seed=13)
+    inode, before = folder.stat().st_ino, logits_of(folder)
+    module = sys.modules["drivetrain.testing.tiny_model"]  # drivetrain.testing has a function of the same name
+    monkeypatch.setattr(module, "_complete", lambda folder: False)
+    assert tiny_model(seed=13) == folder
+    assert folder.stat().st_ino == inode, "a reader of the folder would have lost it"
+    assert torch.equal(logits_of(folder), before)
+
+
 def test_the_cache_is_this_users_alone(own_temporary_directory: Path) -> None:
     root = tiny_model().parent
     assert stat.S_IMODE(root.stat().st_mode) == 0o700

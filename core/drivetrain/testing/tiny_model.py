@@ -348,13 +348,12 @@ def _cached(architecture: str, seed: int, overrides: Mapping[str, ConfigValue]) 
     building = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
     try:
         _write(building, architecture, seed, overrides)
-        if not _complete(folder):  # incomplete: the system's cleaner deletes files not read for days
-            shutil.rmtree(folder, ignore_errors=True)
         try:
             building.rename(folder)
-        except OSError:
-            if not _complete(folder):  # not a race with another process that wrote the same model
-                raise
+        except OSError:  # it exists: another process wrote it, or the system's cleaner deleted files not read for days
+            # Nothing is removed, for the other process may be reading it; files of one key have the same content.
+            for file in building.iterdir():
+                file.replace(folder / file.name)
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return folder
