@@ -66,16 +66,18 @@ class Ranks:
         """
         for end in self._ends:
             end.send((function, arguments))
-        return [self._result(end) for end in self._ends]
+        answers = [self._answer(end) for end in self._ends]  # all of them, else the next call would get the rest
+        for kind, value in answers:
+            assert kind != "raised", value
+        return [value for _, value in answers]
 
-    def _result(self, end: Connection) -> Any:
+    def _answer(self, end: Connection) -> tuple[str, Any]:
         assert end.poll(TIMEOUT_S + 60), "a rank hangs"
         try:
             kind, value = end.recv()
         except EOFError:
-            return "killed"
-        assert kind != "raised", value
-        return value
+            return "returned", "killed"
+        return kind, value
 
     def close(self) -> None:
         """End the processes."""

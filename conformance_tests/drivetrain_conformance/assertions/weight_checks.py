@@ -204,6 +204,7 @@ async def update_in_flight(bench: Bench, mode: PauseMode) -> Updated:
     await same_label_again(engine)
     params = bench.long(TOKENS, logprobs=0, logprobs_mode="raw")
     async with bench.in_flight(bench.prompts(2), params) as running, Late(bench) as late:
+        await bench.greedy(bench.prompts(1), 2)  # a clock: by then each of the others has a token
         async with engine.weight_update(from_disk(bench.other_weights(), mode=mode)) as update:
             late.arrive()
             await load_all(update)

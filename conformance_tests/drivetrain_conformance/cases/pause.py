@@ -20,7 +20,7 @@ from drivetrain.types.sampling import LogprobsMode, SamplingParams, TemperatureS
 from drivetrain_conformance.assertions.refusals import refused
 from drivetrain_conformance.assertions.same_answers import check_prefix, check_same
 from drivetrain_conformance.harness.case import case
-from drivetrain_conformance.harness.testbench import Bench, until_idle
+from drivetrain_conformance.harness.testbench import Bench, in_time, until_idle
 
 _T = TypeVar("_T")
 
@@ -676,24 +676,33 @@ async def _stream_stands_still(bench: Bench, mode: PauseMode) -> None:
     await _can_pause(engine, mode)
     prompt, params = bench.prompt(), (_with_a_state(bench) or [bench.long(TOKENS)])[-1]
     (whole,) = (await engine.generate(prompt, params)).completions
-    async with _streamed(engine, prompt, params) as (chunks, reading):
-        try:
-            async with asyncio.timeout(BOUND):
-                while len(chunks) < 5 and not reading.done():  # noqa: ASYNC110 - chunks come one by one
-                    await asyncio.sleep(0.001)
-            if reading.done():
-                reading.result()
-            await engine.pause_generation(mode)
-            await asyncio.sleep(QUIET)  # tokens made before the pause may still be on their way
-            shown = sum(len(chunk.token_ids) for chunk in chunks)
-            await asyncio.sleep(3 * QUIET)
-            late = sum(len(chunk.token_ids) for chunk in chunks) - shown
-            assert late == 0, f"{late} tokens were made while the request was frozen ({mode.value})"
-            assert not reading.done()
-            assert shown < len(whole.token_ids)
-        finally:
-            await engine.continue_generation()
-        await _result(reading)
+
+    async def frozen() -> tuple[bool, list[CompletionChunk]]:
+        """Freeze a stream and continue it; return whether it had not ended by then, and its chunks."""
+        async with _streamed(engine, prompt, params) as (chunks, reading):
+            try:
+                async with asyncio.timeout(BOUND):
+                    while len(chunks) < 5 and not reading.done():  # noqa: ASYNC110 - chunks come one by one
+                        await asyncio.sleep(0.001)
+                if reading.done():
+                    reading.result()
+                await engine.pause_generation(mode)
+                await asyncio.sleep(QUIET)  # tokens made before the pause may still be on their way
+                was_in_time = not reading.done()
+                shown = sum(len(chunk.token_ids) for chunk in chunks)
+                await asyncio.sleep(3 * QUIET)
+                late = sum(len(chunk.token_ids) for chunk in chunks) - shown
+                assert late == 0, f"{late} tokens were made while the request was frozen ({mode.value})"
+                if was_in_time:
+                    assert not reading.done(), "the stream ended while its request was frozen"
+                    assert shown < len(whole.token_ids)
+            finally:
+                await engine.continue_generation()
+            await _result(reading)
+            return was_in_time, chunks
+
+    was_in_time, chunks = await in_time(frozen, lambda found: found[0])
+    assert was_in_time, "every stream ended before it was frozen"
     last = chunks[-1].completion
     assert last is not None
     assert [token for chunk in chunks for token in chunk.token_ids] == last.token_ids
