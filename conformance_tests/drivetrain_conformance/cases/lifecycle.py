@@ -87,7 +87,7 @@ async def a_life(bench: Bench) -> None:
         threads.add(threading.get_ident())
 
     _check_state(engine, EngineState.CREATED)
-    await _everything_is_refused(engine, "created")
+    await _everything_is_refused(bench, engine, "created")
     await engine.start(note)
     try:
         assert threads <= {threading.get_ident()}, "the progress callback was called in another thread"
@@ -121,7 +121,7 @@ async def a_life(bench: Bench) -> None:
             await engine.teardown()
     for _ in range(2):
         _check_state(engine, EngineState.CLOSED)
-        await _everything_is_refused(engine, "closed")
+        await _everything_is_refused(bench, engine, "closed")
         await _refused(engine.start(), "closed")
         async with asyncio.timeout(BOUND):
             await engine.teardown()
@@ -586,7 +586,7 @@ async def closing_returns_requests_in_flight(bench: Bench) -> None:
     lengths = [len(completion.token_ids) for completion in completions]
     assert max(lengths) < 800, f"aborted, and whole: {lengths} of 800 tokens"
     assert any(lengths), "none has a token, though at least one was being generated"  # others may have waited
-    await _everything_is_refused(engine, "closed")
+    await _everything_is_refused(bench, engine, "closed")
 
 
 @case(own_engine=True)
@@ -843,8 +843,9 @@ async def _refused(asked: Coroutine[object, object, object], state: str) -> None
             await asked
 
 
-async def _everything_is_refused(engine: InferenceEngine, state: str) -> None:
+async def _everything_is_refused(bench: Bench, engine: InferenceEngine, state: str) -> None:
     """Require every call to be refused for the engine's state, whatever capabilities it claims."""
+    folder = bench.folder("refused")
     asked: list[Callable[[], Coroutine[object, object, object]]] = [
         lambda: engine.generate([1, 2, 3], SHORT),
         engine.stats,
@@ -860,9 +861,9 @@ async def _everything_is_refused(engine: InferenceEngine, state: str) -> None:
         engine.validate_weights,
         lambda: engine.update_weight_version("a label"),
         lambda: engine.open_session(100),
-        lambda: engine.start_profile("nowhere"),
-        lambda: engine.save_sharded_model("nowhere"),
-        lambda: engine.save_remote_model("file:///nowhere"),
+        lambda: engine.start_profile(str(folder)),
+        lambda: engine.save_sharded_model(str(folder)),
+        lambda: engine.save_remote_model(folder.as_uri()),
     ]
     for ask in asked:
         await _refused(ask(), state)
