@@ -6,9 +6,13 @@ import json
 from typing import Annotated, Any, Literal
 
 import pytest
+import regex
 import xgrammar
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
+from drivetrain.backend.toolkit import xgrammar_limits
 from drivetrain.backend.toolkit.xgrammar_limits import ignored_anchors, ignored_keywords
 
 INTEGER = {"type": "integer"}
@@ -118,3 +122,28 @@ def test_the_place_is_named() -> None:
 )
 def test_anchors_that_xgrammar_ignores_are_found(expression: str, found: list[str]) -> None:
     assert list(ignored_anchors(expression)) == found
+
+
+KEYWORDS = sorted(
+    {"$ref", "$defs", "type", "required", "properties", "patternProperties", "const", "enum", "oneOf"}
+    | {*xgrammar_limits._ALONE, *xgrammar_limits._IGNORED, *xgrammar_limits._LISTS, *xgrammar_limits._NUMBERS}
+    | {*xgrammar_limits._OBJECTS, *xgrammar_limits._TEXTS}
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.sampled_from(["string", "object", "date", "#/$defs/a", "x"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYWORDS), inner, max_size=4),
+)
+
+
+@given(VALUES)
+def test_what_is_no_schema_is_left_to_xgrammar(value: object) -> None:
+    assert all(isinstance(words, str) for words in ignored_keywords(value))
+
+
+@given(st.text(alphabet="ab^$[]()\\|*-Zd", max_size=12))
+def test_any_expression_that_compiles_is_read(expression: str) -> None:
+    try:
+        regex.compile(expression)
+    except regex.error:
+        return
+    assert all(" at character " in words for words in ignored_anchors(expression))

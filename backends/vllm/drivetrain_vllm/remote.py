@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Final
 from drivetrain.backend.base import EngineStats, GenerateRequest, GenerateResult, ModelInfo, TokenDelta
 from drivetrain.backend.toolkit.rope_config import require_plain_rope, short_rope_length
 from drivetrain.backend.toolkit.translation import context_length_of, shortened_all
+from drivetrain.backend.toolkit.xgrammar_limits import refuse_ignored_parts
 from drivetrain.errors import EngineDied, EngineInternalError, EngineStartError, InvalidConfig
 from drivetrain.servers.http_client import ServerClient, ServerKind
 from drivetrain.servers.remote_backend import BUSY_S, ENDPOINT, LOOK_S, ServerBackend
@@ -211,6 +212,8 @@ class VLLMServerBackend(ServerBackend[ServerSays]):
 
     def _body(self, request: GenerateRequest, name: str, *, stream: bool) -> dict[str, object]:
         check_count(request.params, self._server)
+        if request.params.structured_output is not None and self._server.may_use_xgrammar:
+            refuse_ignored_parts(request.params.structured_output)
         body: dict[str, object] = {
             "request_id": name,
             "token_ids": request.prompt_token_ids,

@@ -14,7 +14,7 @@ from drivetrain.servers.remote_backend import ENDPOINT
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.sampling import LogprobsMode, SamplingParams
-from drivetrain_vllm.translate import PLAIN_FIELDS
+from drivetrain_vllm.translate import PLAIN_FIELDS, WITH_XGRAMMAR
 
 GENERATE: Final = "/inference/v1/generate"
 ABORT: Final = "/inference/v1/abort_requests"
@@ -107,6 +107,11 @@ class ServerSays:
     def generates(self) -> bool:
         """True if the model generates text."""
         return bool(self.part("scheduler_config.runner_type") == "generate")
+
+    @property
+    def may_use_xgrammar(self) -> bool:
+        """True if the server may compile a grammar with xgrammar."""
+        return (self.part("structured_outputs_config.backend") or "auto") in WITH_XGRAMMAR
 
     @property
     def logprobs_mode(self) -> str:

@@ -18,7 +18,6 @@ from drivetrain.backend.toolkit.translation import (
     spreads_experts,
     with_engine_kwargs,
 )
-from drivetrain.backend.toolkit.xgrammar_limits import refuse_ignored_parts
 from drivetrain.errors import EngineInternalError, InvalidConfig, InvalidRequest
 from drivetrain.media.qwen_vision import ENGINE_BOUNDS, ENGINE_FETCHES, ENGINE_PREPARES
 from drivetrain.types.config import EngineConfig, Task
@@ -107,6 +106,9 @@ _ON_A_CPU: Final[Mapping[str, object]] = {
     "block_size": 32,
     "distributed_executor_backend": "uni",
 }
+WITH_XGRAMMAR: Final = frozenset({"auto", "xgrammar"})
+"""Settings of vLLM by which it may compile a grammar with xgrammar."""
+
 _TEMPERATURES: Final = (0.01, 2.0)
 """Lowest and highest temperature that vLLM honours, besides zero: it raises lower ones, and refuses higher ones."""
 
@@ -247,7 +249,7 @@ def may_use_xgrammar(config: EngineConfig) -> bool:
     """Return whether vLLM may compile grammars with xgrammar, as it does unless another library is configured."""
     chosen = config.engine_kwargs.get("structured_outputs_config")
     library = chosen.get("backend", "auto") if isinstance(chosen, Mapping) else "auto"
-    return library in ("auto", "xgrammar")
+    return library in WITH_XGRAMMAR
 
 
 def sampling_params(request: GenerateRequest, *, stream: bool, deterministic: bool = False) -> Any:
@@ -305,7 +307,7 @@ def plain_sampling_params(request: GenerateRequest) -> dict[str, object]:
     """Return vLLM's ``SamplingParams`` of a request as JSON, for a server without drivetrain's plugin.
 
     Raises:
-        InvalidRequest: vLLM would change the temperature, or ignore a part of the grammar.
+        InvalidRequest: vLLM would change the temperature.
     """
     params = request.params
     if params.temperature and not _TEMPERATURES[0] <= params.temperature <= _TEMPERATURES[1]:
@@ -334,8 +336,6 @@ def plain_sampling_params(request: GenerateRequest) -> dict[str, object]:
         native["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
     if request.seed is not None:
         native["seed"] = request.seed
-    if params.structured_output is not None:
-        refuse_ignored_parts(params.structured_output)  # the server may use xgrammar
     match params.structured_output:
         case JsonSchema(json_schema=schema):
             native["structured_outputs"] = {"json": schema}

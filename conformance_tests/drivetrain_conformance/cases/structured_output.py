@@ -206,9 +206,10 @@ async def a_regex_that_does_not_compile_is_refused(bench: Bench) -> None:
 @case(Capability.STRUCTURED_JSON)
 async def a_schema_with_unknown_types_is_refused(bench: Bench) -> None:
     """JSON that is not a valid schema is refused as a mistake in the request, and the engine serves on."""
-    broken = JsonSchema(json_schema='{"type": "no such type"}')
-    with refused(InvalidRequest):
-        await bench.engine.generate(bench.prompt(), SamplingParams(max_new_tokens=8, structured_output=broken))
+    for broken in ('{"type": "no such type"}', '{"type": "string", "format": []}', '{"allOf": 5}'):
+        params = SamplingParams(max_new_tokens=8, structured_output=JsonSchema(json_schema=broken))
+        with refused(InvalidRequest):
+            await bench.engine.generate(bench.prompt(), params)
     assert (await bench.greedy([bench.prompt()]))[0].token_ids
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from typing import Final, cast
+from typing import Final
 
 from drivetrain.errors import InvalidRequest
 from drivetrain.types.sampling import EbnfGrammar, JsonSchema, RegexGrammar
@@ -69,7 +69,10 @@ def _ignored_in_schema(schema: str) -> str | None:
 
 
 def ignored_keywords(schema: object, path: str = "#") -> Iterator[str]:
-    """Yield what xgrammar would ignore in a schema, each as a few words with its place."""
+    """Yield what xgrammar would ignore in a schema, each as a few words with its place.
+
+    Values of a wrong type are passed over: xgrammar refuses them.
+    """
     if not isinstance(schema, dict):
         return
     for words in _ignored_here(schema):
@@ -116,7 +119,8 @@ def _ignored_here(schema: Node) -> Iterator[str]:
             if key in ("const", "enum") and _are_of_type(schema, key):
                 others -= {"type"}
             yield from (f"{other} beside {key}" for other in sorted(others))
-            if key == "allOf" and len(cast(list[object], schema[key])) > 1:
+            parts = schema[key]
+            if key == "allOf" and isinstance(parts, list) and len(parts) > 1:
                 yield "all but the first of allOf"
             return
     if "type" not in schema:
@@ -124,14 +128,16 @@ def _ignored_here(schema: Node) -> Iterator[str]:
     lengths = sorted({"maxLength", "minLength"} & schema.keys())
     if lengths and {"pattern", "format"} & schema.keys():
         yield f"{lengths[0]} beside a pattern or format"
-    if "format" in schema and schema["format"] not in _FORMATS:
-        yield f"the format {schema['format']!r}"
+    form = schema.get("format")
+    if isinstance(form, str) and form not in _FORMATS:
+        yield f"the format {form!r}"
     properties = schema.get("properties", {})
     if "propertyNames" in schema and properties:
         yield "propertyNames beside properties"
     required = schema.get("required", [])
     if isinstance(required, list) and isinstance(properties, dict):
-        yield from (f"required {name!r}, which is none of properties," for name in required if name not in properties)
+        unknown = (name for name in required if isinstance(name, str) and name not in properties)
+        yield from (f"required {name!r}, which is none of properties," for name in unknown)
 
 
 def _are_of_type(schema: Node, key: str) -> bool:
