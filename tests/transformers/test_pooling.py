@@ -181,7 +181,7 @@ async def test_weights_that_are_asleep_embed_nothing() -> None:
         await engine.sleep([MemoryTag.WEIGHTS])
         with pytest.raises(EngineStateError, match="asleep"):
             await engine.encode(SEQUENCES)
-        # The page refuses it already; so does the backend, for a call that was under way.
+        # InferenceEngine refuses the call first; the backend refuses one that was under way.
         with pytest.raises(EngineStateError, match="asleep"):
             await engine.parts.backend.embed(SEQUENCES, None)
         await engine.wake_up()

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import base64
-import importlib.util
 import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -118,9 +116,7 @@ def carries_masks() -> bool:
 
 def labels_tokens() -> bool:
     """Return whether the installed SGLang reports the weight version of each token, without importing it."""
-    found = importlib.util.find_spec("sglang")
-    roots = found.submodule_search_locations if found is not None else None
-    return any((Path(root) / "srt" / "utils" / "weight_versions.py").is_file() for root in roots or ())
+    return source_mentions("sglang", "srt/utils/weight_versions.py", "class WeightVersionSpan")
 
 
 def engine_arguments(

@@ -7,13 +7,14 @@ import asyncio
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 import xgrammar
 from xgrammar import CompiledGrammar
 
+from drivetrain.backend.toolkit.daemon_thread import in_daemon_thread
 from drivetrain.backend.toolkit.translation import eos_token_ids
 from drivetrain.backend.toolkit.xgrammar_limits import refuse_ignored_parts
 from drivetrain.errors import DeadlineExceeded, EngineInternalError, InvalidRequest
@@ -85,7 +86,7 @@ class Grammars:
                 f"{FIELD}: waited {COMPILE_S:g} s for {_AT_ONCE} other grammars to be compiled"
             ) from None
         # The thread cannot be ended, so its slot is free only when it has.
-        work = _in_thread(lambda: self._compile_now(grammar))
+        work = in_daemon_thread(lambda: self._compile_now(grammar), "drivetrain-grammar")
         work.add_done_callback(lambda _: self._slots.release())
         done, _ = await asyncio.wait([work], timeout=COMPILE_S)
         if not done:
@@ -99,8 +100,8 @@ class Grammars:
             if self._compiler is None:
                 vocabulary = _vocabulary(self._tokenizer, self._vocab_size, self._ends)
                 self._compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=_COMPILE_THREADS, cache_enabled=False)
+        refuse_ignored_parts(grammar)
         try:
-            refuse_ignored_parts(grammar)
             match grammar:
                 case JsonSchema(json_schema=schema):
                     compiled = self._compiler.compile_json_schema(schema)
@@ -108,8 +109,6 @@ class Grammars:
                     compiled = self._compiler.compile_regex(expression)
                 case EbnfGrammar(ebnf=text):
                     compiled = self._compiler.compile_grammar(text)
-        except InvalidRequest:
-            raise
         except (RuntimeError, TypeError, ValueError) as error:
             raise InvalidRequest(
                 f"{FIELD}: xgrammar cannot compile the {grammar.kind}: {_said(error)}", field=FIELD
@@ -207,35 +206,6 @@ def _vocabulary(tokenizer: Tokenizer, size: int, ends: Sequence[int]) -> xgramma
         stop_token_ids=[end for end in ends if 0 <= end < size],
         add_prefix_space=known.add_prefix_space,
     )
-
-
-def _in_thread(function: Callable[[], CompiledGrammar]) -> asyncio.Future[CompiledGrammar]:
-    """Run ``function`` in a thread that does not keep the interpreter from exiting."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[CompiledGrammar] = loop.create_future()
-
-    def settle(value: CompiledGrammar | None, error: Exception | None) -> None:
-        if future.done():
-            return
-        if value is not None:
-            future.set_result(value)
-        elif error is not None:
-            future.set_exception(error)
-
-    def run() -> None:
-        value, failed = None, None
-        try:
-            value = function()
-        except Exception as error:
-            failed = error
-        try:
-            loop.call_soon_threadsafe(settle, value, failed)
-        except RuntimeError:  # the loop was closed meanwhile
-            if not loop.is_closed():
-                raise
-
-    threading.Thread(target=run, name="drivetrain-grammar", daemon=True).start()
-    return future
 
 
 def _said(error: Exception) -> str:

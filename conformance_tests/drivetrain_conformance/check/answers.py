@@ -62,16 +62,16 @@ class Answers:
     async def sampled(self) -> Comparison:
         """Answers sampled at temperature 1; the same ones each time, if the engine can be seeded."""
         seed = 0 if self.engine.supports(Capability.SEED) else None
-        return await self._compared(await self._ask(self.prompts.short, temperature=1.0, seed=seed), greedy=False)
+        return await self.compared(await self._ask(self.prompts.short, temperature=1.0, seed=seed), greedy=False)
 
     async def long(self) -> Comparison:
         """The answer to a long prompt."""
-        return await self._compared(await self._ask([self.prompts.long]))
+        return await self.compared(await self._ask([self.prompts.long]))
 
     async def of_prompt(self) -> Comparison:
         """Logprobs of the long prompt's own tokens."""
         completions = await self._ask([self.prompts.long], max_new_tokens=1, prompt_logprobs=0)
-        return await self._compared(completions, greedy=False, of_prompts=True)
+        return await self.compared(completions, greedy=False, of_prompts=True)
 
     async def rounding(self) -> Comparison:
         """Errors of many logprobs, against those that transformers makes in the engine's dtype."""
@@ -83,17 +83,19 @@ class Answers:
 
     async def batch(self) -> Comparison:
         """Answers to prompts of many lengths in one batch."""
-        return await self._compared(await self._ask(self.prompts.mixed))
+        return await self.compared(await self._ask(self.prompts.mixed))
 
     async def cached(self) -> tuple[Comparison, int]:
         """Return the answer to a prompt whose beginning was served before, and the number of its cached tokens."""
         await self._ask([self.prompts.long])
         completions = await self._ask([self.prompts.extended])
-        return await self._compared(completions), completions[0].cached_tokens
+        return await self.compared(completions), completions[0].cached_tokens
 
-    async def compared(self, completions: Sequence[Completion]) -> Comparison:
-        """Compare greedy completions with the reference."""
-        return await self._compared(completions)
+    async def compared(
+        self, completions: Sequence[Completion], *, greedy: bool = True, of_prompts: bool = False
+    ) -> Comparison:
+        """Compare completions with the reference; the arguments are those of :func:`compare`."""
+        return await compare(completions, self.reference, self.tolerance, greedy=greedy, of_prompts=of_prompts)
 
     async def hidden_states(self) -> list[tuple[Completion, list[list[float]]]]:
         """Return greedy completions with the hidden states from which their tokens were sampled."""
@@ -112,8 +114,3 @@ class Answers:
         asked["ignore_eos"] = self.engine.supports(Capability.IGNORE_EOS)
         params = SamplingParams.model_validate(asked | fields)
         return (await self.engine.generate(list(prompts), params)).completions
-
-    async def _compared(
-        self, completions: Sequence[Completion], *, greedy: bool = True, of_prompts: bool = False
-    ) -> Comparison:
-        return await compare(completions, self.reference, self.tolerance, greedy=greedy, of_prompts=of_prompts)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import binascii
 import itertools
 import os
 import stat
-import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import Final, TypeVar
+from collections.abc import Sequence
+from typing import Final
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from drivetrain.backend.base import ReadMedium
+from drivetrain.backend.toolkit.daemon_thread import in_daemon_thread
 from drivetrain.backend.toolkit.deadlines import deadline
 from drivetrain.errors import DrivetrainError, InvalidRequest, UnsupportedCapability
 from drivetrain.media.fetch import at_most, fetch
@@ -23,7 +21,8 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig
 from drivetrain.types.prompts import AudioInput, ImageInput, MediaInput, VideoInput
 
-_T = TypeVar("_T")
+_READS: Final = "drivetrain-reads-file"
+"""Name of threads that read a medium."""
 _CAPABILITIES: Final = {
     ImageInput: Capability.IMAGES,
     VideoInput: Capability.VIDEO,
@@ -49,12 +48,12 @@ async def read_bytes(medium: MediaInput, config: EngineConfig) -> bytes:
                 return _within(medium.data, most)
             if medium.path is not None:
                 path = medium.path
-                return await _left_at_will(lambda: _file(path, most))
+                return await in_daemon_thread(lambda: _file(path, most), _READS)
             assert medium.url is not None
             url = medium.url
             match url[:10].partition(":")[0].lower():
                 case "data":
-                    return await _left_at_will(lambda: _of_data_url(url, most))
+                    return await in_daemon_thread(lambda: _of_data_url(url, most), _READS)
                 case "http" | "https":
                     return await fetch(url, most, allow_private_hosts=config.media.allow_private_hosts)
             raise ValueError("expected http://, https:// or data:")
@@ -103,24 +102,6 @@ def _of_data_url(url: str, most: int) -> bytes:
         return _within(base64.b64decode(encoded, validate=True), most)
     except binascii.Error as error:
         raise ValueError(f"its data is no base64: {error}") from None
-
-
-async def _left_at_will(call: Callable[[], _T]) -> _T:
-    """Run ``call`` in a new daemon thread, so that neither cancellation nor process exit waits for it."""
-    result: Future[_T] = Future()
-
-    def run() -> None:
-        try:
-            value = call()
-        except BaseException as error:
-            if result.set_running_or_notify_cancel():
-                result.set_exception(error)
-        else:
-            if result.set_running_or_notify_cancel():
-                result.set_result(value)
-
-    threading.Thread(target=run, name="drivetrain-reads-file", daemon=True).start()
-    return await asyncio.wrap_future(result)
 
 
 def unreadable(medium: MediaInput, why: str) -> InvalidRequest:

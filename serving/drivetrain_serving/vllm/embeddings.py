@@ -66,10 +66,10 @@ class EmbeddingRoute:
         engine = self._served.engine
         with call.refusals():
             engine.parts.controller.require("/v1/embeddings", Capability.EMBED)
-            if engine.parts.controller.config.task is not Task.EMBED:
+            if engine.config.task is not Task.EMBED:
                 raise UnsupportedCapability(
                     "/v1/embeddings needs an engine that was created with task='embed'; this one has "
-                    f"task={engine.parts.controller.config.task.value!r}",
+                    f"task={engine.config.task.value!r}",
                     capability=Capability.EMBED.value,
                 )
             if await self._served.adapter_of(asked.model) is not None:

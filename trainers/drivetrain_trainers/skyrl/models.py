@@ -53,7 +53,7 @@ class ModelCalls(Page):
 
     def supports_embeddings(self) -> bool:
         """Return whether the engine embeds texts."""
-        return self.engine.supports(Capability.EMBED) and self.engine.parts.controller.config.task is Task.EMBED
+        return self.engine.supports(Capability.EMBED) and self.engine.config.task is Task.EMBED
 
     async def score(
         self,
@@ -72,7 +72,7 @@ class ModelCalls(Page):
 
     def supports_scoring(self) -> bool:
         """Return whether the engine serves a reward model."""
-        return self.engine.supports(Capability.REWARD_SCORE) and self.engine.parts.controller.config.task is Task.REWARD
+        return self.engine.supports(Capability.REWARD_SCORE) and self.engine.config.task is Task.REWARD
 
     async def decode(self, token_ids: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
         """Turn sequences of token ids into texts."""
