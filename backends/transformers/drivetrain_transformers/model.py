@@ -139,23 +139,26 @@ class LoadedModel:
 
     @torch.inference_mode()
     def _check_batching(self) -> None:
-        """Check that padding beside a longer row leaves a row's logits unchanged, where a model could count it.
+        """Check that a short row can be run beside a longer one, and that padding leaves its logits unchanged.
 
-        Those are models without ``position_ids`` and recurrent ones.
+        Only models without ``position_ids`` and recurrent ones could count padding, so that only theirs are compared.
 
         Raises:
-            EngineStartError: padding would change the model's output.
+            EngineStartError: the model cannot be run so, or padding would change its output.
         """
-        if self._positions and not self.is_recurrent:
-            return
-        rows = [[5, 7, 11], [13, 17, 19, 23, 29, 31, 37] * 4]
+        ids = [token % self.info.vocab_size for token in (5, 7, 11, 13, 17, 19, 23, 29, 31, 37)]
+        rows = [ids[:3], ids[3:] * 4]
         name = type(self.module).__name__
         try:
-            alone = [self.module(input_ids=torch.tensor([row], device=self.device)).logits[0, -2:] for row in rows]
             first, decoded = self._prefilled_and_decoded(rows, pad=0)
+            if self._positions and not self.is_recurrent:
+                return
+            alone = [self.module(input_ids=torch.tensor([row], device=self.device)).logits[0, -2:] for row in rows]
             again, _ = self._prefilled_and_decoded(rows, pad=1)
             if self.is_recurrent:
                 self._continues = self._continues_in_one_pass(rows[1], alone[1][-1])
+        except torch.OutOfMemoryError:
+            raise
         except (IndexError, AttributeError, NotImplementedError, TypeError, ValueError, RuntimeError) as error:
             raise EngineStartError(
                 f"{name} cannot run rows of different lengths in one batch, as the transformers backend does: "
