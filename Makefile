@@ -84,7 +84,7 @@ SCHEMATHESIS ?= schemathesis==4.32.5
 SCHEMATHESIS_READY := .venvs/schemathesis/.ready-$(shell echo '$(SCHEMATHESIS)' | sha256sum | cut -c1-16)
 CASES ?= 5
 
-.PHONY: help setup demo serve-demo test test-unit test-slow test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-resume test-trainer-half test-trainers train-skyrl faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-quantised on-engines on-transformers parity parity-page mutants matrix lint lint-mypy lint-pyright lint-contracts site docs bench clean test-skyrl-client test-openrlhf test-trl demo-trl test-trl-teacher test-verl demo-verl test-embeddings test-gyms show-trainers-layers
+.PHONY: help setup demo serve-demo test test-unit test-slow test-sglang-server test-vllm-server test-vllm-routes test-sglang-routes test-gateway test-openapi test-status-page test-resume test-trainer-half test-trainers train-skyrl faults fuzz conformance conformance-all conformance-remote conformance-ray conformance-fleet conformance-quantised on-engines on-transformers parity parity-page mutants matrix lint lint-mypy lint-pyright lint-contracts site docs bench clean test-skyrl-client test-openrlhf test-trl demo-trl test-trl-teacher test-verl demo-verl test-embeddings test-gyms show-trainers-layers
 .PHONY: environments environment-transformers environment-echo environment-trainer environment-trainers environment-sglang environment-sglang-server environment-vllm environment-vllm-server environment-openrlhf environment-trl environment-verl
 
 help: ## show this list
@@ -132,8 +132,11 @@ ROOM_FOR = free=$$(df -Pk . | awk 'NR == 2 { print int($$4 / 1000000 * 1.024) }'
 # One process per core, of one thread each; a file's tests share its engines. One process: ARGS="-n 0".
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
+# `make lint` tests the site that it builds, and `make conformance-fleet` runs beside the engines' suites.
+ELSEWHERE = --ignore=tests/docs/test_site.py --ignore=tests/fleet/test_conformance.py
+
 test-unit: $(READY) ## run the project's own tests but the slow ones
-	@$(PYTEST) -m "not slow" $(ARGS)
+	@$(PYTEST) -m "not slow" $(ELSEWHERE) $(ARGS)
 
 test-slow: $(READY) ## Ray clusters, processes that die, cut networks, growth, mutants of servers: run it when you change what these are about
 	@$(PYTEST) -m slow $(ARGS)
@@ -403,6 +406,9 @@ conformance-quantised: environment-vllm ## push weights to a vLLM that keeps the
 	@$(MAKE) --no-print-directory conformance BACKEND=vllm REPORT=build/vllm-fp8.json \
 		ARGS='--dtype bfloat16 --set "engine_kwargs={quantization: fp8_per_channel}" $(addprefix --case ,$(EQUALS))'
 
+conformance-fleet: $(READY) ## run the suite on a fleet of two transformers engines
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" tests/fleet/test_conformance.py $(ARGS)
+
 # What each engine answers to the same requests, each asked in its own environment.
 parity: environment-sglang environment-vllm $(READY) ## compare the answers of transformers, SGLang and vLLM
 	@OMP_NUM_THREADS=1 $(BIN)/drivetrain record transformers --output build/parity/transformers-cpu.json
@@ -424,17 +430,18 @@ conformance-all: $(READY) ## the suite on every backend, their parity, and wheth
 	@$(MAKE) --no-print-directory parity
 	@$(BIN)/drivetrain matrix --check docs/reference --kept $(RESULTS) build/conformance/*.json
 
-# One of these engines at a time: each takes gigabytes.
+# The two take equally long. Each of these engines takes gigabytes: one at a time, beside the few minutes of the others.
 on-engines:
 	@$(MAKE) --no-print-directory conformance BACKEND=sglang
 	@$(MAKE) --no-print-directory conformance BACKEND=vllm
-	@$(MAKE) --no-print-directory conformance-quantised
-	@OMP_NUM_THREADS=1 .venvs/sglang/bin/drivetrain demo --backend sglang --steps 3 --no-plot # its host is no forked one
 
 on-transformers:
+	@$(MAKE) --no-print-directory conformance-quantised
+	@OMP_NUM_THREADS=1 .venvs/sglang/bin/drivetrain demo --backend sglang --steps 3 --no-plot # its host is no forked one
 	@$(MAKE) --no-print-directory conformance BACKEND=transformers
 	@$(MAKE) --no-print-directory conformance BACKEND=transformers ISOLATION=process
 	@$(MAKE) --no-print-directory conformance BACKEND=echo
+	@$(MAKE) --no-print-directory conformance-fleet
 	@.venvs/echo/bin/python -m pytest -q $(ECHO) -k "generate or stop or errors" # the pytest class; its cases ran above
 
 mutants: $(READY) ## wrong backends and servers, of which the suite must catch each, and wrong fleets, of which their tests must: half an hour
@@ -463,8 +470,9 @@ lint-contracts:
 	@$(BIN)/python -m pytest -q -p no:cacheprovider tests/docs/test_prose.py
 	@$(BIN)/lint-imports
 
-site: $(READY) ## build the documentation site into build/site; fails on a dead link or an unknown name
+site: $(READY) ## build the documentation site into build/site; fails on a dead link, an unknown name or a public one left out
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@SITE=build/site $(BIN)/python -m pytest -q -p no:cacheprovider tests/docs/test_site.py
 
 docs: site ## build the site, run the code blocks of the docs and follow their links
 	@$(BIN)/python -m pytest tests/docs $(ARGS)

@@ -1,4 +1,7 @@
-"""The documentation site builds strictly, and its reference names everything that is public."""
+"""The documentation site builds strictly, and its reference names everything that is public.
+
+``make site`` gives the folder that it has built in ``SITE``.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if built := os.environ.get("SITE"):
+        return ROOT / built
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],

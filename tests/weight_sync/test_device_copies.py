@@ -71,6 +71,7 @@ def test_a_pace_rests_between_parts_and_can_be_ended(monkeypatch: pytest.MonkeyP
     assert done == [0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["interpreted_copies.py", "interpreted_updates.py", "interpreted_staging.py"])
 def test_copies_and_digests_are_those_of_torch(script: str) -> None:
     """Run in a new process, as Triton decides at import if it interprets."""
