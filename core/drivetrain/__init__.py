@@ -86,6 +86,7 @@ if TYPE_CHECKING:
         TokenPrompt,
         VideoInput,
     )
+    from drivetrain.types.routed_experts import RoutedExperts
     from drivetrain.types.sampling import (
         ActionMask,
         DisallowedTokens,
@@ -226,6 +227,7 @@ _EXPORTS = {
         "StructuredOutput",
         "TemperatureSchedule",
     ),
+    "types.routed_experts": ("RoutedExperts",),
     "types.sampling_mask": ("SamplingMask",),
     "types.weights": (
         "BroadcastSource",
@@ -311,6 +313,7 @@ __all__ = [
     "PromptLike",
     "ReadMedium",
     "RegexGrammar",
+    "RoutedExperts",
     "SamplingMask",
     "SamplingParams",
     "ShardsSource",

@@ -31,6 +31,7 @@ def not_resumable(request: GenerateRequest, *, counted: bool) -> tuple[str, ...]
         "prompt_logprobs": params.prompt_logprobs is not None,
         "return_hidden_states": params.return_hidden_states,
         "return_routed_experts": params.return_routed_experts,
+        "return_prompt_routed_experts": params.return_prompt_routed_experts,
         "media": bool(request.media),
     }
     return tuple(field for field, is_set in set_fields.items() if is_set)

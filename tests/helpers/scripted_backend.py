@@ -14,6 +14,7 @@ from drivetrain.backend.base import Backend, EngineStats, GenerateRequest, Gener
 from drivetrain.types.capability import Capability
 from drivetrain.types.config import Isolation
 from drivetrain.types.outputs import FinishReason, VersionSpan
+from drivetrain.types.routed_experts import RoutedExperts
 
 END: Final = 258
 MERGED: Final = 0
@@ -66,13 +67,14 @@ class ScriptedBackend(Backend):
         text, *self.says = self.says
         cut = text.endswith("…")
         ids = [*text.removesuffix("…").encode(), *([] if cut else [END])]
+        experts = [[[token_id]] for token_id in ids]
         return GenerateResult(
             ids,
             FinishReason.LENGTH if cut else FinishReason.STOP,
             [VersionSpan("initial", 0, len(ids))] if ids else [],
             matched_stop=None if cut else END,
             logprobs=[-float(token_id) for token_id in ids],
-            routed_experts=[[[token_id]] for token_id in ids] if request.params.return_routed_experts else None,
+            routed_experts=RoutedExperts.of(experts) if request.params.return_routed_experts else None,
         )
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:

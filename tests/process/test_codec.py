@@ -44,6 +44,7 @@ from drivetrain.backend.base import ReadMedium
 from drivetrain.process import HostedBackend
 from drivetrain.process.codec import forget_params
 from drivetrain.process.rpc_methods import METHODS
+from drivetrain.types.routed_experts import RoutedExperts
 from drivetrain.types.sampling import ActionMask, TemperatureSchedule
 from drivetrain.types.sampling_mask import SamplingMask
 from drivetrain.types.weights import (
@@ -106,7 +107,8 @@ RESULT = GenerateResult(
     prompt_ranks=[None, 2],
     cached_tokens=3,
     hidden_states=[[0.5, 1e-9]],
-    routed_experts=[[[1, 2], [3, 4]]],
+    routed_experts=RoutedExperts.of([[[1, 2], [3, 400]]]),
+    prompt_routed_experts=RoutedExperts.of([[[1, 2], [3, 4]]] * 3),
     sampling_mask=SamplingMask.of(40, [range(40), range(1, 20)]),
 )
 UPDATES = [

@@ -21,6 +21,7 @@ from drivetrain import (
     VersionSpan,
 )
 from drivetrain.errors import EngineInternalError, EngineOutOfMemory
+from drivetrain.types.routed_experts import RoutedExperts
 from drivetrain.types.sampling_mask import SamplingMask
 from drivetrain_sampling.packed_masks import pack
 from drivetrain_sglang import translate
@@ -143,7 +144,7 @@ def test_experts_are_those_of_the_output_tokens() -> None:
     every = np.arange(8, dtype=np.int32).reshape(4, 2, 1)
     meta = {"finish_reason": {"type": "length"}, "routed_experts": base64.b64encode(every.tobytes()).decode()}
     collected.add({"output_ids": [4, 5], "meta_info": meta})
-    assert collected.result("v").routed_experts == every[-2:].tolist()
+    assert collected.result("v").routed_experts == RoutedExperts.of(every[-2:])
 
 
 def test_masks_come_with_their_tokens() -> None:

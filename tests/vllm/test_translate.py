@@ -30,6 +30,7 @@ from drivetrain.errors import (
     NonFiniteLogits,
     NoTokenAllowed,
 )
+from drivetrain.types.routed_experts import RoutedExperts
 from drivetrain.types.sampling_mask import SamplingMask
 from drivetrain_sampling import NO_TOKEN, NOT_FINITE
 from drivetrain_sampling.packed_masks import pack
@@ -233,7 +234,7 @@ def test_experts_are_of_the_pass_that_a_token_was_drawn_from() -> None:
     every = np.arange(4 * 3 * 2, dtype=np.uint8).reshape(4, 3, 2)  # two of the prompt's, and all drawn but the last
     collected = translate.Collected(request({"return_routed_experts": True}), expert_layers=[0, 2])
     collected.add(output([5, 6, 7], "length", routed_experts=every))
-    assert collected.result("v").routed_experts == every[1:, [0, 2]].tolist()
+    assert collected.result("v").routed_experts == RoutedExperts.of(every[1:, [0, 2]])
 
 
 def test_a_stream_with_experts_says_everything_again() -> None:
@@ -245,7 +246,7 @@ def test_a_stream_with_experts_says_everything_again() -> None:
     assert collected.add(output([5, 7], "length", logprobs=flat(*positions), routed_experts=every))[0] == []
     result = collected.result("v")
     assert (result.token_ids, result.logprobs) == ([5, 7], [-2.0, -0.1])
-    assert result.routed_experts == [[[1]], [[2]]]
+    assert result.routed_experts == RoutedExperts.of([[[1]], [[2]]])
 
 
 @pytest.mark.parametrize("given", [None, np.zeros((1, 1, 1), dtype=np.uint8)])
@@ -259,7 +260,7 @@ def test_experts_that_are_not_there_are_an_error(given: Any) -> None:
 def test_without_a_token_there_are_no_experts() -> None:
     collected = translate.Collected(request({"return_routed_experts": True}), expert_layers=[0])
     collected.add(output([], "abort", routed_experts=None))
-    assert collected.result("v").routed_experts == []
+    assert collected.result("v").routed_experts == RoutedExperts()
 
 
 @pytest.mark.parametrize("given", [np.uint8, int])

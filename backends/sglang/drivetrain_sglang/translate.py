@@ -26,6 +26,7 @@ from drivetrain.errors import DrivetrainError, EngineInternalError
 from drivetrain.media.qwen_vision import ENGINE_BOUNDS, ENGINE_FETCHES, ENGINE_PREPARES
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.outputs import FinishReason, TopLogprobs
+from drivetrain.types.routed_experts import RoutedExperts
 from drivetrain.types.sampling import EbnfGrammar, JsonSchema, LogprobsMode, RegexGrammar
 from drivetrain_sampling.encoded_params import encode_params
 from drivetrain_sampling.packed_masks import joined
@@ -454,18 +455,17 @@ class Collected(CollectedSample):
         spans = self._meta.get("weight_versions")
         return None if spans is None else [(str(span["version"]), float(span["end"])) for span in spans]
 
-    def _experts(self, count: int) -> list[list[list[int]]]:
+    def _experts(self, count: int) -> RoutedExperts:
         """Return, for each output token, the experts of the pass that it was drawn from.
 
         SGLang omits the last token's own pass.
         """
         encoded = self._meta.get("routed_experts")
         if encoded is None or not count:
-            return []
+            return RoutedExperts()
         layers, chosen = self._expert_shape
         every = np.frombuffer(base64.b64decode(encoded), dtype=np.int32).reshape(-1, layers, chosen)
-        experts: list[list[list[int]]] = every[-count:].tolist()
-        return experts
+        return RoutedExperts.of(every[-count:])
 
 
 def _top(entries: Sequence[Any] | None, count: int) -> TopLogprobs:

@@ -31,7 +31,7 @@ from drivetrain.backend.toolkit.capability_sets import (
 from drivetrain.backend.toolkit.translation import shortened_all
 from drivetrain.errors import DrivetrainError, EngineError, EngineInternalError, UnsupportedCapability
 from drivetrain.types.capability import Capability
-from drivetrain.types.config import EngineConfig, Isolation
+from drivetrain.types.config import EngineConfig, Isolation, Task
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.weights import (
     CommitUpdate,
@@ -48,6 +48,7 @@ from drivetrain_transformers.translate import (
     SEEN_WORKING,
     check_model_folder,
     device_of,
+    has_experts,
     has_grammars,
     load_arguments,
 )
@@ -110,6 +111,8 @@ class TransformersBackend(Backend):
     def capabilities(cls, config: EngineConfig) -> frozenset[Capability]:
         """Return the backend's capabilities; weights can be kept during sleep only on a device other than the CPU."""
         claimed = set(_ALWAYS)
+        if config.task is Task.GENERATE and has_experts(config):
+            claimed |= {Capability.ROUTED_EXPERTS, Capability.PROMPT_ROUTED_EXPERTS}
         if config.enable_prefix_caching:
             claimed.add(Capability.PREFIX_CACHE)
         if has_grammars():

@@ -27,6 +27,7 @@ from drivetrain.backend.toolkit.rope_config import short_rope_length
 from drivetrain.backend.toolkit.translation import eos_token_ids
 from drivetrain.errors import EngineInternalError, EngineStartError
 from drivetrain.types.config import EngineConfig, Task
+from drivetrain_transformers.expert_choices import ExpertChoices
 from drivetrain_transformers.kv_cache import RunningCache, keys_and_values
 from drivetrain_transformers.longrope import choose_factors_by_row
 from drivetrain_transformers.lora import Adapters
@@ -53,6 +54,8 @@ class Computed:
     logits: torch.Tensor
     states: torch.Tensor | None = None
     """Each row's last token in the last layer, after the final norm: what the head is given; (rows, hidden size)."""
+    experts: torch.Tensor | None = None
+    """Experts of each position: (rows, padded tokens, layers with experts, experts per token)."""
 
 
 class LoadedModel:
@@ -74,6 +77,7 @@ class LoadedModel:
         takes = inspect.signature(module.forward).parameters
         self._cache_name = next((name for name in _CACHE_NAMES if name in takes), _CACHE_NAMES[0])
         self._positions = "position_ids" in takes
+        self.choices = ExpertChoices(module)
         self._keeps_logits = "logits_to_keep" in takes
 
     @classmethod
@@ -211,6 +215,7 @@ class LoadedModel:
         *,
         all_positions: bool,
         states: bool = False,
+        experts: bool = False,
         before_last: Callable[[], None] | None = None,
         pad: int = 0,
     ) -> Computed:
@@ -225,6 +230,7 @@ class LoadedModel:
             before_last: Called when ``past`` holds all of each row but its last token; rows then need two ids or more.
             pad: Id to pad with.
             states: True to return the state of each row's last token too.
+            experts: True to return the experts of all positions too.
 
         Returns:
             Logits of shape (rows, padded tokens or 1, vocabulary), the last position being each row's last token.
@@ -248,24 +254,35 @@ class LoadedModel:
                     adapters,
                     last_only=not all_positions,
                     states=states and end == longest,
+                    experts=experts,
                 )
             )
         if not bool(mask.all()):
             _zero_padding(past, mask)
-        if not all_positions:
-            return parts[-1]
-        return Computed(torch.cat([part.logits for part in parts], dim=1), parts[-1].states)
+        if len(parts) == 1:
+            return parts[0]
+        logits = torch.cat([part.logits for part in parts], dim=1) if all_positions else parts[-1].logits
+        chosen = [part.experts for part in parts if part.experts is not None]
+        return Computed(logits, parts[-1].states, torch.cat(chosen, dim=1) if chosen else None)
 
     @torch.inference_mode()
     def decode(
-        self, last_ids: list[int], adapters: list[str | None], cache: RunningCache, *, states: bool = False
+        self,
+        last_ids: list[int],
+        adapters: list[str | None],
+        cache: RunningCache,
+        *,
+        states: bool = False,
+        experts: bool = False,
     ) -> Computed:
-        """Run one token of each running row; return logits of shape (rows, vocabulary), and states if asked for."""
+        """Run one token of each running row; return logits of shape (rows, vocabulary), and what else is asked for."""
         tokens = torch.tensor(last_ids, dtype=torch.long)[:, None]
         positions = torch.tensor(cache.lengths, dtype=torch.long)[:, None]
         mask = cache.attention_mask()
-        computed = self._forward(tokens, mask, positions, cache, adapters, last_only=True, states=states)
-        return Computed(computed.logits[:, -1], computed.states)
+        computed = self._forward(
+            tokens, mask, positions, cache, adapters, last_only=True, states=states, experts=experts
+        )
+        return Computed(computed.logits[:, -1], computed.states, computed.experts)
 
     @torch.inference_mode()
     def states(self, ids: list[list[int]], *, pad: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -298,6 +315,7 @@ class LoadedModel:
         *,
         last_only: bool,
         states: bool,
+        experts: bool,
     ) -> Computed:
         if not self._attends:
             mask = mask[:, -tokens.shape[1] :]  # a recurrent layer looks at the new tokens alone
@@ -321,8 +339,9 @@ class LoadedModel:
                     raise EngineInternalError(f"{type(self.module).__name__} names no head, whose input is wanted")
                 kept = head.register_forward_pre_hook(lambda _, given: last.append(given[0][:, -1]))
                 during.callback(kept.remove)
+            chosen = during.enter_context(self.choices.recorded(len(tokens))) if experts else []
             logits: torch.Tensor = self.module(**arguments).logits
-        return Computed(logits, last[0] if states else None)
+        return Computed(logits, last[0] if states else None, torch.stack(chosen, dim=2) if chosen else None)
 
     def cache_identity(self, adapter: str | None, tokens: int) -> int:
         """Return the prefix-cache key for a row of this length: rows with the same key may share prefixes."""

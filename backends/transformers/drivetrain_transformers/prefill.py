@@ -13,7 +13,7 @@ from drivetrain_transformers.kv_cache import RowCache, row_cache
 from drivetrain_transformers.model import LoadedModel
 from drivetrain_transformers.prefix_cache import PrefixCache
 from drivetrain_transformers.recurrent_states import concatenated, put_states
-from drivetrain_transformers.sequences import Sequence
+from drivetrain_transformers.sequences import Sequence, wants_experts
 
 
 @dataclass(slots=True)
@@ -25,6 +25,8 @@ class Prefilled:
     logits: torch.Tensor
     states: torch.Tensor | None
     """Shape (sequences, hidden size), if any sequence wants hidden states."""
+    experts: torch.Tensor | None
+    """Those of the last position, (sequences, layers, experts per token), if any sequence wants experts."""
 
 
 class Budget:
@@ -75,8 +77,9 @@ class Prefill:
         return Budget(self._max_tokens, self, first)
 
     def cached_length(self, sequence: Sequence) -> int:
-        """Return the number of cached tokens to use: 0 with prompt logprobs, which need every position computed."""
-        if self._prefixes is None or sequence.request.params.prompt_logprobs is not None:
+        """Return the number of cached tokens to use: 0 if all positions must be computed, for logprobs or experts."""
+        params = sequence.request.params
+        if self._prefixes is None or params.prompt_logprobs is not None or params.return_prompt_routed_experts:
             return 0
         length, _ = self._found(self._prefixes, sequence)
         return length if self._model.continues_from(length, len(sequence.token_ids)) else 0
@@ -109,6 +112,7 @@ class Prefill:
             prefix,
             all_positions=wants_all,
             states=any(sequence.request.params.return_hidden_states for sequence in group),
+            experts=any(wants_experts(sequence.request.params) for sequence in group),
             before_last=partial(self._keep_prompts, unique, past) if keeps else None,
         )
         logits, states = computed.logits, computed.states
@@ -117,9 +121,12 @@ class Prefill:
                 sequence.cached_tokens = prefix
             if sequence.request.params.prompt_logprobs is not None and sequence.prompt_logprobs is None:
                 _score_prompt(sequence, logits[row])
+            if computed.experts is not None and sequence.request.params.return_prompt_routed_experts:
+                sequence.take_prompt_experts(computed.experts[row])
         index = torch.tensor(rows, device=logits.device)
         own_states = None if states is None else states.index_select(0, index)
-        return Prefilled(past, rows, logits[:, -1].index_select(0, index), own_states)
+        last = None if computed.experts is None else computed.experts[:, -1].index_select(0, index)
+        return Prefilled(past, rows, logits[:, -1].index_select(0, index), own_states, last)
 
     def _keep_prompts(self, unique: list[Sequence], past: Cache) -> None:
         """Keep the cache of each sequence without its last token, which a prompt that comes again computes."""

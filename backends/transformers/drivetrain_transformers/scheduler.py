@@ -15,9 +15,10 @@ import torch
 
 from drivetrain.backend.base import GenerateRequest, GenerateResult, TokenDelta
 from drivetrain.backend.toolkit.translation import no_token_allowed, non_finite_logits
-from drivetrain.errors import DrivetrainError, EngineOutOfMemory
+from drivetrain.errors import DrivetrainError, EngineOutOfMemory, UnsupportedCapability
 from drivetrain.text.stops import StopMatcher
 from drivetrain.text.tokenizer import Tokenizer
+from drivetrain.types.capability import Capability
 from drivetrain.types.outputs import FinishReason
 from drivetrain_sampling import NO_TOKEN, Drawn, Row, Sampler
 from drivetrain_sampling.packed_masks import joined
@@ -26,7 +27,7 @@ from drivetrain_transformers.kv_cache import RunningCache
 from drivetrain_transformers.model import LoadedModel
 from drivetrain_transformers.prefill import Prefill
 from drivetrain_transformers.prefix_cache import PrefixCache
-from drivetrain_transformers.sequences import Sequence, Sink
+from drivetrain_transformers.sequences import Sequence, Sink, wants_experts
 
 if TYPE_CHECKING:
     from drivetrain_transformers.grammars import CompiledGrammar, GrammarMask
@@ -106,6 +107,12 @@ class Scheduler:
         self, request: GenerateRequest, sink: Sink, *, streamed: bool = False, grammar: CompiledGrammar | None = None
     ) -> None:
         """Put a request into the queue; one that waits for its grammar only when :meth:`take_grammar` brings it."""
+        if not self.model.choices and wants_experts(request.params):
+            raise UnsupportedCapability(
+                f"the layers of {self.model.info.architecture} do not show which experts they use; leave out "
+                "return_routed_experts and return_prompt_routed_experts, or use another backend",
+                capability=Capability.ROUTED_EXPERTS.value,
+            )
         seed = request.seed if request.seed is not None else secrets.randbits(63)
         params = request.params
         sequence = Sequence(
@@ -265,7 +272,8 @@ class Scheduler:
         sampler = Sampler([sequence.row for sequence in joined], self.model.device)
         drawn = self._draw(sampler, prefilled.logits[to_run], joined)
         self._suspects.difference_update(group)
-        self._take(drawn, None if prefilled.states is None else prefilled.states[to_run], first)
+        states, experts = (None if found is None else found[to_run] for found in (prefilled.states, prefilled.experts))
+        self._take(drawn, states, experts, first)
 
     def _retract_rows_that_grow_long(self) -> None:
         """Retract rows whose next token changes their longrope factors, which invalidates their cache."""
@@ -287,9 +295,11 @@ class Scheduler:
             [sequence.request.lora for sequence in self._running],
             self._cache,
             states=any(sequence.request.params.return_hidden_states for sequence in self._running),
+            experts=any(sequence.request.params.return_routed_experts for sequence in self._running),
         )
         self._cache.close_column()
-        self._take(self._draw(sampler, computed.logits, self._running), computed.states, 0)
+        experts = None if computed.experts is None else computed.experts[:, -1]
+        self._take(self._draw(sampler, computed.logits, self._running), computed.states, experts, 0)
 
     def _draw(self, sampler: Sampler, logits: torch.Tensor, sequences: list[Sequence]) -> Drawn:
         """Draw a token for each row of ``logits``, among those that its grammar allows."""
@@ -298,9 +308,10 @@ class Scheduler:
         assert self._mask is not None, "the first grammar brings it"
         return sampler.draw(self._mask.apply(logits, [sequence.grammar for sequence in sequences]), logits)
 
-    def _take(self, drawn: Drawn, states: torch.Tensor | None, first: int) -> None:
-        """Give each row from ``first`` on its token, and its state; end the sequences that end with the token."""
+    def _take(self, drawn: Drawn, states: torch.Tensor | None, experts: torch.Tensor | None, first: int) -> None:
+        """Give each row from ``first`` on its token, state and experts; end the sequences that end with the token."""
         states = None if states is None else states.float().cpu()
+        experts = None if experts is None else experts.cpu()
         ended: list[tuple[int, FinishReason, int | None]] = []
         failed: list[tuple[int, int]] = []
         for offset, token_id in enumerate(drawn.token_ids):
@@ -319,6 +330,8 @@ class Scheduler:
                 sequence.top_logprobs.append(drawn.top_logprobs[offset])
             if states is not None and sequence.request.params.return_hidden_states:
                 sequence.hidden_states.append(states[offset].tolist())
+            if experts is not None and sequence.request.params.return_routed_experts:
+                sequence.experts.append(experts[offset])
             if offset in drawn.masks:
                 sequence.masks.append(drawn.masks[offset])
             end = sequence.take(token_id)

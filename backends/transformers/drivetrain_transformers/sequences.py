@@ -6,10 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
 from drivetrain.backend.base import GenerateRequest, GenerateResult, TokenDelta
 from drivetrain.errors import DrivetrainError
 from drivetrain.text.stops import StopMatcher
 from drivetrain.types.outputs import FinishReason, ReleasedText, TopLogprobs, VersionSpan
+from drivetrain.types.routed_experts import RoutedExperts
+from drivetrain.types.sampling import SamplingParams
 from drivetrain_sampling import Row
 from drivetrain_sampling.packed_masks import joined
 
@@ -18,6 +22,11 @@ if TYPE_CHECKING:
 
 Sink = Callable[[GenerateResult | TokenDelta | DrivetrainError], None]
 """Receives a sequence's result or error, and its deltas if it is streamed. Called in the scheduler's thread."""
+
+
+def wants_experts(params: SamplingParams) -> bool:
+    """Return whether the experts of the prompt or of the tokens are asked for."""
+    return params.return_routed_experts or params.return_prompt_routed_experts
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +48,9 @@ class Sequence:
     prompt_top_logprobs: list[TopLogprobs | None] | None = None
     prompt_ranks: list[int | None] | None = None
     hidden_states: list[list[float]] = field(default_factory=list)
+    experts: list[torch.Tensor] = field(default_factory=list)
+    """Experts of each token, of shape (layers, experts per token), if they are asked for."""
+    prompt_experts: RoutedExperts | None = None
     """State that each id was drawn from, if the request wants them."""
     spans: list[VersionSpan] = field(default_factory=list)
     cached_tokens: int = 0
@@ -60,6 +72,17 @@ class Sequence:
     def token_ids(self) -> list[int]:
         """Ids of prompt and output."""
         return self.request.prompt_token_ids + self.row.generated
+
+    def take_prompt_experts(self, experts: torch.Tensor) -> None:
+        """Keep the experts of the prompt's tokens, unless an earlier prefill gave them.
+
+        Args:
+            experts: Shape (padded tokens, layers, experts per token); the last is the sequence's last token.
+        """
+        if self.prompt_experts is None:
+            first = len(experts) - len(self.token_ids)
+            prompt = experts[first : first + len(self.request.prompt_token_ids)]
+            self.prompt_experts = RoutedExperts.of(prompt.cpu().numpy())
 
     def mark_version(self, version: str) -> None:
         """Record that the tokens since the last mark were sampled under ``version``."""
@@ -114,6 +137,11 @@ class Sequence:
             prompt_ranks=self.prompt_ranks,
             cached_tokens=self.cached_tokens,
             hidden_states=self.hidden_states if params.return_hidden_states else None,
+            routed_experts=self._own_experts() if params.return_routed_experts else None,
+            prompt_routed_experts=self.prompt_experts,
             matched_text=self.matcher.outcome() if self.matcher is not None else None,
             sampling_mask=joined(self.masks),
         )
+
+    def _own_experts(self) -> RoutedExperts:
+        return RoutedExperts.of(torch.stack(self.experts).numpy()) if self.experts else RoutedExperts()

@@ -22,6 +22,7 @@ from drivetrain.errors import EngineInternalError, InvalidConfig, InvalidRequest
 from drivetrain.media.qwen_vision import ENGINE_BOUNDS, ENGINE_FETCHES, ENGINE_PREPARES
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.outputs import FinishReason, TopLogprobs
+from drivetrain.types.routed_experts import RoutedExperts
 from drivetrain.types.sampling import EbnfGrammar, JsonSchema, LogprobsMode, RegexGrammar
 from drivetrain_sampling import NO_TOKEN, NOT_FINITE
 from drivetrain_sampling.encoded_params import encode_params
@@ -454,22 +455,21 @@ class Collected(CollectedSample):
             sampling_mask=self.sampling_mask,
         )
 
-    def _experts(self, count: int) -> list[list[list[int]]]:
+    def _experts(self, count: int) -> RoutedExperts:
         """Return each token's experts, from the pass that it was drawn from.
 
         vLLM omits the last token's own pass, includes some of the prompt's, and fills layers without experts with
         zeros.
         """
         if not count:
-            return []
+            return RoutedExperts()
         every = self._last.outputs[0].routed_experts
         if every is None or len(every) < count:
             given = 0 if every is None else len(every)
             raise EngineInternalError(
                 f"request {self.request.request_id}: vLLM gave experts of {given} tokens where it drew {count}"
             )
-        experts: list[list[list[int]]] = every[-count:, self._expert_layers].tolist()
-        return experts
+        return RoutedExperts.of(every[-count:, self._expert_layers])
 
     def _reported(self) -> list[tuple[str, float]] | None:
         """Return versions and the ends of their tokens, if this vLLM reports them."""

@@ -67,6 +67,7 @@ WRONG_PARAMS: Final[Mapping[str, Sequence[object]]] = {
     "return_prompt_ranks": _NO_FLAG,
     "return_hidden_states": _NO_FLAG,
     "return_routed_experts": _NO_FLAG,
+    "return_prompt_routed_experts": _NO_FLAG,
     "return_sampling_mask": _NO_FLAG,
 }
 """Invalid values of each sampling param: of a wrong type, out of range, beyond float32, or meaningless."""
@@ -109,6 +110,7 @@ VALID_PARAMS: Final[Mapping[str, Sequence[Fields]]] = {
     "return_prompt_ranks": ({"prompt_logprobs": 0, "return_prompt_ranks": True},),
     "return_hidden_states": ({"return_hidden_states": True},),
     "return_routed_experts": ({"return_routed_experts": True},),
+    "return_prompt_routed_experts": ({"return_prompt_routed_experts": True},),
     "return_sampling_mask": ({"return_sampling_mask": True},),
 }
 """Valid values of each sampling param that differ from its default."""

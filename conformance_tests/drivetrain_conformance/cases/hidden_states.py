@@ -108,13 +108,7 @@ async def experts_are_the_routers_choice(bench: Bench) -> None:
     for completion in output.completions:
         ids, first = [*completion.prompt_token_ids, *completion.token_ids], len(completion.prompt_token_ids) - 1
         ranked = _router_logprobs(bench, ids)[first : first + len(completion.token_ids)]
-        for at, (layers, chosen) in enumerate(zip(ranked, _experts(completion), strict=True)):
-            for layer, (row, own) in enumerate(zip(layers, chosen, strict=True)):
-                line = np.sort(row)[-len(own)]
-                assert row[own].min() >= line - bench.tolerance(), (
-                    f"token {at} was routed in layer {layer} to {own.tolist()}; the router's order is "
-                    f"{np.argsort(-row).tolist()}"
-                )
+        _check_choices(bench, ranked, _experts(completion))
 
 
 @case(Capability.ROUTED_EXPERTS, model=ModelKind.MOE)
@@ -132,9 +126,45 @@ async def experts_do_not_depend_on_the_batch_or_the_cache(bench: Bench) -> None:
             assert same >= (1.0 if bench.tolerance() < 1e-2 else 0.9), f"only {same:.0%} of the choices are the same"
 
 
+@case(Capability.ROUTED_EXPERTS, Capability.PROMPT_ROUTED_EXPERTS, model=ModelKind.MOE)
+async def experts_of_the_prompt_are_the_routers_choice(bench: Bench) -> None:
+    """Each prompt token has the experts that the router ranks first, though its prefix is cached."""
+    params = _EXPERTS.model_copy(update={"return_prompt_routed_experts": True})
+    long = bench.prompt(min(300, bench.engine.model_info.context_length // 2))
+    prompts = [bench.prompt(4), long, bench.prompt(11)]
+    plain = (await bench.engine.generate(prompts, _EXPERTS)).completions
+    for experts in (completion.prompt_routed_experts for completion in plain):
+        assert experts is None, f"nobody asked for the prompt's experts: {experts}"
+    outputs = [await bench.engine.generate(given, params) for given in (prompts, [[*long, *bench.prompt(3)]])]
+    for completion in (completion for output in outputs for completion in output.completions):
+        found = completion.prompt_routed_experts
+        assert found is not None, "the prompt's experts are missing"
+        own, prompt = found.to_numpy().astype(np.int64), completion.prompt_token_ids
+        assert len(own) == len(prompt), f"{len(own)} of {len(prompt)} prompt tokens have experts"
+        _check_choices(bench, _router_logprobs(bench, prompt), own)
+        assert (np.sort(own[-1]) == np.sort(_experts(completion)[0])).all(), "the last prompt token has other experts"
+
+
+def _check_choices(bench: Bench, ranked: NDArray[np.float64], chosen: NDArray[np.int64]) -> None:
+    """Check that each token's experts are those of the highest logprobs.
+
+    Args:
+        bench: The case's bench.
+        ranked: The router's logprobs, shape (tokens, MoE layers, experts).
+        chosen: Shape (tokens, MoE layers, experts per token).
+    """
+    for at, (layers, own_layers) in enumerate(zip(ranked, chosen, strict=True)):
+        for layer, (row, own) in enumerate(zip(layers, own_layers, strict=True)):
+            line = np.sort(row)[-len(own)]
+            assert row[own].min() >= line - bench.tolerance(), (
+                f"token {at} was routed in layer {layer} to {own.tolist()}; the router's order is "
+                f"{np.argsort(-row).tolist()}"
+            )
+
+
 def _experts(completion: Completion) -> NDArray[np.int64]:
     assert completion.routed_experts is not None
-    return np.array(completion.routed_experts, dtype=np.int64)
+    return completion.routed_experts.to_numpy().astype(np.int64)
 
 
 def _router_logprobs(bench: Bench, token_ids: Sequence[int]) -> NDArray[np.float64]:

@@ -223,6 +223,9 @@ def _check_extras(bench: Bench, params: SamplingParams, completion: Completion) 
     ):
         assert (rows is not None) is asked
         assert rows is None or len(rows) == count
+    prompt = completion.prompt_routed_experts
+    assert (prompt is not None) is params.return_prompt_routed_experts
+    assert prompt is None or len(prompt) == len(completion.prompt_token_ids)
 
 
 def _check_against_oracle(bench: Bench, params: SamplingParams, completion: Completion) -> None:

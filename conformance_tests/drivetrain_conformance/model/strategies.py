@@ -145,6 +145,7 @@ def sampling_params(
         fields["logprobs_mode"] = draw(st.sampled_from(modes))
     maybe("return_hidden_states", st.just(True), Capability.HIDDEN_STATES)
     maybe("return_routed_experts", st.just(True), Capability.ROUTED_EXPERTS)
+    maybe("return_prompt_routed_experts", st.just(True), Capability.PROMPT_ROUTED_EXPERTS)
     maybe("return_sampling_mask", st.just(True), Capability.SAMPLING_MASK)
     maybe("seed", st.integers(0, 2**63 - 1) | st.integers(0, 3), Capability.SEED)
     maybe("top_k", st.integers(1, 8), Capability.TOP_K)

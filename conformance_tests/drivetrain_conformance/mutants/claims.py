@@ -25,6 +25,7 @@ from drivetrain.types.config import EngineConfig
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import FinishReason, GenerationOutput
 from drivetrain.types.prompts import TokenPrompt
+from drivetrain.types.routed_experts import RoutedExperts
 from drivetrain.types.sampling import JsonSchema, SamplingParams
 from drivetrain_conformance.mutants.registry import mutant, spoiled_backend
 from drivetrain_conformance.mutants.spoil import (
@@ -34,6 +35,7 @@ from drivetrain_conformance.mutants.spoil import (
     asking_for_params,
     claiming,
     config_mutant,
+    result_mutant,
 )
 
 
@@ -154,6 +156,44 @@ def goes_on_past_the_end_of_a_grammar(backend: type[Backend]) -> type[Backend]:
     return answering(claiming(backend, Capability.STRUCTURED_REGEX), change)
 
 
+@result_mutant("hidden_states/experts_are_the_routers_choice", says="was routed in layer")
+def gives_the_experts_after_each_token(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
+    """A token's experts are those of the pass that the next token is drawn from."""
+    experts = result.routed_experts
+    return dataclasses.replace(result, routed_experts=experts and experts[1:] + experts[-1:])
+
+
+@result_mutant("hidden_states/experts_are_the_routers_choice", says="was routed in layer")
+def gives_the_layers_experts_in_reverse(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
+    """The last layer's experts come first."""
+    experts = result.routed_experts
+    return dataclasses.replace(result, routed_experts=experts and RoutedExperts.of(experts.to_numpy()[:, ::-1]))
+
+
+@result_mutant("hidden_states/experts_of_the_prompt_are_the_routers_choice", says="prompt tokens have experts")
+def leaves_out_the_experts_of_the_last_prompt_token(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
+    """The last prompt token's experts come with the first token drawn alone."""
+    experts = result.prompt_routed_experts
+    return dataclasses.replace(result, prompt_routed_experts=experts and experts[:-1])
+
+
+@mutant("hidden_states/experts_of_the_prompt_are_the_routers_choice", says="prompt tokens have experts")
+class gives_no_experts_of_a_cached_prefix(SoundBackend):
+    """The prompt's experts begin where its cached prefix ends."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        params = request.params
+        if not params.return_prompt_routed_experts:
+            return await super().generate(request)
+        without = params.model_copy(update={"return_prompt_routed_experts": False, "max_new_tokens": 1, "n": 1})
+        name = f"{request.request_id}-without"
+        other = dataclasses.replace(request, request_id=name, params=without, max_new_tokens=1)
+        cached = (await super().generate(other)).cached_tokens
+        result = await super().generate(request)
+        experts = result.prompt_routed_experts
+        return dataclasses.replace(result, prompt_routed_experts=experts and experts[cached:])
+
+
 @mutant("abort/ids_that_are_not_running_are_passed_over", says="claims abort, and refuses it")
 class claims_abort_and_refuses_it(SoundBackend):
     """It claims to abort requests, and its primitive was never written."""
@@ -162,9 +202,7 @@ class claims_abort_and_refuses_it(SoundBackend):
         raise self._unsupported(Capability.ABORT)
 
 
-@mutant(
-    "hidden_states/experts_have_their_shape_and_range", says="expected UnsupportedCapability for one of routed_experts"
-)
+@mutant("multimodal/another_sound_has_another_answer", says="expected UnsupportedCapability for one of audio")
 class passes_on_what_it_does_not_claim(StartedModel):
     """Requests for what is unclaimed reach the backend, which knows nothing of them and drops them in silence."""
 

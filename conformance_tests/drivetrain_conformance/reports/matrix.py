@@ -19,7 +19,7 @@ SECTIONS: Final = {
     "Stops": "stop_token_ids stop_strings stop_regex ignore_eos min_new_tokens",
     "Sampling": "top_k top_p min_p repetition_penalty frequency_penalty presence_penalty logit_bias logit_processors",
     "Structured output": "structured_json structured_regex structured_ebnf",
-    "Images and more": "images video audio hidden_states routed_experts sampling_mask",
+    "Images and more": "images video audio hidden_states routed_experts prompt_routed_experts sampling_mask",
     "Sessions, cache, adapters": "sessions prefix_cache hicache_storage lora profile",
     "Pause": "pause_abort pause_wait pause_in_place pause_retract",
     "Sleep": "sleep_weights sleep_kv_cache sleep_cuda_graph sleep_keeps_weights",

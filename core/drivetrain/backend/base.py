@@ -24,6 +24,7 @@ from drivetrain.types.config import EngineConfig, Isolation
 from drivetrain.types.modes import MemoryTag, PauseMode
 from drivetrain.types.outputs import FinishReason, MatchedText, ReleasedText, TopLogprobs, VersionSpan
 from drivetrain.types.prompts import MediaInput
+from drivetrain.types.routed_experts import RoutedExperts
 from drivetrain.types.sampling import LogprobsMode, SamplingParams
 from drivetrain.types.sampling_mask import SamplingMask
 from drivetrain.types.weights import (
@@ -135,7 +136,8 @@ class GenerateResult:
     prompt_ranks: list[int | None] | None = None
     cached_tokens: int = 0
     hidden_states: list[list[float]] | None = None
-    routed_experts: list[list[list[int]]] | None = None
+    routed_experts: RoutedExperts | None = None
+    prompt_routed_experts: RoutedExperts | None = None
     matched_text: MatchedText | None = None
     """The text, if the backend already matched every id with ``drivetrain.text.stops.StopMatcher``; None lets
     ``InferenceEngine`` match the ids."""

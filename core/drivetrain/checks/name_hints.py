@@ -34,6 +34,7 @@ SAMPLING_NAMES: Final[Mapping[str, str]] = MappingProxyType(
         repetition_penalty="repeat_penalty",
         return_hidden_states="output_hidden_states",
         return_routed_experts="return_expert_ids output_router_logits",
+        return_prompt_routed_experts="routed_experts_prompt_start return_input_experts",
         return_sampling_mask="sampling_mask output_sampling_mask",
         structured_output="structured_outputs",
         temperature="temp",

@@ -83,6 +83,7 @@ def to_completion(sample: Sample, result: GenerateResult, tokenizer: Tokenizer) 
         cached_tokens=result.cached_tokens,
         hidden_states=result.hidden_states,
         routed_experts=result.routed_experts,
+        prompt_routed_experts=result.prompt_routed_experts,
         sampling_mask=_mask_of(sample, result),
     )
     if not later:

@@ -73,6 +73,11 @@ _NEEDS: Final[tuple[tuple[str, Callable[[SamplingParams], bool], Capability], ..
     ("logit_processors", lambda p: bool(p.logit_processors), Capability.LOGIT_PROCESSORS),
     ("return_hidden_states", lambda p: p.return_hidden_states, Capability.HIDDEN_STATES),
     ("return_routed_experts", lambda p: p.return_routed_experts, Capability.ROUTED_EXPERTS),
+    (
+        "return_prompt_routed_experts",
+        lambda p: p.return_prompt_routed_experts,
+        Capability.PROMPT_ROUTED_EXPERTS,
+    ),
     ("return_sampling_mask", lambda p: p.return_sampling_mask, Capability.SAMPLING_MASK),
 )
 

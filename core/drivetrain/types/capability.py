@@ -54,6 +54,7 @@ class Capability(Enum):
     LOGIT_PROCESSORS = "logit_processors", "An action mask, disallowed ids or a temperature schedule can be applied."
     HIDDEN_STATES = "hidden_states", "The last hidden states of the output tokens can be returned."
     ROUTED_EXPERTS = "routed_experts", "The experts that each token was routed to can be returned."
+    PROMPT_ROUTED_EXPERTS = "prompt_routed_experts", "The experts of the prompt's tokens can be returned."
     SAMPLING_MASK = "sampling_mask", "The token ids that were left to draw each output token from can be returned."
     IMAGES = "images", "Prompts can contain images."
     VIDEO = "video", "Prompts can contain videos."

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from drivetrain.types.routed_experts import RoutedExperts
 from drivetrain.types.sampling import LogprobsMode
 from drivetrain.types.sampling_mask import SamplingMask
 
@@ -112,9 +113,11 @@ class Completion(_TextLater):
     hidden_states: list[list[float]] | None = None
     """Hidden state from which each token was sampled: last layer, after the final norm, the input of the LM head. Shape
     (tokens, hidden size); None when not asked for."""
-    routed_experts: list[list[list[int]]] | None = None
-    """Experts chosen in the forward pass that sampled each token, shape (tokens, MoE layers, experts per token); None
-    when not asked for."""
+    routed_experts: RoutedExperts | None = None
+    """Experts chosen in the forward pass that sampled each token; None when not asked for. The first token's are those
+    of the prompt's last token."""
+    prompt_routed_experts: RoutedExperts | None = None
+    """Experts of each prompt token; None when not asked for, or aborted before the prompt was read."""
     sampling_mask: SamplingMask | None = None
     """Ids that each token was drawn from, one position per token; None when not asked for."""
 

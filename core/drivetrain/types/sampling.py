@@ -290,6 +290,9 @@ class SamplingParams(_Frozen):
     return_routed_experts: bool = Field(
         default=False, strict=True, description="Return the experts each token was routed to (MoE models)."
     )
+    return_prompt_routed_experts: bool = Field(
+        default=False, strict=True, description="Return the experts each prompt token was routed to (MoE models)."
+    )
     return_sampling_mask: bool = Field(
         default=False, strict=True, description="Return the ids that were left to draw each output token from."
     )

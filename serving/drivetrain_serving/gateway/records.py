@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 
 from drivetrain.backend.toolkit.owned_folder import OwnedFolder
+from drivetrain.types.routed_experts import RoutedExperts
 
 _LOGGER: Final = logging.getLogger(__name__)
 _FOLDER: Final = "drivetrain-sessions-"
@@ -29,7 +30,7 @@ class Record(msgspec.Struct, frozen=True):
     """Sampled ids, likewise."""
     logprobs: bytes
     """One double for each sampled id."""
-    routed_experts: list[list[list[int]]] | None = None
+    routed_experts: RoutedExperts | None = None
 
 
 def packed_ids(ids: Sequence[int]) -> bytes:

@@ -51,7 +51,7 @@ def _branch(index: int, path: list[Turn], seen: set[int]) -> TrajectoryBranch:
             {"version": span.version, "start": at + span.start, "end": at + span.end} for span in turn.weight_versions
         )
         experts += [None] * len(prompt)
-        experts += [None] * len(sampled) if record.routed_experts is None else record.routed_experts
+        experts += [None] * len(sampled) if record.routed_experts is None else record.routed_experts.tolist()
         has_experts = has_experts or record.routed_experts is not None
         if turn.number in seen:
             shared = len(ids)

@@ -55,7 +55,7 @@ class GenerateResponses:
             "logprobs": token_logprobs(completion.token_ids, completion.logprobs, completion.top_logprobs),
             "finish_reason": FINISH_REASON[completion.finish_reason],
             "stop_reason": stop_reason(completion, self._eos),
-            "routed_experts": completion.routed_experts,
+            "routed_experts": None if completion.routed_experts is None else completion.routed_experts.tolist(),
             "sampling_mask": None,
             "weight_versions": _weight_versions(completion),
         }

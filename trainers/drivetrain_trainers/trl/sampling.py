@@ -20,7 +20,13 @@ _OTHER_NAMES: Final[Mapping[str, str]] = {
 """Names of vLLM and transformers that differ from ours in nothing else."""
 _TRL_DECIDES: Final = frozenset({"n", "num_return_sequences", "logprobs"})
 _NOT_RETURNED: Final = frozenset(
-    {"prompt_logprobs", "return_prompt_ranks", "return_hidden_states", "return_routed_experts"}
+    {
+        "prompt_logprobs",
+        "return_prompt_ranks",
+        "return_hidden_states",
+        "return_routed_experts",
+        "return_prompt_routed_experts",
+    }
 )
 _GRAMMARS: Final[Mapping[str, tuple[str, str]]] = {
     "json": ("json_schema", "json_schema"),
