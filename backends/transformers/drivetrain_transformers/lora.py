@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from drivetrain.errors import InvalidRequest
-from drivetrain_weight_sync.receiver.lora_adapters import LoraAdapter, LoraModule, read_adapter
+from drivetrain_transformers.adapter_names import AdapterNames
+from drivetrain_weight_sync.receiver.lora_adapters import LoraAdapter, LoraModule, named_alike, read_adapter
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
@@ -41,7 +42,7 @@ class Adapters:
         self._rows: list[str] = []
         self._tokens_per_row = 1
         self._hooked: set[nn.Module] = set()
-        self._shapes = _shapes(module)
+        self._names = AdapterNames.of(module, _shapes(module))
 
     def read(self, path: str) -> LoraAdapter:
         """Read an adapter from a peft folder. Safe from any thread while the weights do not change.
@@ -49,7 +50,8 @@ class Adapters:
         Raises:
             InvalidRequest: its rank is too large, or the folder holds no LoRA adapter of this model.
         """
-        return read_adapter(path, self._largest_rank, self._shapes, honours=_HONOURED, base=self._weight)
+        shapes = named_alike(path, self._names.namings)
+        return self._names.renamed(read_adapter(path, self._largest_rank, shapes, honours=_HONOURED, base=self._weight))
 
     def load(self, name: str, adapter: LoraAdapter) -> None:
         """Add an adapter to the model.
@@ -145,7 +147,7 @@ class Adapters:
 
     def _weight(self, name: str) -> torch.Tensor:
         """Return one of the model's weights, by its checkpoint name."""
-        layer = self._module.get_submodule(name.removesuffix(".weight"))
+        layer = self._module.get_submodule(self._names.own(name.removesuffix(".weight")))
         weight = getattr(layer, "base_layer", layer).weight
         assert isinstance(weight, torch.Tensor)
         return weight.detach()

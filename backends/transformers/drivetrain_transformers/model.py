@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PreTrainedModel,
 )
@@ -26,13 +27,15 @@ from drivetrain.backend.toolkit.progress_bars import no_progress_bars
 from drivetrain.backend.toolkit.rope_config import short_rope_length
 from drivetrain.backend.toolkit.translation import eos_token_ids
 from drivetrain.errors import EngineInternalError, EngineStartError
+from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain_transformers.expert_choices import ExpertChoices
 from drivetrain_transformers.kv_cache import RunningCache, keys_and_values
 from drivetrain_transformers.longrope import choose_factors_by_row
 from drivetrain_transformers.lora import Adapters
 from drivetrain_transformers.recurrent_states import empty_cache, is_recurrent
-from drivetrain_transformers.translate import context_length, device_of, load_arguments
+from drivetrain_transformers.row_media import MediaPass, Padded, RowMedia
+from drivetrain_transformers.translate import context_length, device_of, load_arguments, media_capabilities
 from drivetrain_weight_sync.receiver.checkpoint_comparison import refuse_incomplete
 from drivetrain_weight_sync.receiver.cpu_sleep import trim_heap
 from drivetrain_weight_sync.transports.device_memory import uuid_of
@@ -78,6 +81,9 @@ class LoadedModel:
         self._cache_name = next((name for name in _CACHE_NAMES if name in takes), _CACHE_NAMES[0])
         self._positions = "position_ids" in takes
         self.choices = ExpertChoices(module)
+        named = (getattr(module.config, f"{kind}_token_id", None) for kind in ("image", "video"))
+        self.placeholders = [token_id for token_id in named if isinstance(token_id, int)]
+        """Token ids that stand for images and videos."""
         self._keeps_logits = "logits_to_keep" in takes
 
     @classmethod
@@ -218,6 +224,7 @@ class LoadedModel:
         experts: bool = False,
         before_last: Callable[[], None] | None = None,
         pad: int = 0,
+        media: Sequence[RowMedia | None] = (),
     ) -> Computed:
         """Run token ids whose first ``prefix`` tokens are in ``past``, and append them to it, left-padded.
 
@@ -231,15 +238,22 @@ class LoadedModel:
             pad: Id to pad with.
             states: True to return the state of each row's last token too.
             experts: True to return the experts of all positions too.
+            media: Images and videos of each row; empty if no row has any.
 
         Returns:
             Logits of shape (rows, padded tokens or 1, vocabulary), the last position being each row's last token.
         """
         tokens, mask, positions = _left_padded(ids, prefix, pad)
+        together: MediaPass | None = None
+        if any(row is not None for row in media):
+            padded = Padded(tokens, positions, [len(own) for own in ids], prefix)
+            together = MediaPass(self.module, self.placeholders, media, padded)
+            tokens, positions = together.tokens, together.positions
         longest = tokens.shape[1]
         ends = list(range(1, longest + 1)) if prefix and not self._continues else [longest]
         if before_last is not None and longest > 1:
             ends = sorted({longest - 1, *ends})
+        assert together is None or ends == [longest], "media are computed in one forward pass"
         parts: list[Computed] = []
         for start, end in itertools.pairwise([0, *ends]):
             if before_last is not None and end == longest:
@@ -249,12 +263,13 @@ class LoadedModel:
                 self._forward(
                     tokens[:, window],
                     seen,
-                    positions[:, window],
+                    positions[..., window],
                     past,
                     adapters,
                     last_only=not all_positions,
                     states=states and end == longest,
                     experts=experts,
+                    media=together,
                 )
             )
         if not bool(mask.all()):
@@ -274,10 +289,14 @@ class LoadedModel:
         *,
         states: bool = False,
         experts: bool = False,
+        media: Sequence[RowMedia | None] = (),
     ) -> Computed:
         """Run one token of each running row; return logits of shape (rows, vocabulary), and what else is asked for."""
         tokens = torch.tensor(last_ids, dtype=torch.long)[:, None]
         positions = torch.tensor(cache.lengths, dtype=torch.long)[:, None]
+        for index, row in enumerate(media):
+            if row is not None:
+                positions[index] += row.offset
         mask = cache.attention_mask()
         computed = self._forward(
             tokens, mask, positions, cache, adapters, last_only=True, states=states, experts=experts
@@ -316,6 +335,7 @@ class LoadedModel:
         last_only: bool,
         states: bool,
         experts: bool,
+        media: MediaPass | None = None,
     ) -> Computed:
         if not self._attends:
             mask = mask[:, -tokens.shape[1] :]  # a recurrent layer looks at the new tokens alone
@@ -331,6 +351,9 @@ class LoadedModel:
             arguments["logits_to_keep"] = 1
         last: list[torch.Tensor] = []
         with ExitStack() as during:
+            if media is not None:
+                arguments.update(media.inputs())
+                during.enter_context(media.running())
             if self.adapters is not None:
                 during.enter_context(self.adapters.using(adapters, tokens.shape[1]))
             if states:
@@ -371,7 +394,7 @@ def _loader(config: EngineConfig) -> Any:
         # With its head, a model has the tensors' names of its checkpoint; some checkpoints were saved without one.
         if not any("ForCausalLM" in name or "LMHead" in name for name in own.architectures or ()):
             return AutoModel
-    return AutoModelForCausalLM
+    return AutoModelForImageTextToText if Capability.IMAGES in media_capabilities(config) else AutoModelForCausalLM
 
 
 def _left_padded(ids: list[list[int]], prefix: int, pad: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

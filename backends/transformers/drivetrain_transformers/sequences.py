@@ -19,6 +19,7 @@ from drivetrain_sampling.packed_masks import joined
 
 if TYPE_CHECKING:
     from drivetrain_transformers.grammars import GrammarState
+    from drivetrain_transformers.row_media import RowMedia
 
 Sink = Callable[[GenerateResult | TokenDelta | DrivetrainError], None]
 """Receives a sequence's result or error, and its deltas if it is streamed. Called in the scheduler's thread."""
@@ -40,6 +41,8 @@ class Sequence:
     arrival: int
     matcher: StopMatcher | None
     stop_ids: frozenset[int]
+    media: RowMedia | None = None
+    """Images and videos of the prompt."""
     logprobs: list[float] | None = None
     top_logprobs: list[TopLogprobs] | None = None
     masks: list[bytes] = field(default_factory=list)
@@ -83,6 +86,11 @@ class Sequence:
             first = len(experts) - len(self.token_ids)
             prompt = experts[first : first + len(self.request.prompt_token_ids)]
             self.prompt_experts = RoutedExperts.of(prompt.cpu().numpy())
+
+    @property
+    def cache_ids(self) -> list[int]:
+        """Ids of prompt and output, with keys of media in place of their placeholders; equal ones have equal caches."""
+        return self.token_ids if self.media is None else self.media.keys(self.token_ids)
 
     def mark_version(self, version: str) -> None:
         """Record that the tokens since the last mark were sampled under ``version``."""
