@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from io import BytesIO
@@ -18,11 +19,13 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 
 from drivetrain import (
     Capability,
     Completion,
     EngineConfig,
+    EngineError,
     EngineStartError,
     FinishReason,
     ImageInput,
@@ -38,6 +41,7 @@ from drivetrain.testing import VISION_ARCHITECTURES, tiny_model
 from drivetrain_transformers import TransformersBackend
 from drivetrain_transformers.row_media import MediaPass, Padded, PlacedMedium, RowMedia
 from drivetrain_transformers.translate import media_capabilities
+from drivetrain_transformers.vision import Vision
 from engines import HANGING, until, until_running
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -45,7 +49,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 WITHIN = 1e-4
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0, ignore_eos=True, logprobs=0)
 START, END, PLACE = 260, 261, 262
-GRIDS = [name for name in VISION_ARCHITECTURES if name != "llava"]
+FEATURES = Qwen2_5_VLModel.get_image_features
 
 
 @dataclass(frozen=True)
@@ -148,11 +152,11 @@ async def test_rows_of_any_mixture_are_seen_as_alone(architecture: str, fields: 
     by = reference(folder)
     params = GREEDY.model_copy(update={"n": 2})
     async with create_engine("transformers", model=str(folder), isolation="inline", **fields) as engine:
-        for _ in range(2):  # the second time from the prefix cache
+        for round in range(2):  # the second from the prefix cache
             completions = await answers(engine, MIXED, params)
             for index, completion in enumerate(completions):
                 assert_seen(completion, MIXED[index // 2], by)
-        assert all(completion.cached_tokens for completion in completions[6:10])
+            assert round == 0 or all(completion.cached_tokens for completion in completions[6:10])
 
 
 @pytest.mark.parametrize("architecture", VISION_ARCHITECTURES)
@@ -455,3 +459,85 @@ async def test_processors_expand_prompts_as_prompts_come_back() -> None:
     async with create_engine("transformers", model=str(folder), isolation="inline") as engine:
         (completion,) = (await engine.generate(prompt, GREEDY)).completions
     assert completion.prompt_token_ids == made["input_ids"][0].tolist()
+
+
+# Mutants -------------------------------------------------------------------------------------------------------------
+
+
+def positions_of_a_text(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RowMedia, "positions_of", lambda _, begin, end: torch.arange(begin, end).expand(3, -1))
+
+
+def positions_after_the_prompt_counted_as_tokens(patch: pytest.MonkeyPatch) -> None:
+    original = Vision._placed
+
+    async def wrong(self: Vision, *arguments: Any) -> RowMedia:
+        return replace(await original(self, *arguments), offset=0)
+
+    patch.setattr(Vision, "_placed", wrong)
+
+
+def images_of_rows_in_another_order(patch: pytest.MonkeyPatch) -> None:
+    original = MediaPass._computed
+    patch.setattr(MediaPass, "_computed", lambda self, row: reversed(list(original(self, row))))
+
+
+def prefixes_that_end_within_an_image(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RowMedia, "without_a_part", lambda _, length: length)
+
+
+def prefixes_known_by_ids_alone(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RowMedia, "keys", lambda _, token_ids: token_ids)
+
+
+def features_kept_after_an_update(patch: pytest.MonkeyPatch) -> None:
+    kept: dict[tuple[float, ...], Any] = {}
+    original = Qwen2_5_VLModel.get_image_features
+
+    def remembered(self: Any, pixel_values: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        key = (float(pixel_values.sum()), *pixel_values.shape)
+        if key not in kept:
+            kept[key] = original(self, pixel_values, *arguments, **options)
+        return copy.copy(kept[key])
+
+    patch.setattr(Qwen2_5_VLModel, "get_image_features", remembered)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        positions_of_a_text,
+        positions_after_the_prompt_counted_as_tokens,
+        images_of_rows_in_another_order,
+        prefixes_that_end_within_an_image,
+        prefixes_known_by_ids_alone,
+        features_kept_after_an_update,
+    ],
+)
+async def test_what_is_done_wrongly_is_noticed(
+    wrong: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tiny_model("qwen2_5_vl")
+    other = with_other_vision(folder, tmp_path / "other")
+    by, later = Reference(folder), Reference(other)
+    long = Prompt((1, 2, 3, 4, 5, 6, 7, 8, -1, *range(20, 60)), (noise(224, 112, 3),))
+    twin = Prompt(long.ids, (noise(224, 112, 4),))
+    rounds = ([*MIXED, long], [replace(long, ids=(*long.ids[:9], 9, 9))], [twin, *MIXED])
+
+    async def all_seen() -> bool:
+        async with create_engine("transformers", model=str(folder), isolation="inline") as engine:
+            for reference_of, update in ((by, False), (later, True)):
+                if update:
+                    await engine.load_weights_from_disk(str(other), "other")
+                for prompts in rounds:
+                    for completion, prompt in zip(await answers(engine, prompts), prompts, strict=True):
+                        # The reference runs as it should.
+                        with monkeypatch.context() as undone:
+                            undone.setattr(Qwen2_5_VLModel, "get_image_features", FEATURES)
+                            assert_seen(completion, prompt, reference_of)
+        return True
+
+    assert await all_seen()
+    wrong(monkeypatch)
+    with pytest.raises((AssertionError, EngineError)):
+        await all_seen()

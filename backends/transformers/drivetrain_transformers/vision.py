@@ -90,7 +90,7 @@ class Vision:
         """
         name = type(self._model).__name__
         try:
-            token_ids, media = await self._example((64, 64))
+            token_ids, media = await self._example((224, 112))
             difference = await asyncio.to_thread(self._difference, [*token_ids, 7, 11], media)
         except torch.OutOfMemoryError:
             raise
@@ -112,11 +112,13 @@ class Vision:
         ids = torch.tensor([token_ids], device=device)
         if "mm_token_type_ids" in inspect.signature(self._model.forward).parameters:
             arguments["mm_token_type_ids"] = (ids == self._reader.image_token_id).int()
-        alone = self._model(input_ids=ids, **arguments).logits[0, -1]
+        alone = self._model(input_ids=ids, **arguments).logits[0].float()
         rows = [token_ids, [13, 17, 19, 23, 29, 31, 37] * (len(token_ids) // 7 + 1)]
         cache = self._loaded.empty_cache()
-        beside = self._loaded.prefill(rows, [None, None], cache, 0, all_positions=False, media=[media, None])
-        return float((beside.logits[0, -1] - alone).float().norm() / alone.float().norm())
+        beside = self._loaded.prefill(rows, [None, None], cache, 0, all_positions=True, media=[media, None])
+        difference = beside.logits[0, -len(token_ids) :].float() - alone
+        centred = (part - part.mean(-1, keepdim=True) for part in (difference, alone))
+        return float(next(centred).norm() / next(centred).norm())
 
     async def read(self, media: Sequence[MediaInput]) -> list[ReadMedium]:
         """Fetch and prepare the media of one prompt; raises as :meth:`VisionReader.read` does."""
