@@ -37,7 +37,9 @@ from drivetrain import (
     UnsupportedCapability,
     create_engine,
 )
+from drivetrain.media.qwen_vision import VisionReader
 from drivetrain.testing import VISION_ARCHITECTURES, tiny_model
+from drivetrain_conformance.references.oracle import _positions
 from drivetrain_transformers import TransformersBackend
 from drivetrain_transformers.row_media import MediaPass, Padded, PlacedMedium, RowMedia
 from drivetrain_transformers.translate import media_capabilities
@@ -364,6 +366,16 @@ async def test_images_are_claimed_by_what_the_folder_holds(architecture: str, tm
     assert Capability.IMAGES in media_capabilities(of(without))
 
 
+@pytest.mark.parametrize("architecture", VISION_ARCHITECTURES)
+@pytest.mark.parametrize("installed", [{"av", "torchvision"}, {"av"}, {"torchvision"}], ids=str)
+async def test_videos_are_claimed_where_they_can_be_read(
+    architecture: str, installed: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name in installed else None)
+    claims = Capability.VIDEO in TransformersBackend.capabilities(of(tiny_model(architecture)))
+    assert claims is (len(installed) == 2 and architecture in ("qwen2_vl", "qwen2_5_vl"))
+
+
 async def test_images_for_a_model_without_vision_are_refused() -> None:
     async with create_engine("transformers", model=str(tiny_model("qwen2")), isolation="inline") as engine:
         with pytest.raises(UnsupportedCapability, match="'images'"):
@@ -445,6 +457,28 @@ async def test_a_row_knows_where_a_prefix_may_end() -> None:
         15,
     ]
     assert row.keys(list(range(16))) == [0, 1, 2, *[-9] * 4, 7, 8, 9, *[-8] * 4, 14, 15]
+
+
+@pytest.mark.parametrize("step", [1.0, 2.0, 7.5])
+async def test_text_after_a_video_begins_after_its_largest_position(step: float) -> None:
+    """Compare with the rule of Qwen2-VL's authors, as the suite's oracle has it."""
+    ids = [5, 6, START, *[PLACE + 1] * 24, END, START, *[PLACE] * 6, END, 7, START, *[PLACE + 1] * 4, END, 8, 9]
+    videos, images = [(6, 4, 4), (2, 2, 4)], [(1, 4, 6)]
+    model = reference(tiny_model("qwen2_5_vl")).model
+    a_second = model.config.vision_config.tokens_per_second
+    starts = {3: (24, PLACE + 1, videos[0]), 29: (6, PLACE, images[0]), 38: (4, PLACE + 1, videos[1])}
+    media = [
+        PlacedMedium(
+            -1, token, start, count, {f"{'image' if token == PLACE else 'video'}_grid_thw": torch.tensor([grid])}
+        )
+        for start, (count, token, grid) in starts.items()
+    ]
+    vision = object.__new__(Vision)
+    vision._model = model
+    vision._reader = VisionReader(of(tiny_model("qwen2_5_vl")), model.config, 1024)
+    positions = vision._mrope(ids, media, [step / a_second] * 2)
+    grids = {PLACE: [(*images[0], 1.0)], PLACE + 1: [(*grid, step) for grid in videos]}
+    assert positions.tolist() == _positions(ids, grids, 2).tolist()
 
 
 async def test_processors_expand_prompts_as_prompts_come_back() -> None:

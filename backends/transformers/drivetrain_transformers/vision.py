@@ -180,9 +180,25 @@ class Vision:
             arguments["mm_token_type_ids"] = kinds
         timed = [one for one in seconds if one is not None]
         if timed:
-            arguments["second_per_grid_ts"] = torch.tensor(timed)
-        positions: torch.Tensor = index(ids, **arguments)[0]
-        return positions[:, 0]
+            # float64: rounding errors could make whole products of seconds and speed one less.
+            arguments["second_per_grid_ts"] = torch.tensor(timed, dtype=torch.float64)
+        positions: torch.Tensor = index(ids, **arguments)[0][:, 0]
+        return _continued(positions, media) if "video_grid_thw" in grids else positions
+
+
+def _continued(positions: torch.Tensor, media: Sequence[PlacedMedium]) -> torch.Tensor:
+    """Let what follows each medium begin after the medium's largest position, as the authors of Qwen2-VL do.
+
+    The ``get_rope_index`` of transformers 5.19 and 5.24 looks only at a video's rows and columns, so that text after a
+    long video would have positions of its frames.
+    """
+    edges = sorted({0, positions.shape[1], *(edge for medium in media for edge in (medium.start, medium.end))})
+    continued = positions.clone()
+    begin = 0
+    for start, end in itertools.pairwise(edges):
+        continued[:, start:end] += begin - positions[:, start:end].min()
+        begin = int(continued[:, start:end].max()) + 1
+    return continued
 
 
 def _key(patches: Patches) -> int:
