@@ -192,7 +192,7 @@ class TransformersBackend(Backend):
     async def close(self) -> None:
         """Stop the thread and free the model."""
         runner, weights = self._runner, self._weights
-        self._runner = self._weights = None
+        self._runner = self._weights = self._vision = None
 
         seconds = self.config.timeouts.close
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -36,6 +37,8 @@ class ProcessorReader(VisionReader):
     def __init__(self, config: EngineConfig, model: PreTrainedModel, context_length: int) -> None:
         super().__init__(config, model.config, context_length)
         self._takes = inspect.signature(model.forward).parameters
+        self._processing = threading.Lock()
+        """Held while the processor runs: its tokenizer cannot be used by two threads at once."""
         try:
             self._processor: Any = AutoProcessor.from_pretrained(
                 config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
@@ -47,7 +50,9 @@ class ProcessorReader(VisionReader):
             ) from error
 
     def _image(self, data: bytes, name: str) -> Patches:
-        made = dict(self._processor(text=[self._placeholder], images=[self._opened(data)], return_tensors="pt"))
+        image = self._opened(data)
+        with self._processing:
+            made = dict(self._processor(text=[self._placeholder], images=[image], return_tensors="pt"))
         ids: list[int] = made["input_ids"][0].tolist()
         count = ids.count(self.image_token_id)
         begin = ids.index(self.image_token_id) if count else 0
@@ -152,12 +157,13 @@ class Vision:
         begins = [0, 0]
         for is_video, patches in media:
             token_id = self._reader.video_token_id if is_video else self._reader.image_token_id
-            start = token_ids.index(token_id, begins[is_video])
+            begin = begins[is_video]
+            start = token_ids.index(token_id, begin) if token_id in token_ids[begin:] else len(token_ids)
             begins[is_video] = start + patches.count
             if token_ids[start : begins[is_video]] != [token_id] * patches.count:
                 raise InvalidRequest(
                     f"the prompt repeats token id {token_id} less often than the {patches.count} times that an image "
-                    "or video takes",
+                    "or video takes; give it as often",
                     field="prompts",
                 )
             yield PlacedMedium(_key(patches), token_id, start, patches.count, _inputs(patches, is_video=is_video))
