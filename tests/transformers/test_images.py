@@ -39,6 +39,7 @@ from drivetrain import (
 )
 from drivetrain.media.qwen_vision import VisionReader
 from drivetrain.testing import VISION_ARCHITECTURES, tiny_model
+from drivetrain_conformance.assets.made_adapters import change_adapter, make_adapter, merge
 from drivetrain_conformance.references.oracle import _positions
 from drivetrain_transformers import TransformersBackend
 from drivetrain_transformers.row_media import MediaPass, Padded, PlacedMedium, RowMedia
@@ -339,6 +340,41 @@ async def test_stops_and_seeds_work_beside_images() -> None:
         stop = whole.token_ids[9]
         (cut,) = await answers(engine, MIXED[2:3], sampled.model_copy(update={"stop_token_ids": (stop,)}))
         assert cut.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
+
+
+@pytest.mark.parametrize("architecture", VISION_ARCHITECTURES)
+async def test_rows_with_images_use_adapters_of_the_language_model(architecture: str, tmp_path: Path) -> None:
+    folder = tiny_model(architecture)
+    targets = ["gate_proj", "up_proj"] if architecture in ("qwen3_vl", "llava") else ["q_proj", "v_proj"]
+    (stored := tmp_path / "stored").mkdir()
+    (in_memory := tmp_path / "in-memory").mkdir()
+    (merged := tmp_path / "merged").mkdir()
+    adapter = make_adapter(folder, stored, seed=1, targets=targets)
+    own = [name for name, _ in reference(folder).model.named_modules()]
+
+    def rename(_: object, tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            layer, _, part = name.removeprefix("base_model.model.").partition(".lora_")
+            (found,) = (one for one in own if one.endswith(layer[layer.index("layers.") :]) and "language" in one)
+            tensors[f"base_model.model.{found}.lora_{part}"] = tensors.pop(name)
+
+    paths = [adapter.path, change_adapter(adapter, in_memory, rename)]
+    by, changed = reference(folder), Reference(merge(folder, adapter, merged))
+    vision = "fc1" if architecture == "llava" else "qkv"
+    (refused := tmp_path / "refused").mkdir()
+    make_adapter(folder, refused, seed=2, targets=[vision])
+    async with create_engine("transformers", model=str(folder), isolation="inline", enable_lora=True) as engine:
+        with pytest.raises(InvalidRequest, match=vision):
+            await engine.load_lora_adapter("vision", str(refused))
+        for path in paths:
+            await engine.load_lora_adapter("a", str(path))
+            for _ in range(2):  # the second time from the prefix cache
+                given = [prompt.given for prompt in MIXED]
+                both = await asyncio.gather(engine.generate(given, GREEDY), engine.generate(given, GREEDY, lora="a"))
+                for output, seen_by in zip(both, (by, changed), strict=True):
+                    for completion, prompt in zip(output.completions, MIXED, strict=True):
+                        assert_seen(completion, prompt, seen_by)
+            await engine.unload_lora_adapter("a")
 
 
 # Claims and refusals -------------------------------------------------------------------------------------------------

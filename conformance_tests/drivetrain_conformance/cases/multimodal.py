@@ -48,8 +48,10 @@ _NONE: Final[Mapping[str, Any]] = MappingProxyType({})
 _BOUNDS: Final = {"max_bytes": 1 << 20, "max_pixels": 1 << 16, "max_video_seconds": 10, "max_video_pixels": 1 << 18}
 _BOUNDED: Final = {"media": _BOUNDS}
 _KINDS: Final = {ImageInput: "image", VideoInput: "video", AudioInput: "audio"}
-_OF_LANGUAGE: Final = ("q_proj", "v_proj")
-"""Layers of the language model alone, by the last part of their names."""
+_PAIRS: Final = (("q_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers of which one pair is in the language model alone, by the last part of their names."""
+_OF_VISION: Final = "vis"
+"""Part of the names of all layers of a vision model: of ``visual`` and ``vision_tower``."""
 _GREEDY: Final = SamplingParams(max_new_tokens=16, temperature=0)
 _SEEN: Final = SamplingParams(max_new_tokens=12, temperature=0, logprobs=0)
 
@@ -227,7 +229,10 @@ async def adapters_of_a_vision_model_are_applied_or_refused(bench: Bench) -> Non
     images = [_png(_pattern)]
     prompt = _with_images(images)
     _check_seen(bench, (await bench.engine.generate(prompt, _SEEN)).completions[0], images)
-    for targets in (_OF_LANGUAGE, ("down_proj",), ("qkv",), ("q_proj", "qkv")):
+    stored = [name for name in tensors_of(bench.model) if _OF_VISION in name]
+    of_vision = {name.removesuffix(".weight").rpartition(".")[2] for name in stored}
+    of_language = next(pair for pair in _PAIRS if of_vision.isdisjoint(pair))
+    for targets in (of_language, ("down_proj",), ("qkv",), ("q_proj", "qkv"), ("fc1",)):
         if not has_layers(bench.model, targets):
             continue
         adapter = make_adapter(bench.model, bench.folder("adapter"), seed=1, targets=targets)
@@ -237,7 +242,7 @@ async def adapters_of_a_vision_model_are_applied_or_refused(bench: Bench) -> Non
                 await bench.engine.load_lora_adapter("a", str(path))
             except InvalidRequest as error:
                 refusal = str(error)
-                assert targets is not _OF_LANGUAGE, f"an adapter of the language model is refused: {refusal}"
+                assert targets is not of_language, f"an adapter of the language model is refused: {refusal}"
                 layers = [layer.removeprefix("model.") for layer in adapter.scales]
                 assert any(layer in refusal for layer in layers), f"the refusal names no layer: {refusal}"
                 continue
@@ -254,7 +259,9 @@ def _as_in_memory(bench: Bench, _: object, tensors: dict[str, torch.Tensor]) -> 
     layers = [name for name, _ in AutoModelForImageTextToText.from_pretrained(bench.model).named_modules()]
     for name in list(tensors):
         stored, _, part = name.removeprefix("base_model.model.").partition(".lora_")
-        (layer,) = (one for one in layers if one.endswith(stored.removeprefix("model.")))
+        own = stored[stored.rindex("blocks." if "blocks." in stored else "layers.") :]
+        is_alike = _OF_VISION in stored
+        (layer,) = (one for one in layers if one.endswith(f".{own}") and (_OF_VISION in one) is is_alike)
         tensors[f"base_model.model.{layer}.lora_{part}"] = tensors.pop(name)
 
 
