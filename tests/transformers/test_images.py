@@ -6,6 +6,7 @@ import asyncio
 import copy
 import itertools
 import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from drivetrain import (
     InferenceEngine,
     InvalidRequest,
     PauseMode,
+    RegexGrammar,
     SamplingParams,
     TokenPrompt,
     UnsupportedCapability,
@@ -375,6 +377,20 @@ async def test_rows_with_images_use_adapters_of_the_language_model(architecture:
                     for completion, prompt in zip(output.completions, MIXED, strict=True):
                         assert_seen(completion, prompt, seen_by)
             await engine.unload_lora_adapter("a")
+
+
+@pytest.mark.parametrize("isolation", ["inline", "process"])
+async def test_grammars_and_streams_work_beside_images(isolation: str) -> None:
+    folder = tiny_model("qwen2_5_vl")
+    pattern = SamplingParams(max_new_tokens=12, temperature=0, structured_output=RegexGrammar(regex="[a-h]{6}"))
+    async with create_engine("transformers", model=str(folder), isolation=isolation) as engine:
+        letters = await answers(engine, MIXED[:3], pattern)
+        assert all(re.fullmatch("[a-h]{6}", completion.text) for completion in letters)
+        assert len({completion.text for completion in letters}) > 1
+        (whole,) = await answers(engine, MIXED[4:5])
+        streamed = [chunk async for chunk in engine.generate_stream(MIXED[4].given, GREEDY)]
+        assert [token for chunk in streamed for token in chunk.token_ids] == whole.token_ids
+        assert_seen(whole, MIXED[4], reference(folder))
 
 
 # Claims and refusals -------------------------------------------------------------------------------------------------

@@ -44,7 +44,6 @@ class RowMedia:
     """In the order of the row."""
     positions: torch.Tensor | None = None
     """Temporal, row and column position of each prompt token, shape (3, prompt tokens); None: as without media."""
-
     offset: int = 0
     """Difference between the position and the index of tokens after the prompt."""
 

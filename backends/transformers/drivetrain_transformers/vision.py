@@ -149,7 +149,8 @@ class Vision:
         placed = sorted(self._places(token_ids, ordered), key=lambda medium: medium.start)
         if not hasattr(self._model.base_model, "get_rope_index"):
             return RowMedia(tuple(placed))
-        positions = self._mrope(token_ids, placed, [one.seconds for one in seen.videos])
+        seconds = [one.seconds for one in seen.videos]
+        positions = await asyncio.to_thread(self._mrope, token_ids, placed, seconds)
         return RowMedia(tuple(placed), positions, int(positions.max()) + 1 - len(token_ids))
 
     def _places(self, token_ids: list[int], media: Sequence[tuple[bool, Patches]]) -> Iterator[PlacedMedium]:
