@@ -204,7 +204,9 @@ def calls(engine: InferenceEngine, draw: Draw, sessions: list[str]) -> dict[str,
         "load_backend": lambda: load_backend(of("transformers", "missing")),
         "ImageInput.from_pil": lambda: ImageInput.from_pil(draw.junk()),
         "LogprobProbe": lambda: LogprobProbe(of([[1, 2]]), of(list), of(0.1)),
-        "LoraSync": lambda: _push(LoraSync(draw.junk(), of(engine), of("a"), **some(adapter=of("default"))), "step-1"),
+        "LoraSync": lambda: _push(
+            LoraSync.connect(draw.junk(), of(engine), of("a"), of("disk"), **some(adapter=of("default"))), "step-1"
+        ),
         "WeightSync": lambda: _push(
             WeightSync.connect(
                 of({}, {"lm_head.weight": torch.zeros(1)}, [("a", torch.zeros(1))], [("a", draw.junk())]),

@@ -7,6 +7,7 @@ import math
 
 import msgspec
 import pytest
+from pydantic import JsonValue
 
 from drivetrain import (
     AudioInput,
@@ -23,6 +24,7 @@ from drivetrain import (
     InProcessSource,
     JsonSchema,
     LogprobsMode,
+    LoraTensors,
     MemoryTag,
     ModelInfo,
     PauseMode,
@@ -109,6 +111,7 @@ RESULT = GenerateResult(
     routed_experts=[[[1, 2], [3, 4]]],
     sampling_mask=SamplingMask.of(40, [range(40), range(1, 20)]),
 )
+LORA: dict[str, JsonValue] = {"r": 2, "lora_alpha": 1.5, "target_modules": ["x"], "use_rslora": True, "bias": None}
 UPDATES = [
     WeightUpdateRequest(version="v2", source=InProcessSource(key="k"), plan=PLAN, digests={SPEC.name: 2**64 - 1}),
     WeightUpdateRequest(version="v2", source=DiskSource(path="/w"), mode=PauseMode.ABORT, keep_prefix_cache=True),
@@ -179,6 +182,9 @@ ARGUMENTS: dict[str, list[tuple[object, ...]]] = {
     "save_sharded": [("/a",)],
     "save_remote": [("s3://a",)],
     "load_lora_adapter": [("a", "/a", True)],
+    "load_lora_tensors": [
+        ("a", UPDATES[0].model_copy(update={"lora": LoraTensors(lora_name="b", config=LORA)}), True),
+    ],
     "unload_lora_adapter": [("a",)],
     "embed": [([[1, 2], []], None), ([], 64)],
     "reward_score": [([[1, 2]],)],

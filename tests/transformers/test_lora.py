@@ -182,15 +182,16 @@ async def test_the_base_can_be_updated_beneath_an_adapter(
         assert output.completions[0].weight_version == "step-1"
 
 
+@pytest.mark.parametrize("strategy", ["auto", "shared_memory", "broadcast", "disk"])
 async def test_a_trainer_pushes_its_adapter_after_every_step(
-    open_engine: OpenEngine, model: Path, tmp_path: Path
+    open_engine: OpenEngine, model: Path, tmp_path: Path, strategy: str
 ) -> None:
     policy = get_peft_model(AutoModelForCausalLM.from_pretrained(model), LoraConfig(r=4, target_modules=["q_proj"]))
     greedy = SamplingParams(max_new_tokens=8, temperature=0)
     lora_b = next(p for name, p in policy.named_parameters() if "lora_B" in name)
     async with open_engine(enable_lora=True, max_loras=1) as engine:
         base = await engine.generate("x", greedy)
-        async with LoraSync(policy, engine, directory=tmp_path) as sync:
+        async with LoraSync.connect(policy, engine, strategy=strategy, directory=tmp_path) as sync:
             for step in range(3):
                 with torch.no_grad():
                     lora_b.copy_(torch.randn(lora_b.shape, generator=torch.Generator().manual_seed(step)))
@@ -198,7 +199,7 @@ async def test_a_trainer_pushes_its_adapter_after_every_step(
                 assert result.version == engine.get_weight_version() == f"step-{step}"
                 assert result.tensors > 0
                 assert 0 < result.update_seconds < result.total_seconds
-                assert len(folders_in(tmp_path)) == 1
+                assert len(folders_in(tmp_path)) == (strategy == "disk")
                 output = await engine.generate("x", PARAMS, lora="policy")
                 assert_made_by(policy.eval(), output.completions[0])  # type: ignore[arg-type]
                 assert (await engine.generate("x", greedy)).completions[0].token_ids == base.completions[0].token_ids
@@ -231,14 +232,15 @@ async def test_an_adapter_is_no_update_of_all_weights(open_engine: OpenEngine, a
 async def test_a_model_without_the_adapter_is_refused(model: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(model)
     with pytest.raises(InvalidRequest, match="no adapter 'default'; it has: none"):
-        LoraSync(plain, None)  # type: ignore[arg-type]
+        LoraSync.connect(plain, None)  # type: ignore[arg-type]
     policy = get_peft_model(plain, LoraConfig(r=4, target_modules=["q_proj"]))
     with pytest.raises(InvalidRequest, match="no adapter 'critic'; it has: default"):
-        LoraSync(policy, None, adapter="critic")  # type: ignore[arg-type]
+        LoraSync.connect(policy, None, adapter="critic")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("strategy", ["auto", "disk"])
 async def test_a_refused_adapter_changes_nothing_of_the_model(
-    open_engine: OpenEngine, model: Path, tmp_path: Path
+    open_engine: OpenEngine, model: Path, tmp_path: Path, strategy: str
 ) -> None:
     base = AutoModelForCausalLM.from_pretrained(model)
     async with open_engine(enable_lora=True) as engine:
@@ -251,7 +253,7 @@ async def test_a_refused_adapter_changes_nothing_of_the_model(
         for fields in refused:
             own = AutoModelForCausalLM.from_pretrained(model)
             policy = get_peft_model(own, LoraConfig(r=4, target_modules=["q_proj"], **fields))  # type: ignore[arg-type]
-            async with LoraSync(policy, engine, directory=tmp_path) as sync:
+            async with LoraSync.connect(policy, engine, strategy=strategy, directory=tmp_path) as sync:
                 with pytest.raises(InvalidRequest, match=next(iter(fields))):
                     await sync.push(version="v")
         assert_made_by(base.eval(), (await engine.generate("x", PARAMS)).completions[0])
@@ -259,7 +261,10 @@ async def test_a_refused_adapter_changes_nothing_of_the_model(
             await full.push(version="full")
 
 
-async def test_an_adapter_is_computed_as_peft_computes_it(open_engine: OpenEngine, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["auto", "disk"])
+async def test_an_adapter_is_computed_as_peft_computes_it(
+    open_engine: OpenEngine, model: Path, tmp_path: Path, strategy: str
+) -> None:
     kinds: list[dict[str, object]] = [
         {"use_rslora": True, "lora_bias": True},
         {"rank_pattern": {"layers.0.self_attn.q_proj": 2}, "alpha_pattern": {"layers.1.self_attn.q_proj": 64}},

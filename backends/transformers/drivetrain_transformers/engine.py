@@ -42,6 +42,7 @@ from drivetrain.types.weights import (
     WeightMessage,
     WeightReply,
     WeightReport,
+    WeightUpdateRequest,
 )
 from drivetrain_transformers.translate import (
     CONFIG_NAMES,
@@ -128,7 +129,7 @@ class TransformersBackend(Backend):
                     "run there: pip install 'drivetrain[lora]'",
                     capability=Capability.LORA.value,
                 )
-            claimed |= {Capability.LORA, Capability.WEIGHTS_LORA}
+            claimed |= {Capability.LORA, Capability.WEIGHTS_LORA, Capability.WEIGHTS_LORA_TENSORS}
         if importlib.util.find_spec("fsspec") is not None:
             claimed.add(Capability.SAVE_REMOTE)
         return frozenset(claimed)
@@ -352,9 +353,26 @@ class TransformersBackend(Backend):
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
         """Load an adapter; none is ever evicted, so each one is pinned."""
+        from drivetrain_weight_sync.receiver.lora_adapters import adapter_in
+
         adapters = self._adapters
-        adapter = await asyncio.to_thread(adapters.read, lora_path)
+        adapter = await asyncio.to_thread(lambda: adapters.check(adapter_in(lora_path)))
         await self._running.call(lambda: adapters.load(lora_name, adapter))
+
+    async def load_lora_tensors(self, lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
+        """Receive an adapter in a separate thread, and load it between two steps of the batch."""
+        from drivetrain_weight_sync.receiver.received_adapters import receiving
+
+        adapters, runner, groups = self._adapters, self._running, self._received.groups
+        loop = asyncio.get_running_loop()
+
+        def receive() -> None:
+            with receiving(update, groups) as given:
+                adapter = adapters.check(given)
+                # Waiting here keeps the tensors until they were copied, even if the caller has given up.
+                asyncio.run_coroutine_threadsafe(runner.call(lambda: adapters.load(lora_name, adapter)), loop).result()
+
+        await asyncio.to_thread(receive)
 
     async def unload_lora_adapter(self, lora_name: str) -> None:
         """Unload an adapter."""

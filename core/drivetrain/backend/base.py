@@ -37,6 +37,7 @@ from drivetrain.types.weights import (
     WeightMessage,
     WeightReply,
     WeightReport,
+    WeightUpdateRequest,
 )
 
 
@@ -490,6 +491,20 @@ class Backend(ABC):
         State: open; with committed weights if it replaces an adapter. Requests may be running.
         """
         raise self._unsupported(Capability.LORA)
+
+    async def load_lora_tensors(self, lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
+        """Load an adapter whose tensors ``update.source`` brings, and whose configuration is ``update.lora.config``.
+
+        Make the checks of :meth:`load_lora_adapter`, and compare the tensors with ``update.digests``:
+        ``receiving`` and ``check_adapter`` of ``drivetrain_weight_sync.receiver`` do so. Every worker loads the
+        adapter, or none keeps it. The source's memory is not read after this returns.
+
+        State: open, with committed weights. Requests may be running.
+
+        Raises:
+            WeightVerifyFailed: Tensors differ from those that were sent.
+        """
+        raise self._unsupported(Capability.WEIGHTS_LORA_TENSORS)
 
     async def unload_lora_adapter(self, lora_name: str) -> None:
         """Unload an adapter. No request that uses it is running.

@@ -81,6 +81,10 @@ class Capability(Enum):
     WEIGHTS_DISK = "weights_disk", "Weights can be loaded from a checkpoint folder."
     WEIGHTS_PLUGIN = "weights_plugin", "Weights can be loaded through a plugin's transport, such as drivetrain's delta."
     WEIGHTS_LORA = "weights_lora", "A loaded LoRA adapter can be updated from a folder."
+    WEIGHTS_LORA_TENSORS = (
+        "weights_lora_tensors",
+        "A LoRA adapter can be updated from tensors, by any claimed transport that brings weights from memory.",
+    )
     WEIGHT_STAGING = "weight_staging", "Weights can be staged in the background while generation goes on."
     WEIGHT_UPDATE_IN_FLIGHT_IN_PLACE = (
         "weight_update_in_flight_in_place",
