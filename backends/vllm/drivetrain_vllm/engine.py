@@ -36,6 +36,7 @@ from drivetrain.types.capability import Capability
 from drivetrain.types.config import EngineConfig, Task
 from drivetrain.types.modes import PauseMode
 from drivetrain.types.prompts import ImageInput, MediaInput, VideoInput
+from drivetrain.types.weights import WeightUpdateRequest
 from drivetrain_vllm.errors import as_engine_error
 from drivetrain_vllm.in_engine import invite
 from drivetrain_vllm.multimodal_inputs import multimodal_input
@@ -304,33 +305,54 @@ class VLLMBackend(WorkerBackend[Collected]):
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool) -> None:
         """Load an adapter from a peft folder."""
-        from vllm.lora.request import LoRARequest
+        self._require_room()
+        folder = await asyncio.to_thread(self._plain.folder_for, lora_name, lora_path, *self._adaptable)
+        try:
+            await self._add(lora_name, folder, pinned, "lora_path")
+        except BaseException:
+            self._plain.remove(lora_name)
+            raise
 
+    async def load_lora_tensors(self, lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
+        """Have every worker receive an adapter, then load it."""
+        self._require_room()
+        path = await self.stage_adapter(update, self._plain, self._adaptable)
+        try:
+            await self._add(lora_name, path, pinned, "lora")
+        except BaseException as error:
+            await self.give_up_adapter(path, error)
+            raise
+
+    def _require_room(self) -> None:
         most = self.config.max_loras or MOST_LORAS
         if len(self._adapters) > most:  # one more is allowed while an update replaces one
             raise TooManyAdapters(
                 f"{len(self._adapters)} adapters are loaded, and max_loras={most}; unload one", field="lora_name"
             )
+
+    async def _add(self, lora_name: str, path: str, pinned: bool, field: str) -> None:
+        from vllm.lora.request import LoRARequest
+
         # Numbers and names are never reused: they identify adapters and their caches in vLLM.
         number = next(self._lora_numbers)
-        folder = await asyncio.to_thread(self._plain.folder_for, lora_name, lora_path, *self._adaptable)
-        wanted = LoRARequest(f"{lora_name}.{number}", number, folder)
+        wanted = LoRARequest(f"{lora_name}.{number}", number, path)
         try:
             await self._running.add_lora(wanted)
             if pinned:
                 await self._running.pin_lora(number)
         except Exception as error:
-            self._plain.remove(lora_name)
-            raise InvalidRequest(f"vLLM refused the adapter: {error}", field="lora_path") from error
+            raise InvalidRequest(f"vLLM refused the adapter: {error}", field=field) from error
         self._adapters[lora_name] = wanted
 
     async def unload_lora_adapter(self, lora_name: str) -> None:
         """Unload an adapter."""
         if lora_name not in self._adapters:
             raise InvalidRequest(f"lora_name={lora_name!r} is not loaded", field="lora_name")
-        await self._running.remove_lora(self._adapters[lora_name].lora_int_id)
+        unloaded = self._adapters[lora_name]
+        await self._running.remove_lora(unloaded.lora_int_id)
         del self._adapters[lora_name]
         self._plain.remove(lora_name)
+        await self.drop_adapter(unloaded.lora_path)
 
     # Models that do not generate ---------------------------------------------------------------------------------
 

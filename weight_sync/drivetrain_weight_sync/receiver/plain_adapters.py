@@ -40,8 +40,8 @@ class PlainAdapters:
         *,
         writes: bool = True,
     ) -> None:
-        self._largest_rank = largest_rank
-        self._adapted_with = adapted_with
+        self.largest_rank = largest_rank
+        self.adapted_with = adapted_with
         self._writes = writes
         self._written: dict[str, PushFolder] = {}
 
@@ -56,7 +56,7 @@ class PlainAdapters:
         Raises:
             InvalidRequest: the folder holds no adapter that the engine can serve.
         """
-        adapter, zeros = _checked(adapter_in(path), self._largest_rank, self._adapted_with, namings)
+        adapter, zeros = _checked(adapter_in(path), self.largest_rank, self.adapted_with, namings)
         if not zeros and not adapter.unusual:
             return path
         if not self._writes:
