@@ -29,7 +29,7 @@ from drivetrain import (
 )
 from drivetrain.testing import tiny_model
 from drivetrain_transformers.lora import _shapes
-from drivetrain_weight_sync import LoraSync, WeightSync
+from drivetrain_weight_sync import AdapterTensors, LoraSync, WeightSync
 from engines import OpenEngine
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -182,6 +182,11 @@ async def test_the_base_can_be_updated_beneath_an_adapter(
         assert output.completions[0].weight_version == "step-1"
 
 
+def tensors_of(folder: Path) -> AdapterTensors:
+    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    return AdapterTensors(config, load_file(folder / "adapter_model.safetensors"))
+
+
 @pytest.mark.parametrize("strategy", ["auto", "shared_memory", "broadcast", "disk"])
 async def test_a_trainer_pushes_its_adapter_after_every_step(
     open_engine: OpenEngine, model: Path, tmp_path: Path, strategy: str
@@ -286,6 +291,64 @@ async def test_an_adapter_is_computed_as_peft_computes_it(
             assert_made_by(policy.eval(), output.completions[0])  # type: ignore[arg-type]
             await engine.unload_lora_adapter("a")
         assert_made_by(oracle.load(model), (await engine.generate("x", PARAMS)).completions[0])
+
+
+async def test_a_push_that_reached_its_deadline_leaves_the_old_adapter_and_can_be_repeated(
+    open_engine: OpenEngine, model: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_engine(enable_lora=True, max_loras=1, timeouts={"control": 2}, isolation="inline") as engine:
+        backend = engine.parts.backend
+        load = backend.load_lora_tensors
+
+        async def slow_load(lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
+            await load(lora_name, update, pinned)
+            await asyncio.sleep(60)
+
+        async with (
+            LoraSync.connect(tensors_of(adapters["a"]), engine, "a", "shared_memory") as sync,
+            LoraSync.connect(tensors_of(adapters["b"]), engine, "a", "shared_memory") as other,
+        ):
+            await sync.push(version="first")
+            monkeypatch.setattr(backend, "load_lora_tensors", slow_load)
+            with pytest.raises(DeadlineExceeded):
+                await other.push(version="late")
+            monkeypatch.setattr(backend, "load_lora_tensors", load)
+            assert engine.get_weight_version() == "first"
+            assert_made_by(
+                with_adapter(model, adapters["a"]), (await engine.generate("x", PARAMS, lora="a")).completions[0]
+            )
+            await other.push(version="again")
+        output = await engine.generate("x", PARAMS, lora="a")
+        assert_made_by(with_adapter(model, adapters["b"]), output.completions[0])
+        assert len(engine.parts.backend._adapters._loaded) == 1  # type: ignore[attr-defined]
+
+
+async def test_an_unloaded_adapter_frees_its_memory_and_leaves_room_for_the_next(
+    open_engine: OpenEngine, adapters: dict[str, Path]
+) -> None:
+    plain = tensors_of(adapters["a"])
+    doubled = {name: torch.cat([one, one], int("lora_B" in name)) for name, one in plain.tensors.items()}
+    wide = AdapterTensors({**plain.config, "r": 8}, doubled)
+    served = sum(one.nbytes for policy in (plain, wide) for one in policy.tensors.values())
+    async with open_engine(enable_lora=True, isolation="inline") as engine:
+        module = engine.parts.backend._running.model.module  # type: ignore[attr-defined]
+
+        def of_adapters() -> dict[str, int]:
+            return {name: one.nbytes for name, one in module.named_parameters() if "slot-" in name}
+
+        async with (
+            LoraSync.connect(plain, engine, "plain") as sync,
+            LoraSync.connect(wide, engine, "wide") as other,
+        ):
+            for step in range(4):
+                await sync.push(version=f"plain-{step}")
+                await other.push(version=f"wide-{step}")
+                assert sum(of_adapters().values()) == served
+            slots = {name.rpartition("slot-")[2].partition(".")[0] for name in of_adapters()}
+            assert len(slots) == 4, "two are served, and one of each form is free"
+        for name in ("plain", "wide"):
+            await engine.unload_lora_adapter(name)
+        assert sum(of_adapters().values()) == 0
 
 
 async def test_what_reached_its_deadline_can_be_asked_for_again(
