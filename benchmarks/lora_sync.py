@@ -2,7 +2,7 @@
 
     python benchmarks/lora_sync.py [BACKEND] [--layers 78] [--width 1024] [--rank 133] [--pushes 9] [--json]
 
-The adapter has four layers' worth of bfloat16 tensors per layer of the model: 624 tensors of 170 MB unless told
+The adapter changes the four matrices of each layer's attention, in bfloat16: 624 tensors of 170 MB unless told
 otherwise. The engine serves in its host process and is idle. Strategies take turns, so that a busy machine slows all.
 Figures are medians over the pushes after the first; the first one, which also makes the arena, is given by itself.
 """
@@ -18,22 +18,19 @@ import statistics
 import time
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
 
 from drivetrain import create_engine
 from drivetrain.testing import tiny_model
-from drivetrain_weight_sync import LoraSync, LoraSyncResult
-from drivetrain_weight_sync.trainer.pushed_adapter import PeftAdapter
+from drivetrain_weight_sync import AdapterTensors, LoraSync, LoraSyncResult
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 STRATEGIES = ("disk", "broadcast", "shared_memory")
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @dataclass(frozen=True)
@@ -62,18 +59,23 @@ def model_of(layers: int, width: int) -> Path:
     )
 
 
-def policy_of(model: Path, rank: int) -> PeftModel:
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
-    policy = get_peft_model(base, LoraConfig(r=rank, lora_alpha=rank, target_modules=TARGETS))
-    assert isinstance(policy, PeftModel)
-    policy.to(torch.bfloat16)
-    return policy
+def adapter_of(layers: int, width: int, rank: int) -> AdapterTensors:
+    tensors = {
+        f"base_model.model.model.layers.{layer}.self_attn.{target}.lora_{part}.weight": torch.empty(
+            (rank, width) if part == "A" else (width, rank), dtype=torch.bfloat16
+        )
+        for layer in range(layers)
+        for target in TARGETS
+        for part in "AB"
+    }
+    return AdapterTensors(
+        {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(TARGETS)}, tensors
+    )
 
 
-def change(tensors: dict[str, torch.Tensor]) -> None:
-    with torch.no_grad():
-        for tensor in tensors.values():
-            tensor.normal_(std=0.01)
+def change(adapter: AdapterTensors) -> None:
+    for tensor in adapter.tensors.values():
+        tensor.normal_(std=0.01)
 
 
 def copied_seconds(sources: list[torch.Tensor], destinations: list[torch.Tensor]) -> float:
@@ -86,23 +88,24 @@ def copied_seconds(sources: list[torch.Tensor], destinations: list[torch.Tensor]
 async def measure(arguments: argparse.Namespace) -> tuple[float, list[Row], int, int]:
     """Return seconds of a plain copy, a row by strategy, and the adapter's number of tensors and bytes."""
     model = model_of(arguments.layers, arguments.width)
-    policy = policy_of(model, arguments.rank)
-    tensors = PeftAdapter(policy, "default").tensors
-    sources = list(tensors.values())
+    adapter = adapter_of(arguments.layers, arguments.width, arguments.rank)
+    sources = list(adapter.tensors.values())
     destinations = [torch.empty_like(tensor) for tensor in sources]
     results: dict[str, list[LoraSyncResult]] = {strategy: [] for strategy in STRATEGIES}
     copies: list[float] = []
-    config = {"enable_lora": True, "max_loras": len(STRATEGIES), "max_lora_rank": arguments.max_rank}
+    config: dict[str, Any] = {"enable_lora": True, "max_loras": len(STRATEGIES), "max_lora_rank": arguments.max_rank}
+    if arguments.memory is not None:
+        config["gpu_memory_utilization"] = arguments.memory
     async with AsyncExitStack() as stack:
         engine = create_engine(arguments.backend, model=str(model), isolation="process", **config)
         await stack.enter_async_context(engine)
         syncs = {
-            strategy: await stack.enter_async_context(LoraSync.connect(policy, engine, strategy, strategy))
+            strategy: await stack.enter_async_context(LoraSync.connect(adapter, engine, strategy, strategy))
             for strategy in STRATEGIES
         }
         for index in range(arguments.pushes + 1):
             for strategy, sync in syncs.items():
-                change(tensors)
+                change(adapter)
                 copies.append(copied_seconds(sources, destinations))
                 results[strategy].append(await sync.push(version=f"{strategy}-{index}"))
     copy = statistics.median(copies[len(STRATEGIES) :])
@@ -133,6 +136,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--rank", type=int, default=133)
     parser.add_argument("--max-rank", type=int, default=256)
+    parser.add_argument("--memory", type=float, help="gpu_memory_utilization of the engine")
     parser.add_argument("--pushes", type=int, default=9)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()

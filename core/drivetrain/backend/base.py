@@ -497,7 +497,8 @@ class Backend(ABC):
 
         Make the checks of :meth:`load_lora_adapter`, and compare the tensors with ``update.digests``:
         ``receiving`` and ``check_adapter`` of ``drivetrain_weight_sync.receiver`` do so. Every worker loads the
-        adapter, or none keeps it. The source's memory is not read after this returns.
+        adapter, or none keeps it. The source's memory is not read after this returns. ``lora_name`` is the backend's
+        own name for the adapter, ``update.lora.lora_name`` the trainer's.
 
         State: open, with committed weights. Requests may be running.
 
