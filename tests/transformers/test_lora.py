@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import threading
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -30,6 +34,7 @@ from drivetrain import (
 from drivetrain.testing import tiny_model
 from drivetrain_transformers.lora import _shapes
 from drivetrain_weight_sync import AdapterTensors, LoraSync, WeightSync
+from drivetrain_weight_sync.receiver import received_adapters
 from engines import OpenEngine
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -293,31 +298,46 @@ async def test_an_adapter_is_computed_as_peft_computes_it(
         assert_made_by(oracle.load(model), (await engine.generate("x", PARAMS)).completions[0])
 
 
+@pytest.mark.parametrize("stuck", ["while it is received", "once it is loaded"])
 async def test_a_push_that_reached_its_deadline_leaves_the_old_adapter_and_can_be_repeated(
-    open_engine: OpenEngine, model: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    open_engine: OpenEngine, model: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch, stuck: str
 ) -> None:
     async with open_engine(enable_lora=True, max_loras=1, timeouts={"control": 2}, isolation="inline") as engine:
-        backend = engine.parts.backend
-        load = backend.load_lora_tensors
+        backend, next_one_came = engine.parts.backend, threading.Event()
+        load, looked = backend.load_lora_tensors, received_adapters._looked
+        calls = itertools.count()
 
         async def slow_load(lora_name: str, update: WeightUpdateRequest, pinned: bool) -> None:
             await load(lora_name, update, pinned)
             await asyncio.sleep(60)
 
+        def slow_look(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], dict[str, str]]:
+            if next(calls) == 0:
+                next_one_came.wait(60)
+            else:  # the first one goes on while the second is received
+                next_one_came.set()
+                time.sleep(0.5)
+            return looked(tensors)
+
+        first, late = tensors_of(adapters["a"]), tensors_of(adapters["b"])
         async with (
-            LoraSync.connect(tensors_of(adapters["a"]), engine, "a", "shared_memory") as sync,
-            LoraSync.connect(tensors_of(adapters["b"]), engine, "a", "shared_memory") as other,
+            LoraSync.connect(first, engine, "a", "in_process") as sync,
+            LoraSync.connect(late, engine, "a", "in_process") as other,
         ):
             await sync.push(version="first")
-            monkeypatch.setattr(backend, "load_lora_tensors", slow_load)
-            with pytest.raises(DeadlineExceeded):
-                await other.push(version="late")
-            monkeypatch.setattr(backend, "load_lora_tensors", load)
-            assert engine.get_weight_version() == "first"
-            assert_made_by(
-                with_adapter(model, adapters["a"]), (await engine.generate("x", PARAMS, lora="a")).completions[0]
-            )
-            await other.push(version="again")
+            with monkeypatch.context() as patch:
+                if stuck == "once it is loaded":
+                    patch.setattr(backend, "load_lora_tensors", slow_load)
+                else:
+                    patch.setattr(received_adapters, "_looked", slow_look)
+                with pytest.raises(DeadlineExceeded):
+                    await other.push(version="late")
+                assert engine.get_weight_version() == "first"
+                output = await engine.generate("x", PARAMS, lora="a")
+                assert_made_by(with_adapter(model, adapters["a"]), output.completions[0])
+                if stuck == "once it is loaded":
+                    patch.undo()
+                await other.push(version="again")
         output = await engine.generate("x", PARAMS, lora="a")
         assert_made_by(with_adapter(model, adapters["b"]), output.completions[0])
         assert len(engine.parts.backend._adapters._loaded) == 1  # type: ignore[attr-defined]

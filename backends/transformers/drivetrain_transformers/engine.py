@@ -364,15 +364,24 @@ class TransformersBackend(Backend):
         from drivetrain_weight_sync.receiver.received_adapters import receiving
 
         adapters, runner, groups = self._adapters, self._running, self._received.groups
-        loop = asyncio.get_running_loop()
+        loop, is_wanted = asyncio.get_running_loop(), True
 
         def receive() -> None:
             with receiving(update, groups) as given:
                 adapter = adapters.check(given)
-                # Waiting here keeps the tensors until they were copied, even if the caller has given up.
-                asyncio.run_coroutine_threadsafe(runner.call(lambda: adapters.load(lora_name, adapter)), loop).result()
 
-        await asyncio.to_thread(receive)
+                def load() -> None:
+                    if is_wanted:
+                        adapters.load(lora_name, adapter)
+
+                # Waiting here keeps the tensors until they were copied, even if the caller has given up.
+                asyncio.run_coroutine_threadsafe(runner.call(load), loop).result()
+
+        try:
+            await asyncio.to_thread(receive)
+        except asyncio.CancelledError:
+            is_wanted = False  # the thread may still be receiving, and another push may come before it is done
+            raise
 
     async def unload_lora_adapter(self, lora_name: str) -> None:
         """Unload an adapter."""
