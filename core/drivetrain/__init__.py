@@ -99,6 +99,7 @@ if TYPE_CHECKING:
         TemperatureSchedule,
     )
     from drivetrain.types.sampling_mask import SamplingMask
+    from drivetrain.types.token_scores import TokenScores
     from drivetrain.types.weights import (
         BroadcastSource,
         CommunicatorSpec,
@@ -227,6 +228,7 @@ _EXPORTS = {
         "TemperatureSchedule",
     ),
     "types.sampling_mask": ("SamplingMask",),
+    "types.token_scores": ("TokenScores",),
     "types.weights": (
         "BroadcastSource",
         "CommunicatorSpec",
@@ -327,6 +329,7 @@ __all__ = [
     "TlsError",
     "TokenDelta",
     "TokenPrompt",
+    "TokenScores",
     "TooManyAdapters",
     "TopLogprobs",
     "TrainerRankLost",

@@ -32,6 +32,7 @@ def not_resumable(request: GenerateRequest, *, counted: bool) -> tuple[str, ...]
         "return_hidden_states": params.return_hidden_states,
         "return_routed_experts": params.return_routed_experts,
         "media": bool(request.media),
+        "scoring": request.scoring is not None,
     }
     return tuple(field for field, is_set in set_fields.items() if is_set)
 

@@ -46,6 +46,7 @@ from drivetrain.process.codec import forget_params
 from drivetrain.process.rpc_methods import METHODS
 from drivetrain.types.sampling import ActionMask, TemperatureSchedule
 from drivetrain.types.sampling_mask import SamplingMask
+from drivetrain.types.token_scores import Scoring, TokenScores
 from drivetrain.types.weights import (
     AbortUpdate,
     ApplyUpdate,
@@ -93,6 +94,7 @@ REQUEST = GenerateRequest(
     lora="a",
     priority=-3,
     media=(ImageInput(data=b"\0\xff"), VideoInput(url="http://a"), AudioInput(path="/a")),
+    scoring=Scoring(2, 0.5, 1, 1, b"\0\xff\x80\1" * 2),
 )
 RESULT = GenerateResult(
     [1, 2],
@@ -108,6 +110,7 @@ RESULT = GenerateResult(
     hidden_states=[[0.5, 1e-9]],
     routed_experts=[[[1, 2], [3, 4]]],
     sampling_mask=SamplingMask.of(40, [range(40), range(1, 20)]),
+    scores=TokenScores(2, 0.5, b"\0" * 8, 1, b"\xff" * 8, 1, b"\1" * 8, b"\2" * 8),
 )
 UPDATES = [
     WeightUpdateRequest(version="v2", source=InProcessSource(key="k"), plan=PLAN, digests={SPEC.name: 2**64 - 1}),

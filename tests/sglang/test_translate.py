@@ -204,4 +204,4 @@ def test_requests_hold_nothing_that_is_not_translated() -> None:
     known = {"request_id", "prompt_token_ids", "params", "max_new_tokens", "stop_token_ids", "logprobs_mode", "seed"}
     of_the_page = {"weight_version"}
     fields = {field.name for field in dataclasses.fields(GenerateRequest)}
-    assert fields == known | {"lora", "priority", "media", "resumed_tokens"} | of_the_page
+    assert fields == known | {"lora", "priority", "media", "resumed_tokens", "scoring"} | of_the_page

@@ -74,6 +74,7 @@ _ALWAYS = (
         Capability.PROMPT_RANKS,
         Capability.REWARD_SCORE,
         Capability.SAMPLING_MASK,
+        Capability.SCORE_AT,
         Capability.SLEEP_WEIGHTS,
         Capability.SLEEP_KV_CACHE,
         Capability.WEIGHTS_IN_PROCESS,

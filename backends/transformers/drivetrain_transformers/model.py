@@ -6,7 +6,7 @@ import inspect
 import itertools
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.utils.generic import ModelOutput
 
 from drivetrain.backend.base import ModelInfo
 from drivetrain.backend.toolkit.progress_bars import no_progress_bars
@@ -53,6 +54,8 @@ class Computed:
     logits: torch.Tensor
     states: torch.Tensor | None = None
     """Each row's last token in the last layer, after the final norm: what the head is given; (rows, hidden size)."""
+    before_head: torch.Tensor | None = None
+    """Output of the layers at the last positions, for :meth:`LoadedModel.head`; (rows, positions, hidden size)."""
 
 
 class LoadedModel:
@@ -75,6 +78,8 @@ class LoadedModel:
         self._cache_name = next((name for name in _CACHE_NAMES if name in takes), _CACHE_NAMES[0])
         self._positions = "position_ids" in takes
         self._keeps_logits = "logits_to_keep" in takes
+        self._layers_output: type[ModelOutput] | None = None
+        """Type of what the layers return; None if the head cannot be run apart from them."""
 
     @classmethod
     def load(cls, config: EngineConfig, report: Callable[[str], None]) -> LoadedModel:
@@ -129,6 +134,11 @@ class LoadedModel:
             model.adapters = Adapters(module, largest_rank=config.max_lora_rank)
         return model
 
+    @property
+    def has_head_apart(self) -> bool:
+        """True if :meth:`head` can be called."""
+        return self._layers_output is not None
+
     def empty_cache(self) -> DynamicCache:
         """Return a cache of no tokens for a forward pass."""
         return empty_cache(self.module.config) if self.is_recurrent else DynamicCache()
@@ -151,6 +161,7 @@ class LoadedModel:
         name = type(self.module).__name__
         try:
             first, decoded = self._prefilled_and_decoded(rows, pad=0)
+            self._find_head(rows[1])
             if self._positions and not self.is_recurrent:
                 return
             alone = [self.module(input_ids=torch.tensor([row], device=self.device)).logits[0, -2:] for row in rows]
@@ -176,6 +187,30 @@ class LoadedModel:
                 f"the ids of padding change the logits of {name}, so that rows of different lengths cannot share a "
                 "batch; the transformers backend does not serve such models, use another backend"
             )
+
+    def _find_head(self, row: list[int]) -> None:
+        """Find out whether the head can be run apart from the layers: whether it then gives the same logits."""
+        base, outputs = self.module.base_model, list[object]()
+        if base is self.module:
+            return
+        listening = base.register_forward_hook(lambda *given: outputs.append(given[-1]))
+        try:
+            wanted = self.prefill([row], [None], self.empty_cache(), 0, all_positions=True).logits[0]
+        finally:
+            listening.remove()
+        output = outputs[-1] if outputs else None  # some models call parts of their base instead
+        states = getattr(output, "last_hidden_state", None)
+        if not isinstance(output, ModelOutput) or not isinstance(states, torch.Tensor):
+            return
+        self._layers_output = type(output)
+        try:
+            is_same = _distance(self.head(states[0], None), wanted) <= _TOLERATED
+        except torch.OutOfMemoryError:
+            raise
+        except (IndexError, AttributeError, NotImplementedError, TypeError, ValueError, RuntimeError):
+            is_same = False  # then logits are computed at all positions
+        if not is_same:
+            self._layers_output = None
 
     def _prefilled_and_decoded(self, rows: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Run all ids but the last in one padded pass and the last in a step; return both logits of (rows, ids)."""
@@ -211,6 +246,7 @@ class LoadedModel:
         *,
         all_positions: bool,
         states: bool = False,
+        before_head: int = 0,
         before_last: Callable[[], None] | None = None,
         pad: int = 0,
     ) -> Computed:
@@ -225,6 +261,8 @@ class LoadedModel:
             before_last: Called when ``past`` holds all of each row but its last token; rows then need two ids or more.
             pad: Id to pad with.
             states: True to return the state of each row's last token too.
+            before_head: Number of last positions whose output of the layers is returned too, if the model
+                :attr:`has_head_apart`.
 
         Returns:
             Logits of shape (rows, padded tokens or 1, vocabulary), the last position being each row's last token.
@@ -248,13 +286,42 @@ class LoadedModel:
                     adapters,
                     last_only=not all_positions,
                     states=states and end == longest,
+                    before_head=before_head > longest - end,
                 )
             )
         if not bool(mask.all()):
             _zero_padding(past, mask)
+        kept = [part.before_head for part in parts if part.before_head is not None]
+        layers = torch.cat(kept, dim=1)[:, -before_head:] if kept else None
         if not all_positions:
-            return parts[-1]
-        return Computed(torch.cat([part.logits for part in parts], dim=1), parts[-1].states)
+            return replace(parts[-1], before_head=layers)
+        return Computed(torch.cat([part.logits for part in parts], dim=1), parts[-1].states, layers)
+
+    @torch.inference_mode()
+    def head(self, before_head: torch.Tensor, adapter: str | None) -> torch.Tensor:
+        """Run the model without its layers: the head, and whatever the model does to its logits.
+
+        Args:
+            before_head: Output of the layers at some positions; (positions, hidden size).
+            adapter: The positions' adapter.
+
+        Returns:
+            Logits of shape (positions, vocabulary).
+        """
+        assert self._layers_output is not None, "the model has no head apart"
+        output = self._layers_output(last_hidden_state=before_head[None])
+        layers, count = vars(self.module.base_model), len(before_head)
+        own = layers.get("forward")
+        layers["forward"] = lambda *_, **__: output
+        try:
+            with self.adapters.using([adapter], count) if self.adapters is not None else nullcontext():
+                ids = torch.zeros(1, count, dtype=torch.long, device=self.device)
+                logits: torch.Tensor = self.module(input_ids=ids, use_cache=False).logits
+        finally:
+            del layers["forward"]
+            if own is not None:
+                layers["forward"] = own
+        return logits[0]
 
     @torch.inference_mode()
     def decode(
@@ -298,6 +365,7 @@ class LoadedModel:
         *,
         last_only: bool,
         states: bool,
+        before_head: bool = False,
     ) -> Computed:
         if not self._attends:
             mask = mask[:, -tokens.shape[1] :]  # a recurrent layer looks at the new tokens alone
@@ -312,6 +380,7 @@ class LoadedModel:
         if self._keeps_logits and last_only:
             arguments["logits_to_keep"] = 1
         last: list[torch.Tensor] = []
+        layers: list[torch.Tensor] = []
         with ExitStack() as during:
             if self.adapters is not None:
                 during.enter_context(self.adapters.using(adapters, tokens.shape[1]))
@@ -321,8 +390,13 @@ class LoadedModel:
                     raise EngineInternalError(f"{type(self.module).__name__} names no head, whose input is wanted")
                 kept = head.register_forward_pre_hook(lambda _, given: last.append(given[0][:, -1]))
                 during.callback(kept.remove)
+            if before_head:
+                listening = self.module.base_model.register_forward_hook(
+                    lambda _, __, output: layers.append(output.last_hidden_state)
+                )
+                during.callback(listening.remove)
             logits: torch.Tensor = self.module(**arguments).logits
-        return Computed(logits, last[0] if states else None)
+        return Computed(logits, last[0] if states else None, layers[-1] if layers else None)
 
     def cache_identity(self, adapter: str | None, tokens: int) -> int:
         """Return the prefix-cache key for a row of this length: rows with the same key may share prefixes."""

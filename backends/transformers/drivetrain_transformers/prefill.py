@@ -13,6 +13,7 @@ from drivetrain_transformers.kv_cache import RowCache, row_cache
 from drivetrain_transformers.model import LoadedModel
 from drivetrain_transformers.prefix_cache import PrefixCache
 from drivetrain_transformers.recurrent_states import concatenated, put_states
+from drivetrain_transformers.scoring import positions_of, score
 from drivetrain_transformers.sequences import Sequence
 
 
@@ -83,7 +84,10 @@ class Prefill:
 
     def _found(self, prefixes: PrefixCache, sequence: Sequence) -> tuple[int, RowCache | None]:
         token_ids = sequence.token_ids
-        return prefixes.find(token_ids, self._model.cache_identity(sequence.request.lora, len(token_ids)))
+        made_by = self._model.cache_identity(sequence.request.lora, len(token_ids))
+        scored = positions_of(sequence)
+        # The positions to score are computed, so that none of them may come from the cache.
+        return prefixes.find(token_ids[: len(token_ids) - scored + 1] if scored else token_ids, made_by)
 
     def run(self, group: list[Sequence]) -> Prefilled:
         """Compute the cache of ``group``, whose cached prefixes are equally long."""
@@ -101,16 +105,20 @@ class Prefill:
             sequence.request.params.prompt_logprobs is not None and sequence.prompt_logprobs is None
             for sequence in group
         )
+        scored = max(map(positions_of, group))
         keeps = self.keeps_prompts and len(unique[0].token_ids) > prefix + 1
         computed = self._model.prefill(
             [sequence.token_ids[prefix:] for sequence in unique],
             [sequence.request.lora for sequence in unique],
             past,
             prefix,
-            all_positions=wants_all,
+            all_positions=wants_all or (scored > 0 and not self._model.has_head_apart),
+            before_head=scored if self._model.has_head_apart else 0,
             states=any(sequence.request.params.return_hidden_states for sequence in group),
             before_last=partial(self._keep_prompts, unique, past) if keeps else None,
         )
+        if scored:
+            score(self._model, group, rows, computed)
         logits, states = computed.logits, computed.states
         for sequence, row in zip(group, rows, strict=True):
             if not sequence.generated:

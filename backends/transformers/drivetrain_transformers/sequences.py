@@ -10,6 +10,7 @@ from drivetrain.backend.base import GenerateRequest, GenerateResult, TokenDelta
 from drivetrain.errors import DrivetrainError
 from drivetrain.text.stops import StopMatcher
 from drivetrain.types.outputs import FinishReason, ReleasedText, TopLogprobs, VersionSpan
+from drivetrain.types.token_scores import TokenScores
 from drivetrain_sampling import Row
 from drivetrain_sampling.packed_masks import joined
 
@@ -38,6 +39,7 @@ class Sequence:
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[TopLogprobs | None] | None = None
     prompt_ranks: list[int | None] | None = None
+    scores: TokenScores | None = None
     hidden_states: list[list[float]] = field(default_factory=list)
     """State that each id was drawn from, if the request wants them."""
     spans: list[VersionSpan] = field(default_factory=list)
@@ -112,6 +114,7 @@ class Sequence:
             prompt_logprobs=self.prompt_logprobs,
             prompt_top_logprobs=self.prompt_top_logprobs,
             prompt_ranks=self.prompt_ranks,
+            scores=self.scores,
             cached_tokens=self.cached_tokens,
             hidden_states=self.hidden_states if params.return_hidden_states else None,
             matched_text=self.matcher.outcome() if self.matcher is not None else None,

@@ -26,6 +26,7 @@ from drivetrain.types.outputs import FinishReason, MatchedText, ReleasedText, To
 from drivetrain.types.prompts import MediaInput
 from drivetrain.types.sampling import LogprobsMode, SamplingParams
 from drivetrain.types.sampling_mask import SamplingMask
+from drivetrain.types.token_scores import Scoring, TokenScores
 from drivetrain.types.weights import (
     ApplyUpdate,
     BeginUpdate,
@@ -103,6 +104,9 @@ class GenerateRequest:
     """Number of tokens at the end of ``prompt_token_ids`` that were sampled for this request before its engine was
     lost. They count as generated for ``seed``, penalties, ``min_new_tokens`` and temperature schedules, but not for
     ``max_new_tokens``, and are not part of the result. Never set unless :attr:`Backend.counts_resumed_tokens`."""
+    scoring: Scoring | None = None
+    """Logprobs wanted at positions of the prompt; ``max_new_tokens`` is then 0. Never set unless the engine claims
+    ``Capability.SCORE_AT``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +145,8 @@ class GenerateResult:
     ``InferenceEngine`` match the ids."""
     sampling_mask: SamplingMask | None = None
     """Ids that each token was drawn from. May be None if there are no tokens."""
+    scores: TokenScores | None = None
+    """Logprobs that the request's ``scoring`` asks for; None without it, or aborted before the prompt was read."""
 
 
 @dataclass(frozen=True, slots=True)

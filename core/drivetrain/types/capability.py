@@ -33,6 +33,10 @@ class Capability(Enum):
     PROMPT_LOGPROBS = "prompt_logprobs", "Logprobs of the prompt's own tokens can be returned."
     PROMPT_RANKS = "prompt_ranks", "Ranks of the prompt's own tokens, by likelihood, can be returned."
     SCORE_TOKENS = "score_tokens", "Given tokens can be scored without sampling any."
+    SCORE_AT = (
+        "score_at",
+        "Given token ids can be scored at each of a sequence's last positions, at a temperature, as packed arrays.",
+    )
     STOP_TOKEN_IDS = "stop_token_ids", "Generation can end at given token ids."
     STOP_STRINGS = "stop_strings", "Generation can end at given strings, also if they span tokens."
     STOP_REGEX = "stop_regex", "Generation can end at the first match of a regular expression."
