@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import drivetrain_transformers.scoring
 import oracle
 from drivetrain import Completion, InferenceEngine, create_engine
 from drivetrain.testing import tiny_model
+from drivetrain_sampling.scores import score_rows
 from drivetrain_transformers.model import LoadedModel
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -32,7 +34,7 @@ def assert_scores(completion: Completion, ids: np.ndarray, model: torch.nn.Modul
     "architecture", ["qwen2", "gemma2", "gpt2", "opt", "bloom", "qwen3_moe", "granitemoehybrid", "qwen3_next", "mamba2"]
 )
 async def test_any_architecture_is_scored(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drivetrain_transformers.scoring, "_LOGITS_AT_ONCE", 1000)  # of three positions
+    monkeypatch.setattr(drivetrain_transformers.scoring, "LOGITS_AT_ONCE", 1000)  # of three positions
     rng = np.random.default_rng(0)
     sequences = [rng.integers(1, 250, size=length).tolist() for length in (3, 33, 90)]
     at = [rng.integers(0, 260, size=(2, 4)) for _ in sequences]
@@ -64,16 +66,15 @@ async def test_the_head_is_run_apart_where_it_can_be(
 
 async def test_logits_are_computed_in_parts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes: list[tuple[int, ...]] = []
-    scaled = drivetrain_transformers.scoring._scaled
 
-    def counting(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    def counting(logits: torch.Tensor, *more: Any) -> tuple[torch.Tensor, ...]:
         shapes.append(tuple(logits.shape))
-        return scaled(logits, temperature)
+        return score_rows(logits, *more)
 
-    monkeypatch.setattr(drivetrain_transformers.scoring, "_scaled", counting)
+    monkeypatch.setattr(drivetrain_transformers.scoring, "score_rows", counting)
     async with create_engine("transformers", model=str(model), isolation="inline") as engine:
         vocabulary = engine.model_info.vocab_size
-        monkeypatch.setattr(drivetrain_transformers.scoring, "_LOGITS_AT_ONCE", 10 * vocabulary)
+        monkeypatch.setattr(drivetrain_transformers.scoring, "LOGITS_AT_ONCE", 10 * vocabulary)
         await engine.compute_logprobs([list(range(1, 36))], temperature=1.0)
     assert shapes == [(10, vocabulary)] * 3 + [(4, vocabulary)]
 

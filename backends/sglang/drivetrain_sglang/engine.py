@@ -49,6 +49,7 @@ from drivetrain_sglang.translate import (
     Collected,
     RowFailure,
     carries_masks,
+    carries_scores,
     engine_arguments,
     fitting,
     labels_tokens,
@@ -104,6 +105,8 @@ class SGLangBackend(WorkerBackend[Collected]):
             claimed.add(Capability.SAMPLING_MASK)
         if config.engine_kwargs.get("enable_return_hidden_states"):
             claimed.add(Capability.HIDDEN_STATES)
+        if device_type_of(config) == "cpu" and carries_scores():
+            claimed.add(Capability.SCORE_AT)  # on a GPU, a graph may hold the logits' computation
         if device_type_of(config) != "cpu":
             claimed |= _of_a_gpu(config)
             if not config.enable_sleep or importlib.util.find_spec("torch_memory_saver") is None:
