@@ -114,7 +114,9 @@ class VLLMBackend(WorkerBackend[Collected]):
             claimed.add(Capability.SAMPLING_MASK)
         if config.engine_kwargs.get("quantization") is not None:
             claimed -= _OF_PLAIN_WEIGHTS
-        if device_type_of(config) != "cpu":
+        if device_type_of(config) == "cpu":
+            claimed.add(Capability.SCORE_AT)  # with the first model runner; a GPU may have the second
+        else:
             claimed |= _of_a_gpu(config)
             if not config.enable_sleep:
                 claimed -= _MEMORY_SAVERS
