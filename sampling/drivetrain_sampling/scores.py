@@ -172,7 +172,7 @@ def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """Divide by the temperature, after a shift that keeps differences of large quotients exact."""
     if temperature == 1.0:
         return logits
-    return (logits - logits.amax(-1, keepdim=True)) / temperature
+    return (logits - logits.amax(-1, keepdim=True)).div_(temperature)
 
 
 __all__ = [
