@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -96,7 +96,7 @@ def _given_ids(at: object, positions: Sequence[int], vocabulary: int) -> list[ND
     """Return the ids of each sequence, of shape (positions, width)."""
     if at is None:
         return [None] * len(positions)
-    if isinstance(at, str | bytes | bytearray | Mapping) or not isinstance(at, Iterable):
+    if isinstance(at, str | bytes | bytearray | Mapping) or not (isinstance(at, Iterable) and isinstance(at, Sized)):
         refuse("at", at, f"it is a {type(at).__name__}; expected one array of token ids for each sequence")
     each = list(at)
     if len(each) != len(positions):
