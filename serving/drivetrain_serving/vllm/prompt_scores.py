@@ -47,7 +47,7 @@ class PromptScores:
         try:
             ids = np.asarray(given)
         except (ValueError, OverflowError):
-            ids = np.zeros(0)
+            ids = np.zeros(0, dtype=np.int64)
         rows = positions - (start or 0)
         is_table = ids.ndim == 2 and len(ids) == rows and ids.size > 0 and ids.dtype == np.int64
         if not is_table or ids.min() < -1 or ids.max() >= vocabulary:
