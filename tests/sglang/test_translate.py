@@ -103,6 +103,15 @@ def test_chunks_make_a_result() -> None:
     assert result.cached_tokens == 2
 
 
+def test_a_chunk_brings_the_hidden_states_of_all_tokens_so_far() -> None:
+    collected = translate.Collected(request(SamplingParams(return_hidden_states=True)))
+    of_prompt = [[0.0, 0.5], [1.0, 1.5]]
+    collected.add({"output_ids": [4], "meta_info": {"hidden_states": [of_prompt]}})
+    last = {"hidden_states": [of_prompt, [2.0, 2.5]], "finish_reason": {"type": "length"}}
+    collected.add({"output_ids": [5], "meta_info": last})
+    assert collected.result("v").hidden_states == [[1.0, 1.5], [2.0, 2.5]]
+
+
 def test_a_release_without_labels_labels_the_whole() -> None:
     collected = translate.Collected(request())
     collected.add({"output_ids": [4, 5], "meta_info": {"finish_reason": {"type": "length"}}})

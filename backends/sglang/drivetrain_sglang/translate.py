@@ -404,7 +404,8 @@ class Collected(CollectedSample):
                 top = [_top(entries, self.params.logprobs) for entries in meta.get("output_top_logprobs") or ()]
                 top = top[: len(ids)]
         if self.params.return_hidden_states:
-            self._hidden += _hidden_states(meta.get("hidden_states") or ())
+            # Every chunk has the states of all tokens so far.
+            self._hidden = _hidden_states(meta.get("hidden_states") or ()) or self._hidden
         mask = joined((meta.get(MASK) or ())[: len(ids)]) if self.params.return_sampling_mask else None
         return self.extend(ids, logprobs, top, mask)
 
