@@ -501,7 +501,7 @@ class Backend(ABC):
     # Models that do not generate ---------------------------------------------------------------------------------
 
     async def embed(self, prompts: list[list[int]], dimensions: int | None) -> list[list[float]]:
-        """Return one embedding per prompt, shortened to ``dimensions`` if given.
+        """Return one embedding per prompt, shortened to ``dimensions`` and scaled to length 1 if they are given.
 
         If the model's folder names no pooling, the embedding is the last token's state of the last layer, after the
         final norm.
@@ -511,7 +511,7 @@ class Backend(ABC):
         raise self._unsupported(Capability.EMBED)
 
     async def reward_score(self, sequences: list[list[int]]) -> list[float]:
-        """Return a reward model's score of each token sequence.
+        """Return a reward model's score of each token sequence: its output at the last token, whatever that token's id.
 
         State: as for :meth:`embed`.
         """
