@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
 from drivetrain.engine.engine import InferenceEngine
 from drivetrain.errors import (
     EngineBusy,
@@ -34,14 +36,14 @@ from drivetrain_conformance.assets.made_adapters import Adapter, change_adapter,
 from drivetrain_conformance.assets.served_models import ModelKind, Models
 from drivetrain_conformance.harness.case import case
 from drivetrain_conformance.harness.testbench import Bench
-from drivetrain_conformance.references.oracle import log_softmax
+from drivetrain_conformance.references.oracle import HiddenStatesOracle, log_softmax
 from drivetrain_conformance.references.reference_sampling import steps
 
 if TYPE_CHECKING:
     import torch
 
-_CONFIG: Final = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
-ROOM: Final = 128 * 1024
+_CONFIG: Final = {"enable_lora": True, "max_loras": 6, "max_lora_rank": 8}
+ROOM: Final = 64 * 1024
 """Bytes by which memory may grow with an adapter that is loaded and unloaded: allocator overhead."""
 _LOADS: Final = 19
 """Adapters loaded one after another: more than the slots, up to 16, by which an engine may know them."""
@@ -133,17 +135,40 @@ async def an_adapter_adds_its_product(bench: Bench) -> None:
 
 @case(Capability.LORA, Capability.LOGPROBS_RAW, config=_CONFIG)
 async def logprobs_are_those_with_the_adapter(bench: Bench) -> None:
-    """Raw logprobs of sampled tokens are those of the model with the adapter merged in."""
+    """Raw logprobs of sampled tokens are those of the model with the adapter merged in.
+
+    So are hidden states, beside requests of the base.
+    """
     made = _make(bench, seed=1)
     params = SamplingParams(max_new_tokens=12, n=2, logprobs=0, logprobs_mode=LogprobsMode.RAW)
     async with _loaded(bench, a=made):
         output = await bench.engine.generate(bench.prompts(2), params, lora="a")
+        if bench.claims(Capability.HIDDEN_STATES):
+            await _check_hidden_states(bench, made)
     for completion in output.completions:
         expected = bench.output_logprobs(completion, model=made.merged)
         assert completion.logprobs is not None
         assert len(completion.logprobs) == len(expected)
         worst = max(abs(one - other) for one, other in zip(completion.logprobs, expected, strict=True))
         assert worst <= bench.tolerance(), f"a logprob is {worst:.3g} nats off that of the merged model"
+
+
+async def _check_hidden_states(bench: Bench, made: _Made) -> None:
+    """Check that hidden states with an adapter are the merged model's, and those without it the base's."""
+    params = _GREEDY.model_copy(update={"return_hidden_states": True})
+    calls = (bench.engine.generate(bench.prompts(2), params, lora=name) for name in ("a", None))
+    outputs = await asyncio.gather(*calls)
+    for output, model in zip(outputs, (made.merged, bench.model), strict=True):
+        oracle = bench.oracle(model)
+        if not isinstance(oracle, HiddenStatesOracle):
+            return
+        for completion in output.completions:
+            check_greedy(bench, completion, model=model)
+            first, drawn = len(completion.prompt_token_ids) - 1, len(completion.token_ids)
+            states = oracle.hidden_states([*completion.prompt_token_ids, *completion.token_ids])
+            off = float(np.abs(np.array(completion.hidden_states) - states[first : first + drawn]).max())
+            allowed = bench.tolerance() * max(1.0, float(np.abs(states).max()))
+            assert off <= allowed, f"a hidden state is off by {off:.3g}; {allowed:.3g} is allowed"
 
 
 @case(Capability.LORA, config=_CONFIG)
@@ -154,15 +179,17 @@ async def requests_in_flight_use_different_adapters(bench: Bench) -> None:
     NonFiniteLogits; requests beside and after it are unaffected.
     """
     prompts = bench.prompts(2)
-    one, two, three = (f"{_LONG_NAME}-{end}" for end in ("a", "A", "b"))
+    one, two, three, *more = (f"{_LONG_NAME}-{end}" for end in ("a", "A", "b", "c", "d", "e"))
     made = {one: _make(bench, seed=1), two: _make(bench, seed=2, rank=8), three: _make(bench, seed=3)}
-    names = (one, None, two, three, one, None)
-    async with _loaded(bench, **made):
+    # More adapters in a batch than kernels may have places for; equal ones under several names are several.
+    every = {**made, **dict(zip(more, made.values(), strict=True))}
+    names = (*every, None, one, None)
+    async with _loaded(bench, **every):
         alone = [await _answers(bench, prompts, name) for name in names]
         together = await asyncio.gather(*(_answers(bench, prompts, name) for name in names))
     for name, *answers in zip(names, alone, together, strict=True):
         for completions in answers:
-            _assert_made_by(bench, completions, made[name] if name else None)
+            _assert_made_by(bench, completions, every[name] if name else None)
     base, *adapted = [[one.token_ids for one in together[names.index(name)]] for name in (None, *made)]
     assert all(first != second for first, second in combinations(adapted, 2)), "two adapters answer alike"
     assert base not in adapted, "an adapter answers as the base does"
@@ -478,9 +505,11 @@ async def a_name_may_come_back_as_another_adapter(bench: Bench) -> None:
     await _check_a_folder_is_read_again(bench, prompts, made, other)
     await _check_many_loads(bench, prompts[1], (made, other, _make(bench, seed=3)))
 
+    large = _make(bench, seed=2, rank=8)
+
     async def held_after_some() -> dict[str, int]:
         async with check_it_runs():
-            for one in (made, other) * 2:
+            for one in [large] * 4:
                 async with _loaded(bench, a=one):
                     pass
         return await held_by(bench.engine)  # outside of the check: it collects garbage
@@ -498,6 +527,8 @@ async def _check_a_folder_is_read_again(bench: Bench, prompts: Sequence[list[int
             shutil.copyfile(file, latest / file.name)
         await bench.engine.load_lora_adapter("a", str(latest))
         answers = await _answers(bench, prompts, "a")
+        if bench.claims(Capability.PROMPT_LOGPROBS):
+            await _check_prompt_logprobs(bench, prompts[0], one)
         await bench.engine.unload_lora_adapter("a")
         _assert_made_by(bench, answers, one)
 
@@ -516,7 +547,8 @@ async def _check_many_loads(bench: Bench, prompt: list[int], adapters: Sequence[
 async def no_more_adapters_than_the_limit(bench: Bench) -> None:
     """One adapter more than max_loras is refused, naming the limit; after unloading one it loads."""
     first, second, third = (_make(bench, seed=seed) for seed in (1, 2, 3))
-    async with _loaded(bench, b=second, d=second):
+    others = dict.fromkeys("bdefg", second)
+    async with _loaded(bench, **others):
         async with _loaded(bench, a=first):
             with refused(TooManyAdapters, field="lora_name", naming="max_loras"):
                 await bench.engine.load_lora_adapter("c", third.path)

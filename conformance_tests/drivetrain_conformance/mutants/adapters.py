@@ -51,22 +51,37 @@ class uses_an_adapter_for_all(SoundBackend):
         await super().unload_lora_adapter(lora_name)
 
 
-@mutant("lora/requests_in_flight_use_different_adapters", says="nats below the most likely one")
-class holds_two_adapters_at_once(SoundBackend):
-    """While requests of two adapters are in flight, those of a third are answered by the model without it."""
+class _HoldingAdapters(SoundBackend):
+    """Answers requests of further adapters by the model without them, while others are in flight."""
+
+    most: int
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._using: list[str] = []
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        if request.lora is None or len({*self._using, request.lora}) > 2:
+        if request.lora is None or len({*self._using, request.lora}) > self.most:
             return await super().generate(dataclasses.replace(request, lora=None))
         self._using.append(request.lora)
         try:
             return await super().generate(request)
         finally:
             self._using.remove(request.lora)
+
+
+@mutant("lora/requests_in_flight_use_different_adapters", says="nats below the most likely one")
+class holds_two_adapters_at_once(_HoldingAdapters):
+    """While requests of two adapters are in flight, those of a third are answered by the model without it."""
+
+    most = 2
+
+
+@mutant("lora/requests_in_flight_use_different_adapters", says="nats below the most likely one")
+class holds_five_adapters_at_once(_HoldingAdapters):
+    """While requests of five adapters are in flight, those of a sixth are answered by the model without it."""
+
+    most = 5
 
 
 class _ByShortName(SoundBackend):
@@ -194,6 +209,22 @@ class knows_adapters_by_slot(SoundBackend):
         if key not in self._known:
             self._known[key] = await super().generate(request)
         return self._known[key]
+
+
+@mutant("lora/a_name_may_come_back_as_another_adapter", says="nats off that of the merged model")
+class keeps_prompt_scores_by_the_name(SoundBackend):
+    """Prompt logprobs are kept by the prompt and the adapter's name, also when the name comes back for another."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._scores: dict[tuple[object, ...], list[float | None] | None] = {}
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        result = await super().generate(request)
+        if request.lora is None or result.prompt_logprobs is None:
+            return result
+        first = self._scores.setdefault((request.lora, *request.prompt_token_ids), result.prompt_logprobs)
+        return dataclasses.replace(result, prompt_logprobs=first)
 
 
 @mutant("lora/requests_in_flight_use_different_adapters", says="gave NaN or infinite logits")
