@@ -26,6 +26,7 @@ from drivetrain.errors import (
     EngineError,
     EngineInternalError,
     EngineStartError,
+    InvalidConfig,
     InvalidRequest,
     TooManyAdapters,
     UnsupportedCapability,
@@ -151,7 +152,10 @@ class VLLMBackend(WorkerBackend[Collected]):
         if Capability.ROUTED_EXPERTS in self.capabilities(self.config):
             self._expert_layers = cast("list[int]", await self.ask("expert_layers"))
         report("warming up")
-        await self._warm_up()
+        try:
+            await self._warm_up()
+        except EngineDied as error:
+            raise EngineStartError(f"vLLM failed at its first requests: {error}") from error
         return replace(info, gpus=await self.gpus())
 
     def _start(self, report: Callable[[str], None]) -> ModelInfo:
@@ -191,6 +195,8 @@ class VLLMBackend(WorkerBackend[Collected]):
             arguments.mm_device_do_normalize = False
         made = arguments.create_engine_config()
         os.environ[_START_METHOD] = method
+        if device == "cpu":
+            _require_a_cache_for_states(made.cache_config)
         if device == "cpu" and made.model_config.enforce_eager:
             os.environ["TORCHDYNAMO_DISABLE"] = "1"  # otherwise vLLM compiles some functions regardless, for 20 s
         if made.device_config.device_type != device:
@@ -417,6 +423,16 @@ def _has_plain_kernels(config: EngineConfig) -> bool:
     """Return whether determinism was tested for such an engine: text only, generating, its own weights, one GPU."""
     plain = config.task is Task.GENERATE and config.tensor_parallel_size == 1 and not config.enable_lora
     return plain and config.engine_kwargs.get("quantization") is None and not vision_capabilities(config)
+
+
+def _require_a_cache_for_states(cache: object) -> None:
+    """Refuse prefixes of recurrent states on a CPU, where a prompt of several chunks would end vLLM's engine core."""
+    if getattr(cache, "mamba_cache_mode", "none") != "none":
+        raise InvalidConfig(
+            "enable_prefix_caching=True: the model keeps recurrent states, whose prefixes vLLM caches only on a GPU; "
+            "give enable_prefix_caching=False, or use a GPU or the transformers backend",
+            field="enable_prefix_caching",
+        )
 
 
 def _be_batch_invariant() -> None:

@@ -50,10 +50,17 @@ async def check_recurrent_model(bench: Bench, architecture: str) -> None:
 
 
 async def _served(stack: AsyncExitStack, bench: Bench, model: Path, **fields: object) -> InferenceEngine | None:
-    """Return an engine that serves ``model`` until the stack is closed; None if it is refused."""
+    """Return an engine that serves ``model`` until the stack is closed; None if it is refused.
+
+    A refusal that names ``enable_prefix_caching`` is heeded.
+    """
     try:
         return await stack.enter_async_context(bench.open(model=model, **fields))
-    except (InvalidConfig, UnsupportedCapability, EngineStartError):
+    except InvalidConfig as refusal:
+        if refusal.field != "enable_prefix_caching" or "enable_prefix_caching" in fields:
+            return None
+        return await _served(stack, bench, model, **fields, enable_prefix_caching=False)
+    except (UnsupportedCapability, EngineStartError):
         return None
 
 
