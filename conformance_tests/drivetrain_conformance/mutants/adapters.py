@@ -174,7 +174,7 @@ class updates_without_the_adapter(SoundBackend):
         return joined(first, await super().generate(dataclasses.replace(after(request, first), lora=None)))
 
 
-@mutant("lora/a_name_may_come_back_as_another_adapter", says="nats below")
+@mutant("lora/a_name_may_come_back_as_another_adapter", says=("nats below", "nats off that of the merged model"))
 class reads_an_adapters_folder_once(SoundBackend):
     """A folder that was loaded before is served as it was then."""
 
